@@ -1,0 +1,121 @@
+"""The closed list of KV cache dtypes and the one table of what each is called and how it is stored.
+
+Strings are turned into `KVCacheDType` once, at the door (`parse_kv_cache_dtype`); everything after dispatches on the
+enum. No other module may list dtype strings of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import ml_dtypes
+import numpy as np
+
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected
+
+NVFP4_BLOCK_SIZE = 16
+"""Elements along the head dimension that share one NVFP4 block scale."""
+
+
+class KVCacheDType(enum.Enum):
+    """How the keys and values of one layer are stored; `AUTO` stands for "not resolved yet" and is never stored."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    NVFP4 = "nvfp4"
+
+    @property
+    def info(self) -> DTypeInfo:
+        """This dtype's row of the table; `KVCacheValueError` for `AUTO`, which has to be resolved first."""
+        if self is KVCacheDType.AUTO:
+            raise KVCacheValueError("KVCacheDType.AUTO names no storage: resolve it with resolve_kv_cache_dtype first")
+        return _TABLE[self]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether storing in this dtype needs a scale."""
+        return self.info.quant_mode is not KVQuantMode.NONE
+
+
+class KVQuantMode(enum.IntEnum):
+    """vLLM's numbering of what a layer's scales belong to. kvjax stores `NONE`, `FP8_PER_TENSOR` and `NVFP4`.
+
+    The per-token-head modes keep their numbers so that a spec means the same in both projects; no dtype resolves to them.
+    """
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+    NVFP4 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class DTypeInfo:
+    """One row of the table.
+
+    `aliases`: further strings that name the dtype. `storage_dtype`: element type of the cache array. `max`: largest
+    finite value that an element decodes to before its scales.
+    """
+
+    aliases: tuple[str, ...]
+    storage_dtype: np.dtype
+    quant_mode: KVQuantMode
+    max: float
+
+    def row_bytes(self, head_size: int) -> tuple[int, int]:
+        """Bytes that one head of one token takes: (data, block scales)."""
+        if self.quant_mode is KVQuantMode.NVFP4:
+            return head_size // 2, head_size // NVFP4_BLOCK_SIZE
+        return head_size * self.storage_dtype.itemsize, 0
+
+
+def _row(scalar: type, quant_mode: KVQuantMode, *aliases: str) -> DTypeInfo:
+    return DTypeInfo(aliases, np.dtype(scalar), quant_mode, float(ml_dtypes.finfo(scalar).max))
+
+
+_TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
+    {
+        KVCacheDType.FLOAT32: _row(np.float32, KVQuantMode.NONE, "float"),
+        KVCacheDType.FLOAT16: _row(np.float16, KVQuantMode.NONE, "half"),
+        KVCacheDType.BFLOAT16: _row(ml_dtypes.bfloat16, KVQuantMode.NONE),
+        KVCacheDType.FP8_E4M3: _row(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, "fp8"),
+        KVCacheDType.FP8_E5M2: _row(ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR),
+        KVCacheDType.NVFP4: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0),
+    }
+)
+
+_BY_NAME: Mapping[str, KVCacheDType] = MappingProxyType(
+    {dtype.value: dtype for dtype in KVCacheDType}
+    | {alias: dtype for dtype, info in _TABLE.items() for alias in info.aliases}
+)
+
+ACCEPTED_KV_CACHE_DTYPES: tuple[str, ...] = tuple(_BY_NAME)
+"""Every string that names a KV cache dtype, canonical names first."""
+
+STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(_TABLE)
+"""Every dtype that a cache can hold: all but `AUTO`."""
+
+
+def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
+    """The dtype that a user's string names; an enum member is returned as it is.
+
+    Raises:
+      KVCacheValueError: an unknown string; the message names it, the accepted ones and the nearest.
+      KVCacheTypeError: neither a string nor a `KVCacheDType`.
+    """
+    if isinstance(name, KVCacheDType):
+        return name
+    if not isinstance(name, str):
+        raise KVCacheTypeError(f"kv_cache_dtype: got {name!r} of type {type(name).__name__}, expected a string or KVCacheDType")
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise KVCacheValueError(got_expected("kv_cache_dtype", name, ACCEPTED_KV_CACHE_DTYPES)) from None

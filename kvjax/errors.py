@@ -1,0 +1,33 @@
+"""The errors kvjax raises, and the one sentence they share: what came, and what would be accepted."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVCacheError(Exception):
+    """Base of the errors that only kvjax raises."""
+
+
+class UnsupportedError(KVCacheError, NotImplementedError):
+    """An implementation cannot serve this call. Asked for by name it is raised; `implementation=None` moves on."""
+
+
+class KVCacheValueError(KVCacheError, ValueError):
+    """A value that kvjax does not take: an unknown dtype, a wrong shape, a layer that no model has."""
+
+
+class KVCacheTypeError(KVCacheError, TypeError):
+    """An argument of the wrong kind or element type."""
+
+
+def got_expected(what: str, got: object, accepted: Iterable[object]) -> str:
+    """Words `got X, expected one of ...`, with the nearest accepted string where `got` looks like a typo."""
+    choices = [str(choice) for choice in accepted]
+    message = f"{what}: got {got!r}, expected one of {', '.join(choices)}"
+    if isinstance(got, str):
+        near = difflib.get_close_matches(got.strip().lower(), choices, n=1)
+        if near:
+            message += f" (did you mean {near[0]!r}?)"
+    return message
