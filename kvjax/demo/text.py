@@ -1,0 +1,89 @@
+"""Real text that is at hand wherever Python is: the standard library's sources, split into training and held out.
+
+The split hashes each file's path relative to the library, so a file lands on the same side on every machine and in
+every Python version, and weights trained on one have not seen the held-out files of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+VOCAB_SIZE = 256
+"""Text is bytes; every byte is a token."""
+
+HELD_OUT_PERCENT = 8
+"""Share of the files, in percent, that training never sees."""
+
+_EXCLUDED_DIRS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
+# Machine-written tables, and what Linux distributions package apart: it would make the text differ between machines.
+_EXCLUDED_MODULES = frozenset(
+    {
+        "distutils",
+        "encodings",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "tkinter",
+        "turtle",
+        "turtledemo",
+        "venv",
+    }
+)
+
+
+def standard_library() -> Path:
+    """The folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def source_files(root: Path) -> tuple[str, ...]:
+    """The `.py` files of the standard library in `root`, as sorted POSIX paths relative to it.
+
+    Raises:
+      FileNotFoundError: `root` holds none, as where Python was installed without its sources.
+    """
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    files = tuple(sorted(path.as_posix() for path in paths if _is_text(path)))
+    if not files:
+        raise FileNotFoundError(f"no standard library sources under {root}: the demo's text is Python's own *.py files")
+    return files
+
+
+def _is_text(path: Path) -> bool:
+    module = path.parts[0].removesuffix(".py")
+    if module not in sys.stdlib_module_names or module in _EXCLUDED_MODULES:
+        return False
+    return _EXCLUDED_DIRS.isdisjoint(path.parts)
+
+
+def is_held_out(path: str) -> bool:
+    """Whether the file at `path` (relative, POSIX) is kept from training."""
+    digest = hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def split(files: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`files` as (training, held out), each in the given order."""
+    return tuple(f for f in files if not is_held_out(f)), tuple(f for f in files if is_held_out(f))
+
+
+def read(root: Path, files: Sequence[str]) -> np.ndarray:
+    """The bytes of `files`, one after the other: uint8 `[num_bytes]`."""
+    return np.frombuffer(b"".join((root / file).read_bytes() for file in files), np.uint8)
+
+
+def unigram_bits_per_byte(training: np.ndarray, text: np.ndarray) -> float:
+    """Bits a byte of `text` under the byte frequencies of `training`: what no context at all achieves.
+
+    Frequencies are add-one smoothed, so a byte that training lacks costs a finite number of bits.
+    """
+    counts = np.bincount(training, minlength=VOCAB_SIZE) + 1.0
+    bits = np.log2(counts.sum()) - np.log2(counts)
+    return float(bits[text].mean())
