@@ -1,0 +1,61 @@
+# Every target sets up what it needs; a virtual environment is made anew only when pyproject.toml has changed.
+
+# The demo has an environment of its own: it stays small, and jax must not meet there the CUDA plugin that tests use.
+DEMO_ENV := .venv-demo
+DEV_ENV := .venv
+COMPAT_JAX := 0.11.2 0.12.0.1
+
+comma := ,
+DEV_EXTRAS := test,torch,lint
+# With a GPU to test on, jax gets all of CUDA; without one the plugin alone compiles kernels.
+DEV_EXTRAS += $(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
+
+ARGS ?=
+
+.PHONY: demo test test-compat lint format wheel clean distclean help
+
+demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
+	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
+
+test: $(DEV_ENV)/.installed ## every test that can run here (ARGS="-k nvfp4")
+	$(DEV_ENV)/bin/python -m pytest -n 2 $(ARGS)
+
+test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
+
+lint: $(DEV_ENV)/.installed ## lint, format and type checks
+	$(DEV_ENV)/bin/ruff check .
+	$(DEV_ENV)/bin/ruff format --check .
+	$(DEV_ENV)/bin/mypy
+
+format: $(DEV_ENV)/.installed ## rewrite the sources as the checks want them
+	$(DEV_ENV)/bin/ruff check --fix .
+	$(DEV_ENV)/bin/ruff format .
+
+wheel: $(DEV_ENV)/.installed ## dist/kvjax-*.whl
+	$(DEV_ENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove what was built and every cache
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+distclean: clean ## clean, and remove the virtual environments
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(COMPAT_JAX:%=.venv-jax-%)
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+
+$(DEMO_ENV)/.installed: pyproject.toml
+	@tools/setup_env.sh $(DEMO_ENV) -e '.[demo]'
+	@touch $@
+
+$(DEV_ENV)/.installed: pyproject.toml
+	@tools/setup_env.sh $(DEV_ENV) -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
+	@touch $@
+
+.PHONY: $(COMPAT_JAX:%=test-jax-%)
+$(COMPAT_JAX:%=test-jax-%): test-jax-%: .venv-jax-%/.installed
+	JAX_PLATFORMS=cpu .venv-jax-$*/bin/python -m pytest -n 2 $(ARGS)
+
+# The plugin loads only into the jax of its own version.
+$(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
+	@tools/setup_env.sh .venv-jax-$* -e '.[test]' jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+	@touch $@

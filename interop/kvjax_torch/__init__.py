@@ -1,0 +1,1 @@
+"""kvjax's paged KV cache for torch: the same kernels, writing into torch's own memory."""

@@ -1,0 +1,47 @@
+"""What every test shares: the devices jax may look for, the `gpu` marker, and hypothesis without a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import hypothesis
+import pytest
+
+
+def _has_nvidia_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+if not _has_nvidia_driver():
+    # With CUDA's libraries installed (torch brings them) and no driver, the version check of jax's CUDA plugin ends the
+    # process with a segmentation fault. Set before jax is imported, and inherited by the tests' subprocesses.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The first call of a jitted function compiles; a deadline would measure that.
+hypothesis.settings.register_profile("kvjax", deadline=None)
+hypothesis.settings.load_profile("kvjax")
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    import jax
+
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        devices = []
+    if any(float(device.compute_capability) >= 9.0 for device in devices):
+        return None
+    seen = [f"{device.device_kind} (sm_{device.compute_capability.replace('.', '')})" for device in devices]
+    return f"needs a CUDA GPU of compute capability 9.0 or later; jax sees {', '.join(seen) or 'no CUDA GPU'}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)

@@ -1,0 +1,223 @@
+"""Imports point one way: between kvjax's modules, from `kvjax_torch` to kvjax, and away from jax's private modules."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A module of kvjax imports only from its own layer and from those that stand before it. A subpackage is one layer;
+# "kvjax" itself, the public names, stands where a module may use them as any caller does.
+LAYERS = (
+    "errors",
+    "dtypes",
+    "layouts",
+    "spec",
+    "pages",
+    "model_config",
+    "resolve",
+    "quant",
+    "cache",
+    "kernels",
+    "ops",
+    "kvjax",
+    "demo",
+    "cli",
+)
+PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
+PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
+
+
+class Module(NamedTuple):
+    package: tuple[str, ...]
+    tree: ast.Module
+
+
+Modules = Mapping[str, Module]
+
+
+def parse_modules(folder: Path) -> Modules:
+    """Every module under a package's folder, by its dotted name."""
+    modules = {}
+    for path in sorted(folder.rglob("*.py")):
+        package = path.parent.relative_to(folder.parent).parts
+        name = ".".join(package if path.stem == "__init__" else (*package, path.stem))
+        modules[name] = Module(package, ast.parse(path.read_text(), filename=str(path)))
+    return modules
+
+
+def imported_names(module: Module) -> Iterator[str]:
+    """What a module imports, wherever in it, relative imports made absolute; `from a.b import c` is `a.b.c`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = module.package[: len(module.package) - node.level + 1] if node.level else ()
+            source = ".".join([*prefix, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def defining_module(name: str, modules: Modules) -> str:
+    """The module that an imported name stands for or lives in: its longest prefix that is a module."""
+    parts = name.split(".")
+    return next((found for end in range(len(parts), 0, -1) if (found := ".".join(parts[:end])) in modules), parts[0])
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def order_violations(modules: Modules) -> Iterator[str]:
+    for name, module in modules.items():
+        layer = layer_of(name)
+        if layer not in LAYERS:
+            yield f"{name} has no place in LAYERS: add {layer!r} after the layers that it imports"
+            continue
+        allowed = LAYERS[: LAYERS.index(layer) + 1]
+        for imported in (defining_module(imported, modules) for imported in imported_names(module)):
+            if imported in ("torch", "kvjax_torch"):
+                yield f"{name} imports {imported}"
+            elif imported in modules and layer_of(imported) in LAYERS and layer_of(imported) not in allowed:
+                yield f"{name} imports {imported}, which is above it"
+
+
+def non_public_imports(torch_modules: Modules, kvjax_modules: Modules) -> Iterator[str]:
+    """What kvjax_torch imports of kvjax, or takes from it as an attribute, beyond the public names."""
+    for name, module in torch_modules.items():
+        attributes = (
+            f"kvjax.{node.attr}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvjax"
+        )
+        for used in (*imported_names(module), *attributes):
+            public = defining_module(used, kvjax_modules) in PUBLIC_TO_TORCH and "._" not in used
+            if used.split(".")[0] == "kvjax" and not public:
+                yield f"{name} uses {used}, which is not public"
+
+
+def private_jax_imports(modules: Modules) -> Iterator[str]:
+    for name, module in modules.items():
+        for imported in imported_names(module):
+            if imported.split(".")[0] in ("jax", "jaxlib") and "._" in imported and name not in PRIVATE_JAX_MODULES:
+                yield f"{name} imports {imported}"
+
+
+def asserts(modules: Modules) -> Iterator[str]:
+    for name, module in modules.items():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Assert):
+                yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
+
+
+def all_violations(kvjax: Path, kvjax_torch: Path) -> list[str]:
+    kvjax_modules, torch_modules = parse_modules(kvjax), parse_modules(kvjax_torch)
+    both = {**kvjax_modules, **torch_modules}
+    return [
+        *order_violations(kvjax_modules),
+        *non_public_imports(torch_modules, kvjax_modules),
+        *private_jax_imports(both),
+        *asserts(both),
+    ]
+
+
+def test_the_sources_hold_every_rule():
+    assert all_violations(ROOT / "kvjax", ROOT / "interop/kvjax_torch") == []
+
+
+ALLOWED = {
+    "kvjax/__init__.py": "from .cache import KVCache as KVCache",
+    "kvjax/errors.py": "import jax",
+    "kvjax/cache.py": "from kvjax.errors import KVCacheValueError",
+    "kvjax/kernels/__init__.py": "from kvjax.kernels.write import build",
+    "kvjax/kernels/write.py": "from . import compat\nfrom .. import errors\nfrom ..cache import KVCache",
+    "kvjax/kernels/compat.py": "from jax._src import core",
+    "kvjax/cli.py": "import kvjax\nfrom kvjax import cache",
+    "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
+    "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
+    "kvjax_torch/launch.py": "from jax._src import core\nimport torch",
+}
+
+
+def write_sources(folder: Path, sources: Mapping[str, str]) -> list[str]:
+    for path, text in sources.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return all_violations(folder / "kvjax", folder / "kvjax_torch")
+
+
+def test_what_the_rules_allow(tmp_path: Path):
+    assert write_sources(tmp_path, ALLOWED) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "violation"),
+    [
+        ("kvjax/errors.py", "from kvjax.cache import KVCache", "kvjax.errors imports kvjax.cache, which is above it"),
+        ("kvjax/errors.py", "from kvjax import cache", "kvjax.errors imports kvjax.cache, which is above it"),
+        ("kvjax/errors.py", "from .cache import KVCache", "kvjax.errors imports kvjax.cache, which is above it"),
+        ("kvjax/errors.py", "import kvjax.cache", "kvjax.errors imports kvjax.cache, which is above it"),
+        ("kvjax/errors.py", "from kvjax import KVCache", "kvjax.errors imports kvjax, which is above it"),
+        ("kvjax/cache.py", "def f():\n    from .kernels.write import g", "kvjax.cache imports kvjax.kernels.write"),
+        ("kvjax/kernels/write.py", "from .. import cli", "kvjax.kernels.write imports kvjax.cli, which is above it"),
+        ("kvjax/__init__.py", "from . import cli", "kvjax imports kvjax.cli, which is above it"),
+        ("kvjax/new/thing.py", "", "kvjax.new.thing has no place in LAYERS: add 'new'"),
+        ("kvjax/cli.py", "import torch.nn", "kvjax.cli imports torch"),
+        ("kvjax/cli.py", "from kvjax_torch import ops", "kvjax.cli imports kvjax_torch"),
+        ("kvjax_torch/ops.py", "from kvjax.cache import KVCache", "kvjax_torch.ops uses kvjax.cache.KVCache"),
+        ("kvjax_torch/ops.py", "from kvjax import cache", "kvjax_torch.ops uses kvjax.cache, which is not public"),
+        ("kvjax_torch/ops.py", "import kvjax\nkvjax.cache.f", "kvjax_torch.ops uses kvjax.cache, which is not public"),
+        ("kvjax_torch/ops.py", "from kvjax.kernels import _f", "kvjax_torch.ops uses kvjax.kernels._f"),
+        ("kvjax_torch/ops.py", "from kvjax.kernels.write import f", "kvjax_torch.ops uses kvjax.kernels.write.f"),
+        ("kvjax_torch/ops.py", "from jax._src import core", "kvjax_torch.ops imports jax._src.core"),
+        ("kvjax/cache.py", "import jax._src.core", "kvjax.cache imports jax._src.core"),
+        ("kvjax/cache.py", "from jax import _src", "kvjax.cache imports jax._src"),
+        ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
+    ],
+)
+def test_what_the_rules_catch(tmp_path: Path, path: str, text: str, violation: str):
+    [found] = write_sources(tmp_path, {**ALLOWED, path: text})
+    assert found.startswith(violation)
+
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+import kvjax
+print(*sys.modules)
+for module in pkgutil.walk_packages(kvjax.__path__, "kvjax."):
+    if module.name.rpartition(".")[2] != "__main__":
+        importlib.import_module(module.name)
+print(*sys.modules)
+"""
+
+
+def import_in_a_fresh_process(folder: Path) -> tuple[set[str], set[str]]:
+    """The modules loaded after `import kvjax`, and after every submodule too, where any look for a device fails."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "no_device_may_be_asked_for"}
+    command = [sys.executable, "-P", "-W", "error", "-c", IMPORT_EVERYTHING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    public, everything = done.stdout.splitlines()
+    return set(public.split()), set(everything.split())
+
+
+def test_importing_loads_no_torch_and_asks_for_no_device():
+    public, everything = import_in_a_fresh_process(ROOT)
+    assert "kvjax.cache" in public
+    assert not public & {"safetensors", "tqdm", "kvjax.cli", "kvjax.demo"}
+    assert not everything & {"torch", "kvjax_torch"}
+
+
+@pytest.mark.parametrize("text", ["import jax; jax.devices()", "import jax.numpy as jnp; ZERO = jnp.zeros(1)"])
+def test_an_import_that_asks_for_a_device_is_caught(tmp_path: Path, text: str):
+    write_sources(tmp_path, {"kvjax/__init__.py": "", "kvjax/cache.py": text})
+    with pytest.raises(RuntimeError, match="no_device_may_be_asked_for"):
+        import_in_a_fresh_process(tmp_path)

@@ -1,0 +1,106 @@
+"""The wheel holds both import packages with their data, and works without the source tree."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"kvjax": ROOT / "kvjax", "kvjax_torch": ROOT / "interop/kvjax_torch"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*command, "--wheel-dir", folder, ROOT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [path] = folder.glob("kvjax-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def files_below(folder: Path) -> set[Path]:
+    return {
+        path.relative_to(folder)
+        for path in folder.rglob("*")
+        if path.is_file() and not {"__pycache__", ".ruff_cache", ".mypy_cache"} & {*path.parts}
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_wheel_holds_every_file_of_each_package(unpacked: Path, package: str):
+    assert files_below(unpacked / package) == files_below(PACKAGES[package])
+
+
+def test_the_wheel_holds_the_demo_weights_and_the_type_marker(unpacked: Path):
+    [weights] = (unpacked / "kvjax/demo").glob("*.safetensors")
+    assert 0 < weights.stat().st_size <= 3 * 2**20
+    assert (unpacked / "kvjax/py.typed").exists()
+
+
+def test_the_wheel_holds_nothing_beside_the_packages(unpacked: Path):
+    metadata, *packages = sorted((path.name for path in unpacked.iterdir()), key=lambda name: name in PACKAGES)
+    assert sorted(packages) == sorted(PACKAGES)
+    assert metadata.endswith(".dist-info")
+
+
+def test_the_wheel_requires_jax_and_numpy_alone(unpacked: Path):
+    [path] = unpacked.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(path.read_text())
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(required) == ["jax<0.13,>=0.11.2", "ml-dtypes>=0.5", "numpy>=2.0"]
+    assert metadata["Requires-Python"] == ">=3.12"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"cuda12", "cuda13", "torch", "test", "bench"} <= {*metadata.get_all("Provides-Extra", [])}
+
+
+def run_on_the_wheel(unpacked: Path, code: str, *arguments: str) -> str:
+    """Runs code isolated from the environment, with the wheel in place of the source tree on `sys.path`."""
+    sources = [str(folder.parent) for folder in PACKAGES.values()]
+    replace_path = f"import sys; sys.path = [{str(unpacked)!r}] + [p for p in sys.path if p not in {sources!r}]\n"
+    command = [sys.executable, "-I", "-W", "error", "-c", replace_path + code, *arguments]
+    done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_module_of_the_wheel_imports_from_it(unpacked: Path):
+    modules = ["kvjax"] + [
+        ".".join(path.relative_to(unpacked).with_suffix("").parts)
+        for path in sorted((unpacked / "kvjax").rglob("*.py"))
+        if path.stem not in ("__init__", "__main__")
+    ]
+    code = "import importlib; print(*[importlib.import_module(name).__file__ for name in sys.argv[1:]], sep='\\n')"
+    files = run_on_the_wheel(unpacked, code, *modules).splitlines()
+    assert len(files) == len(modules) > 10
+    assert all(Path(file).is_relative_to(unpacked) for file in files)
+
+
+def test_the_torch_bridge_of_the_wheel_imports_from_it(unpacked: Path):
+    pytest.importorskip("torch")
+    file = run_on_the_wheel(unpacked, "import kvjax_torch; print(kvjax_torch.__file__)")
+    assert Path(file) == unpacked / "kvjax_torch/__init__.py"
+
+
+def test_the_command_of_the_wheel_runs(unpacked: Path):
+    [path] = unpacked.glob("*.dist-info/entry_points.txt")
+    entry_points = configparser.ConfigParser()
+    entry_points.read(path)
+    module, function = entry_points["console_scripts"]["kvjax"].split(":")
+    shown = run_on_the_wheel(unpacked, f"from {module} import {function}; {function}()", "--help")
+    assert "demo" in shown
+    assert "plan" in shown

@@ -1,0 +1,42 @@
+#!/bin/sh
+# setup_env.sh ENV REQUIREMENT...: makes the virtual environment ENV, unless a usable one is there, and installs into it.
+# PYTHON names the interpreter to make it with; without it, the first that is new enough is taken.
+set -eu
+env=$1
+shift
+minimum=$(sed -n 's/^requires-python = ">=\([0-9.]*\)"$/\1/p' pyproject.toml)
+candidates=${PYTHON:-python3 python3.12 python3.13 python3.14 python}
+
+# A name on PATH proves nothing (version managers leave shims behind that fail, Debian splits off ensurepip): run it.
+usable() {
+    "$1" -c "import ensurepip, sys; sys.exit(sys.version_info < tuple(map(int, '$minimum'.split('.'))))" >/dev/null 2>&1
+}
+
+describe() {
+    "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo "does not run"
+}
+
+if ! usable "$env/bin/python"; then
+    base=
+    for candidate in $candidates; do
+        if usable "$candidate"; then
+            base=$candidate
+            break
+        fi
+    done
+    if [ -z "$base" ]; then
+        {
+            echo "error: kvjax needs Python $minimum or later with its venv and ensurepip modules. Found:"
+            for candidate in $candidates; do
+                command -v "$candidate" >/dev/null && echo "    $candidate: $(describe "$candidate")"
+            done
+            echo "Install a newer one, or name one that is not on PATH: make ... PYTHON=/path/to/python$minimum"
+        } >&2
+        exit 1
+    fi
+    echo "==> creating $env (python $(describe "$base"))"
+    "$base" -m venv --clear "$env"
+fi
+"$env/bin/python" -c "import pip" 2>/dev/null || "$env/bin/python" -m ensurepip >/dev/null
+echo "==> installing $* into $env"
+"$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
