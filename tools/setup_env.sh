@@ -13,6 +13,7 @@ usable() {
 }
 
 describe() {
+    command -v "$1" >/dev/null || { echo "not found" && return; }
     "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo "does not run"
 }
 
@@ -26,11 +27,11 @@ if ! usable "$env/bin/python"; then
     done
     if [ -z "$base" ]; then
         {
-            echo "error: kvjax needs Python $minimum or later with its venv and ensurepip modules. Found:"
+            echo "error: kvjax needs Python $minimum or later with its venv and ensurepip modules:"
             for candidate in $candidates; do
-                command -v "$candidate" >/dev/null && echo "    $candidate: $(describe "$candidate")"
+                echo "    $candidate: $(describe "$candidate")"
             done
-            echo "Install a newer one, or name one that is not on PATH: make ... PYTHON=/path/to/python$minimum"
+            echo "Install a newer one, or name it where it is not on PATH: make PYTHON=/path/to/python$minimum ..."
         } >&2
         exit 1
     fi
@@ -39,4 +40,4 @@ if ! usable "$env/bin/python"; then
 fi
 "$env/bin/python" -c "import pip" 2>/dev/null || "$env/bin/python" -m ensurepip >/dev/null
 echo "==> installing $* into $env"
-"$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+"$env/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@"

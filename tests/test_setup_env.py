@@ -1,0 +1,52 @@
+"""`make` finds a Python that is new enough among those that only claim to be, or says which it found."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+OLD = '#!/bin/sh\ncase "$2" in *platform*) echo 3.11.2 ;; *) exit 1 ;; esac\n'
+SHIM = "#!/bin/sh\nexit 127\n"
+
+
+@pytest.fixture
+def old_and_shim(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "old", tmp_path / "shim"]
+    for path, script in zip(paths, (OLD, SHIM), strict=True):
+        path.write_text(script)
+        path.chmod(0o755)
+    return paths
+
+
+def setup_env(environment: Path, pythons: list[Path]) -> subprocess.CompletedProcess[str]:
+    # pip itself is the requirement: it is there already, so that nothing is downloaded.
+    command = [ROOT / "tools/setup_env.sh", environment, "pip"]
+    variables = {"PATH": "/usr/bin:/bin", "PYTHON": " ".join(map(str, pythons))}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def test_where_none_is_new_enough_it_says_what_it_found(tmp_path: Path, old_and_shim: list[Path]):
+    old, shim = old_and_shim
+    done = setup_env(tmp_path / "env", [old, shim, tmp_path / "absent"])
+    assert done.returncode == 1
+    assert "needs Python 3.12 or later" in done.stderr
+    assert f"{old}: 3.11.2" in done.stderr
+    assert f"{shim}: does not run" in done.stderr
+    assert f"{tmp_path / 'absent'}: not found" in done.stderr
+    assert not (tmp_path / "env").exists()
+
+
+def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(tmp_path: Path, old_and_shim: list[Path]):
+    environment = tmp_path / "env"
+    done = setup_env(environment, [*old_and_shim, Path(sys.executable)])
+    assert done.returncode == 0, done.stderr
+    assert f"creating {environment} (python {platform.python_version()})" in done.stdout
+    again = setup_env(environment, old_and_shim)
+    assert again.returncode == 0, again.stderr
+    assert "creating" not in again.stdout
