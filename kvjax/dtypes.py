@@ -47,7 +47,7 @@ class KVCacheDType(enum.Enum):
 class KVQuantMode(enum.IntEnum):
     """vLLM's numbering of what a layer's scales belong to. kvjax stores `NONE`, `FP8_PER_TENSOR` and `NVFP4`.
 
-    The per-token-head modes keep their numbers so that a spec means the same in both projects; no dtype resolves to them.
+    The per-token-head modes keep their numbers so that a mode means the same in both; no dtype resolves to them.
     """
 
     NONE = 0
@@ -114,8 +114,35 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
     if isinstance(name, KVCacheDType):
         return name
     if not isinstance(name, str):
-        raise KVCacheTypeError(f"kv_cache_dtype: got {name!r} of type {type(name).__name__}, expected a string or KVCacheDType")
+        raise KVCacheTypeError(
+            f"kv_cache_dtype: got {name!r} of type {type(name).__name__}, expected a string or KVCacheDType"
+        )
     try:
         return _BY_NAME[name]
     except KeyError:
         raise KVCacheValueError(got_expected("kv_cache_dtype", name, ACCEPTED_KV_CACHE_DTYPES)) from None
+
+
+def parse_model_dtype(dtype: object) -> KVCacheDType:
+    """The unquantized cache dtype that holds what a model computes in, without loss.
+
+    Takes what configurations and frameworks write: `"bfloat16"`, `"torch.bfloat16"`, a `KVCacheDType`, a numpy or
+    ml_dtypes dtype, `jnp.bfloat16`, a `torch.dtype`.
+
+    Raises:
+      KVCacheValueError: no unquantized cache dtype stands for it (float64, float8, None, `AUTO`).
+    """
+    parsed = dtype if isinstance(dtype, KVCacheDType) else _BY_NAME.get(_dtype_name(dtype).removeprefix("torch."))
+    unquantized = [row for row in STORED_KV_CACHE_DTYPES if not row.is_quantized]
+    if parsed is None or parsed not in unquantized:
+        raise KVCacheValueError(got_expected("model dtype", dtype, [row.value for row in unquantized]))
+    return parsed
+
+
+def _dtype_name(dtype: object) -> str:
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name  # type: ignore[call-overload]  # anything at all is tried
+    except (TypeError, ValueError):
+        return str(dtype)  # a torch.dtype prints its name

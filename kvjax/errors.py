@@ -22,6 +22,10 @@ class KVCacheTypeError(KVCacheError, TypeError):
     """An argument of the wrong kind or element type."""
 
 
+class KVCacheWarning(UserWarning):
+    """Something was passed over that a caller may want to know of; what is returned is documented and usable."""
+
+
 def got_expected(what: str, got: object, accepted: Iterable[object]) -> str:
     """Words `got X, expected one of ...`, with the nearest accepted string where `got` looks like a typo."""
     choices = [str(choice) for choice in accepted]
