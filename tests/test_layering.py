@@ -32,6 +32,7 @@ LAYERS = (
     "kvjax",
     "demo",
     "cli",
+    "__main__",
 )
 PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
