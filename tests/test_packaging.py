@@ -96,11 +96,14 @@ def test_the_torch_bridge_of_the_wheel_imports_from_it(unpacked: Path):
     assert Path(file) == unpacked / "kvjax_torch/__init__.py"
 
 
-def test_the_command_of_the_wheel_runs(unpacked: Path):
+def test_the_command_of_the_wheel_runs_and_knows_its_version(wheel: Path, unpacked: Path):
     [path] = unpacked.glob("*.dist-info/entry_points.txt")
     entry_points = configparser.ConfigParser()
     entry_points.read(path)
     module, function = entry_points["console_scripts"]["kvjax"].split(":")
-    shown = run_on_the_wheel(unpacked, f"from {module} import {function}; {function}()", "--help")
+    command = f"from {module} import {function}; {function}()"
+    version = wheel.name.split("-")[1]
+    assert run_on_the_wheel(unpacked, command, "--version") == f"kvjax {version}"
+    shown = run_on_the_wheel(unpacked, command, "--help")
     assert "demo" in shown
     assert "plan" in shown
