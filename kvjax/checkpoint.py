@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -75,7 +76,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> DeclaredKVCache | None:
         f"ModelOpt KV cache algorithm {declared!r} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
         " the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose another",
         KVCacheWarning,
-        stacklevel=4,
+        skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
     )
     return None
 

@@ -186,7 +186,7 @@ def _hidden_per_head(facts: Mapping[str, Any]) -> int:
     hidden, heads = _positive_int(facts, "hidden_size"), _positive_int(facts, "num_attention_heads")
     if hidden % heads:
         raise KVCacheValueError(
-            f"config: got hidden_size={hidden}, which num_attention_heads={heads} does not divide, and no 'head_dim'"
+            f"config: got no 'head_dim', and hidden_size={hidden}; expected a multiple of num_attention_heads={heads}"
         )
     return hidden // heads
 

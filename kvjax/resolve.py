@@ -107,7 +107,7 @@ def resolve_layer_specs(
         NVFP4 cannot store.
     """
     dtypes = [resolved.dtype for resolved in resolve_layer_dtypes(model, requested, skip_layers=skip_layers)]
-    # A skipped layer beside NVFP4 ones has no V scales to lay out; where no layer has any, the spec refuses the request.
+    # A layer skipped among NVFP4 ones has no V scales to lay out; where no layer has any, the spec refuses the request.
     without_scales = VScaleLayout.LINEAR if KVCacheDType.NVFP4 in dtypes else v_scale_layout
     return tuple(
         _layer_spec(

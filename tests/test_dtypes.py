@@ -1,0 +1,190 @@
+"""The one list of dtypes: what each is called, how it is stored, and what an unknown name is told."""
+
+from __future__ import annotations
+
+import enum
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.dtypes import (
+    ACCEPTED_KV_CACHE_DTYPES,
+    STORED_KV_CACHE_DTYPES,
+    KVCacheDType,
+    KVQuantMode,
+    parse_kv_cache_dtype,
+    parse_model_dtype,
+)
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+
+NAMES = {
+    "auto": KVCacheDType.AUTO,
+    "float32": KVCacheDType.FLOAT32,
+    "float": KVCacheDType.FLOAT32,
+    "float16": KVCacheDType.FLOAT16,
+    "half": KVCacheDType.FLOAT16,
+    "bfloat16": KVCacheDType.BFLOAT16,
+    "fp8": KVCacheDType.FP8_E4M3,
+    "fp8_e4m3": KVCacheDType.FP8_E4M3,
+    "fp8_e5m2": KVCacheDType.FP8_E5M2,
+    "nvfp4": KVCacheDType.NVFP4,
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES.items())
+def test_parses_every_name(name: str, dtype: KVCacheDType):
+    assert parse_kv_cache_dtype(name) is dtype
+
+
+def test_accepts_no_other_name():
+    assert set(ACCEPTED_KV_CACHE_DTYPES) == set(NAMES)
+
+
+@pytest.mark.parametrize("dtype", KVCacheDType)
+def test_canonical_names_and_members_parse_to_the_member(dtype: KVCacheDType):
+    assert parse_kv_cache_dtype(dtype.value) is dtype
+    assert parse_kv_cache_dtype(dtype) is dtype
+
+
+def misspelled(name: str) -> st.SearchStrategy[str]:
+    return st.sampled_from([name.upper(), name.capitalize(), f" {name}", f"{name}\n", f"torch.{name}", name[:-1]])
+
+
+@settings(derandomize=True, max_examples=200)
+@given((st.text() | st.sampled_from(sorted(NAMES)).flatmap(misspelled)).filter(lambda name: name not in NAMES))
+def test_any_other_string_is_refused_by_name(name: str):
+    with pytest.raises(KVCacheValueError) as raised:
+        parse_kv_cache_dtype(name)
+    message = str(raised.value)
+    assert repr(name) in message
+    assert ", ".join(ACCEPTED_KV_CACHE_DTYPES) in message
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("nvpf4", "nvfp4"), ("FP8", "fp8"), ("fp8_e4m3fn", "fp8_e4m3"), ("bf16", "bfloat16"), (" half", "half")],
+)
+def test_a_typo_is_told_the_nearest_name(typo: str, meant: str):
+    with pytest.raises(KVCacheValueError, match=rf"did you mean '{meant}'\?"):
+        parse_kv_cache_dtype(typo)
+
+
+def test_a_string_that_is_near_nothing_gets_no_suggestion():
+    with pytest.raises(KVCacheValueError) as raised:
+        parse_kv_cache_dtype("zzz")
+    assert "did you mean" not in str(raised.value)
+
+
+def test_the_errors_are_what_python_calls_them():
+    assert issubclass(KVCacheValueError, ValueError)
+    assert issubclass(KVCacheTypeError, TypeError)
+
+
+@pytest.mark.parametrize("name", [None, 8, b"fp8", ["fp8"], np.float32], ids=repr)
+def test_what_is_no_string_is_refused_by_type(name: object):
+    with pytest.raises(KVCacheTypeError, match=r"kv_cache_dtype: got .*expected a string or KVCacheDType"):
+        parse_kv_cache_dtype(name)  # type: ignore[arg-type]
+
+
+def test_storage_of_each_dtype():
+    table = {
+        dtype: (dtype.info.storage_dtype, dtype.info.quant_mode, dtype.info.max) for dtype in STORED_KV_CACHE_DTYPES
+    }
+    assert table == {
+        KVCacheDType.FLOAT32: (np.float32, KVQuantMode.NONE, float(np.finfo(np.float32).max)),
+        KVCacheDType.FLOAT16: (np.float16, KVQuantMode.NONE, 65504.0),
+        KVCacheDType.BFLOAT16: (ml_dtypes.bfloat16, KVQuantMode.NONE, float(ml_dtypes.finfo(jnp.bfloat16).max)),
+        KVCacheDType.FP8_E4M3: (ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, 448.0),
+        KVCacheDType.FP8_E5M2: (ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR, 57344.0),
+        KVCacheDType.NVFP4: (np.uint8, KVQuantMode.NVFP4, 6.0 * 448.0),
+    }
+
+
+def test_only_fp8_and_nvfp4_are_quantized():
+    quantized = {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized}
+    assert quantized == {KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [
+        (KVCacheDType.FLOAT32, (512, 0)),
+        (KVCacheDType.FLOAT16, (256, 0)),
+        (KVCacheDType.BFLOAT16, (256, 0)),
+        (KVCacheDType.FP8_E4M3, (128, 0)),
+        (KVCacheDType.FP8_E5M2, (128, 0)),
+        (KVCacheDType.NVFP4, (64, 8)),
+    ],
+)
+def test_bytes_of_one_head_of_one_token(dtype: KVCacheDType, row: tuple[int, int]):
+    assert dtype.info.row_bytes(128) == row
+
+
+def test_auto_has_no_storage():
+    assert KVCacheDType.AUTO not in STORED_KV_CACHE_DTYPES
+    with pytest.raises(KVCacheValueError, match="resolve_kv_cache_dtype"):
+        _ = KVCacheDType.AUTO.info
+
+
+def test_quant_modes_have_the_numbers_that_vllm_gives_them():
+    assert {mode.name: mode.value for mode in KVQuantMode} == {
+        "NONE": 0,
+        "FP8_PER_TENSOR": 1,
+        "INT8_PER_TOKEN_HEAD": 2,
+        "FP8_PER_TOKEN_HEAD": 3,
+        "NVFP4": 4,
+    }
+
+
+class TorchDType(enum.Enum):
+    """Prints as torch's dtypes do, which numpy cannot read."""
+
+    BFLOAT16 = "torch.bfloat16"
+    FLOAT8 = "torch.float8_e4m3fn"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parsed"),
+    [
+        ("float32", KVCacheDType.FLOAT32),
+        ("float", KVCacheDType.FLOAT32),
+        ("float16", KVCacheDType.FLOAT16),
+        ("half", KVCacheDType.FLOAT16),
+        ("bfloat16", KVCacheDType.BFLOAT16),
+        ("torch.bfloat16", KVCacheDType.BFLOAT16),
+        ("torch.float16", KVCacheDType.FLOAT16),
+        ("torch.half", KVCacheDType.FLOAT16),
+        (KVCacheDType.BFLOAT16, KVCacheDType.BFLOAT16),
+        (np.float32, KVCacheDType.FLOAT32),
+        (np.dtype(np.float16), KVCacheDType.FLOAT16),
+        (ml_dtypes.bfloat16, KVCacheDType.BFLOAT16),
+        (jnp.bfloat16, KVCacheDType.BFLOAT16),
+        (jnp.dtype(jnp.float32), KVCacheDType.FLOAT32),
+        (TorchDType.BFLOAT16, KVCacheDType.BFLOAT16),
+    ],
+    ids=repr,
+)
+def test_model_dtypes(dtype: object, parsed: KVCacheDType):
+    assert parse_model_dtype(dtype) is parsed
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("auto", "fp8", "nvfp4", "float64", "torch.float8_e4m3fn", "torch.torch.half", "", "int8"),
+        *(KVCacheDType.AUTO, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
+        *(None, float, np.float64, np.uint8, ml_dtypes.float8_e4m3fn, TorchDType.FLOAT8, 16, [], {}, ...),
+    ],
+    ids=repr,
+)
+def test_a_model_dtype_that_no_cache_holds_is_refused_by_name(dtype: object):
+    with pytest.raises(KVCacheValueError) as raised:
+        parse_model_dtype(dtype)
+    assert f"model dtype: got {dtype!r}, expected one of float32, float16, bfloat16" in str(raised.value)

@@ -1,0 +1,323 @@
+"""What public models' configurations say of their KV cache, and what is said to a configuration that cannot be read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
+from kvjax.resolve import DTypeSource, resolve_layer_dtypes, resolve_layer_specs
+from kvjax.spec import FullAttentionSpec, SlidingWindowSpec
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+BF16, FP8 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3
+
+
+def load(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    return config
+
+
+def layer(
+    num_kv_heads: int, head_size: int, head_size_v: int | None = None, window: int | None = None
+) -> LayerKVConfig:
+    return LayerKVConfig(num_kv_heads, head_size, head_size_v or head_size, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a model's layers are, and what "auto" makes of them."""
+
+    layers: list[LayerKVConfig]
+    dtype: KVCacheDType = BF16
+    source: DTypeSource = DTypeSource.MODEL
+
+
+MODELS = {
+    "Llama-3.1-8B-Instruct": Expected([layer(8, 128)] * 32),
+    "Mistral-7B-v0.1": Expected([layer(8, 128, window=4096)] * 32),
+    "Qwen2.5-7B-Instruct": Expected([layer(4, 128)] * 28),
+    "Qwen3-0.6B": Expected([layer(8, 128)] * 28),
+    "gemma-2-2b-it": Expected([layer(4, 256, window=4096), layer(4, 256)] * 13),
+    "gemma-3-4b-it": Expected(
+        ([layer(4, 256, window=1024)] * 5 + [layer(4, 256)]) * 5 + [layer(4, 256, window=1024)] * 4
+    ),
+    "gemma-4-31B-it": Expected(([layer(16, 256, window=1024)] * 5 + [layer(4, 512)]) * 10),
+    "gpt-oss-20b": Expected([layer(8, 64, window=128), layer(8, 64)] * 12),
+    "Llama-4-Scout-17B-16E-Instruct": Expected([layer(8, 128)] * 48),
+    "Laguna-XS.2-FP8": Expected(([layer(8, 128)] + [layer(8, 128, window=512)] * 3) * 10, FP8, DTypeSource.CHECKPOINT),
+    "MiMo-V2-Flash": Expected(
+        [layer(4, 192, 128)]
+        + [layer(8, 192, 128, window=128)] * 4
+        + ([layer(4, 192, 128)] + [layer(8, 192, 128, window=128)] * 5) * 7
+        + [layer(4, 192, 128)]
+    ),
+    "Qwen3-32B-NVFP4": Expected([layer(8, 128)] * 64),
+}
+# Checkpoints that declare their quantization in a file of its own.
+WITH_HF_QUANT_CONFIG = {
+    "Qwen3-32B-NVFP4": ("Qwen3-32B-NVFP4", Expected([layer(8, 128)] * 64, FP8, DTypeSource.CHECKPOINT)),
+    "Llama-3.1-8B-Instruct-FP8": ("Llama-3.1-8B-Instruct", Expected([layer(8, 128)] * 32)),
+}
+
+
+def test_every_configuration_is_expected_here():
+    files = {path.name.removesuffix(".json") for path in CONFIGS.glob("*.json")}
+    assert files == set(MODELS) | {f"{name}.hf_quant_config" for name in WITH_HF_QUANT_CONFIG}
+
+
+def check(model: ModelKVConfig, expected: Expected) -> None:
+    assert list(model.layers) == expected.layers
+    resolved = resolve_layer_dtypes(model)
+    assert {(layer.dtype, layer.source) for layer in resolved} == {(expected.dtype, expected.source)}
+    specs = resolve_layer_specs(model)
+    assert [type(spec) for spec in specs] == [
+        FullAttentionSpec if layer.sliding_window is None else SlidingWindowSpec for layer in expected.layers
+    ]
+    assert [
+        LayerKVConfig(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.sliding_window) for spec in specs
+    ] == expected.layers
+    assert {spec.dtype for spec in specs} == {expected.dtype}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_public_models(name: str):
+    config = load(name)
+    before = copy.deepcopy(config)
+    check(ModelKVConfig.from_hf_config(config), MODELS[name])
+    assert config == before
+
+
+@pytest.mark.parametrize("name", WITH_HF_QUANT_CONFIG)
+def test_public_models_that_declare_their_quantization_apart(name: str):
+    config, expected = WITH_HF_QUANT_CONFIG[name]
+    declared = load(f"{name}.hf_quant_config")
+    check(ModelKVConfig.from_hf_config(load(config), quantization_config=declared), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("requested", STORED_KV_CACHE_DTYPES)
+def test_every_public_model_stores_every_dtype(name: str, requested: KVCacheDType):
+    first, *rest = resolve_layer_specs(ModelKVConfig.from_hf_config(load(name)), requested, skip_layers=[0])
+    assert first.dtype is BF16
+    assert {spec.dtype for spec in rest} == {requested}
+
+
+BASE = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+def read(**changes: Any) -> ModelKVConfig:
+    """The model of a plain configuration with some keys changed; None in place of a value leaves the key out."""
+    return ModelKVConfig.from_hf_config({key: value for key, value in (BASE | changes).items() if value is not None})
+
+
+def windows(**changes: Any) -> list[int | None]:
+    return [layer.sliding_window for layer in read(**changes).layers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, layer(2, 64)),
+        ({"num_key_value_heads": None}, layer(8, 64)),
+        ({"head_dim": 96}, layer(2, 96)),
+        ({"head_dim": 96, "hidden_size": None}, layer(2, 96)),
+        ({"v_head_dim": 32}, layer(2, 64, 32)),
+        ({"head_dim": 96, "v_head_dim": 96}, layer(2, 96)),
+        ({"sliding_window": 7, "swa_num_key_value_heads": 4, "swa_head_dim": 48}, layer(4, 48, window=7)),
+        ({"sliding_window": 7, "v_head_dim": 32, "swa_v_head_dim": 16}, layer(2, 64, 16, window=7)),
+        ({"sliding_window": 7, "num_global_key_value_heads": 1, "global_head_dim": 16}, layer(2, 64, window=7)),
+        ({"swa_num_key_value_heads": 4, "swa_head_dim": 48, "swa_v_head_dim": 16}, layer(2, 64)),
+        ({"num_global_key_value_heads": 1, "global_head_dim": 16}, layer(1, 16)),
+    ],
+    ids=repr,
+)
+def test_heads_and_their_sizes(changes: dict[str, Any], expected: LayerKVConfig):
+    assert read(**changes).layers == (expected,) * 4
+
+
+def test_null_is_as_good_as_missing():
+    nulls = dict.fromkeys(["head_dim", "v_head_dim", "sliding_window", "layer_types", "quantization_config", "dtype"])
+    assert ModelKVConfig.from_hf_config(BASE | nulls) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [None] * 4),
+        ({"sliding_window": 9}, [9] * 4),
+        ({"sliding_window": 9, "use_sliding_window": True}, [9] * 4),
+        ({"sliding_window": 9, "use_sliding_window": False}, [None] * 4),
+        ({"sliding_window": 9, "model_type": "qwen2"}, [None] * 4),
+        ({"sliding_window": 9, "model_type": "qwen2", "use_sliding_window": True}, [9] * 4),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 9]),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, [9] * 4),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 28}, [None] * 4),
+        ({"sliding_window": 9, "sliding_window_pattern": 3}, [9, 9, None, 9]),
+        ({"sliding_window": 9, "sliding_window_pattern": 1}, [None] * 4),
+        ({"sliding_window_pattern": 3}, [None] * 4),
+        ({"sliding_window": 9, "model_type": "gemma2"}, [9, None, 9, None]),
+        ({"sliding_window": 9, "model_type": "gemma2", "sliding_window_pattern": 4}, [9, 9, 9, None]),
+        ({"sliding_window": 9, "model_type": "cohere2"}, [9, 9, 9, None]),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 4}, [None] * 4),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 2}, [None] * 4),
+        (
+            {
+                "sliding_window": 9,
+                "sliding_window_pattern": 3,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            },
+            [None, 9, None, None],
+        ),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [None] * 4),
+        ({"sliding_window": 9, "hybrid_layer_pattern": [0, 1, 1, 0]}, [None, 9, 9, None]),
+    ],
+    ids=repr,
+)
+def test_which_layers_slide(changes: dict[str, Any], expected: list[int | None]):
+    assert windows(**changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, KVCacheDType.FLOAT16),
+        ({"torch_dtype": "torch.float16"}, KVCacheDType.FLOAT16),
+        ({"torch_dtype": None, "dtype": "float32"}, KVCacheDType.FLOAT32),
+        ({"torch_dtype": None, "model_type": "gpt_oss"}, KVCacheDType.BFLOAT16),
+        ({"torch_dtype": "float16", "model_type": "gpt_oss"}, KVCacheDType.FLOAT16),
+    ],
+    ids=repr,
+)
+def test_model_dtype(changes: dict[str, Any], dtype: KVCacheDType):
+    assert read(**changes).dtype is dtype
+
+
+def test_a_given_model_dtype_is_taken_instead():
+    config = BASE | {"torch_dtype": "float8_e4m3fn"}
+    assert ModelKVConfig.from_hf_config(config, model_dtype="float16").dtype is KVCacheDType.FLOAT16
+
+
+SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_nested_text_config(place: str):
+    text = {key: value for key, value in BASE.items() if key != "torch_dtype"} | {"num_hidden_layers": 2}
+    config: dict[str, Any] = {
+        "model_type": "some_vlm",
+        "hidden_size": 4096,
+        "num_hidden_layers": 99,
+        "text_config": text,
+    }
+    (config if place == "top" else text).update(torch_dtype="float16", quantization_config=SCHEME)
+    model = ModelKVConfig.from_hf_config(config)
+    assert model == ModelKVConfig((layer(2, 64),) * 2, KVCacheDType.FLOAT16, SCHEME)
+
+
+def test_the_dtype_beside_text_config_holds_for_it_too():
+    config = {"torch_dtype": "bfloat16", "text_config": BASE | {"dtype": "float32"}}
+    assert ModelKVConfig.from_hf_config(config).dtype is KVCacheDType.BFLOAT16
+
+
+def test_a_null_text_config_is_none():
+    assert ModelKVConfig.from_hf_config(BASE | {"text_config": None}) == read()
+
+
+def test_the_model_does_not_change_with_the_dict_it_was_read_from():
+    config = BASE | {"quantization_config": copy.deepcopy(SCHEME)}
+    model = ModelKVConfig.from_hf_config(config)
+    config["quantization_config"]["kv_cache_scheme"]["num_bits"] = 3
+    assert model.quantization_config == SCHEME
+
+
+def test_models_are_values():
+    assert read() == read()
+    assert len({read(), read(), read(quantization_config=SCHEME)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read().dtype = KVCacheDType.FLOAT32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, "config: got no 'num_hidden_layers'"),
+        ({"num_key_value_heads": None, "num_attention_heads": None, "head_dim": 64}, "'num_attention_heads'"),
+        ({"hidden_size": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
+        ({"num_attention_heads": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
+        ({"hidden_size": 500}, "hidden_size=500; expected a multiple of num_attention_heads=8"),
+        ({"torch_dtype": None}, "got no 'dtype' or 'torch_dtype'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "model dtype: got 'float8_e4m3fn', expected one of float32"),
+        ({"num_hidden_layers": 0}, "config.num_hidden_layers: got 0, expected an int of at least 1"),
+        ({"num_hidden_layers": "4"}, "config.num_hidden_layers: got '4'"),
+        ({"num_hidden_layers": True}, "config.num_hidden_layers: got True"),
+        ({"num_key_value_heads": [2, 2, 1, 1]}, "config.num_key_value_heads: got [2, 2, 1, 1]"),
+        ({"head_dim": 64.0}, "config.head_dim: got 64.0"),
+        ({"v_head_dim": -1}, "config.v_head_dim: got -1"),
+        ({"sliding_window": 9.5}, "config.sliding_window: got 9.5"),
+        ({"sliding_window": 9, "sliding_window_pattern": "LLLG"}, "config.sliding_window_pattern: got 'LLLG'"),
+        ({"sliding_window": 9, "sliding_window_pattern": 0}, "config.sliding_window_pattern: got 0"),
+        ({"sliding_window": 9, "max_window_layers": -1}, "max_window_layers: got -1, expected an int of at least 0"),
+        ({"layer_types": ["sliding_attention"] * 4}, "config: got no 'sliding_window'"),
+        ({"layer_types": ["full_attention"] * 3}, "expected a list with an entry for each of 4 layers"),
+        ({"layer_types": "full_attention"}, "config.layer_types: got 'full_attention'"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"] * 2},
+            "config.layer_types[1]: got 'linear_attention', expected one of full_attention, chunked_attention, sliding",
+        ),
+        ({"layer_types": ["full_attention"] * 3 + [[]]}, "config.layer_types[3]: got []"),
+        ({"hybrid_layer_pattern": [0, 1, 2, 0]}, "config.hybrid_layer_pattern[2]: got 2, expected one of 0, 1"),
+        ({"kv_lora_rank": 512, "v_head_dim": 128}, "kv_lora_rank=512: multi-head latent attention"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: some layers read another layer's cache"),
+        ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_read_is_named(changes: dict[str, Any], message: str):
+    with pytest.raises(KVCacheValueError) as raised:
+        read(**changes)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("config", [None, "config.json", [BASE]], ids=repr)
+def test_a_configuration_is_a_mapping(config: Any):
+    with pytest.raises(KVCacheTypeError, match="expected a mapping"):
+        ModelKVConfig.from_hf_config(config)
+
+
+def test_a_model_has_layers():
+    with pytest.raises(KVCacheValueError, match="expected at least one layer"):
+        ModelKVConfig((), KVCacheDType.BFLOAT16)
+
+
+def test_kinds():
+    assert layer(1, 64).kind is AttentionKind.FULL_ATTENTION
+    assert layer(1, 64, window=8).kind is AttentionKind.SLIDING_WINDOW
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "full", "sliding"), [(1, 4, 8), (2, 2, 4), (4, 1, 2), (8, 1, 1), (16, 1, 1)]
+)
+def test_a_shard_holds_its_share_of_the_heads(tensor_parallel: int, full: int, sliding: int):
+    model = ModelKVConfig((layer(4, 192, 128), layer(8, 192, 128, window=128)), BF16, SCHEME)
+    shard = ModelKVConfig((layer(full, 192, 128), layer(sliding, 192, 128, window=128)), BF16, SCHEME)
+    assert model.shard(tensor_parallel) == shard
+
+
+@pytest.mark.parametrize("tensor_parallel", [0, -1, 3, 6, 12])
+def test_heads_that_divide_into_no_equal_shares_are_refused(tensor_parallel: int):
+    with pytest.raises(KVCacheValueError, match=f"tensor_parallel: got {tensor_parallel}, expected a divisor"):
+        ModelKVConfig.from_hf_config(load("gpt-oss-20b")).shard(tensor_parallel)
