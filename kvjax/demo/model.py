@@ -1,4 +1,4 @@
-"""A small decoder-only transformer in plain JAX: RoPE, grouped-query attention, RMSNorm, SwiGLU, sliding and full layers.
+"""A small decoder-only transformer in plain JAX: RoPE, grouped-query attention, SwiGLU, sliding and full layers.
 
 `forward` leaves attention to its caller, so that training (dense) and serving (paged) run the same model.
 Parameters are one flat dict of arrays under the names they have in the weights file.
@@ -128,7 +128,7 @@ def causal_attention(
 
 
 def dense_logits(params: Params, config: TransformerConfig, tokens: jax.Array) -> jax.Array:
-    """Logits `[tokens, vocab_size]` of one whole sequence, with no cache: what training fits, and what serving must give."""
+    """Logits `[tokens, vocab_size]` of one whole sequence, with no cache: what training fits and serving must give."""
     positions = jnp.arange(len(tokens))
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

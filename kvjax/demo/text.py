@@ -79,6 +79,13 @@ def read(root: Path, files: Sequence[str]) -> np.ndarray:
     return np.frombuffer(b"".join((root / file).read_bytes() for file in files), np.uint8)
 
 
+def excerpts(text: np.ndarray, lengths: Sequence[int], rng: np.random.Generator) -> list[np.ndarray]:
+    """Pieces of `text` of the given `lengths`, drawn by `rng`, each from the start of a line on."""
+    line_starts = np.flatnonzero(text[: len(text) - max(lengths)] == ord("\n")) + 1
+    starts = rng.choice(line_starts, len(lengths))
+    return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
 def unigram_bits_per_byte(training: np.ndarray, text: np.ndarray) -> float:
     """Bits a byte of `text` under the byte frequencies of `training`: what no context at all achieves.
 

@@ -1,0 +1,80 @@
+"""`kvjax demo`: real text served from a paged cache in every dtype, and one table of what each costs and keeps."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import kvjax
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+EXTRA_MODULES = frozenset({"safetensors", "tqdm"})
+"""What the extra `demo` installs."""
+
+MISSING_EXTRA = 2
+"""Exit status where the extra is not installed."""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to `kvjax`'s parser."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="serve held-out text through a paged cache in every dtype and compare them",
+        description="Serves held-out text with a small shipped transformer from a paged KV cache, in every dtype, and"
+        " prints what each dtype costs and keeps; then lets the model write on.",
+    )
+    parser.add_argument(
+        "--dtype",
+        dest="dtypes",
+        action="append",
+        type=_dtype,
+        metavar="DTYPE",
+        help=f"KV cache dtype, may be given several times (default: all); one of"
+        f" {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
+    )
+    parser.add_argument("--sequences", type=_at_least(1), default=12, help="pieces of text (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=_at_least(32), default=384, help="bytes of the longest piece (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="which pieces (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo and prints its result; returns the exit status."""
+    try:
+        from kvjax.demo import program, report
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        print(f"kvjax demo: {error.name} is not installed: pip install 'kvjax[demo]'", file=sys.stderr)
+        return MISSING_EXTRA
+    dtypes = tuple(dict.fromkeys(args.dtypes or kvjax.STORED_KV_CACHE_DTYPES))
+    result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed))
+    print(report.as_json(result) if args.json else report.as_text(result))
+    return 0
+
+
+def _dtype(name: str) -> kvjax.KVCacheDType:
+    try:
+        return kvjax.parse_kv_cache_dtype(name)
+    except kvjax.KVCacheValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(word: str) -> int:
+        try:
+            value = int(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {word!r}, expected a whole number of at least {least}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}")
+        return value
+
+    return parse

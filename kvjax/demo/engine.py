@@ -1,0 +1,144 @@
+"""The transformer over paged caches: one compiled step that prefills a chunk, one that decodes a batch.
+
+Both write the new tokens' keys and values first and then attend to what the cache holds, so every number that the demo
+reports has been through the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.demo.model import Params, TransformerConfig, causal_attention, forward
+
+PADDING_SLOT = -1
+"""The slot of a token that is there only to fill up a batch: it is computed, and written nowhere."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerScales:
+    """Decode scales of one layer, float32 scalars; 1 where the layer is not quantized."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Batch(NamedTuple):
+    """The tokens of one step, int32: some of one sequence (prefill), or one of each of several (decode)."""
+
+    tokens: np.ndarray  # [tokens]
+    positions: np.ndarray  # [tokens], in their sequences
+    slots: np.ndarray  # [tokens]
+    block_tables: np.ndarray  # [sequences, max_blocks]
+    seq_lens: np.ndarray  # [sequences], this step's tokens counted
+
+
+class StepOutput(NamedTuple):
+    """What a step computed for each of its tokens. All but `logits` are of every layer, `[layers, tokens, heads, dim]`.
+
+    The unquantized query, key and value are what an attention without a cache would have had to work with.
+    """
+
+    logits: np.ndarray  # [tokens, vocab_size]
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    attended: np.ndarray
+
+
+@dataclasses.dataclass
+class Engine:
+    """A model and its caches, one a layer. A step donates `caches`, which is what makes the writes in place."""
+
+    config: TransformerConfig
+    params: Params
+    scales: tuple[LayerScales, ...]
+    caches: tuple[kvjax.KVCache, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: TransformerConfig,
+        params: Params,
+        specs: Sequence[kvjax.AttentionSpec],
+        scales: Sequence[LayerScales],
+        num_blocks: int,
+    ) -> Engine:
+        """An engine with a cache of `num_blocks` blocks for every layer."""
+        caches = tuple(kvjax.KVCache.allocate(spec, num_blocks) for spec in specs)
+        return cls(config, params, tuple(scales), caches)
+
+    def prefill(self, batch: Batch) -> StepOutput:
+        """Runs several tokens of one sequence."""
+        return self._step(batch, _attend_to_gathered)
+
+    def decode(self, batch: Batch) -> StepOutput:
+        """Runs one token of each sequence."""
+        return self._step(batch, _attend_to_pages)
+
+    def _step(self, batch: Batch, attend_cached: _AttendCached) -> StepOutput:
+        output, self.caches = _run(
+            self.caches, self.params, self.scales, batch, config=self.config, attend_cached=attend_cached
+        )
+        return StepOutput(*jax.device_get(output))
+
+
+type _AttendCached = Callable[[jax.Array, kvjax.KVCache, Batch, LayerScales, int | None], jax.Array]
+
+
+def _attend_to_gathered(
+    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: LayerScales, window: int | None
+) -> jax.Array:
+    key, value = kvjax.gather_kv(
+        cache, batch.block_tables, batch.seq_lens, k_scale=scales.k, v_scale=scales.v, dtype=query.dtype
+    )
+    return causal_attention(query, key[0], value[0], jnp.asarray(batch.positions), window)
+
+
+def _attend_to_pages(
+    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: LayerScales, window: int | None
+) -> jax.Array:
+    return kvjax.paged_attention(
+        query,
+        cache,
+        batch.block_tables,
+        batch.seq_lens,
+        k_scale=scales.k,
+        v_scale=scales.v,
+        sliding_window=window,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attend_cached"), donate_argnames=("caches",))
+def _run(
+    caches: tuple[kvjax.KVCache, ...],
+    params: Params,
+    scales: tuple[LayerScales, ...],
+    batch: Batch,
+    *,
+    config: TransformerConfig,
+    attend_cached: _AttendCached,
+) -> tuple[tuple[jax.Array, ...], tuple[kvjax.KVCache, ...]]:
+    written, trace = list(caches), []
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        layer_scales = scales[layer]
+        written[layer] = kvjax.reshape_and_cache_flash(
+            key, value, caches[layer], batch.slots, k_scale=layer_scales.k, v_scale=layer_scales.v
+        )
+        attended = attend_cached(query, written[layer], batch, layer_scales, config.window(layer))
+        trace.append((query, key, value, attended))
+        return attended
+
+    # A GPU would otherwise multiply float32 matrices in TF32, and its rounding would drown that of the 16-bit caches.
+    with jax.default_matmul_precision("highest"):
+        logits = forward(params, config, jnp.asarray(batch.tokens), jnp.asarray(batch.positions), attend)
+    return (logits, *map(jnp.stack, zip(*trace, strict=True))), tuple(written)

@@ -1,0 +1,115 @@
+"""The whole demo: load the model, serve held-out text in every dtype, then let one of them write on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import kvjax
+from kvjax.demo import text, weights
+from kvjax.demo.blocks import BlockPool
+from kvjax.demo.calibrate import largest_keys_and_values
+from kvjax.demo.evaluate import Model, Row, dense_reference, evaluate
+from kvjax.demo.serve import ServeConfig, follow, pool_size, sample, serve
+
+BLOCK_SIZE = 16
+MAX_RUNNING = 4
+PREFILL_CHUNK = 64
+CALIBRATION_SHAPE = (8, 512)  # samples of the training part, bytes each
+TEMPERATURE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run covers: `sequences` pieces of held-out text of up to `tokens` bytes, in each of `dtypes`."""
+
+    dtypes: Sequence[kvjax.KVCacheDType] = kvjax.STORED_KV_CACHE_DTYPES
+    sequences: int = 12
+    tokens: int = 384
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """Held-out text, and what the model wrote after it."""
+
+    dtype: str
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run found. Every bits a byte is of the same held-out bytes."""
+
+    device: str
+    training: Mapping[str, str]
+    sequences: int
+    tokens: int
+    unigram_bits_per_byte: float
+    dense_float32_bits_per_byte: float
+    rows: Sequence[Row]
+    continuation: Continuation
+
+
+def run(options: Options) -> Result:
+    """Runs the demo; shows progress on stderr where that is a terminal.
+
+    Raises:
+      FileNotFoundError: this Python came without its standard library's sources.
+    """
+    loaded = weights.load()
+    training, held_out = _read_text()
+    rng = np.random.default_rng(options.seed)
+    calibration = np.stack(text.excerpts(training, [CALIBRATION_SHAPE[1]] * CALIBRATION_SHAPE[0], rng))
+    amax = largest_keys_and_values(loaded.params, jnp.asarray(calibration, jnp.int32), config=loaded.config)
+    model = Model(loaded.config, loaded.params, jax.device_get(amax))
+
+    lengths = np.linspace(options.tokens // 3, options.tokens, options.sequences).astype(int)
+    texts = text.excerpts(held_out, rng.permutation(lengths).tolist(), rng)
+    prompt_shares = rng.uniform(0.25, 0.75, len(texts))
+    requests = [follow(one, int(share * len(one))) for one, share in zip(texts, prompt_shares, strict=True)]
+    (prompt,) = text.excerpts(held_out, [options.tokens // 2], rng)
+    continuation = sample(prompt, options.tokens - len(prompt), temperature=TEMPERATURE, seed=options.seed)
+
+    config = ServeConfig(MAX_RUNNING, PREFILL_CHUNK, options.tokens)
+    reference = dense_reference(model, texts, options.tokens)
+    total = len(options.dtypes) * sum(len(one) - 1 for one in texts) + options.tokens - 1
+    rows = []
+    with tqdm(total=total, unit=" tokens", disable=None, leave=False) as bar:
+        for dtype in options.dtypes:
+            bar.set_description(dtype.value)
+            rows.append(
+                evaluate(model, dtype, requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
+            )
+        bar.set_description(f"{dtype.value}, writing on")
+        pool = BlockPool(pool_size(requests, config, BLOCK_SIZE))
+        engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
+        (written,) = serve(engine, [continuation], pool, config, bar.update)
+
+    return Result(
+        device=jax.devices()[0].device_kind,
+        training=loaded.training,
+        sequences=len(texts),
+        tokens=sum(len(one) for one in texts),
+        unigram_bits_per_byte=text.unigram_bits_per_byte(training, np.concatenate([one[1:] for one in texts])),
+        dense_float32_bits_per_byte=reference.bits_per_byte,
+        rows=rows,
+        continuation=Continuation(rows[-1].dtype, _decode(prompt), _decode(written.tokens[len(prompt) :])),
+    )
+
+
+def _read_text() -> tuple[np.ndarray, np.ndarray]:
+    """The training and the held-out part of the standard library."""
+    root = text.standard_library()
+    training, held_out = text.split(text.source_files(root))
+    return text.read(root, training), text.read(root, held_out)
+
+
+def _decode(tokens: np.ndarray) -> str:
+    return tokens.astype(np.uint8).tobytes().decode(errors="replace")

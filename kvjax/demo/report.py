@@ -1,0 +1,86 @@
+"""The demo's results for people (a Markdown table and what its columns mean) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Sequence
+
+from kvjax.demo import program, timing
+from kvjax.demo.evaluate import Row
+
+_COLUMNS = (
+    "dtype",
+    "bytes/token",
+    "tokens/GiB",
+    "bits/byte",
+    "greedy agreement",
+    "largest attention error",
+    "write us/token",
+)
+
+
+def as_json(result: program.Result) -> str:
+    """`result` as one JSON document, its fields by their names."""
+    return json.dumps(dataclasses.asdict(result), indent=2)
+
+
+def as_text(result: program.Result) -> str:
+    """The table, the meaning of its columns, and the continuation."""
+    return "\n\n".join([_table(result.rows), _legend(result), _continuation(result.continuation)])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    cells = [_COLUMNS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    header, *body = ("| " + " | ".join(map(_align, line, widths, range(len(line)))) + " |" for line in cells)
+    name, *numbers = widths
+    rule = " | ".join(["-" * name, *("-" * (width - 1) + ":" for width in numbers)])
+    return "\n".join([header, f"| {rule} |", *body])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.dtype,
+        f"{row.bytes_per_token:,}",
+        f"{row.tokens_per_gib:,}",
+        f"{row.bits_per_byte:.4f}",
+        f"{row.greedy_agreement:.2%}",
+        f"{row.attention_error:.2g}",
+        f"{row.write_seconds_per_token * 1e6:.2f}",
+    )
+
+
+def _align(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+def _legend(result: program.Result) -> str:
+    row = result.rows[0]
+    lines = (
+        f"text: {result.sequences} pieces of held-out standard library source, {result.tokens:,} bytes, prefilled in"
+        f" chunks of {program.PREFILL_CHUNK} and decoded {program.MAX_RUNNING} at a time on {result.device}, through"
+        f" {row.blocks} blocks of {program.BLOCK_SIZE} tokens, {row.blocks_reused} of them used more than once.",
+        f"bits/byte: teacher forced, through the cache; {result.dense_float32_bits_per_byte:.4f} in float32 without a"
+        f" cache, {result.unigram_bits_per_byte:.4f} for byte frequencies alone.",
+        "greedy agreement: positions whose likeliest next byte is that of float32 without a cache.",
+        "largest attention error: over all layers and positions, against float32 attention over the same run's keys and"
+        f" values before they were stored; the outputs' root mean square is {row.attention_rms:.2g}.",
+        f"write us/token: one layer; median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens,"
+        " over its tokens.",
+        "fp8 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
+        f" {program.CALIBRATION_SHAPE[0]} x {program.CALIBRATION_SHAPE[1]} bytes of training text.",
+    )
+    return "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in lines)
+
+
+def _continuation(continuation: program.Continuation) -> str:
+    return "\n".join(
+        [
+            f"--- held-out prompt, read into a {continuation.dtype} cache",
+            continuation.prompt,
+            f"--- written on by the model, from that cache (temperature {program.TEMPERATURE})",
+            continuation.text,
+        ]
+    )

@@ -1,0 +1,192 @@
+"""Serves requests from one pool of blocks: chunked prefill, batched decode, and as many sequences at once as fit.
+
+Sequences take their blocks one at a time as they grow, so the blocks of those that run together are interleaved; one
+that ends frees its blocks for the next that waits.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.demo.blocks import BlockPool, BlockTable
+from kvjax.demo.engine import PADDING_SLOT, Batch, Engine, StepOutput
+
+type NextToken = Callable[[int, np.ndarray], int]
+"""`(position, logits [vocab_size] of the position before it) -> token`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A sequence to serve: `prompt` (integers `[tokens]`), continued by `next_token` to `length` tokens in all."""
+
+    prompt: np.ndarray
+    length: int
+    next_token: NextToken
+
+
+def follow(text: np.ndarray, prompt_length: int) -> Request:
+    """Teacher forcing: the model is shown `text` whatever it predicts."""
+    return Request(text[:prompt_length], len(text), lambda position, _: int(text[position]))
+
+
+def sample(prompt: np.ndarray, num_tokens: int, *, temperature: float, seed: int) -> Request:
+    """Continues `prompt` by `num_tokens` tokens drawn from the model; a temperature of 0 takes the likeliest."""
+    rng = np.random.default_rng(seed)
+
+    def next_token(_: int, logits: np.ndarray) -> int:
+        if temperature == 0:
+            return int(logits.argmax())
+        return int(np.argmax(logits / temperature + rng.gumbel(size=logits.shape)))
+
+    return Request(prompt, len(prompt) + num_tokens, next_token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What became of a request.
+
+    Attributes:
+      tokens: the whole sequence, int32 `[length]`.
+      output: of every token but the last, which nothing follows: logits `[length - 1, vocab_size]` that predict the
+        token after it, and of every layer what went into and came out of attention.
+      blocks: its blocks, in the order of its tokens.
+    """
+
+    tokens: np.ndarray
+    output: StepOutput
+    blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Sizes that the two compiled steps are made for.
+
+    Attributes:
+      max_running: sequences that run at once: the rows of a decode step.
+      chunk: prompt tokens of one sequence that a prefill step takes.
+      max_length: the longest sequence, in tokens.
+    """
+
+    max_running: int
+    chunk: int
+    max_length: int
+
+
+def pool_size(requests: Sequence[Request], config: ServeConfig, block_size: int) -> int:
+    """Blocks in which any `config.max_running` of `requests` fit: fewer than all need, so later ones reuse blocks."""
+    needed = sorted((-(-request.length // block_size) for request in requests), reverse=True)
+    return sum(needed[: config.max_running])
+
+
+def serve(
+    engine: Engine,
+    requests: Sequence[Request],
+    pool: BlockPool,
+    config: ServeConfig,
+    on_tokens: Callable[[int], object] = lambda count: None,
+) -> list[Served]:
+    """Runs `requests` to their ends, and calls `on_tokens` with the number of tokens that each step computed.
+
+    Raises:
+      MemoryError: `pool` ran out of blocks; `pool_size` says how many are enough.
+    """
+    block_size = engine.caches[0].spec.block_size
+    max_blocks = -(-config.max_length // block_size)
+    waiting = collections.deque(enumerate(requests))
+    running: list[_Sequence] = []
+    served: dict[int, Served] = {}
+    while waiting or running:
+        while waiting and len(running) < config.max_running:
+            index, request = waiting.popleft()
+            running.append(_Sequence(index, request, BlockTable(block_size, max_blocks)))
+        for sequence in running:
+            if sequence.is_prefilling:
+                on_tokens(_prefill(engine, sequence, pool, config))
+        decoding = [sequence for sequence in running if not (sequence.is_prefilling or sequence.is_done)]
+        if decoding:
+            on_tokens(_decode(engine, decoding, pool, config))
+        for sequence in [sequence for sequence in running if sequence.is_done]:
+            running.remove(sequence)
+            pool.give_back(sequence.table.blocks)
+            served[sequence.index] = sequence.finish()
+    return [served[index] for index in range(len(requests))]
+
+
+class _Sequence:
+    """A request that runs."""
+
+    def __init__(self, index: int, request: Request, table: BlockTable) -> None:
+        self.index = index
+        self.request = request
+        self.table = table
+        self.tokens = [int(token) for token in request.prompt]
+        self.num_computed = 0
+        self.outputs: list[StepOutput] = []
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < len(self.request.prompt)
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_computed == self.request.length - 1
+
+    def record(self, output: StepOutput, rows: slice) -> None:
+        """Keeps the `rows` of a step that were this sequence's, and takes the next token where it has none yet."""
+        logits, *trace = output
+        self.outputs.append(StepOutput(logits[rows], *(array[:, rows] for array in trace)))
+        self.num_computed += rows.stop - rows.start
+        if self.num_computed == len(self.tokens):
+            self.tokens.append(self.request.next_token(len(self.tokens), logits[rows][-1]))
+
+    def finish(self) -> Served:
+        logits, *traces = zip(*self.outputs, strict=True)
+        output = StepOutput(np.concatenate(logits), *(np.concatenate(trace, axis=1) for trace in traces))
+        return Served(np.asarray(self.tokens, np.int32), output, tuple(self.table.blocks))
+
+
+def _prefill(engine: Engine, sequence: _Sequence, pool: BlockPool, config: ServeConfig) -> int:
+    """Computes the next chunk of a prompt; returns its number of tokens."""
+    start = sequence.num_computed
+    stop = min(start + config.chunk, len(sequence.request.prompt))
+    sequence.table.grow(stop, pool)
+    batch = Batch(
+        tokens=_padded(sequence.tokens[start:stop], config.chunk),
+        positions=np.arange(start, start + config.chunk, dtype=np.int32),
+        slots=_padded(sequence.table.slots(start, stop), config.chunk, PADDING_SLOT),
+        block_tables=sequence.table.row()[None],
+        seq_lens=np.asarray([stop], np.int32),
+    )
+    sequence.record(engine.prefill(batch), slice(0, stop - start))
+    return stop - start
+
+
+def _decode(engine: Engine, sequences: Sequence[_Sequence], pool: BlockPool, config: ServeConfig) -> int:
+    """Computes one token of each of `sequences`; returns their number."""
+    for sequence in sequences:
+        sequence.table.grow(sequence.num_computed + 1, pool)
+    positions = [sequence.num_computed for sequence in sequences]
+    slots = [one.table.slots(position, position + 1)[0] for one, position in zip(sequences, positions, strict=True)]
+    rows = config.max_running
+    batch = Batch(
+        tokens=_padded([sequence.tokens[-1] for sequence in sequences], rows),
+        positions=_padded(positions, rows),
+        slots=_padded(slots, rows, PADDING_SLOT),
+        block_tables=_padded([sequence.table.row() for sequence in sequences], rows),
+        seq_lens=_padded([position + 1 for position in positions], rows),
+    )
+    output = engine.decode(batch)
+    for row, sequence in enumerate(sequences):
+        sequence.record(output, slice(row, row + 1))
+    return len(sequences)
+
+
+def _padded(values: ArrayLike, length: int, fill: int = 0) -> np.ndarray:
+    """`values` as int32, with `fill` appended along the first axis up to `length`."""
+    array = np.asarray(values, np.int32)
+    return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1), constant_values=fill)

@@ -1,0 +1,140 @@
+"""`kvjax demo` as its users run it: the table's numbers hang together, and what goes wrong is said in a line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax.cli import main
+
+SMALL = ["--tokens", "96", "--sequences", "6"]
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    """What `--json` prints for every dtype, on short text."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvjax", "demo", "--json", *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def rows(result) -> dict[str, dict[str, Any]]:
+    return {row["dtype"]: row for row in result["rows"]}
+
+
+def test_every_dtype_has_its_row(result):
+    assert [row["dtype"] for row in result["rows"]] == [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES]
+
+
+def test_the_model_beats_byte_frequencies(result):
+    assert result["dense_float32_bits_per_byte"] < 0.75 * result["unigram_bits_per_byte"]
+
+
+def test_a_float32_cache_loses_nothing(result, rows):
+    row = rows["float32"]
+    assert row["greedy_agreement"] == 1
+    assert row["bits_per_byte"] == pytest.approx(result["dense_float32_bits_per_byte"], abs=1e-5)
+    assert row["attention_error"] < 1e-5 * row["attention_rms"]
+
+
+# Attention averages values, each rounded by half a step of its dtype: 2**-11 of it in float16, 2**-8 in bfloat16, 2**-4
+# in fp8_e4m3, 2**-3 in fp8_e5m2, up to a sixth of the largest of its block in nvfp4. Rounded keys move the weights as
+# well; the bounds leave room for that, and none for a wrong scale or a wrong block.
+@pytest.mark.parametrize(
+    ("dtype", "bits", "agreement"),
+    [
+        ("float16", 1e-3, 0.99),
+        ("bfloat16", 5e-3, 0.98),
+        ("fp8_e4m3", 0.03, 0.94),
+        ("fp8_e5m2", 0.06, 0.90),
+        ("nvfp4", 0.08, 0.85),
+    ],
+)
+def test_narrow_dtypes_stay_near_float32(rows, dtype, bits, agreement):
+    row = rows[dtype]
+    assert row["bits_per_byte"] == pytest.approx(rows["float32"]["bits_per_byte"], abs=bits)
+    assert agreement <= row["greedy_agreement"] <= 1
+
+
+def test_fewer_bits_err_more(rows):
+    errors = [rows[dtype]["attention_error"] for dtype in ("float32", "float16", "bfloat16", "fp8_e4m3", "nvfp4")]
+    assert errors == sorted(errors)
+    assert len(set(errors)) == len(errors)
+
+
+def test_memory_is_what_the_specs_say(rows):
+    # Four layers, keys and values, two heads of 64.
+    elements = 4 * 2 * 2 * 64
+    assert {dtype: row["bytes_per_token"] for dtype, row in rows.items()} == {
+        "float32": 4 * elements,
+        "float16": 2 * elements,
+        "bfloat16": 2 * elements,
+        "fp8_e4m3": elements,
+        "fp8_e5m2": elements,
+        "nvfp4": elements * 9 // 16,
+    }
+    for row in rows.values():
+        assert 0 <= 2**30 - row["tokens_per_gib"] * row["bytes_per_token"] < 16 * row["bytes_per_token"]
+
+
+def test_blocks_were_reused_and_writes_timed(rows):
+    for row in rows.values():
+        assert 0 < row["blocks_reused"] <= row["blocks"]
+        assert row["write_seconds_per_token"] > 0
+
+
+def test_the_model_writes_on(result):
+    continuation = result["continuation"]
+    assert continuation["dtype"] == result["rows"][-1]["dtype"]
+    assert len(continuation["prompt"]) > 0
+    assert len(continuation["text"]) > 0
+
+
+def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
+    assert main(["demo", "--tokens", "32", "--sequences", "2", "--dtype", "half", "--dtype", "float16"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "", "no progress display where stderr is no terminal"
+    header, rule, row, blank, *_ = out.splitlines()
+    assert header.split(" | ")[0].strip("| ") == "dtype"
+    assert set(rule) <= set("|-: ")
+    assert row.startswith("| float16 ")
+    assert len(header) == len(rule) == len(row)
+    assert blank == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "fp9"], "argument --dtype: kv_cache_dtype: got 'fp9', expected one of auto, float32, "),
+        (["--dtype", "nvpf4"], "(did you mean 'nvfp4'?)"),
+        (["--tokens", "31"], "argument --tokens: got 31, expected at least 32"),
+        (["--sequences", "many"], "argument --sequences: got 'many', expected a whole number of at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", *arguments])
+    assert exit_info.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+@pytest.mark.parametrize("missing", ["safetensors", "tqdm"])
+def test_a_missing_extra_is_named_in_a_line(missing):
+    program = f"import sys; sys.modules[{missing!r}] = None; from kvjax.cli import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"kvjax demo: {missing} is not installed: pip install 'kvjax[demo]'\n"
+    assert done.stdout == ""

@@ -1,0 +1,173 @@
+"""Serving from paged caches: blocks are shared fairly, and where they lie changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.demo.blocks import BlockPool, BlockTable
+from kvjax.demo.calibrate import decode_scales, largest_keys_and_values
+from kvjax.demo.evaluate import Model
+from kvjax.demo.model import FULL, SLIDING, Params, TransformerConfig, dense_logits, init_params
+from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
+
+CONFIG = TransformerConfig(
+    hidden_size=32, intermediate_size=48, head_dim=16, sliding_window=6, layer_types=(SLIDING, FULL)
+)
+SERVE = ServeConfig(max_running=3, chunk=8, max_length=40)
+BLOCK_SIZE = 4
+LENGTHS = (40, 9, 27, 33, 14, 40, 2)
+PROMPTS = (11, 8, 1, 30, 5, 16, 1)
+NUM_BLOCKS = 29  # 10 + 10 + 9: what the three longest need
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length).astype(np.uint8) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def model(texts) -> Model:
+    params = init_params(CONFIG, jax.random.key(0))
+    amax = largest_keys_and_values(params, jnp.asarray(texts[0], jnp.int32)[None], config=CONFIG)
+    return Model(CONFIG, params, jax.device_get(amax))
+
+
+@pytest.fixture(scope="module")
+def requests(texts) -> list[Request]:
+    return [follow(text, prompt) for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+def poisoned(kv: jax.Array) -> jax.Array:
+    """A cache like `kv` with every bit set, which in the floating dtypes is NaN."""
+    return jnp.asarray(np.full(kv.nbytes, 0xFF, np.uint8).view(kv.dtype).reshape(kv.shape))
+
+
+def serve_all(model: Model, dtype: kvjax.KVCacheDType, requests: list[Request]) -> tuple[list[Served], BlockPool]:
+    """Serves from a poisoned pool, of one size for all tests, so that each dtype compiles once."""
+    pool = BlockPool(NUM_BLOCKS)
+    engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
+    engine = dataclasses.replace(engine, caches=jax.tree.map(poisoned, engine.caches))
+    return serve(engine, requests, pool, SERVE), pool
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def padded_logits(params: Params, tokens: jax.Array, config: TransformerConfig) -> jax.Array:
+    return dense_logits(params, config, tokens)
+
+
+def logits_without_a_cache(model: Model, tokens: np.ndarray) -> np.ndarray:
+    padded = np.pad(tokens.astype(np.int32), (0, SERVE.max_length - len(tokens)))
+    return np.asarray(padded_logits(model.params, padded, model.config))[: len(tokens)]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_no_block_is_held_twice(sequence_of_each_step):
+    pool, held = BlockPool(12), [[], [], [], []]
+    for sequence in sequence_of_each_step:
+        if pool.num_free and len(held[sequence]) < 4:
+            held[sequence].append(pool.take())
+        else:
+            pool.give_back(held[sequence])
+            held[sequence] = []
+        blocks = [block for one in held for block in one]
+        assert len(blocks) == len(set(blocks)) == pool.num_blocks - pool.num_free
+
+
+def test_a_full_pool_says_so():
+    pool = BlockPool(1)
+    pool.take()
+    with pytest.raises(MemoryError, match="all 1 blocks of the cache are in use"):
+        pool.take()
+
+
+def test_a_block_is_not_freed_twice():
+    pool = BlockPool(3)
+    blocks = [pool.take(), pool.take()]
+    pool.give_back(blocks)
+    with pytest.raises(ValueError, match=r"blocks \[0\] are free already"):
+        pool.give_back(blocks[:1])
+
+
+def test_slots_follow_the_blocks():
+    pool, table = BlockPool(5), BlockTable(block_size=4, max_blocks=3)
+    table.grow(3, pool)
+    pool.take()
+    table.grow(7, pool)
+    assert table.blocks == [0, 2]
+    assert table.slots(2, 6).tolist() == [2, 3, 8, 9]
+    assert table.row().tolist() == [0, 2, 0]
+
+
+def test_blocks_are_interleaved_and_used_again(model, requests):
+    served, pool = serve_all(model, kvjax.KVCacheDType.FLOAT32, requests)
+    assert sum(len(one.blocks) for one in served) > pool.num_blocks == pool_size(requests, SERVE, BLOCK_SIZE)
+    assert pool.num_free == pool.num_blocks
+    longest = served[0].blocks
+    assert np.any(np.diff(longest) != 1), longest
+    assert set(served[1].blocks) & set(served[3].blocks), "the fourth sequence starts when the second ends"
+    assert pool.times_handed_out.max() > 1
+
+
+@pytest.mark.parametrize("dtype", kvjax.STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_where_blocks_lie_changes_no_bit(model, requests, dtype):
+    together, _ = serve_all(model, dtype, requests)
+    for request, among_others in zip(requests, together, strict=True):
+        (alone,), _ = serve_all(model, dtype, [request])
+        assert alone.blocks == tuple(range(len(alone.blocks)))
+        np.testing.assert_array_equal(alone.tokens, among_others.tokens)
+        for name, array in alone.output._asdict().items():
+            np.testing.assert_array_equal(array, getattr(among_others.output, name), err_msg=name)
+
+
+def test_a_float32_cache_gives_the_logits_of_no_cache(model, requests, texts):
+    served, _ = serve_all(model, kvjax.KVCacheDType.FLOAT32, requests)
+    for one, text in zip(served, texts, strict=True):
+        dense = logits_without_a_cache(model, text[:-1])
+        np.testing.assert_allclose(one.output.logits, dense, atol=1e-4, rtol=1e-4)
+        np.testing.assert_array_equal(one.tokens, text)
+
+
+def test_generating_is_following_what_was_generated(model):
+    prompt = np.frombuffer(b"def served(", np.uint8)
+    greedy = sample(prompt, 20, temperature=0, seed=0)
+    (written,), _ = serve_all(model, kvjax.KVCacheDType.FLOAT32, [greedy])
+    assert written.tokens[: len(prompt)].tobytes() == prompt.astype(np.int32).tobytes()
+    dense = logits_without_a_cache(model, written.tokens[:-1])
+    np.testing.assert_array_equal(written.tokens[len(prompt) :], dense.argmax(axis=1)[len(prompt) - 1 :])
+
+
+def test_sampling_repeats_with_its_seed(model):
+    prompt = np.frombuffer(b"import ", np.uint8)
+
+    def written(seed: int) -> list[int]:
+        (one,), _ = serve_all(model, kvjax.KVCacheDType.BFLOAT16, [sample(prompt, 16, temperature=1.0, seed=seed)])
+        return one.tokens.tolist()
+
+    assert written(1) == written(1) != written(2)
+
+
+def test_too_small_a_pool_is_refused(model, requests):
+    pool = BlockPool(2)
+    engine = model.engine(kvjax.KVCacheDType.FLOAT32, pool.num_blocks, BLOCK_SIZE)
+    with pytest.raises(MemoryError, match="all 2 blocks"):
+        serve(engine, requests, pool, SERVE)
+
+
+def test_scales_let_the_largest_fill_the_range(model):
+    for dtype in kvjax.STORED_KV_CACHE_DTYPES:
+        specs = model.layer_specs(dtype, BLOCK_SIZE)
+        for scales, amax in zip(decode_scales(specs, model.amax), model.amax, strict=True):
+            if dtype.is_quantized:
+                np.testing.assert_allclose([scales.k * dtype.info.max, scales.v * dtype.info.max], amax, rtol=1e-6)
+            else:
+                assert (scales.k, scales.v) == (1, 1)
