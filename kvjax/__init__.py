@@ -1,0 +1,35 @@
+"""kvjax: a paged KV cache for JAX, with fp8 and NVFP4 storage.
+
+The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> one `AttentionSpec` a layer ->
+`KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`.
+"""
+
+from kvjax.cache import KVCache as KVCache
+from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
+from kvjax.cache import nvfp4_split_views as nvfp4_split_views
+from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES as STORED_KV_CACHE_DTYPES
+from kvjax.dtypes import KVCacheDType as KVCacheDType
+from kvjax.dtypes import KVQuantMode as KVQuantMode
+from kvjax.dtypes import parse_kv_cache_dtype as parse_kv_cache_dtype
+from kvjax.errors import KVCacheError as KVCacheError
+from kvjax.errors import KVCacheTypeError as KVCacheTypeError
+from kvjax.errors import KVCacheValueError as KVCacheValueError
+from kvjax.errors import UnsupportedError as UnsupportedError
+from kvjax.layouts import CacheLayout as CacheLayout
+from kvjax.layouts import VScaleLayout as VScaleLayout
+from kvjax.model_config import ModelKVConfig as ModelKVConfig
+from kvjax.ops.attention import paged_attention as paged_attention
+from kvjax.ops.gather import gather_kv as gather_kv
+from kvjax.ops.write import reshape_and_cache_flash as reshape_and_cache_flash
+from kvjax.ops.write import reshape_and_cache_flash_diffkv as reshape_and_cache_flash_diffkv
+from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
+from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype
+from kvjax.resolve import resolve_layer_specs as resolve_layer_specs
+from kvjax.spec import AttentionSpec as AttentionSpec
+from kvjax.spec import FullAttentionSpec as FullAttentionSpec
+from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
+from kvjax.spec import max_tokens as max_tokens
+from kvjax.spec import unify_page_sizes as unify_page_sizes
+
+__version__ = "0.1.0"

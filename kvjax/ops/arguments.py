@@ -1,0 +1,59 @@
+"""Checks of what callers hand to an operation: shapes and dtypes when traced, scales by value where it is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.spec import AttentionSpec
+
+INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+"""Element types that keys, values, queries and dequantized results may have."""
+
+INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
+
+MIN_SCALE = 2.0**-100
+"""Under this, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
+
+
+def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
+    """Raises where `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise KVCacheTypeError(f"{what}: got a {type(array).__name__}, expected an array")
+    if array.dtype not in dtypes:
+        raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected one of {', '.join(map(str, dtypes))}")
+    fits = len(array.shape) == len(dims) and all(
+        size is None or got == size for got, (_, size) in zip(array.shape, dims, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(name if size is None else f"{name}={size}" for name, size in dims)
+        raise KVCacheValueError(f"{what}: got shape {tuple(array.shape)}, expected [{expected}]")
+
+
+def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
+    """A decode scale as float32 that broadcasts against `[..., num_kv_heads, head_size]`.
+
+    Raises:
+      KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is no finite number
+        of at least `MIN_SCALE`.
+    """
+    array = jnp.asarray(scale, jnp.float32)
+    per_head = array.shape == (spec.num_kv_heads,) and spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
+    if array.shape != () and not per_head:
+        accepted = "a scalar"
+        if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+            accepted += f" or [num_kv_heads={spec.num_kv_heads}]"
+        raise KVCacheValueError(f"{what}: got shape {array.shape}, expected {accepted} for dtype {spec.dtype.value!r}")
+    if isinstance(scale, (bool, int, float, np.ndarray, np.generic)):
+        for value in np.ravel(scale).tolist():
+            if not (math.isfinite(value) and value >= MIN_SCALE):
+                raise KVCacheValueError(f"{what}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}")
+    return array[:, None] if per_head else array

@@ -1,0 +1,93 @@
+"""Reading a paged cache back as dense, dequantized keys and values: `gather_kv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from kvjax import quant
+from kvjax.cache import KVCache, flat_pages
+from kvjax.dtypes import KVQuantMode
+from kvjax.errors import KVCacheTypeError
+from kvjax.ops import select
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array
+from kvjax.ops.rows import decode_rows, gather_rows, row_dtypes
+from kvjax.pages import PageRegion
+
+
+def gather_kv(
+    cache: KVCache,
+    block_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    k_scale: ArrayLike = 1.0,
+    v_scale: ArrayLike = 1.0,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of whole sequences, dequantized.
+
+    Args:
+      cache: the layer's cache.
+      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. Entries past a sequence's last
+        block may hold anything.
+      seq_lens: int32 `[num_seqs]`: tokens of each sequence.
+      k_scale: the decode scale that the keys were written with.
+      v_scale: the decode scale that the values were written with.
+      dtype: float32, float16 or bfloat16 of the result; by default the storage dtype of an unquantized layer, else
+        bfloat16. Decoding is in float32 and rounds once.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
+
+    Returns:
+      `(key, value)`: `[num_seqs, max_len, num_kv_heads, head_size]` and `[.., head_size_v]`, where `max_len` is
+      `max_blocks * block_size`; zeros from each sequence's length on.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it.
+      UnsupportedError: the implementation asked for cannot serve this call.
+    """
+    spec = cache.spec
+    cache.check()
+    check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
+    block_table = jnp.asarray(block_table)
+    check_array("seq_lens", seq_lens, [("num_seqs", block_table.shape[0])], INDEX_DTYPES)
+    scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
+    if dtype is None:
+        out = jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
+    else:
+        out = jnp.dtype(dtype)
+    if out not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"dtype: got {out}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
+    keys, values = select.run(
+        "gather_kv", implementation, _IMPLEMENTATIONS, cache, block_table, jnp.asarray(seq_lens), *scales, out
+    )
+    return keys, values
+
+
+def _gather_xla(
+    cache: KVCache,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    dtype: np.dtype[Any],
+) -> tuple[jax.Array, jax.Array]:
+    spec = cache.spec
+    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
+    pages = flat_pages(cache).at[block_table].get(mode="clip")
+    written = (jnp.arange(max_len) < seq_lens[:, None])[:, :, None, None]
+
+    def decode(regions: tuple[PageRegion, ...], scale: jax.Array) -> jax.Array:
+        rows = [gather_rows(pages, spec, *stored) for stored in zip(regions, row_dtypes(spec), strict=True)]
+        decoded = quant.cast(decode_rows(rows, spec, scale), dtype)
+        dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
+        return jnp.where(written, dense, jnp.zeros((), dtype))
+
+    return decode(spec.regions.k, k_scale), decode(spec.regions.v, v_scale)
+
+
+_IMPLEMENTATIONS = {select.Implementation.XLA: _gather_xla}

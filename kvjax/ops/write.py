@@ -1,0 +1,125 @@
+"""Writing tokens into a paged cache: `reshape_and_cache_flash` and `reshape_and_cache_flash_diffkv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvjax.cache import KVCache, flat_pages
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.ops import select
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array
+from kvjax.ops.rows import encode_rows, scatter_rows
+
+
+def reshape_and_cache_flash(
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    *,
+    k_scale: ArrayLike = 1.0,
+    v_scale: ArrayLike = 1.0,
+    implementation: str | None = None,
+) -> KVCache:
+    """Writes tokens into their slots, encoded as the cache's layer stores them.
+
+    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place and
+    costs what the tokens cost, whatever the cache's size. No byte outside the written slots changes.
+
+    Args:
+      key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16.
+      value: `[num_tokens, num_kv_heads, head_size]`, of `key`'s dtype.
+      cache: the layer's cache.
+      slot_mapping: int32 or int64 `[num_tokens]`: `block * block_size + offset` of each token. Negative slots and those
+        at or past `cache.num_slots` write nothing. Which of two tokens with one slot wins is unspecified.
+      k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
+        `[num_kv_heads]`. Unquantized layers have no scale and ignore it.
+      v_scale: the same for the values.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape, dtype, layout or scale that does not fit, naming it; also keys and
+        values of different head sizes, for which there is `reshape_and_cache_flash_diffkv`.
+      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheTypeError: on differentiation. Rounding has no useful gradient: stop it before the write.
+    """
+    if cache.spec.is_diffkv:
+        raise KVCacheValueError(
+            f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
+            f" head_size_v={cache.spec.head_size_v}, expected equal ones; use reshape_and_cache_flash_diffkv"
+        )
+    return _write(key, value, cache, slot_mapping, k_scale, v_scale, implementation)
+
+
+def reshape_and_cache_flash_diffkv(
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    *,
+    k_scale: ArrayLike = 1.0,
+    v_scale: ArrayLike = 1.0,
+    implementation: str | None = None,
+) -> KVCache:
+    """`reshape_and_cache_flash` for layers whose values have a head size of their own.
+
+    `value` is `[num_tokens, num_kv_heads, head_size_v]`; equal head sizes are served too. Everything else is as there.
+    """
+    return _write(key, value, cache, slot_mapping, k_scale, v_scale, implementation)
+
+
+def _write(
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    k_scale: ArrayLike,
+    v_scale: ArrayLike,
+    implementation: str | None,
+) -> KVCache:
+    spec = cache.spec
+    cache.check()
+    check_array("key", key, _dims("num_tokens", None, spec.num_kv_heads, spec.head_size), INPUT_DTYPES)
+    key = jnp.asarray(key)
+    check_array("value", value, _dims("num_tokens", key.shape[0], spec.num_kv_heads, spec.head_size_v), [key.dtype])
+    check_array("slot_mapping", slot_mapping, [("num_tokens", key.shape[0])], INDEX_DTYPES)
+    scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
+
+    @jax.custom_jvp
+    def write(kv: jax.Array, *args: jax.Array) -> jax.Array:
+        return select.run("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, KVCache(kv, spec), *args)
+
+    write.defjvp(_refuse_gradient)
+    written: jax.Array = write(cache.kv, key, jnp.asarray(value), jnp.asarray(slot_mapping), *scales)
+    return KVCache(written, spec)
+
+
+def _dims(tokens: str, num_tokens: int | None, num_heads: int, head_size: int) -> list[tuple[str, int | None]]:
+    return [(tokens, num_tokens), ("num_kv_heads", num_heads), ("head_size", head_size)]
+
+
+def _refuse_gradient(*_: Any) -> Any:
+    raise KVCacheTypeError(
+        "reshape_and_cache_flash has no gradient: a stored value is rounded, and a cache is not trained through."
+        " Pass jax.lax.stop_gradient(key) and jax.lax.stop_gradient(value)."
+    )
+
+
+def _write_xla(
+    cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+) -> jax.Array:
+    spec, pages = cache.spec, flat_pages(cache)
+    written = (slot_mapping >= 0) & (slot_mapping < cache.num_slots)
+    block = jnp.where(written, slot_mapping // spec.block_size, cache.num_blocks).astype(jnp.int32)
+    token = (slot_mapping % spec.block_size).astype(jnp.int32)
+    for x, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True):
+        for rows, region in zip(encode_rows(x, spec, scale), regions, strict=True):
+            pages = scatter_rows(pages, rows, region, block, token)
+    return pages.reshape(cache.kv.shape)
+
+
+_IMPLEMENTATIONS = {select.Implementation.XLA: _write_xla}

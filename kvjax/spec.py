@@ -1,0 +1,242 @@
+"""What one layer's cache looks like: shapes, bytes, and where each byte of a token lies inside a page.
+
+Everything here is exact integer arithmetic on a spec's fields: no arrays, no devices.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.layouts import CacheLayout, VScaleLayout
+from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The KV cache of one attention layer. Use `FullAttentionSpec` or `SlidingWindowSpec`.
+
+    Attributes:
+      block_size: tokens in a block (page).
+      num_kv_heads: KV heads of this layer on this device.
+      head_size: elements of one head's key.
+      head_size_v: elements of one head's value; `head_size` where it is not given.
+      dtype: how elements are stored, never `AUTO`.
+      layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
+      v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (NVFP4 only, `block_size` a multiple of 4).
+      sliding_window: tokens that a query sees, its own included; only and always given in a `SlidingWindowSpec`.
+      page_size_padded: bytes of a page in a pool that several layers share; the cache is then that pool, uint8
+        `[num_blocks, page_size_padded]`, and a page's bytes past `real_page_size_bytes` are never written.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: when made with a field that no cache can have, naming it.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int = None  # type: ignore[assignment]  # filled in from head_size
+    _: dataclasses.KW_ONLY
+    dtype: KVCacheDType
+    layout: CacheLayout = CacheLayout.NHD
+    v_scale_layout: VScaleLayout = VScaleLayout.LINEAR
+    sliding_window: int | None = None
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_size_v is None:
+            object.__setattr__(self, "head_size_v", self.head_size)
+        for name in self._sizes():
+            _check_positive_int(f"{type(self).__name__}.{name}", getattr(self, name))
+        if not isinstance(self.dtype, KVCacheDType):
+            raise KVCacheTypeError(
+                f"{type(self).__name__}.dtype: got {self.dtype!r}, expected a KVCacheDType (see parse_kv_cache_dtype)"
+            )
+        object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
+        object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
+        self._check_nvfp4()
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise KVCacheValueError(
+                f"page_size_padded: got {self.page_size_padded}, expected at least {self.real_page_size_bytes},"
+                " the bytes that one page of this spec holds"
+            )
+
+    def _sizes(self) -> list[str]:
+        names = ["block_size", "num_kv_heads", "head_size", "head_size_v"]
+        return names + [name for name in ("sliding_window", "page_size_padded") if getattr(self, name) is not None]
+
+    def _check_nvfp4(self) -> None:
+        if self.quant_mode is KVQuantMode.NVFP4:
+            for name in ("head_size", "head_size_v"):
+                if (size := getattr(self, name)) % NVFP4_BLOCK_SIZE:
+                    raise KVCacheValueError(f"{name}: got {size}, expected a multiple of {NVFP4_BLOCK_SIZE} for NVFP4")
+            if self.is_swizzled and self.block_size % SWIZZLE_TOKENS:
+                raise KVCacheValueError(
+                    f"block_size: got {self.block_size}, expected a multiple of {SWIZZLE_TOKENS}"
+                    " for v_scale_layout='swizzled'"
+                )
+        elif self.is_swizzled:
+            raise KVCacheValueError(
+                f"v_scale_layout: got 'swizzled' with dtype {self.dtype.value!r}, which has no block scales;"
+                " expected 'linear'"
+            )
+
+    @property
+    def quant_mode(self) -> KVQuantMode:
+        """What this layer's scales belong to; `NONE` for an unquantized layer."""
+        return self.dtype.info.quant_mode
+
+    @property
+    def storage_dtype(self) -> np.dtype[Any]:
+        """What one stored element is: uint8, two codes, for NVFP4."""
+        return self.dtype.info.storage_dtype
+
+    @property
+    def is_diffkv(self) -> bool:
+        """Whether keys and values have different head sizes."""
+        return self.head_size != self.head_size_v
+
+    @property
+    def is_swizzled(self) -> bool:
+        """Whether the V scales are stored in the swizzled layout."""
+        return self.v_scale_layout is VScaleLayout.SWIZZLED
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys, values and block scales in this layer, padding not counted."""
+        info = self.dtype.info
+        return self.num_kv_heads * (sum(info.row_bytes(self.head_size)) + sum(info.row_bytes(self.head_size_v)))
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one page that hold something."""
+        return self.block_size * self.bytes_per_token
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes from one page to the next, padding included."""
+        return self.real_page_size_bytes if self.page_size_padded is None else self.page_size_padded
+
+    @property
+    def page_padding_bytes(self) -> int:
+        """Bytes of each page that hold nothing."""
+        return self.page_size_bytes - self.real_page_size_bytes
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of this layer's array of `num_blocks` pages, in elements of `array_dtype`.
+
+        `[num_blocks, 2, block_size, num_kv_heads, row]` (HND: heads before tokens), where `row` is `head_size`
+        elements, or for NVFP4 its data and scale bytes; `[num_blocks, block_size, num_kv_heads, row + row_v]` where
+        keys and values differ; `[num_blocks, page_size_padded]` in a shared pool.
+        """
+        if self.page_size_padded is not None:
+            return (num_blocks, self.page_size_padded)
+        info = self.dtype.info
+        row, row_v = (sum(info.row_bytes(size)) // info.storage_dtype.itemsize for size in self._head_sizes)
+        inner = (self.block_size, self.num_kv_heads)
+        if self.layout is CacheLayout.HND:
+            inner = inner[::-1]
+        return (num_blocks, *inner, row + row_v) if self.is_diffkv else (num_blocks, 2, *inner, row)
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """Element type of the cache array: `storage_dtype`, but bytes for every quantized layer and in a shared pool.
+
+        XLA on CPU widens a float8 array to float16 and back in whatever touches it, which copies the cache for each
+        write and rewrites NaNs of slots that nobody wrote. Integers are left alone.
+        """
+        in_bytes = self.quant_mode is not KVQuantMode.NONE or self.page_size_padded is not None
+        return np.dtype(np.uint8) if in_bytes else self.storage_dtype
+
+    @property
+    def regions(self) -> PageRegions:
+        """Where a page's keys, values and block scales lie, in bytes."""
+        info = self.dtype.info
+        (k_data, k_scale), (v_data, v_scale) = (info.row_bytes(size) for size in self._head_sizes)
+        dims = (self.block_size, self.num_kv_heads, self.layout)
+        if self.quant_mode is KVQuantMode.NVFP4:
+            k, k_blocks, v, v_blocks = separate_regions([k_data, k_scale, v_data, v_scale], *dims)
+            return PageRegions((k, k_blocks), (v, dataclasses.replace(v_blocks, swizzled=self.is_swizzled)))
+        place = interleaved_regions if self.is_diffkv else separate_regions
+        k, v = place([k_data, v_data], *dims)
+        return PageRegions((k,), (v,))
+
+    @property
+    def _head_sizes(self) -> tuple[int, int]:
+        return self.head_size, self.head_size_v
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttentionSpec(AttentionSpec):
+    """A layer whose queries see every earlier token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window is not None:
+            raise KVCacheValueError(
+                f"FullAttentionSpec.sliding_window: got {self.sliding_window}, expected None (or a SlidingWindowSpec)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A layer whose queries see the last `sliding_window` tokens, their own included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window is None:
+            raise KVCacheValueError("SlidingWindowSpec.sliding_window: got None, expected a positive int")
+
+
+def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """Gives every layer's pages the same number of bytes, so that one pool of bytes serves all layers.
+
+    A layer with smaller pages gets as many of its blocks into a page as fit (its `block_size` grows by that factor),
+    and what then remains is padding: nothing where sizes divide, else less than one of the layer's own blocks. The
+    largest pages stay as they are. `page_padding_bytes` of each result says what is lost.
+
+    Specs that already agree in every field that shapes the array are returned unchanged; otherwise each result has
+    `page_size_padded` set, which makes its cache a view of the shared pool.
+    """
+    if len({(spec.array_dtype, spec.cache_shape(1)) for spec in specs}) <= 1:
+        return tuple(specs)
+    page = max(spec.page_size_bytes for spec in specs)
+    return tuple(
+        dataclasses.replace(
+            spec, block_size=spec.block_size * (page // spec.real_page_size_bytes), page_size_padded=page
+        )
+        for spec in specs
+    )
+
+
+def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
+    """The most tokens of one sequence that `budget_bytes` hold, in whole pages of every layer.
+
+    Sliding layers count every token too: which blocks behind a window are given back is the block tables' business.
+
+    Raises:
+      KVCacheValueError: no specs, or a negative budget.
+    """
+    if not specs:
+        raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")
+    if budget_bytes < 0:
+        raise KVCacheValueError(f"budget_bytes: got {budget_bytes}, expected 0 or more")
+
+    def cost(num_tokens: int) -> int:
+        return sum(-(-num_tokens // spec.block_size) * spec.page_size_bytes for spec in specs)
+
+    most = min(budget_bytes // spec.page_size_bytes * spec.block_size for spec in specs)
+    return bisect.bisect_right(range(most + 1), budget_bytes, key=cost) - 1
+
+
+def _check_positive_int(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise KVCacheTypeError(f"{what}: got {value!r} of type {type(value).__name__}, expected an int")
+    if value <= 0:
+        raise KVCacheValueError(f"{what}: got {value}, expected a positive int")
