@@ -163,6 +163,18 @@ def test_too_small_a_pool_is_refused(model, requests):
         serve(engine, requests, pool, SERVE)
 
 
+@pytest.mark.parametrize(("prompt_length", "num_tokens"), [(0, 5), (5, 5)])
+def test_a_request_has_a_prompt_and_something_after_it(prompt_length, num_tokens):
+    with pytest.raises(ValueError, match=f"prompt: got {prompt_length} tokens, expected 1 to length - 1 = 4"):
+        follow(np.zeros(num_tokens, np.uint8), prompt_length)
+
+
+def test_a_request_that_the_engine_was_not_made_for_is_refused(model):
+    engine = model.engine(kvjax.KVCacheDType.FLOAT32, NUM_BLOCKS, BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"got lengths \[41\], expected at most config.max_length=40"):
+        serve(engine, [follow(np.zeros(41, np.uint8), 5)], BlockPool(NUM_BLOCKS), SERVE)
+
+
 def test_scales_let_the_largest_fill_the_range(model):
     for dtype in kvjax.STORED_KV_CACHE_DTYPES:
         specs = model.layer_specs(dtype, BLOCK_SIZE)

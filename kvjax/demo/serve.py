@@ -22,11 +22,19 @@ type NextToken = Callable[[int, np.ndarray], int]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A sequence to serve: `prompt` (integers `[tokens]`), continued by `next_token` to `length` tokens in all."""
+    """A sequence to serve: `prompt` (integers `[tokens]`), continued by `next_token` to `length` tokens in all.
+
+    Raises:
+      ValueError: an empty prompt, or one that leaves nothing to continue.
+    """
 
     prompt: np.ndarray
     length: int
     next_token: NextToken
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.prompt) < self.length:
+            raise ValueError(f"prompt: got {len(self.prompt)} tokens, expected 1 to length - 1 = {self.length - 1}")
 
 
 def follow(text: np.ndarray, prompt_length: int) -> Request:
@@ -93,10 +101,13 @@ def serve(
     """Runs `requests` to their ends, and calls `on_tokens` with the number of tokens that each step computed.
 
     Raises:
+      ValueError: a request is longer than `config.max_length`.
       MemoryError: `pool` ran out of blocks; `pool_size` says how many are enough.
     """
     block_size = engine.caches[0].spec.block_size
     max_blocks = -(-config.max_length // block_size)
+    if too_long := [request.length for request in requests if request.length > config.max_length]:
+        raise ValueError(f"requests: got lengths {too_long}, expected at most {config.max_length=}")
     waiting = collections.deque(enumerate(requests))
     running: list[_Sequence] = []
     served: dict[int, Served] = {}
