@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cli import main
+from kvjax.demo import text
 
 SMALL = ["--tokens", "96", "--sequences", "6"]
 
@@ -101,7 +102,7 @@ def test_the_model_writes_on(result):
 
 
 def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
-    assert main(["demo", "--tokens", "32", "--sequences", "2", "--dtype", "half", "--dtype", "float16"]) == 0
+    assert main(["demo", "--tokens", "32", "--sequences", "1", "--dtype", "half", "--dtype", "float16"]) == 0
     out, err = capsys.readouterr()
     assert err == "", "no progress display where stderr is no terminal"
     header, rule, row, blank, *_ = out.splitlines()
@@ -128,6 +129,15 @@ def test_bad_arguments_are_refused_by_name(capsys, arguments, message):
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
+
+
+def test_a_python_without_sources_is_told_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(text, "standard_library", lambda: tmp_path)
+    assert main(["demo", "--dtype", "nvfp4"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvjax demo: no standard library sources under {tmp_path}")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("missing", ["safetensors", "tqdm"])

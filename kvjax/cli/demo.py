@@ -18,6 +18,9 @@ EXTRA_MODULES = frozenset({"safetensors", "tqdm"})
 MISSING_EXTRA = 2
 """Exit status where the extra is not installed."""
 
+NO_TEXT = 1
+"""Exit status where this Python came without its standard library's sources."""
+
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to `kvjax`'s parser."""
@@ -55,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvjax demo: {error.name} is not installed: pip install 'kvjax[demo]'", file=sys.stderr)
         return MISSING_EXTRA
     dtypes = tuple(dict.fromkeys(args.dtypes or kvjax.STORED_KV_CACHE_DTYPES))
-    result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed))
+    try:
+        result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed))
+    except FileNotFoundError as error:
+        print(f"kvjax demo: {error}", file=sys.stderr)
+        return NO_TEXT
     print(report.as_json(result) if args.json else report.as_text(result))
     return 0
 

@@ -15,7 +15,7 @@ from kvjax.demo import text, weights
 from kvjax.demo.blocks import BlockPool
 from kvjax.demo.calibrate import largest_keys_and_values
 from kvjax.demo.evaluate import Model, Row, dense_reference, evaluate
-from kvjax.demo.serve import ServeConfig, follow, pool_size, sample, serve
+from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
 
 BLOCK_SIZE = 16
 MAX_RUNNING = 4
@@ -66,41 +66,32 @@ def run(options: Options) -> Result:
     loaded = weights.load()
     training, held_out = _read_text()
     rng = np.random.default_rng(options.seed)
-    calibration = np.stack(text.excerpts(training, [CALIBRATION_SHAPE[1]] * CALIBRATION_SHAPE[0], rng))
-    amax = largest_keys_and_values(loaded.params, jnp.asarray(calibration, jnp.int32), config=loaded.config)
-    model = Model(loaded.config, loaded.params, jax.device_get(amax))
-
-    lengths = np.linspace(options.tokens // 3, options.tokens, options.sequences).astype(int)
-    texts = text.excerpts(held_out, rng.permutation(lengths).tolist(), rng)
-    prompt_shares = rng.uniform(0.25, 0.75, len(texts))
-    requests = [follow(one, int(share * len(one))) for one, share in zip(texts, prompt_shares, strict=True)]
-    (prompt,) = text.excerpts(held_out, [options.tokens // 2], rng)
-    continuation = sample(prompt, options.tokens - len(prompt), temperature=TEMPERATURE, seed=options.seed)
-
+    model = _calibrated(loaded, training, rng)
+    work = _work(held_out, options, rng)
     config = ServeConfig(MAX_RUNNING, PREFILL_CHUNK, options.tokens)
-    reference = dense_reference(model, texts, options.tokens)
-    total = len(options.dtypes) * sum(len(one) - 1 for one in texts) + options.tokens - 1
+    reference = dense_reference(model, work.texts, options.tokens)
+    total = len(options.dtypes) * sum(len(one) - 1 for one in work.texts) + options.tokens - 1
     rows = []
     with tqdm(total=total, unit=" tokens", disable=None, leave=False) as bar:
         for dtype in options.dtypes:
             bar.set_description(dtype.value)
             rows.append(
-                evaluate(model, dtype, requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
+                evaluate(model, dtype, work.requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
             )
         bar.set_description(f"{dtype.value}, writing on")
-        pool = BlockPool(pool_size(requests, config, BLOCK_SIZE))
+        pool = BlockPool(pool_size(work.requests, config, BLOCK_SIZE))
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
-        (written,) = serve(engine, [continuation], pool, config, bar.update)
+        (written,) = serve(engine, [work.continuation], pool, config, bar.update)
 
     return Result(
         device=jax.devices()[0].device_kind,
         training=loaded.training,
-        sequences=len(texts),
-        tokens=sum(len(one) for one in texts),
-        unigram_bits_per_byte=text.unigram_bits_per_byte(training, np.concatenate([one[1:] for one in texts])),
+        sequences=len(work.texts),
+        tokens=sum(len(one) for one in work.texts),
+        unigram_bits_per_byte=text.unigram_bits_per_byte(training, np.concatenate([one[1:] for one in work.texts])),
         dense_float32_bits_per_byte=reference.bits_per_byte,
         rows=rows,
-        continuation=Continuation(rows[-1].dtype, _decode(prompt), _decode(written.tokens[len(prompt) :])),
+        continuation=Continuation(rows[-1].dtype, *_split_text(written, work.continuation)),
     )
 
 
@@ -111,5 +102,33 @@ def _read_text() -> tuple[np.ndarray, np.ndarray]:
     return text.read(root, training), text.read(root, held_out)
 
 
-def _decode(tokens: np.ndarray) -> str:
-    return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+def _calibrated(loaded: weights.Weights, training: np.ndarray, rng: np.random.Generator) -> Model:
+    num_samples, length = CALIBRATION_SHAPE
+    samples = jnp.asarray(text.excerpts(training, [length] * num_samples, rng), jnp.int32)
+    amax = largest_keys_and_values(loaded.params, samples, config=loaded.config)
+    return Model(loaded.config, loaded.params, jax.device_get(amax))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    texts: Sequence[np.ndarray]
+    requests: Sequence[Request]
+    continuation: Request
+
+
+def _work(held_out: np.ndarray, options: Options, rng: np.random.Generator) -> _Work:
+    """Texts of many lengths, a quarter to three quarters of each a prompt, in no order; and one to be written on."""
+    lengths = np.linspace(options.tokens, options.tokens // 3, options.sequences).astype(int)
+    texts = text.excerpts(held_out, rng.permutation(lengths).tolist(), rng)
+    shares = rng.uniform(0.25, 0.75, len(texts))
+    requests = [follow(one, int(share * len(one))) for one, share in zip(texts, shares, strict=True)]
+    (prompt,) = text.excerpts(held_out, [options.tokens // 2], rng)
+    written = options.tokens - len(prompt)
+    return _Work(texts, requests, sample(prompt, written, temperature=TEMPERATURE, seed=options.seed))
+
+
+def _split_text(served: Served, request: Request) -> tuple[str, str]:
+    """The prompt and what came after it, as text."""
+    parts = np.split(served.tokens.astype(np.uint8), [len(request.prompt)])
+    prompt, written = (part.tobytes().decode(errors="replace") for part in parts)
+    return prompt, written
