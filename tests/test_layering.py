@@ -30,6 +30,7 @@ LAYERS = (
     "kernels",
     "ops",
     "kvjax",
+    "table",
     "demo",
     "cli",
     "__main__",
