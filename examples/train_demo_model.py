@@ -80,8 +80,8 @@ def evaluate(params: Params, data: np.ndarray, config: TransformerConfig, *, len
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="weights file to write")
-    parser.add_argument("--steps", type=int, default=6000, help=f"rounded up to whole calls of {STEPS_PER_CALL}")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000, help=f"rounded up to whole calls of {STEPS_PER_CALL}")
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=512, help="bytes a training sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

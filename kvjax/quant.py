@@ -39,12 +39,16 @@ _CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
 
 
 def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
-    """`x / divisor` in float32, correctly rounded, for a divisor that broadcasts against `x`; NaN stays NaN.
+    """`x / divisor` in float32, correctly rounded whatever the backend; the two broadcast.
 
-    XLA replaces division by a broadcast value with multiplication by its reciprocal, which rounds twice. A divisor that
-    depends on `x`, as the select makes it, is out of that rewrite's reach and still fuses.
+    XLA divides float32 inexactly on GPU, and everywhere turns division by a broadcast value into multiplication by its
+    reciprocal. Both errors stay under two units in the last place of float64, if that is what divides; and a quotient of
+    two 24-bit significands is never that near to the middle between two float32, from which rounding could go wrong:
+    `a / b - m` for a 25-bit midpoint `m` is a non-zero multiple of a unit over `b`, hence above `2**-49` of `m`.
     """
-    return x / jnp.where(x == x, divisor, 1.0)
+    with jax.enable_x64(True):
+        quotient = x.astype(jnp.float64) / jnp.asarray(divisor, jnp.float32).astype(jnp.float64)
+        return quotient.astype(jnp.float32)
 
 
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -96,7 +100,7 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
     amax = jnp.max(jnp.where(jnp.isnan(blocks), 0.0, jnp.abs(blocks)), axis=-1)
     block_scales = jnp.minimum(exact_divide(amax, E2M1_MAX * jnp.float32(scale)), E4M3_MAX).astype(jnp.float8_e4m3fn)
     decoded = block_scales.astype(jnp.float32) * scale
-    inverse = jnp.where(decoded == 0.0, 0.0, 1.0 / decoded)
+    inverse = jnp.where(decoded == 0.0, 0.0, exact_divide(jnp.ones_like(decoded), decoded))
     codes = e2m1_codes(blocks * inverse[..., None]).reshape(x.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales
 
