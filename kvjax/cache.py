@@ -36,6 +36,10 @@ class KVCache:
     def allocate(cls, spec: AttentionSpec, num_blocks: int, *, sharding: Sharding | None = None) -> KVCache:
         """A cache of `num_blocks` zeroed pages, placed by `sharding` (default: JAX's default device).
 
+        Sharded over the head axis, an unquantized or fp8 cache is written and read without communication. An NVFP4
+        page, like a shared pool, has no such axis in memory: give each device, under `jax.shard_map`, a cache of the
+        heads it holds.
+
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` is no positive int, or `spec` no `AttentionSpec`.
         """
@@ -63,6 +67,11 @@ class KVCache:
         """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not the array that `spec` describes."""
         if not isinstance(self.kv, jax.Array):
             raise KVCacheTypeError(f"cache.kv: got a {type(self.kv).__name__}, expected a jax.Array")
+        if not isinstance(self.kv, jax.core.Tracer) and self.kv.is_deleted():
+            raise KVCacheValueError(
+                "cache.kv: got an array that was donated to an earlier call, expected the one that call returned:"
+                " `cache = write(key, value, cache, slot_mapping)`"
+            )
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
                 f"cache.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"

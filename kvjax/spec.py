@@ -108,6 +108,14 @@ class AttentionSpec:
         return self.v_scale_layout is VScaleLayout.SWIZZLED
 
     @property
+    def has_head_axis(self) -> bool:
+        """Whether the axes of the cache array are those of its elements: tokens, heads, head dimension.
+
+        A shared pool has no such axes and an NVFP4 array has them in name only; their bytes lie as `regions` says.
+        """
+        return self.quant_mode is not KVQuantMode.NVFP4 and self.page_size_padded is None
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys, values and block scales in this layer, padding not counted."""
         info = self.dtype.info

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.spec import AttentionSpec
@@ -20,8 +20,8 @@ INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bf
 
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
-MIN_SCALE = 2.0**-100
-"""Under this, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
+"""Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
 
 
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
@@ -38,12 +38,29 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
         raise KVCacheValueError(f"{what}: got shape {tuple(array.shape)}, expected [{expected}]")
 
 
+def check_cache(cache: Any) -> None:
+    """Raises where `cache` is not a `KVCache` whose array is there and is the one that its spec describes."""
+    if not isinstance(cache, KVCache):
+        raise KVCacheTypeError(f"cache: got a {type(cache).__name__}, expected a KVCache")
+    cache.check()
+
+
+def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
+    """`slot_mapping` as a JAX array, in which the slots that write nothing still do.
+
+    Where x64 is off JAX keeps the low half of a NumPy int64, which may lie inside the cache though the whole does not.
+    """
+    if isinstance(slot_mapping, np.ndarray):
+        slot_mapping = np.where((slot_mapping >= 0) & (slot_mapping < num_slots), slot_mapping, -1)
+    return jnp.asarray(slot_mapping)
+
+
 def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
     """A decode scale as float32 that broadcasts against `[..., num_kv_heads, head_size]`.
 
     Raises:
-      KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is no finite number
-        of at least `MIN_SCALE`.
+      KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is not between
+        `MIN_SCALE` and `MAX_SCALE`.
     """
     array = jnp.asarray(scale, jnp.float32)
     per_head = array.shape == (spec.num_kv_heads,) and spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
@@ -54,6 +71,6 @@ def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
         raise KVCacheValueError(f"{what}: got shape {array.shape}, expected {accepted} for dtype {spec.dtype.value!r}")
     if isinstance(scale, (bool, int, float, np.ndarray, np.generic)):
         for value in np.ravel(scale).tolist():
-            if not (math.isfinite(value) and value >= MIN_SCALE):
-                raise KVCacheValueError(f"{what}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}")
+            if not MIN_SCALE <= value <= MAX_SCALE:
+                raise KVCacheValueError(f"{what}: got {value}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}")
     return array[:, None] if per_head else array

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache
 from kvjax.ops.gather import gather_kv
 
 
@@ -50,6 +50,7 @@ def paged_attention(
       KVCacheValueError, KVCacheTypeError: a shape, dtype, scale or window that does not fit, naming it.
       UnsupportedError: the implementation asked for cannot serve this call.
     """
+    check_cache(cache)
     spec = cache.spec
     check_array("query", query, [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)], INPUT_DTYPES)
     query = jnp.asarray(query)

@@ -10,13 +10,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax import quant
-from kvjax.cache import KVCache, flat_pages
+from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array
-from kvjax.ops.rows import decode_rows, gather_rows, row_dtypes
-from kvjax.pages import PageRegion
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
 
 
 def gather_kv(
@@ -50,8 +49,8 @@ def gather_kv(
       KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it.
       UnsupportedError: the implementation asked for cannot serve this call.
     """
+    check_cache(cache)
     spec = cache.spec
-    cache.check()
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     block_table = jnp.asarray(block_table)
     check_array("seq_lens", seq_lens, [("num_seqs", block_table.shape[0])], INDEX_DTYPES)
@@ -78,16 +77,15 @@ def _gather_xla(
 ) -> tuple[jax.Array, jax.Array]:
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    pages = flat_pages(cache).at[block_table].get(mode="clip")
+    pages = cache.kv.at[block_table].get(mode="clip")
     written = (jnp.arange(max_len) < seq_lens[:, None])[:, :, None, None]
 
-    def decode(regions: tuple[PageRegion, ...], scale: jax.Array) -> jax.Array:
-        rows = [gather_rows(pages, spec, *stored) for stored in zip(regions, row_dtypes(spec), strict=True)]
-        decoded = quant.cast(decode_rows(rows, spec, scale), dtype)
+    def decode(half: int, scale: jax.Array) -> jax.Array:
+        decoded = quant.cast(decode_rows(page_rows(pages, spec, half), spec, scale), dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(written, dense, jnp.zeros((), dtype))
 
-    return decode(spec.regions.k, k_scale), decode(spec.regions.v, v_scale)
+    return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
 
 _IMPLEMENTATIONS = {select.Implementation.XLA: _gather_xla}

@@ -11,11 +11,14 @@ import numpy as np
 from jax import lax
 
 from kvjax import quant
-from kvjax.cache import split_region
+from kvjax.cache import KVCache, flat_pages, split_region
 from kvjax.dtypes import KVQuantMode
 from kvjax.layouts import CacheLayout
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
+
+KEYS, VALUES = 0, 1
+"""The halves of a page: their index in `PageRegions`, and on the array's axis of two where it has one."""
 
 
 def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[jax.Array, ...]:
@@ -41,33 +44,63 @@ def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array
             return rows[0]
 
 
-def row_dtypes(spec: AttentionSpec) -> tuple[np.dtype[Any], ...]:
-    """Element types of what `encode_rows` returns."""
-    if spec.quant_mode is KVQuantMode.NVFP4:
-        return spec.storage_dtype, jnp.dtype(jnp.float8_e4m3fn)
-    return (spec.storage_dtype,)
+def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array) -> KVCache:
+    """Writes rows `[num_tokens, num_kv_heads, row]`, as `encode_rows` makes them, to a cache's `KEYS` or `VALUES`.
+
+    Token `i` goes to offset `token[i]` of page `block[i]`; one whose block is past the last page is dropped.
+    """
+    spec = cache.spec
+    stored = [_to_array_dtype(row, spec) for row in rows]
+    if spec.has_head_axis:
+        # Indexed by its own axes, a cache that is sharded over heads needs no communication.
+        return KVCache(cache.kv.at[_token_index(spec, half, block, token)].set(stored[0], mode="drop"), spec)
+    pages = flat_pages(cache)
+    for row, region in zip(stored, spec.regions[half], strict=True):
+        pages = _scatter_region(pages, row, region, block, token)
+    return KVCache(pages.reshape(cache.kv.shape), spec)
 
 
-def scatter_rows(
+def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Array]:
+    """The `KEYS` or `VALUES` of pages `[..., *spec.cache_shape(n)[1:]]`, as `encode_rows` made them.
+
+    Each is `[..., block_size, num_kv_heads, row]`: data and, for NVFP4, block scales.
+    """
+    if spec.has_head_axis:
+        rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
+        return [_from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
+    flat = pages.reshape(*pages.shape[: pages.ndim - len(spec.cache_shape(1)) + 1], -1)
+    dtypes = spec.storage_dtype, jnp.dtype(jnp.float8_e4m3fn)
+    return [
+        _from_array_dtype(_region_rows(flat, spec, region), dtype)
+        for region, dtype in zip(spec.regions[half], dtypes, strict=False)
+    ]
+
+
+def _token_index(spec: AttentionSpec, half: int, block: jax.Array, token: jax.Array) -> tuple[Any, ...]:
+    """Index of tokens' keys or values in an array that has a head axis; its result is `[num_tokens, heads, row]`."""
+    inner = (token, slice(None)) if spec.layout is CacheLayout.NHD else (slice(None), token)
+    return (block, *inner, _columns(spec, half)) if spec.is_diffkv else (block, half, *inner)
+
+
+def _columns(spec: AttentionSpec, half: int) -> slice:
+    return (slice(spec.head_size), slice(spec.head_size, None))[half]
+
+
+def _tokens_first(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
+    return jnp.swapaxes(rows, -2, -3) if spec.layout is CacheLayout.HND else rows
+
+
+def _scatter_region(
     pages: jax.Array, rows: jax.Array, region: PageRegion, block: jax.Array, token: jax.Array
 ) -> jax.Array:
-    """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_elements]`.
-
-    Token `i` goes to offset `token[i]` of page `block[i]`; one whose block is out of range is dropped. Pages of another
-    dtype than the rows hold bytes.
-    """
-    if rows.dtype != pages.dtype:
-        rows = lax.bitcast_convert_type(rows, pages.dtype).reshape(*rows.shape[:2], -1)
+    """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
     num_tokens, num_heads, row = rows.shape
-    base, token_stride, head_stride = (
-        size // pages.dtype.itemsize for size in (region.base, region.token_stride, region.head_stride)
-    )
     head = jnp.arange(num_heads, dtype=token.dtype)
-    offsets = base + token[:, None] * token_stride + head * head_stride
+    offsets = region.base + token[:, None] * region.token_stride + head * region.head_stride
     if region.swizzled:
         tile_row, column = swizzled_position(token[:, None, None], jnp.arange(row, dtype=token.dtype), row)
-        offsets = base + tile_row * token_stride + head[:, None] * head_stride + column
-    elif head_stride == row:  # the heads of a token are one run of bytes
+        offsets = region.base + tile_row * region.token_stride + head[:, None] * region.head_stride + column
+    elif region.head_stride == row:  # the heads of a token are one run of bytes
         offsets = offsets[:, :1]
     offsets = offsets.reshape(num_tokens, -1)
     indices = jnp.stack([jnp.broadcast_to(block[:, None], offsets.shape), offsets], axis=-1)
@@ -82,20 +115,24 @@ def scatter_rows(
     )
 
 
-def gather_rows(pages: jax.Array, spec: AttentionSpec, region: PageRegion, dtype: np.dtype[Any]) -> jax.Array:
-    """One region of flat pages `[..., page_elements]` as `[..., block_size, num_kv_heads, row]` of `dtype`."""
-    rows = split_region(pages, spec, region)
-    if spec.layout is CacheLayout.HND:
-        rows = jnp.swapaxes(rows, -2, -3)
+def _region_rows(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:
+    """One region of flat pages `[..., page_bytes]` as bytes `[..., block_size, num_kv_heads, row]`."""
+    rows = _tokens_first(split_region(pages, spec, region), spec)
     if region.swizzled:
         num_scales = rows.shape[-1]
         token = np.arange(spec.block_size)[:, None]
         tile_row, column = swizzled_position(token, np.arange(num_scales), num_scales)
         rows = jnp.swapaxes(jnp.swapaxes(rows, -2, -3)[..., tile_row, column], -2, -3)
-    return rows if rows.dtype == dtype else _from_bytes(rows, dtype)
+    return rows
 
 
-def _from_bytes(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    if dtype.itemsize > 1:
+def _to_array_dtype(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
+    if rows.dtype == spec.array_dtype:
+        return rows
+    return lax.bitcast_convert_type(rows, spec.array_dtype).reshape(*rows.shape[:-1], -1)
+
+
+def _from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    if rows.dtype != dtype and dtype.itemsize > 1:
         rows = rows.reshape(*rows.shape[:-1], -1, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)

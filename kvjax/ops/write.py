@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, flat_pages
+from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array
-from kvjax.ops.rows import encode_rows, scatter_rows
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache
+from kvjax.ops.rows import KEYS, VALUES, encode_rows, scatter_rows
 
 
 def reshape_and_cache_flash(
@@ -47,6 +47,7 @@ def reshape_and_cache_flash(
       UnsupportedError: the implementation asked for cannot serve this call.
       KVCacheTypeError: on differentiation. Rounding has no useful gradient: stop it before the write.
     """
+    check_cache(cache)
     if cache.spec.is_diffkv:
         raise KVCacheValueError(
             f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
@@ -69,6 +70,7 @@ def reshape_and_cache_flash_diffkv(
 
     `value` is `[num_tokens, num_kv_heads, head_size_v]`; equal head sizes are served too. Everything else is as there.
     """
+    check_cache(cache)
     return _write(key, value, cache, slot_mapping, k_scale, v_scale, implementation)
 
 
@@ -82,7 +84,6 @@ def _write(
     implementation: str | None,
 ) -> KVCache:
     spec = cache.spec
-    cache.check()
     check_array("key", key, _dims("num_tokens", None, spec.num_kv_heads, spec.head_size), INPUT_DTYPES)
     key = jnp.asarray(key)
     check_array("value", value, _dims("num_tokens", key.shape[0], spec.num_kv_heads, spec.head_size_v), [key.dtype])
@@ -94,7 +95,7 @@ def _write(
         return select.run("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, KVCache(kv, spec), *args)
 
     write.defjvp(_refuse_gradient)
-    written: jax.Array = write(cache.kv, key, jnp.asarray(value), jnp.asarray(slot_mapping), *scales)
+    written: jax.Array = write(cache.kv, key, jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), *scales)
     return KVCache(written, spec)
 
 
@@ -112,14 +113,14 @@ def _refuse_gradient(*_: Any) -> Any:
 def _write_xla(
     cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
 ) -> jax.Array:
-    spec, pages = cache.spec, flat_pages(cache)
-    written = (slot_mapping >= 0) & (slot_mapping < cache.num_slots)
-    block = jnp.where(written, slot_mapping // spec.block_size, cache.num_blocks).astype(jnp.int32)
+    spec = cache.spec
+    block = slot_mapping // spec.block_size
+    written = (slot_mapping >= 0) & (block < cache.num_blocks)
+    block = jnp.where(written, block, cache.num_blocks).astype(jnp.int32)
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
-    for x, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True):
-        for rows, region in zip(encode_rows(x, spec, scale), regions, strict=True):
-            pages = scatter_rows(pages, rows, region, block, token)
-    return pages.reshape(cache.kv.shape)
+    for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
+        cache = scatter_rows(cache, half, encode_rows(x, spec, scale), block, token)
+    return cache.kv
 
 
 _IMPLEMENTATIONS = {select.Implementation.XLA: _write_xla}
