@@ -5,7 +5,6 @@ Everything here is exact integer arithmetic on a spec's fields: no arrays, no de
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -53,7 +52,8 @@ class AttentionSpec:
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
         for name in self._sizes():
-            _check_positive_int(f"{type(self).__name__}.{name}", getattr(self, name))
+            size = _as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=1)
+            object.__setattr__(self, name, size)
         if not isinstance(self.dtype, KVCacheDType):
             raise KVCacheTypeError(
                 f"{type(self).__name__}.dtype: got {self.dtype!r}, expected a KVCacheDType (see parse_kv_cache_dtype)"
@@ -230,21 +230,27 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
+      KVCacheTypeError: a budget that is no int.
     """
     if not specs:
         raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")
-    if budget_bytes < 0:
-        raise KVCacheValueError(f"budget_bytes: got {budget_bytes}, expected 0 or more")
+    budget = _as_int("budget_bytes", budget_bytes, least=0)
 
     def cost(num_tokens: int) -> int:
         return sum(-(-num_tokens // spec.block_size) * spec.page_size_bytes for spec in specs)
 
-    most = min(budget_bytes // spec.page_size_bytes * spec.block_size for spec in specs)
-    return bisect.bisect_right(range(most + 1), budget_bytes, key=cost) - 1
+    # Bisection by hand: a range that bisect searches holds at most sys.maxsize numbers.
+    fits, most = 0, min(budget // spec.page_size_bytes * spec.block_size for spec in specs)
+    while fits < most:
+        middle = (fits + most + 1) // 2
+        fits, most = (middle, most) if cost(middle) <= budget else (fits, middle - 1)
+    return fits
 
 
-def _check_positive_int(what: str, value: object) -> None:
+def _as_int(what: str, value: object, *, least: int) -> int:
+    """`value` as Python's int, which no product of sizes overflows as numpy's would."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise KVCacheTypeError(f"{what}: got {value!r} of type {type(value).__name__}, expected an int")
-    if value <= 0:
-        raise KVCacheValueError(f"{what}: got {value}, expected a positive int")
+    if value < least:
+        raise KVCacheValueError(f"{what}: got {value}, expected an int of at least {least}")
+    return int(value)
