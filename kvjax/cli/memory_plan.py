@@ -1,0 +1,182 @@
+"""What each layer's cache costs and what a budget of bytes holds: as values, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import kvjax
+from kvjax import AttentionKind, AttentionSpec, DTypeSource, KVCacheDType, ModelKVConfig, ResolvedKVCacheDType
+from kvjax.table import markdown_table
+
+BASELINE = KVCacheDType.BFLOAT16
+"""What a plan is compared with: every layer stored so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose caches are alike; every figure is that of one layer on one device.
+
+    `layers`: their indices. `sliding_window`: tokens that a query sees, None for all. `source`: who chose the dtype.
+    `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds a scale for
+    each KV head. `block_size`: tokens of a page, more than asked for where other layers have larger pages.
+    `page_bytes`: the same in every group; `padding_bytes` of them hold nothing.
+    """
+
+    layers: tuple[int, ...]
+    attention: AttentionKind
+    sliding_window: int | None
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: str
+    source: DTypeSource
+    skipped: bool
+    per_head_scales: bool
+    block_size: int
+    bytes_per_token: int
+    page_bytes: int
+    padding_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """All layers together on one device: `tokens` is how many the budget holds, in whole pages."""
+
+    bytes_per_token: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What a model's KV cache costs; the fields are the keys of `kvjax plan --json`.
+
+    `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one device. `bfloat16`:
+    the totals with every layer in bfloat16. `ratio`: `totals.tokens` to those, None where those are 0.
+    """
+
+    num_layers: int
+    model_dtype: str
+    tensor_parallel: int
+    memory_bytes: int
+    groups: tuple[LayerGroup, ...]
+    totals: Totals
+    bfloat16: Totals
+    ratio: float | None
+
+    @classmethod
+    def make(
+        cls,
+        model: ModelKVConfig,
+        resolved: Sequence[ResolvedKVCacheDType],
+        specs: Sequence[AttentionSpec],
+        *,
+        unskipped: ResolvedKVCacheDType,
+        tensor_parallel: int,
+        memory_bytes: int,
+    ) -> Self:
+        """The plan of one device's share of a model.
+
+        Args:
+          model: the share, as `ModelKVConfig.shard` gives it.
+          resolved: each layer's dtype.
+          specs: each layer's spec, with pages of its own size.
+          unskipped: the dtype of a layer that is not skipped.
+          tensor_parallel: devices that hold such a share.
+          memory_bytes: the budget of one device.
+        """
+        unified = kvjax.unify_page_sizes(specs)
+        # Skipped layers are bfloat16 here too, so that the comparison is with a cache that nobody quantized.
+        baseline = kvjax.unify_page_sizes(
+            kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
+        )
+        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType], list[int]] = {}
+        for index, key in enumerate(zip(unified, resolved, strict=True)):
+            alike.setdefault(key, []).append(index)
+        totals, bfloat16 = (
+            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
+            for every in (unified, baseline)
+        )
+        return cls(
+            num_layers=len(model.layers),
+            model_dtype=model.dtype.value,
+            tensor_parallel=tensor_parallel,
+            memory_bytes=memory_bytes,
+            groups=tuple(
+                _group(layers, spec, chosen, skipped=chosen != unskipped) for (spec, chosen), layers in alike.items()
+            ),
+            totals=totals,
+            bfloat16=bfloat16,
+            ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
+        )
+
+    def as_json(self) -> str:
+        """One JSON document."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def as_text(self) -> str:
+        """A table of the groups, and under it what the budget holds."""
+        header = ("layers", "attention", "dtype", "from", "KV heads", "block", "bytes/token", "page bytes", "padding")
+        devices = f", one of {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
+        ratio = f" (ratio {self.ratio:.2f})" if self.ratio is not None else ""
+        lines = [
+            f"{self.num_layers} layers, model dtype {self.model_dtype}{devices}; bytes, pages and blocks of one layer:",
+            "",
+            markdown_table(header, [_cells(group) for group in self.groups], left=5),
+            "",
+            f"all layers: {self.totals.bytes_per_token:,} bytes/token; with bfloat16 in every layer"
+            f" {self.bfloat16.bytes_per_token:,}",
+            f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
+            f" {self.bfloat16.tokens:,}{ratio}",
+        ]
+        if any(group.sliding_window for group in self.groups):
+            lines.append("every token is counted in sliding layers too: what leaves a window is not given back here")
+        return "\n".join(lines)
+
+
+def _group(layers: Iterable[int], spec: AttentionSpec, resolved: ResolvedKVCacheDType, *, skipped: bool) -> LayerGroup:
+    return LayerGroup(
+        layers=tuple(layers),
+        attention=AttentionKind.FULL_ATTENTION if spec.sliding_window is None else AttentionKind.SLIDING_WINDOW,
+        sliding_window=spec.sliding_window,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=resolved.dtype.value,
+        source=resolved.source,
+        skipped=skipped,
+        per_head_scales=resolved.per_head_scales,
+        block_size=spec.block_size,
+        bytes_per_token=spec.bytes_per_token,
+        page_bytes=spec.page_size_bytes,
+        padding_bytes=spec.page_padding_bytes,
+    )
+
+
+def _cells(group: LayerGroup) -> tuple[str, ...]:
+    sizes = f"{group.head_size}" if group.head_size == group.head_size_v else f"{group.head_size}/{group.head_size_v}"
+    return (
+        f"{len(group.layers)}: {_ranges(group.layers)}",
+        f"{group.attention} {group.sliding_window or ''}".rstrip(),
+        group.dtype + (" (scale per head)" if group.per_head_scales else ""),
+        group.source + (" (skipped)" if group.skipped else ""),
+        f"{group.num_kv_heads} x {sizes}",
+        f"{group.block_size}",
+        f"{group.bytes_per_token:,}",
+        f"{group.page_bytes:,}",
+        f"{group.padding_bytes:,} ({group.padding_bytes / group.page_bytes:.1%})" if group.padding_bytes else "0",
+    )
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """`0-4, 6, 8-9`; of many ranges the first two and the last."""
+    ranges: list[tuple[int, int]] = []
+    for layer in layers:
+        if ranges and layer == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], layer)
+        else:
+            ranges.append((layer, layer))
+    words = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
+    return ", ".join(words if len(words) <= 4 else [*words[:2], "...", words[-1]])

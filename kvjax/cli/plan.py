@@ -1,0 +1,187 @@
+"""`kvjax plan`: what a model's KV cache costs in a dtype, and how many tokens a budget of memory holds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvjax
+from kvjax.cli.arguments import at_least, memory, word_of
+from kvjax.cli.memory_plan import MemoryPlan
+from kvjax.dtypes import parse_model_dtype
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to `kvjax`'s parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="print what a model's KV cache costs and how many tokens fit",
+        description="Prints each layer's KV cache dtype and where it comes from, bytes a token, pages and their"
+        " padding, and how many tokens a budget of memory holds next to bfloat16. Reads a configuration alone: no"
+        " weights, no device.",
+    )
+    parser.add_argument(
+        "--config",
+        type=_read_config,
+        required=True,
+        metavar="CONFIG.json",
+        help="a model's config.json, the folder that holds it (with ModelOpt's hf_quant_config.json, where there is"
+        " one), or - for standard input",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        type=word_of(kvjax.parse_kv_cache_dtype),
+        default="auto",
+        metavar="DTYPE",
+        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model-dtype",
+        type=word_of(parse_model_dtype),
+        metavar="DTYPE",
+        help="what the model computes in (default: the configuration's dtype)",
+    )
+    parser.add_argument(
+        "--skip-layers",
+        nargs="+",
+        default=(),
+        metavar="LAYER",
+        help="layers that keep the model dtype: indices from 0, and kinds of attention,"
+        f" {' or '.join(kvjax.AttentionKind)}",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        default="1GiB",
+        metavar="BYTES",
+        help="budget of one device, such as 40GiB, 40GB, 512MiB or plain bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-size", type=at_least(1), default=16, metavar="TOKENS", help="tokens of a block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=at_least(1),
+        default=1,
+        metavar="DEVICES",
+        help="devices that share each layer's KV heads (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=[layout.value for layout in kvjax.CacheLayout],
+        default=kvjax.CacheLayout.NHD.value,
+        help="order of a block's inner dimensions (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--v-scale-layout",
+        choices=[layout.value for layout in kvjax.VScaleLayout],
+        default=kvjax.VScaleLayout.LINEAR.value,
+        help="order of NVFP4 V scales (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.set_defaults(run=functools.partial(run, parser))
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit status.
+
+    Raises:
+      SystemExit: as argparse does, where the arguments do not fit the model.
+    """
+    with _warnings_in_a_line(parser):
+        plan = _plan(parser, args)
+    print(plan.as_json() if args.json else plan.as_text())
+    return 0
+
+
+def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPlan:
+    with _refusing(parser, "argument --config: "):
+        model = _model(args)
+        unskipped = kvjax.resolve_kv_cache_dtype(
+            args.kv_cache_dtype, model_dtype=model.dtype, quantization_config=model.quantization_config
+        )
+    with _refusing(parser, "argument --tensor-parallel: "):
+        model = model.shard(args.tensor_parallel)
+    with _refusing(parser, "argument --skip-layers: "):
+        resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
+    # What is refused here is an argument together with others, or with the model: the message names the field.
+    with _refusing(parser):
+        specs = kvjax.resolve_layer_specs(
+            model,
+            args.kv_cache_dtype,
+            skip_layers=args.skip_layers,
+            block_size=args.block_size,
+            layout=args.layout,
+            v_scale_layout=args.v_scale_layout,
+        )
+    return MemoryPlan.make(
+        model,
+        resolved,
+        specs,
+        unskipped=unskipped,
+        tensor_parallel=args.tensor_parallel,
+        memory_bytes=args.memory,
+    )
+
+
+def _model(args: argparse.Namespace) -> kvjax.ModelKVConfig:
+    config, hf_quant_config = args.config
+    model = kvjax.ModelKVConfig.from_hf_config(config, model_dtype=args.model_dtype)
+    if model.quantization_config is None:
+        return dataclasses.replace(model, quantization_config=hf_quant_config)
+    return model
+
+
+def _read_config(word: str) -> tuple[Any, Any]:
+    """What `--config` names: the content of config.json, and of hf_quant_config.json or None."""
+    if word == "-":
+        return _parse("standard input", sys.stdin.buffer.read()), None
+    path = Path(word)
+    if not path.is_dir():
+        return _read(path), None
+    beside = path / "hf_quant_config.json"
+    return _read(path / "config.json"), _read(beside) if beside.exists() else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return _parse(repr(str(path)), path.read_bytes())
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def _parse(name: str, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{name} is not JSON: {error}") from None
+
+
+@contextlib.contextmanager
+def _refusing(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[None]:
+    """What kvjax refuses inside ends the command as argparse ends it: usage, one line, status 2."""
+    try:
+        yield
+    except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:
+        parser.error(f"{prefix}{error}")
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Prints what kvjax warns of inside, once each and without a place in some source file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", kvjax.KVCacheWarning)
+        yield
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        print(f"{parser.prog}: warning: {message}", file=sys.stderr)
