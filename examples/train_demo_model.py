@@ -2,9 +2,8 @@
 
     python examples/train_demo_model.py --out kvjax/demo/weights.safetensors
 
-About a minute and a half on an H200. Needs the extras `demo` and `train` (`pip install 'kvjax[demo,train]'`). The seed
-fixes the initial weights and every batch; across devices and JAX versions the rounding of sums still differs, and so
-do the last digits of the result.
+Meant for a GPU. Needs the extra `train` (`pip install 'kvjax[train]'`). The seed fixes the initial weights and every
+batch; across devices and JAX versions the rounding of sums still differs, and so do the last digits of the result.
 """
 
 from __future__ import annotations

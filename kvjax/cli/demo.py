@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import kvjax
+from kvjax.cli.arguments import at_least, word_of
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -34,16 +34,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--dtype",
         dest="dtypes",
         action="append",
-        type=_dtype,
+        type=word_of(kvjax.parse_kv_cache_dtype),
         metavar="DTYPE",
         help=f"KV cache dtype, may be given several times (default: all); one of"
         f" {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
     )
-    parser.add_argument("--sequences", type=_at_least(1), default=12, help="pieces of text (default: %(default)s)")
+    parser.add_argument("--sequences", type=at_least(1), default=12, help="pieces of text (default: %(default)s)")
     parser.add_argument(
-        "--tokens", type=_at_least(32), default=384, help="bytes of the longest piece (default: %(default)s)"
+        "--tokens", type=at_least(32), default=384, help="bytes of the longest piece (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=_at_least(0), default=0, help="which pieces (default: %(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="which pieces (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.set_defaults(run=run)
 
@@ -65,23 +65,3 @@ def run(args: argparse.Namespace) -> int:
         return NO_TEXT
     print(report.as_json(result) if args.json else report.as_text(result))
     return 0
-
-
-def _dtype(name: str) -> kvjax.KVCacheDType:
-    try:
-        return kvjax.parse_kv_cache_dtype(name)
-    except kvjax.KVCacheValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(word: str) -> int:
-        try:
-            value = int(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {word!r}, expected a whole number of at least {least}") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}")
-        return value
-
-    return parse

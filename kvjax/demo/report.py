@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
 
 from kvjax.demo import program, timing
 from kvjax.demo.evaluate import Row
+from kvjax.table import markdown_table
 
 _COLUMNS = (
     "dtype",
@@ -28,16 +28,8 @@ def as_json(result: program.Result) -> str:
 
 def as_text(result: program.Result) -> str:
     """The table, the meaning of its columns, and the continuation."""
-    return "\n\n".join([_table(result.rows), _legend(result), _continuation(result.continuation)])
-
-
-def _table(rows: Sequence[Row]) -> str:
-    cells = [_COLUMNS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    header, *body = ("| " + " | ".join(map(_align, line, widths, range(len(line)))) + " |" for line in cells)
-    name, *numbers = widths
-    rule = " | ".join(["-" * name, *("-" * (width - 1) + ":" for width in numbers)])
-    return "\n".join([header, f"| {rule} |", *body])
+    table = markdown_table(_COLUMNS, [_cells(row) for row in result.rows])
+    return "\n\n".join([table, _legend(result), _continuation(result.continuation)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -50,10 +42,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.attention_error:.2g}",
         f"{row.write_seconds_per_token * 1e6:.2f}",
     )
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
 def _legend(result: program.Result) -> str:
