@@ -71,15 +71,10 @@ class Row:
 
 def dense_reference(model: Model, texts: Sequence[np.ndarray], max_length: int) -> Reference:
     """Runs `texts` (uint8 `[length]`) through the model, each at once, with no cache."""
-
-    @jax.jit
-    def logits_of(tokens: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            return dense_logits(model.params, model.config, tokens)
-
     # Padding to one length compiles once; attention is causal, so no token sees what comes after it.
     padded = [np.pad(text[:-1].astype(np.int32), (0, max_length - len(text))) for text in texts]
-    logits = [np.asarray(logits_of(tokens))[: len(text) - 1] for tokens, text in zip(padded, texts, strict=True)]
+    all_logits = [np.asarray(_dense_logits(model.params, tokens, config=model.config)) for tokens in padded]
+    logits = [one[: len(text) - 1] for one, text in zip(all_logits, texts, strict=True)]
     return Reference(_bits_per_byte(logits, texts), [one.argmax(axis=1) for one in logits])
 
 
@@ -131,6 +126,12 @@ def _attention_errors(served: Served, config: TransformerConfig, max_length: int
     query, key, value = (np.pad(array, padding) for array in trace[:3])
     exact = np.asarray(_dense_attention(query, key, value, config=config))[:, :length]
     return float(np.max(np.abs(trace[3] - exact))), float(np.mean(exact**2))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _dense_logits(params: Params, tokens: jax.Array, *, config: TransformerConfig) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        return dense_logits(params, config, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
