@@ -42,9 +42,9 @@ def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
     """`x / divisor` in float32, correctly rounded whatever the backend; the two broadcast.
 
     XLA divides float32 inexactly on GPU, and everywhere turns division by a broadcast value into multiplication by its
-    reciprocal. Both errors stay under two units in the last place of float64, if that is what divides; and a quotient of
-    two 24-bit significands is never that near to the middle between two float32, from which rounding could go wrong:
-    `a / b - m` for a 25-bit midpoint `m` is a non-zero multiple of a unit over `b`, hence above `2**-49` of `m`.
+    reciprocal. Both errors stay under two units in the last place of float64, if that is what divides; and a quotient
+    of two 24-bit significands is never that near to the middle between two float32, from which rounding could go
+    wrong: `a / b - m` for a 25-bit midpoint `m` is a non-zero multiple of a unit over `b`, hence above `2**-49` of `m`.
     """
     with jax.enable_x64(True):
         quotient = x.astype(jnp.float64) / jnp.asarray(divisor, jnp.float32).astype(jnp.float64)
@@ -96,7 +96,7 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
       `(data, block_scales)`: uint8 `[..., head_size / 2]`, the even element in the low nibble, and float8_e4m3fn
       `[..., head_size / 16]`.
     """
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, NVFP4_BLOCK_SIZE)
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)
     amax = jnp.max(jnp.where(jnp.isnan(blocks), 0.0, jnp.abs(blocks)), axis=-1)
     block_scales = jnp.minimum(exact_divide(amax, E2M1_MAX * jnp.float32(scale)), E4M3_MAX).astype(jnp.float8_e4m3fn)
     decoded = block_scales.astype(jnp.float32) * scale
@@ -107,10 +107,10 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> jax.Array:
     """`e2m1 * block_scale * scale` in float32, `[..., head_size]`, from what `encode_nvfp4` returns."""
-    codes = jnp.stack([data & 0xF, data >> 4], axis=-1).reshape(*data.shape[:-1], -1, NVFP4_BLOCK_SIZE)
+    codes = jnp.stack([data & 0xF, data >> 4], axis=-1).reshape(*block_scales.shape, NVFP4_BLOCK_SIZE)
     magnitudes = jnp.asarray(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), jnp.float32)[codes]
     values = magnitudes * block_scales.astype(jnp.float32)[..., None] * scale
-    return values.reshape(*data.shape[:-1], -1)
+    return lax.collapse(values, values.ndim - 2)
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:

@@ -42,6 +42,12 @@ def _why_no_gpu() -> str | None:
     return f"needs a CUDA GPU of compute capability 9.0 or later; jax sees {', '.join(seen) or 'no CUDA GPU'}"
 
 
+@pytest.fixture(params=["xla"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Each implementation of the operations that store and read bytes: all are held to the same tests."""
+    return request.param
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
         pytest.skip(reason)

@@ -97,7 +97,8 @@ def _attention_xla(
         cache, block_table, seq_lens, k_scale=k_scale, v_scale=v_scale, dtype=jnp.float32, implementation="xla"
     )
     num_seqs, num_heads, head_size = query.shape
-    grouped = query.astype(jnp.float32).reshape(num_seqs, cache.spec.num_kv_heads, -1, head_size)
+    num_kv_heads = cache.spec.num_kv_heads
+    grouped = query.astype(jnp.float32).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
     lens = jnp.asarray(seq_lens)[:, None]
     position = jnp.arange(keys.shape[1])
     seen = position < lens
@@ -112,7 +113,7 @@ def _attention_xla(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probabilities = weights / jnp.where(total == 0.0, 1.0, total)
     attended = jnp.einsum("shgt,sthd->shgd", probabilities, values, precision="highest")
-    return attended.reshape(num_seqs, num_heads, -1).astype(query.dtype)
+    return attended.reshape(num_seqs, num_heads, cache.spec.head_size_v).astype(query.dtype)
 
 
 _IMPLEMENTATIONS = {select.Implementation.XLA: _attention_xla}

@@ -68,7 +68,7 @@ def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Arra
     if spec.has_head_axis:
         rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
         return [_from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
-    flat = pages.reshape(*pages.shape[: pages.ndim - len(spec.cache_shape(1)) + 1], -1)
+    flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
     dtypes = spec.storage_dtype, jnp.dtype(jnp.float8_e4m3fn)
     return [
         _from_array_dtype(_region_rows(flat, spec, region), dtype)
@@ -94,7 +94,7 @@ def _scatter_region(
     pages: jax.Array, rows: jax.Array, region: PageRegion, block: jax.Array, token: jax.Array
 ) -> jax.Array:
     """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
-    num_tokens, num_heads, row = rows.shape
+    _, num_heads, row = rows.shape
     head = jnp.arange(num_heads, dtype=token.dtype)
     offsets = region.base + token[:, None] * region.token_stride + head * region.head_stride
     if region.swizzled:
@@ -102,12 +102,12 @@ def _scatter_region(
         offsets = region.base + tile_row * region.token_stride + head[:, None] * region.head_stride + column
     elif region.head_stride == row:  # the heads of a token are one run of bytes
         offsets = offsets[:, :1]
-    offsets = offsets.reshape(num_tokens, -1)
+    offsets = lax.collapse(offsets, 1)
     indices = jnp.stack([jnp.broadcast_to(block[:, None], offsets.shape), offsets], axis=-1)
     return lax.scatter(
         pages,
         indices,
-        rows.reshape(*offsets.shape, -1),
+        rows.reshape(*offsets.shape, num_heads * row // offsets.shape[1]),
         lax.ScatterDimensionNumbers(
             update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
         ),
@@ -129,10 +129,11 @@ def _region_rows(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> j
 def _to_array_dtype(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
     if rows.dtype == spec.array_dtype:
         return rows
-    return lax.bitcast_convert_type(rows, spec.array_dtype).reshape(*rows.shape[:-1], -1)
+    stored = lax.bitcast_convert_type(rows, spec.array_dtype)
+    return lax.collapse(stored, rows.ndim - 1)
 
 
 def _from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if rows.dtype != dtype and dtype.itemsize > 1:
-        rows = rows.reshape(*rows.shape[:-1], -1, dtype.itemsize)
+        rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)

@@ -1,0 +1,101 @@
+"""What the tests of the operations share: poisoned caches, inputs full of special values, and one way to call each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import kvjax
+from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+
+INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
+SPECIALS = (np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 6e-8, -6e-8, 6.5e4, -6.5e4, 3e38, -3e38)
+
+_write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames="implementation", donate_argnames="cache")
+_write_diffkv = jax.jit(kvjax.reshape_and_cache_flash_diffkv, static_argnames="implementation", donate_argnames="cache")
+
+
+def run_write(implementation: str, key: Any, value: Any, cache: KVCache, slots: Any, **scales: Any) -> KVCache:
+    """Writes under `jit` with the cache donated, as users do; every test of written bytes goes through here."""
+    write = _write_diffkv if cache.spec.is_diffkv else _write
+    return write(key, value, cache, slots, implementation=implementation, **scales)
+
+
+def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:
+    """A cache of random bytes: a byte that is touched or moved shows, and so does a NaN that is not left alone."""
+    shape = spec.cache_shape(num_blocks)
+    count = int(np.prod(shape)) * spec.array_dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+    return cache_from_bytes(raw, spec, num_blocks)
+
+
+def cache_from_bytes(raw: np.ndarray, spec: AttentionSpec, num_blocks: int) -> KVCache:
+    array = np.ascontiguousarray(raw).reshape(-1).view(spec.array_dtype).reshape(spec.cache_shape(num_blocks))
+    return KVCache(jnp.array(array, copy=True), spec)
+
+
+def page_bytes(cache: KVCache) -> np.ndarray:
+    """The cache's bytes, `[num_blocks, page_size_bytes]`, copied."""
+    return np.asarray(cache.kv).reshape(cache.num_blocks, -1).view(np.uint8).copy()
+
+
+def tokens(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, *, specials: bool = True) -> np.ndarray:
+    """Normal numbers whose magnitudes differ by token, with special values strewn among them."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, (shape[0], 1, 1)))
+    if specials:
+        for i, value in enumerate(SPECIALS[: x.size]):
+            x.reshape(-1)[i * 37 % x.size] = value
+    with np.errstate(over="ignore", under="ignore"):
+        return x.astype(np.float32).astype(dtype)
+
+
+def kv_tokens(spec: AttentionSpec, num_tokens: int, dtype: Any = np.float32, seed: int = 0, *, specials: bool = True):
+    """`(key, value)` of that many tokens of a layer."""
+    rng = np.random.default_rng(seed)
+    sizes = spec.head_size, spec.head_size_v
+    return tuple(tokens(rng, (num_tokens, spec.num_kv_heads, size), dtype, specials=specials) for size in sizes)
+
+
+def simple_spec(dtype: KVCacheDType = KVCacheDType.BFLOAT16, **changes: Any) -> AttentionSpec:
+    """A small layer, but for what a test changes of it."""
+    return FullAttentionSpec(**{"block_size": 8, "num_kv_heads": 2, "head_size": 64, "dtype": dtype, **changes})
+
+
+def assert_same_bytes(got: np.ndarray, expected: np.ndarray) -> None:
+    """Compares arrays of any dtype by their bytes, and says where the first difference is."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    got, expected = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (got, expected))
+    if (different := np.flatnonzero(got != expected)).size:
+        first = different[0]
+        raise AssertionError(
+            f"{different.size} of {got.size} bytes differ, first at {first}: {got[first]:#x}, not {expected[first]:#x}"
+        )
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Few combinations that together hold every valid pair of values of any two axes."""
+    rng = random.Random(0)
+    names = list(axes)
+    todo = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
+
+    def pairs(case: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+        return {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(names, 2)}
+
+    cases = []
+    while todo:
+        wanted = dict(min(todo, key=repr))
+        drawn = ({name: rng.choice(axes[name]) for name in names} | wanted for _ in range(200))
+        best = max(filter(valid, drawn), key=lambda case: len(pairs(case) & todo), default=None)
+        if best is None:
+            todo -= {tuple(wanted.items())}  # no valid case holds this pair
+        else:
+            cases.append(best)
+            todo -= pairs(best)
+    return cases

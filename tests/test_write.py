@@ -1,0 +1,195 @@
+"""Every byte of a cache after a write: the written ones as tests/reference.py gives them, all others untouched."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from helpers import (
+    INPUT_DTYPES,
+    assert_same_bytes,
+    cache_from_bytes,
+    kv_tokens,
+    page_bytes,
+    pairwise,
+    poisoned,
+    run_write,
+    simple_spec,
+)
+
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, unify_page_sizes
+
+NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
+
+AXES = {
+    "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+    "input_dtype": list(INPUT_DTYPES),
+    "layout": ["NHD", "HND", "NHD-diffkv", "HND-diffkv"],
+    "v_scale_layout": ["linear", "swizzled"],
+    "head_size": [64, 80, 96, 112, 128, 192, 256],
+    "num_kv_heads": [1, 2, 3, 5, 8, 16],
+    "block_size": [1, 8, 16, 64],
+    "scale": ["one", "scalar", "per_head"],
+    "slots": ["shuffled", "padded", "out_of_range", "none"],
+    "page": ["exact", "pool", "padded_pool"],
+}
+HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32}
+SCALES = {"one": (1.0, 1.0), "scalar": (0.0173, 1.9)}
+
+
+def is_valid(case: dict) -> bool:
+    can_swizzle = case["dtype"] == "nvfp4" and case["block_size"] % 4 == 0
+    takes_per_head = case["dtype"].startswith("fp8")
+    return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
+
+
+def make_spec(case: dict):
+    layout, _, diffkv = case["layout"].partition("-")
+    spec = simple_spec(
+        KVCacheDType(case["dtype"]),
+        block_size=case["block_size"],
+        num_kv_heads=case["num_kv_heads"],
+        head_size=case["head_size"],
+        head_size_v=HEAD_SIZE_V[case["head_size"]] if diffkv else None,
+        layout=layout,
+        v_scale_layout=case["v_scale_layout"],
+    )
+    if case["page"] == "exact":
+        return spec
+    padding = 0 if case["page"] == "pool" else 40
+    return dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding)
+
+
+def make_scales(kind: str, num_heads: int) -> tuple[float | np.ndarray, float | np.ndarray]:
+    if kind != "per_head":
+        return SCALES[kind]
+    scales = np.exp2(np.linspace(-3.3, 2.9, num_heads)).astype(np.float32)
+    return scales, scales[::-1].copy()
+
+
+def make_slots(kind: str, num_slots: int) -> np.ndarray:
+    slots = np.random.default_rng(1).permutation(num_slots)[: min(20, num_slots - 1)].astype(np.int32)
+    if kind == "padded":
+        slots[::3] = -1
+    elif kind == "out_of_range":
+        slots[::4] = num_slots + np.arange(len(slots[::4])) * 1000
+        slots[1::4] = -np.arange(1, 1 + len(slots[1::4]))
+        slots[-1] = np.iinfo(np.int32).max
+        slots[0] = np.iinfo(np.int32).min
+    return slots[:0] if kind == "none" else slots
+
+
+def check_write(implementation, spec, num_blocks, slots, dtype=np.float32, k_scale=1.0, v_scale=1.0, seed=0, **kv):
+    """Writes into a poisoned cache and compares all of its bytes."""
+    key, value = kv_tokens(spec, len(slots), dtype, seed, **kv)
+    cache = poisoned(spec, num_blocks, seed)
+    before = page_bytes(cache)
+    written = run_write(implementation, key, value, cache, slots, k_scale=k_scale, v_scale=v_scale)
+    assert written.spec == spec
+    assert_same_bytes(page_bytes(written), reference.write(before, spec, key, value, slots, k_scale, v_scale))
+
+
+@pytest.mark.parametrize("case", pairwise(AXES, is_valid), ids=lambda case: "-".join(map(str, case.values())))
+def test_bytes_of_every_kind_of_write(implementation, case):
+    spec = make_spec(case)
+    num_blocks = 3 if spec.block_size > 1 else 30
+    slots = make_slots(case["slots"], num_blocks * spec.block_size)
+    scales = make_scales(case["scale"], spec.num_kv_heads)
+    check_write(implementation, spec, num_blocks, slots, INPUT_DTYPES[case["input_dtype"]], *scales)
+
+
+@pytest.mark.parametrize("num_kv_heads", range(1, 17))
+def test_every_number_of_heads(implementation, num_kv_heads):
+    spec = simple_spec(NVFP4, num_kv_heads=num_kv_heads, v_scale_layout="swizzled")
+    check_write(implementation, spec, 2, np.array([9, 2, -1, 15], np.int32), ml_dtypes.bfloat16)
+
+
+GOLDEN = np.load(Path(__file__).parent / "data/nvfp4_golden.npz")
+
+
+@pytest.mark.parametrize("case", range(int(GOLDEN["num_cases"])))
+def test_golden_nvfp4(implementation, case):
+    golden = {name.removeprefix(f"case{case}/"): GOLDEN[name] for name in GOLDEN.files if f"case{case}/" in name}
+    key, value = (golden[f"{name}_bits"].view(INPUT_DTYPES[str(golden["dtype"])]) for name in ("key", "value"))
+    spec = simple_spec(NVFP4, block_size=int(golden["block_size"]), num_kv_heads=key.shape[1], head_size=key.shape[2])
+    num_blocks = int(golden["num_blocks"])
+    regions = [golden[name].reshape(num_blocks, -1) for name in ("k_data", "k_block_scale", "v_data", "v_block_scale")]
+    poison = [np.full_like(region, byte) for region, byte in zip(regions, (0xAB, 0xCD, 0xAB, 0xCD), strict=True)]
+    cache = cache_from_bytes(np.concatenate(poison, axis=1), spec, num_blocks)
+    scales = {name: float(golden[name]) for name in ("k_scale", "v_scale")}
+    written = run_write(implementation, key, value, cache, golden["slot_mapping"], **scales)
+    assert_same_bytes(page_bytes(written), np.concatenate(regions, axis=1))
+
+
+@pytest.mark.parametrize("name", INPUT_DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_storage_dtype_keeps_every_bit(implementation, name, layout):
+    dtype = np.dtype(INPUT_DTYPES[name])
+    spec = simple_spec(KVCacheDType(name), block_size=128, num_kv_heads=2, head_size=128, layout=layout)
+    patterns = np.arange(2**16, dtype=np.uint32)
+    if dtype.itemsize == 4:
+        patterns = patterns << 16 | patterns[::-1]  # every exponent, and NaNs of many payloads
+    x = patterns.astype(f"u{dtype.itemsize}").view(dtype).reshape(256, 2, 128)
+    slots = np.arange(256, dtype=np.int32)[::-1].copy()
+    written = run_write(implementation, x, x[::-1].copy(), poisoned(spec, 2), slots)
+    assert_same_bytes(page_bytes(written), reference.write(page_bytes(written) * 0, spec, x, x[::-1], slots, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.FLOAT32, NVFP4], ids=lambda dtype: dtype.value)
+def test_int64_slots(implementation, dtype):
+    spec = simple_spec(dtype)
+    slots = np.array([3, 2**32 + 4, -(2**32) + 5, 15, 2**31, -1], np.int64)
+    check_write(implementation, spec, 2, slots[[0, 3, 5]])
+    with jax.enable_x64(True):
+        check_write(implementation, spec, 2, slots)
+        check_write(implementation, spec, 2, jnp.asarray(slots))
+
+
+def test_int64_slots_of_numpy_do_not_wrap_into_the_cache_where_x64_is_off():
+    from kvjax import reshape_and_cache_flash
+
+    spec = simple_spec()
+    key, value = kv_tokens(spec, 2)
+    cache = poisoned(spec, 2)
+    written = reshape_and_cache_flash(key, value, cache, np.array([2**32 + 4, -(2**32) + 5]))
+    assert_same_bytes(page_bytes(written), page_bytes(cache))
+
+
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_one_of_two_tokens_with_one_slot_wins_whole(implementation, dtype):
+    spec = simple_spec(dtype, num_kv_heads=3)
+    key, value = kv_tokens(spec, 8)
+    cache = poisoned(spec, 2)
+    before = page_bytes(cache)
+    written = page_bytes(run_write(implementation, key, value, cache, np.full(8, 5, np.int32)))
+    winners = [
+        reference.write(before, spec, key[i : i + 1], value[i : i + 1], np.array([5]), 1.0, 1.0) for i in range(8)
+    ]
+    assert [np.array_equal(written, winner) for winner in winners].count(True) == 1
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_layers_of_different_dtypes_share_one_pool(implementation, layout):
+    dtypes = (BFLOAT16, KVCacheDType.FP8_E4M3, NVFP4)
+    specs = unify_page_sizes([simple_spec(dtype, layout=layout, num_kv_heads=3) for dtype in dtypes])
+    pool = poisoned(specs[0], 6)
+    expected = page_bytes(pool)
+    for layer, spec in enumerate(specs):
+        first = 2 * layer * spec.block_size  # each layer has two of the pool's blocks
+        slots = np.random.default_rng(layer).permutation(2 * spec.block_size)[:9].astype(np.int32) + first
+        key, value = kv_tokens(spec, 9, seed=layer)
+        pool = run_write(implementation, key, value, dataclasses.replace(pool, spec=spec), slots)
+        expected = reference.write(expected, spec, key, value, slots, 1.0, 1.0)
+    assert_same_bytes(page_bytes(pool), expected)
+
+
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_scales_may_be_traced_arrays(implementation, dtype):
+    scales = jnp.float32(0.37), jnp.float32(2.3)
+    check_write(implementation, simple_spec(dtype), 2, np.array([9, 2], np.int32), np.float32, *scales)
