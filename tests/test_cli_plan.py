@@ -1,0 +1,339 @@
+"""`kvjax plan` as its users and programs run it: exact figures for public models, and what it says of bad arguments."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvjax.cli import main
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "tests/data/configs"
+LLAMA = str(CONFIGS / "Llama-3.1-8B-Instruct.json")
+GPT_OSS = str(CONFIGS / "gpt-oss-20b.json")
+PLAN_PAGE = (ROOT / "docs/plan.md").read_text()
+
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def run(config: str, *arguments: str) -> dict[str, Any]:
+        assert main(["plan", "--json", "--config", config, *arguments]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return json.loads(out)
+
+    return run
+
+
+def test_every_figure_of_one_model(plan: Plan):
+    """Llama 3.1 8B: 32 layers of 8 KV heads of 128; an NVFP4 row is 72 bytes."""
+    assert plan(LLAMA, "--kv-cache-dtype", "nvfp4", "--memory", "40GiB") == {
+        "num_layers": 32,
+        "model_dtype": "bfloat16",
+        "tensor_parallel": 1,
+        "memory_bytes": 40 * 2**30,
+        "groups": [
+            {
+                "layers": list(range(32)),
+                "attention": "full_attention",
+                "sliding_window": None,
+                "num_kv_heads": 8,
+                "head_size": 128,
+                "head_size_v": 128,
+                "dtype": "nvfp4",
+                "source": "user",
+                "skipped": False,
+                "per_head_scales": False,
+                "block_size": 16,
+                "bytes_per_token": 1152,
+                "page_bytes": 18432,
+                "padding_bytes": 0,
+            }
+        ],
+        "totals": {"bytes_per_token": 32 * 1152, "tokens": 1_165_072},
+        "bfloat16": {"bytes_per_token": 32 * 4096, "tokens": 327_680},
+        "ratio": 1_165_072 / 327_680,
+    }
+
+
+def keys(document: Any, prefix: str = "") -> set[str]:
+    if isinstance(document, dict):
+        return {found for key, value in document.items() for found in keys(value, f"{prefix}.{key}".lstrip("."))}
+    if isinstance(document, list) and isinstance(document[0], dict):
+        return {found for entry in document for found in keys(entry, f"{prefix}[]")}
+    return {prefix}
+
+
+def test_the_keys_are_the_documented_ones(plan: Plan):
+    documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
+    assert keys(plan(GPT_OSS)) == set(documented)
+    assert len(documented) == len(set(documented)) == 23
+
+
+def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    [(command, printed)] = re.findall(r"```console\n\$ kvjax (.*)\n((?s:.*?))```", PLAN_PAGE)
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == printed
+
+
+def pages(document: dict[str, Any]) -> list[tuple[Any, ...]]:
+    fields = ("dtype", "source", "skipped", "block_size", "page_bytes", "padding_bytes")
+    return [(len(group["layers"]), *(group[field] for field in fields)) for group in document["groups"]]
+
+
+def test_mixed_dtypes_share_pages(plan: Plan):
+    document = plan(LLAMA, "--kv-cache-dtype", "nvfp4", "--skip-layers", "0", "31", "--memory", "40GiB")
+    assert pages(document) == [
+        (2, "bfloat16", "model", True, 16, 65536, 0),
+        (30, "nvfp4", "user", False, 48, 65536, 10240),
+    ]
+    assert [group["layers"] for group in document["groups"]] == [[0, 31], list(range(1, 31))]
+    # 655,360 pages: for each 48 tokens 3 in each of two layers and 1 in each of thirty, 36 in all, leave 16 pages.
+    assert document["totals"] == {"bytes_per_token": 2 * 4096 + 30 * 1152, "tokens": 655_360 // 36 * 48}
+
+
+def test_a_kind_of_layers_is_skipped(plan: Plan):
+    document = plan(GPT_OSS, "--kv-cache-dtype", "fp8", "--skip-layers", "sliding_window")
+    assert pages(document) == [
+        (12, "bfloat16", "model", True, 16, 32768, 0),
+        (12, "fp8_e4m3", "user", False, 32, 32768, 0),
+    ]
+    assert [group["sliding_window"] for group in document["groups"]] == [128, None]
+    assert [group["attention"] for group in document["groups"]] == ["sliding_window", "full_attention"]
+
+
+def test_the_checkpoint_decides_where_nobody_asks(plan: Plan):
+    config = str(CONFIGS / "Laguna-XS.2-FP8.json")
+    assert {(dtype, source, skipped) for _, dtype, source, skipped, *_ in pages(plan(config))} == {
+        ("fp8_e4m3", "checkpoint", False)
+    }
+    skipping = plan(config, "--skip-layers", "full_attention")
+    assert [group[1:4] for group in pages(skipping)] == [
+        ("bfloat16", "model", True),
+        ("fp8_e4m3", "checkpoint", False),
+    ]
+
+
+def test_the_model_decides_where_nobody_declares(plan: Plan):
+    document = plan(LLAMA)
+    assert pages(document) == [(32, "bfloat16", "model", False, 16, 65536, 0)]
+    assert (document["memory_bytes"], document["ratio"]) == (2**30, 1)
+
+
+def test_scales_for_each_head_are_told(plan: Plan, tmp_path: Path):
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
+    config = json.loads(Path(LLAMA).read_text()) | {"quantization_config": {"kv_cache_scheme": scheme}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [group] = plan(str(tmp_path))["groups"]
+    assert (group["dtype"], group["per_head_scales"]) == ("fp8_e4m3", True)
+
+
+def test_values_with_a_head_size_of_their_own(plan: Plan):
+    document = plan(str(CONFIGS / "MiMo-V2-Flash.json"), "--kv-cache-dtype", "nvfp4")
+    assert [(group["head_size"], group["head_size_v"]) for group in document["groups"]] == [(192, 128)] * 2
+    assert [group["bytes_per_token"] for group in document["groups"]] == [720, 1440]
+    assert document["totals"]["bytes_per_token"] == 9 * 720 + 39 * 1440
+
+
+@pytest.mark.parametrize(("devices", "heads"), [(2, 4), (8, 1), (16, 1)])
+def test_devices_share_the_heads(plan: Plan, devices: int, heads: int):
+    document = plan(LLAMA, "--tensor-parallel", str(devices))
+    [group] = document["groups"]
+    assert (group["num_kv_heads"], group["bytes_per_token"]) == (heads, heads * 512)
+    assert document["tensor_parallel"] == devices
+
+
+def test_blocks_and_layouts_are_what_was_asked_for(plan: Plan):
+    arguments = ["--kv-cache-dtype", "nvfp4", "--block-size", "64", "--layout", "HND", "--v-scale-layout", "swizzled"]
+    [group] = plan(LLAMA, *arguments)["groups"]
+    assert (group["block_size"], group["page_bytes"]) == (64, 64 * 1152)
+
+
+def test_skipped_layers_have_no_scales_to_swizzle(plan: Plan):
+    arguments = ["--kv-cache-dtype", "nvfp4", "--v-scale-layout", "swizzled", "--skip-layers", "0"]
+    assert [group["dtype"] for group in plan(LLAMA, *arguments)["groups"]] == ["bfloat16", "nvfp4"]
+
+
+def test_memory_for_nothing_has_no_ratio(plan: Plan, capsys: pytest.CaptureFixture[str]):
+    document = plan(LLAMA, "--memory", "1000")
+    assert (document["totals"]["tokens"], document["bfloat16"]["tokens"], document["ratio"]) == (0, 0, None)
+    assert main(["plan", "--config", LLAMA, "--memory", "1000"]) == 0
+    assert capsys.readouterr().out.endswith(" GiB hold 0 tokens; with bfloat16 in every layer 0\n")
+
+
+def test_a_model_dtype_may_be_given(plan: Plan):
+    document = plan(LLAMA, "--model-dtype", "float32")
+    assert (document["model_dtype"], document["ratio"]) == ("float32", 0.5)
+
+
+FP8_CACHE = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+NVFP4_CACHE = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize(
+    ("in_config", "beside", "dtype"),
+    [({}, None, "bfloat16"), ({}, FP8_CACHE, "fp8_e4m3"), ({"quantization_config": NVFP4_CACHE}, FP8_CACHE, "nvfp4")],
+)
+def test_a_folder_may_declare_quantization_beside(plan: Plan, tmp_path: Path, in_config, beside, dtype):
+    config = json.loads(Path(LLAMA).read_text()) | in_config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if beside is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    [group] = plan(str(tmp_path))["groups"]
+    assert (group["dtype"], group["source"]) == (dtype, "model" if dtype == "bfloat16" else "checkpoint")
+
+
+def test_standard_input_is_read(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path(LLAMA).read_bytes())))
+    assert plan("-") == plan(LLAMA)
+
+
+def test_what_the_checkpoint_leaves_unclear_is_warned_of_once(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    declared = {"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}
+    config = json.loads(Path(LLAMA).read_text()) | {"quantization_config": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--json", "--config", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["groups"][0]["dtype"] == "bfloat16"
+    [line] = err.splitlines()
+    assert line.startswith("kvjax plan: warning: ModelOpt KV cache algorithm 'INT8' is not known")
+
+
+def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--config", GPT_OSS, "--tensor-parallel", "4", "--kv-cache-dtype", "fp8"]) == 0
+    first, blank, header, rule, sliding, full, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("24 layers, model dtype bfloat16, one of 4 devices;")
+    assert blank == ""
+    assert len(header) == len(rule) == len(sliding) == len(full)
+    assert [cell.strip() for cell in sliding.strip("|").split("|")] == (
+        ["12: 0, 2, ..., 22", "sliding_window 128", "fp8_e4m3", "user", "2 x 64", "16", "256", "4,096", "0"]
+    )
+    assert last.startswith("every token is counted in sliding layers too")
+
+
+def test_no_device_is_asked_for():
+    environment = os.environ | {"JAX_PLATFORMS": "no_device_may_be_asked_for"}
+    command = [sys.executable, "-W", "error", "-m", "kvjax", "plan", "--config", LLAMA, "--kv-cache-dtype", "nvfp4"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "(ratio 3.55)" in done.stdout
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line in which the command says why it refuses `arguments`."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plan", *arguments])
+    assert exit_info.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: kvjax plan ")
+    line = err.splitlines()[-1]
+    assert line.startswith("kvjax plan: error: ")
+    return line.removeprefix("kvjax plan: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--kv-cache-dtype", "nvpf4"],
+            "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, float16, bfloat16,"
+            " fp8_e4m3, fp8_e5m2, nvfp4, float, half, fp8 (did you mean 'nvfp4'?)",
+        ),
+        (
+            ["--model-dtype", "fp8"],
+            "argument --model-dtype: model dtype: got 'fp8', expected one of float32, float16, ",
+        ),
+        (
+            ["--memory", "40G"],
+            "argument --memory: got '40G', expected a number of bytes, or a number and one of B, KB,",
+        ),
+        (["--block-size", "0"], "argument --block-size: got 0, expected at least 1"),
+        (["--tensor-parallel", "two"], "argument --tensor-parallel: got 'two', expected a whole number of at least 1"),
+        (
+            ["--tensor-parallel", "3"],
+            "argument --tensor-parallel: tensor_parallel: got 3, expected a divisor or a multiple of a layer's 8 KV",
+        ),
+        (["--layout", "nhd"], "argument --layout: invalid choice: 'nhd' (choose from "),
+        (["--v-scale-layout", "rotated"], "argument --v-scale-layout: invalid choice: 'rotated' (choose from "),
+        (
+            ["--skip-layers", "0", "32"],
+            "argument --skip-layers: skip_layers: got '32', expected one of a layer index from 0 to 31, full_attention",
+        ),
+        (["--skip-layers", "-1"], "argument --skip-layers: skip_layers: got '-1', expected one of a layer index from"),
+        (
+            ["--skip-layers", "sliding_window"],
+            "argument --skip-layers: skip_layers: got 'sliding_window', expected one",
+        ),
+        (["--v-scale-layout", "swizzled"], "v_scale_layout: got 'swizzled' with dtype 'bfloat16', which has no block"),
+        (
+            ["--kv-cache-dtype", "nvfp4", "--v-scale-layout", "swizzled", "--block-size", "6"],
+            "block_size: got 6, expected a multiple of 4 for v_scale_layout='swizzled'",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(capsys, arguments, message):
+    assert refusal(capsys, "--config", LLAMA, *arguments).startswith(message)
+
+
+def test_a_configuration_has_to_be_named(capsys):
+    assert refusal(capsys) == "the following arguments are required: --config"
+
+
+def test_files_that_cannot_be_read_are_named(capsys, tmp_path):
+    missing = tmp_path / "missing.json"
+    assert refusal(capsys, "--config", str(missing)) == (
+        f"argument --config: cannot read {str(missing)!r}: No such file or directory"
+    )
+    assert refusal(capsys, "--config", str(tmp_path)) == (
+        f"argument --config: cannot read {str(tmp_path / 'config.json')!r}: No such file or directory"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b'{"num_hidden_layers": 32', b"\xff\xfe\xff"])
+def test_files_that_are_no_json_are_named(capsys, tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert refusal(capsys, "--config", str(path)).startswith(f"argument --config: {str(path)!r} is not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ([], [], "argument --config: config: got [] of type list, expected a mapping"),
+        ({}, [], "argument --config: config: got no 'num_hidden_layers', expected a positive int"),
+        (
+            {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 72},
+            [],
+            "argument --config: config: got no 'dtype' or 'torch_dtype', expected one of them, or model_dtype given",
+        ),
+        (
+            {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 72, "dtype": "bfloat16"},
+            ["--kv-cache-dtype", "nvfp4"],
+            "head_size: got 72, expected a multiple of 16 for NVFP4",
+        ),
+        (
+            json.loads(Path(LLAMA).read_text())
+            | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}},
+            [],
+            "argument --config: kv_cache_scheme: got {'num_bits': 8, 'type': 'float', 'dynamic': True}: dynamic=True",
+        ),
+    ],
+)
+def test_configurations_that_no_cache_can_be_made_for_are_refused(capsys, tmp_path, content, arguments, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    assert refusal(capsys, "--config", str(path), *arguments).startswith(message)
