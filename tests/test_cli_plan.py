@@ -56,6 +56,8 @@ def test_every_figure_of_one_model(plan: Plan):
                 "source": "user",
                 "skipped": False,
                 "per_head_scales": False,
+                "layout": "NHD",
+                "v_scale_layout": "linear",
                 "block_size": 16,
                 "bytes_per_token": 1152,
                 "page_bytes": 18432,
@@ -79,7 +81,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 23
+    assert len(documented) == len(set(documented)) == 25
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -158,13 +160,20 @@ def test_devices_share_the_heads(plan: Plan, devices: int, heads: int):
 
 def test_blocks_and_layouts_are_what_was_asked_for(plan: Plan):
     arguments = ["--kv-cache-dtype", "nvfp4", "--block-size", "64", "--layout", "HND", "--v-scale-layout", "swizzled"]
-    [group] = plan(LLAMA, *arguments)["groups"]
+    document = plan(LLAMA, *arguments, "--memory", "4MiB")
+    [group] = document["groups"]
+    assert (group["layout"], group["v_scale_layout"]) == ("HND", "swizzled")
     assert (group["block_size"], group["page_bytes"]) == (64, 64 * 1152)
+    # In bfloat16 one block of 64 tokens takes 8 MiB.
+    assert (document["totals"]["tokens"], document["bfloat16"]["tokens"]) == (64, 0)
 
 
 def test_skipped_layers_have_no_scales_to_swizzle(plan: Plan):
     arguments = ["--kv-cache-dtype", "nvfp4", "--v-scale-layout", "swizzled", "--skip-layers", "0"]
-    assert [group["dtype"] for group in plan(LLAMA, *arguments)["groups"]] == ["bfloat16", "nvfp4"]
+    groups = plan(LLAMA, *arguments)["groups"]
+    assert [(group["dtype"], group["v_scale_layout"]) for group in groups] == (
+        [("bfloat16", "linear"), ("nvfp4", "swizzled")]
+    )
 
 
 def test_memory_for_nothing_has_no_ratio(plan: Plan, capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 import kvjax
-from kvjax import AttentionKind, AttentionSpec, DTypeSource, KVCacheDType, ModelKVConfig, ResolvedKVCacheDType
+from kvjax import (
+    AttentionKind,
+    AttentionSpec,
+    CacheLayout,
+    DTypeSource,
+    KVCacheDType,
+    ModelKVConfig,
+    ResolvedKVCacheDType,
+    VScaleLayout,
+)
 from kvjax.table import markdown_table
 
 BASELINE = KVCacheDType.BFLOAT16
@@ -35,6 +44,8 @@ class LayerGroup:
     source: DTypeSource
     skipped: bool
     per_head_scales: bool
+    layout: CacheLayout
+    v_scale_layout: VScaleLayout
     block_size: int
     bytes_per_token: int
     page_bytes: int
@@ -148,6 +159,8 @@ def _group(layers: Iterable[int], spec: AttentionSpec, resolved: ResolvedKVCache
         source=resolved.source,
         skipped=skipped,
         per_head_scales=resolved.per_head_scales,
+        layout=spec.layout,
+        v_scale_layout=spec.v_scale_layout,
         block_size=spec.block_size,
         bytes_per_token=spec.bytes_per_token,
         page_bytes=spec.page_size_bytes,
