@@ -1,0 +1,200 @@
+"""kvjax.quant against numpy and ml_dtypes: every input where they can be counted, else those next to a rounding."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from helpers import INPUT_DTYPES, assert_same_bytes
+
+from kvjax import KVCacheDType, quant
+from kvjax.ops.arguments import MAX_SCALE, MIN_SCALE
+
+FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
+SCALES = pytest.mark.parametrize("scale", [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE])
+
+
+def all_values(dtype) -> np.ndarray:
+    """Every bit pattern of a 16-bit or smaller dtype."""
+    bits = np.dtype(dtype).itemsize * 8
+    return np.arange(2**bits).astype(f"u{bits // 8}").view(dtype)
+
+
+def finite_values(dtype) -> np.ndarray:
+    """Every non-negative finite value of a narrow dtype, in order, as float32."""
+    values = all_values(dtype).astype(np.float32)
+    return np.unique(values[np.isfinite(values) & (values >= 0)])
+
+
+def around_midpoints(values: np.ndarray) -> np.ndarray:
+    """float32 values, their midpoints, what lies one bit to each side of those, and all that negated."""
+    middles = (values[1:].astype(np.float64) + values[:-1]) / 2
+    points = np.concatenate([values, middles.astype(np.float32)])
+    near = [np.nextafter(points, np.float32(towards)) for towards in (-np.inf, np.inf)]
+    every = np.concatenate([points, *near])
+    return np.concatenate([every, -every])
+
+
+DIVISIONS = {
+    "jit, constant": lambda x, scale: jax.jit(lambda x: quant.exact_divide(x, scale))(x),
+    "jit, traced": lambda x, scale: jax.jit(quant.exact_divide)(x, jnp.float32(scale)),
+    "jit, vector": lambda x, scale: jax.jit(quant.exact_divide)(x, jnp.full((7, 1), scale, jnp.float32)),
+    "op by op, constant": lambda x, scale: quant.exact_divide(x, scale),
+    "op by op, vector": lambda x, scale: quant.exact_divide(x, jnp.full((7, 1), scale, jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("mode", DIVISIONS)
+@pytest.mark.parametrize("scale", [0.0173, 6.0, 3.3333333, 1e-20])
+def test_exact_divide_rounds_once(mode, scale):
+    x = (np.random.default_rng(0).standard_normal((7, 10_000)) * 10).astype(np.float32)
+    expected = x / np.float32(scale)
+    assert (x * (1 / np.float32(scale)) != expected).sum() > 100  # what XLA would make of it is told apart here
+    assert_same_bytes(np.asarray(DIVISIONS[mode](jnp.asarray(x), scale)), expected)
+
+
+def test_exact_divide_of_special_values():
+    x = jnp.asarray([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 3e38], jnp.float32)
+    divided = np.asarray(jax.jit(quant.exact_divide)(x, jnp.float32(0.5)))
+    np.testing.assert_array_equal(divided, np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 2, np.inf]))
+    assert np.signbit(divided[4])
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+@pytest.mark.parametrize("target", INPUT_DTYPES)
+def test_cast_of_every_16_bit_float(source, target):
+    x = all_values(INPUT_DTYPES[source])
+    dtype = np.dtype(INPUT_DTYPES[target])
+    expected = reference.cast(x, dtype)
+    for cast in (quant.cast, jax.jit(quant.cast, static_argnums=1)):
+        assert_same_bytes(np.asarray(cast(jnp.asarray(x), dtype)), expected)
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_cast_of_float32_next_to_every_rounding(target):
+    dtype = np.dtype(INPUT_DTYPES[target])
+    largest = finite_values(dtype)[-1]
+    with np.errstate(over="ignore"):
+        past = np.float32([1.0001, 1.01, 2, np.inf]) * largest
+    patterns = np.arange(0, 2**32, 2**16 + 1).astype(np.uint32).view(np.float32)
+    x = np.concatenate([around_midpoints(finite_values(dtype)), past, -past, patterns])
+    assert (np.abs(x[x != 0]) < np.finfo(np.float32).tiny).any()  # subnormals are among them
+    for cast in (quant.cast, jax.jit(quant.cast, static_argnums=1)):
+        assert_same_bytes(np.asarray(cast(jnp.asarray(x), dtype)), reference.cast(x, dtype))
+
+
+@FP8
+@SCALES
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_fp8_of_every_16_bit_float(source, dtype, scale):
+    x = all_values(INPUT_DTYPES[source])
+    expected = reference.encode_fp8(x, scale, dtype)
+    encode = functools.partial(quant.encode_fp8, dtype=dtype)
+    assert_same_bytes(np.asarray(encode(jnp.asarray(x), scale)), expected)
+    assert_same_bytes(np.asarray(jax.jit(encode)(jnp.asarray(x), jnp.float32(scale))), expected)
+
+
+@FP8
+def test_fp8_of_float32_next_to_every_rounding(dtype):
+    x = around_midpoints(finite_values(reference.ELEMENT[dtype]))
+    largest = dtype.info.max
+    x = np.concatenate([x, np.float32([1.03, 1.04, 1.0625, 1.07, 1e3, np.inf]) * np.float32(largest), -x])
+    encoded = np.asarray(quant.encode_fp8(jnp.asarray(x), 1.0, dtype))
+    assert_same_bytes(encoded, reference.encode_fp8(x, 1.0, dtype))
+    assert_same_bytes(encoded, np.clip(x, -largest, largest).astype(reference.ELEMENT[dtype]))
+
+
+@FP8
+@pytest.mark.parametrize(
+    ("x", "e4m3", "e5m2"),
+    [
+        ("nan", 0x7F, 0x7F),
+        ("-nan", 0x7F, 0x7F),
+        ("inf", 0x7E, 0x7B),
+        ("-inf", 0xFE, 0xFB),
+        ("0", 0x00, 0x00),
+        ("-0", 0x80, 0x80),
+        ("1", 0x38, 0x3C),
+        ("-1e-30", 0x80, 0x80),
+        ("1e30", 0x7E, 0x7B),
+    ],
+)
+def test_fp8_of_special_values(dtype, x, e4m3, e5m2):
+    encoded = quant.encode_fp8(jnp.asarray([float(x)], jnp.float32), 1.0, dtype)
+    assert np.asarray(encoded).view(np.uint8)[0] == {KVCacheDType.FP8_E4M3: e4m3, KVCacheDType.FP8_E5M2: e5m2}[dtype]
+
+
+@FP8
+def test_fp8_scales_broadcast_over_heads(dtype):
+    x = np.random.default_rng(0).standard_normal((5, 3, 64)).astype(np.float32)
+    scales = np.float32([[0.0173], [1.0], [3.7]])
+    expected = np.stack([reference.encode_fp8(x[:, head], scales[head, 0], dtype) for head in range(3)], axis=1)
+    for encode in (quant.encode_fp8, jax.jit(quant.encode_fp8, static_argnums=2)):
+        assert_same_bytes(np.asarray(encode(jnp.asarray(x), jnp.asarray(scales), dtype)), expected)
+
+
+@FP8
+@SCALES
+def test_decode_of_every_fp8_byte(dtype, scale):
+    stored = all_values(reference.ELEMENT[dtype])
+    decoded = np.asarray(jax.jit(quant.decode_fp8)(jnp.asarray(stored), jnp.float32(scale)))
+    np.testing.assert_array_equal(decoded, stored.astype(np.float32) * np.float32(scale))
+    assert (np.signbit(decoded) == np.signbit(stored.astype(np.float32)))[~np.isnan(decoded)].all()
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+def test_e2m1_codes(source):
+    x = around_midpoints(finite_values(reference.E2M1)) if source == "float32" else all_values(INPUT_DTYPES[source])
+    with np.errstate(invalid="ignore"):
+        x = x.astype(np.float32)
+        saturated = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    codes = np.asarray(jax.jit(quant.e2m1_codes)(jnp.asarray(x)))
+    assert_same_bytes(codes[~np.isnan(x)], saturated[~np.isnan(x)])
+    assert not codes[np.isnan(x)].any()
+
+
+def adversarial_blocks(scale: float) -> np.ndarray:
+    """`[blocks, 16]` float32: amax on and beside every rounding of a block scale; special values; every magnitude."""
+    rng = np.random.default_rng(0)
+    with np.errstate(over="ignore", under="ignore"):
+        amax = around_midpoints(finite_values(reference.E4M3)) * np.float32(6) * np.float32(scale)
+        amax = np.concatenate([amax, np.nextafter(amax, np.float32(0)), np.nextafter(amax, np.float32(np.inf))])
+        at_midpoints = rng.choice(np.float32([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]) / 6, (len(amax), 16))
+        on_roundings = at_midpoints * amax[:, None]
+        on_roundings[:, 7] = amax
+        magnitudes = np.exp2(rng.uniform(-140, 127, (200, 1))) * rng.standard_normal((200, 16))
+        special = rng.choice(np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, -1e-42, 1, -2, 3e38]), (300, 16))
+        uniform = np.repeat(np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, -1e-42, 1e-38, 3e38]), 16)
+        return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
+
+
+@SCALES
+@pytest.mark.parametrize("source", INPUT_DTYPES)
+def test_nvfp4_encode(source, scale):
+    with np.errstate(over="ignore", under="ignore"):
+        x = adversarial_blocks(scale).astype(INPUT_DTYPES[source])
+    x = np.stack([x, x[::-1]], axis=1).reshape(-1, 1, 32)
+    expected = reference.encode_nvfp4(x, scale)
+    constant = jax.jit(lambda x: quant.encode_nvfp4(x, scale))
+    traced = functools.partial(jax.jit(quant.encode_nvfp4), scale=jnp.float32(scale))
+    op_by_op = functools.partial(quant.encode_nvfp4, scale=scale)
+    for encode in (constant, traced, op_by_op):
+        data, block_scales = encode(jnp.asarray(x))
+        assert_same_bytes(np.asarray(block_scales).view(np.uint8), expected[1])
+        assert_same_bytes(np.asarray(data), expected[0])
+
+
+@SCALES
+def test_nvfp4_decode_of_every_code_and_block_scale(scale):
+    block_scales = all_values(reference.E4M3)
+    data = np.tile(np.arange(0, 256, dtype=np.uint8).reshape(32, 8), (8, 1))
+    codes = np.stack([data % 16, data // 16], axis=-1).reshape(256, 16)
+    expected = reference.E2M1_VALUES[codes] * block_scales.astype(np.float32)[:, None] * np.float32(scale)
+    decoded = np.asarray(jax.jit(quant.decode_nvfp4)(data, block_scales[:, None], jnp.float32(scale)))
+    np.testing.assert_array_equal(decoded, expected)
+    assert (np.signbit(decoded) == np.signbit(expected))[~np.isnan(expected)].all()
