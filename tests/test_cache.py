@@ -1,0 +1,195 @@
+"""The cache as an array and as a pytree: shapes, bytes, the NVFP4 views, and what jit makes of its spec."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from helpers import assert_same_bytes, cache_from_bytes, page_bytes, poisoned, simple_spec
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    SlidingWindowSpec,
+    nvfp4_kv_cache_full_dim,
+    nvfp4_split_views,
+)
+
+NVFP4 = KVCacheDType.NVFP4
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "element", "changes", "shape"),
+    [
+        ("float32", np.float32, {}, (5, 2, 8, 3, 64)),
+        ("float16", np.float16, {}, (5, 2, 8, 3, 64)),
+        ("bfloat16", ml_dtypes.bfloat16, {}, (5, 2, 8, 3, 64)),
+        ("bfloat16", ml_dtypes.bfloat16, {"layout": "HND"}, (5, 2, 3, 8, 64)),
+        ("fp8_e4m3", np.uint8, {}, (5, 2, 8, 3, 64)),
+        ("fp8_e5m2", np.uint8, {"layout": "HND"}, (5, 2, 3, 8, 64)),
+        ("nvfp4", np.uint8, {}, (5, 2, 8, 3, 36)),
+        ("nvfp4", np.uint8, {"layout": "HND", "v_scale_layout": "swizzled"}, (5, 2, 3, 8, 36)),
+        ("bfloat16", ml_dtypes.bfloat16, {"head_size_v": 32}, (5, 8, 3, 96)),
+        ("fp8_e4m3", np.uint8, {"head_size_v": 32, "layout": "HND"}, (5, 3, 8, 96)),
+        ("nvfp4", np.uint8, {"head_size_v": 32}, (5, 8, 3, 54)),
+        ("float32", np.uint8, {"page_size_padded": 20_000}, (5, 20_000)),
+    ],
+)
+def test_allocate(dtype, element, changes, shape):
+    spec = simple_spec(KVCacheDType(dtype), num_kv_heads=3, **changes)
+    cache = KVCache.allocate(spec, 5)
+    assert (cache.kv.shape, cache.kv.dtype, cache.spec) == (shape, element, spec)
+    assert (cache.num_blocks, cache.num_slots) == (5, 40)
+    assert cache.kv.nbytes == 5 * spec.page_size_bytes
+    assert not page_bytes(cache).any()
+    cache.check()
+
+
+def test_allocate_places_by_sharding():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert KVCache.allocate(simple_spec(), 2, sharding=sharding).kv.sharding == sharding
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_blocks", "error", "message"),
+    [
+        ("bfloat16", 2, KVCacheTypeError, "spec: got 'bfloat16' of type str, expected an AttentionSpec"),
+        (None, 0, KVCacheValueError, "num_blocks: got 0, expected a positive int"),
+        (None, -3, KVCacheValueError, "num_blocks: got -3, expected a positive int"),
+        (None, 2.0, KVCacheTypeError, "num_blocks: got 2.0 of type float, expected an int"),
+        (None, True, KVCacheTypeError, "num_blocks: got True of type bool, expected an int"),
+    ],
+)
+def test_allocate_refuses(spec, num_blocks, error, message):
+    with pytest.raises(error) as raised:
+        KVCache.allocate(spec or simple_spec(), num_blocks)
+    assert str(raised.value) == message
+
+
+@EACH_DTYPE
+def test_a_cache_is_a_pytree_of_one_leaf(dtype):
+    cache = poisoned(simple_spec(dtype), 2)
+    [leaf], structure = jax.tree.flatten(cache)
+    assert leaf is cache.kv
+    assert jax.tree.unflatten(structure, [leaf]) == cache
+    mapped = jax.tree.map(jnp.zeros_like, {"layer": [cache]})["layer"][0]
+    assert mapped.spec == cache.spec
+    assert not page_bytes(mapped).any()
+
+
+def test_a_cache_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KVCache.allocate(simple_spec(), 2).kv = None
+
+
+def test_only_another_spec_or_size_traces_again():
+    traced = []
+
+    @jax.jit
+    def visit(cache):
+        traced.append(cache.spec)
+        return cache
+
+    spec = simple_spec()
+    visit(KVCache.allocate(spec, 2))
+    visited = visit(visit(KVCache.allocate(simple_spec(), 2)))
+    assert (len(traced), visited.spec) == (1, spec)
+    # Each has an array of the same shape and dtype, so only the spec can tell them apart.
+    others = [
+        dataclasses.replace(spec, layout="HND", block_size=2, num_kv_heads=8),
+        SlidingWindowSpec(**{**dataclasses.asdict(spec), "sliding_window": 4}),
+        simple_spec(layout="HND", block_size=2, num_kv_heads=8, dtype=KVCacheDType.BFLOAT16),
+    ]
+    assert {other.cache_shape(2) for other in others} == {spec.cache_shape(2)}
+    for other in others:
+        visit(KVCache.allocate(other, 2))
+    assert traced == [spec, *others[:2]]
+
+
+@pytest.mark.parametrize(("head_size", "full_dim"), [(16, 9), (64, 36), (80, 45), (128, 72), (256, 144)])
+def test_nvfp4_kv_cache_full_dim(head_size, full_dim):
+    assert nvfp4_kv_cache_full_dim(head_size) == full_dim
+    assert KVCache.allocate(simple_spec(NVFP4, head_size=head_size), 1).kv.shape[-1] == full_dim
+
+
+@pytest.mark.parametrize("head_size", [0, -16, 72])
+def test_nvfp4_kv_cache_full_dim_refuses(head_size):
+    with pytest.raises(KVCacheValueError, match=f"head_size: got {head_size}, expected a positive multiple of 16"):
+        nvfp4_kv_cache_full_dim(head_size)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("changes", [{}, {"head_size_v": 96}, {"page_size_padded": 4000}], ids=str)
+def test_nvfp4_views_hold_the_bytes_of_each_token(layout, changes):
+    spec = simple_spec(NVFP4, num_kv_heads=3, layout=layout, **changes)
+    cache = poisoned(spec, 3)
+    pages = page_bytes(cache)
+    for split in (nvfp4_split_views, jax.jit(nvfp4_split_views)):
+        data, scales = split(cache)
+        for half, size in ((reference.KEYS, spec.head_size), (reference.VALUES, spec.head_size_v)):
+            inner = (8, 3) if layout == "NHD" else (3, 8)
+            assert (data[half].shape, data[half].dtype) == ((3, *inner, size // 2), np.uint8)
+            assert (scales[half].shape, scales[half].dtype) == ((3, *inner, size // 16), ml_dtypes.float8_e4m3fn)
+            for token, head in np.ndindex(8, 3):
+                where = (slice(None), token, head) if layout == "NHD" else (slice(None), head, token)
+                in_data, in_scales = reference.byte_offsets(spec, half, token, head)
+                assert_same_bytes(np.asarray(data[half])[where], pages[:, in_data])
+                assert_same_bytes(np.asarray(scales[half])[where].view(np.uint8), pages[:, in_scales])
+
+
+def test_nvfp4_views_of_swizzled_scales_come_as_stored():
+    linear = simple_spec(NVFP4)
+    cache = poisoned(linear, 2)
+    swizzled = dataclasses.replace(cache, spec=dataclasses.replace(linear, v_scale_layout="swizzled"))
+    for as_linear, as_swizzled in zip(
+        jax.tree.leaves(nvfp4_split_views(cache)), jax.tree.leaves(nvfp4_split_views(swizzled)), strict=True
+    ):
+        assert_same_bytes(np.asarray(as_linear), np.asarray(as_swizzled))
+
+
+def test_nvfp4_views_refuse_another_dtype():
+    with pytest.raises(KVCacheValueError, match="nvfp4_split_views: got a 'bfloat16' cache, expected 'nvfp4'"):
+        nvfp4_split_views(KVCache.allocate(simple_spec(), 1))
+
+
+def test_check_names_what_does_not_fit_the_spec():
+    spec = simple_spec()
+    cases = [
+        (np.zeros(spec.cache_shape(2)), KVCacheTypeError, "cache.kv: got a ndarray, expected a jax.Array"),
+        (jnp.zeros(spec.cache_shape(2)), KVCacheTypeError, "cache.kv: got dtype float32, expected bfloat16 for"),
+        (
+            jnp.zeros((2, 2, 8, 2, 65), jnp.bfloat16),
+            KVCacheValueError,
+            "cache.kv: got shape (2, 2, 8, 2, 65), expected [num_blocks, 2, 8, 2, 64] for",
+        ),
+        (jnp.zeros((), jnp.bfloat16), KVCacheValueError, "cache.kv: got shape (), expected [num_blocks, 2, 8, 2, 64]"),
+    ]
+    for kv, error, message in cases:
+        with pytest.raises(error) as raised:
+            KVCache(kv, spec).check()
+        assert str(raised.value).startswith(message)
+
+
+def test_check_says_how_a_donated_cache_is_used():
+    cache = KVCache.allocate(simple_spec(), 2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    with pytest.raises(KVCacheValueError) as raised:
+        cache.check()
+    assert "was donated to an earlier call" in str(raised.value)
+    assert "`cache = write(key, value, cache, slot_mapping)`" in str(raised.value)
+
+
+def test_bytes_of_a_poisoned_cache_survive_the_way_to_the_device_and_back():
+    for dtype in STORED_KV_CACHE_DTYPES:
+        spec = simple_spec(dtype)
+        raw = np.random.default_rng(0).integers(0, 256, (3, spec.page_size_bytes), np.uint8)
+        assert_same_bytes(page_bytes(jax.tree.map(jnp.copy, cache_from_bytes(raw, spec, 3))), raw)
