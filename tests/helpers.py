@@ -79,6 +79,14 @@ def assert_same_bytes(got: np.ndarray, expected: np.ndarray) -> None:
         )
 
 
+def assert_same_floats(got: np.ndarray, expected: np.ndarray) -> None:
+    """Compares floats bit for bit, but any NaN with any: which one arithmetic gives is the hardware's business."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    assert_same_bytes(got[~nan], expected[~nan])
+
+
 def pairwise(axes: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Few combinations that together hold every valid pair of values of any two axes."""
     rng = random.Random(0)
