@@ -104,6 +104,8 @@ def _attention_xla(
     seen = position < lens
     if window is not None:
         seen &= position >= lens - window
+    # What is not seen may be anything, and a weight of 0 makes 0 of a number only.
+    values = jnp.where(seen[:, :, None, None], values, 0.0)
     seen = seen[:, None, None, :]
     logits = jnp.einsum("shgd,sthd->shgt", grouped, keys, precision="highest") * sm_scale
     logits = jnp.where(seen, logits, -jnp.inf)
