@@ -1,0 +1,75 @@
+"""What the README shows is what happens: its example runs, its table is the demo's, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    """The names that the README's example leaves behind."""
+    [source] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, "README.md", "exec"), names)
+    return names
+
+
+def test_the_example_stores_what_it_says(example):
+    assert [cache.spec.dtype.value for cache in example["caches"]] == ["bfloat16", "nvfp4"]
+    for cache in example["caches"]:
+        pages = np.asarray(cache.kv.reshape(64, -1).view(jnp.uint8))
+        assert np.flatnonzero(pages.any(axis=1)).tolist() == [3, 4]
+
+
+def test_the_example_reads_what_it_wrote(example):
+    for written, read in [(example["key"], example["keys"]), (example["value"], example["values"])]:
+        assert read.shape == (1, 32, 8, 128)
+        np.testing.assert_array_equal(np.asarray(read[0, 20:], np.float32), 0)
+        # e2m1 is off by at most a sixth of a block's largest element, which here is under 5.
+        np.testing.assert_allclose(
+            np.asarray(read[0, :20], np.float32), np.asarray(written, np.float32), rtol=0, atol=5 / 6
+        )
+    exact, _ = kvjax.gather_kv(example["caches"][0], example["block_table"], example["seq_lens"])
+    np.testing.assert_array_equal(np.asarray(exact[0, :20]), np.asarray(example["key"]))
+
+
+def test_the_examples_attention_is_that_of_what_it_reads(example):
+    query, keys, values = (
+        np.asarray(array, np.float64) for array in (example["query"][-1], example["keys"][0], example["values"][0])
+    )
+    logits = np.einsum("hd,thd->ht", query, keys[:20]) / np.sqrt(128)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected = np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values[:20])
+    # Rounded to bfloat16 on the way out, and twice more where the arrays above were.
+    np.testing.assert_allclose(np.asarray(example["attended"][0], np.float64), expected, atol=0.03)
+
+
+def test_the_demos_table_has_every_dtype_at_its_price():
+    [table] = re.findall(r"<!-- demo: begin -->\n(.*?)\n\n", README, re.DOTALL)
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert header == [
+        *("dtype", "bytes/token", "tokens/GiB", "bits/byte", "greedy agreement", "largest attention error"),
+        "write us/token",
+    ]
+    # The demo's model: four layers of two KV heads of 64.
+    for row, dtype in zip(rows, kvjax.STORED_KV_CACHE_DTYPES, strict=True):
+        layers = [kvjax.FullAttentionSpec(16, 2, 64, dtype=dtype)] * 4
+        priced = sum(spec.bytes_per_token for spec in layers), kvjax.max_tokens(layers, 2**30)
+        assert row[:3] == [dtype.value, *(f"{number:,}" for number in priced)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "WORKSPACE.md", "docs/contract.md", "docs/plan.md"])
+def test_links_lead_to_files(page: str):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
