@@ -1,0 +1,101 @@
+"""Writes, reads and attends with caches sharded over heads on four devices; exits with an error where it must not.
+
+A program of its own because JAX fixes the number of simulated devices (`XLA_FLAGS`) when it starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import reference
+from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    gather_kv,
+    paged_attention,
+    reshape_and_cache_flash,
+    reshape_and_cache_flash_diffkv,
+)
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+MESH = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
+BY_HEAD = NamedSharding(MESH, P(None, "heads", None))
+SLOTS, TABLE, LENS = np.array([9, -1, 30, 2], np.int32), np.array([[1, 3]], np.int32), np.array([16], np.int32)
+
+
+def run_without_collectives(f: Any, *args: Any, **options: Any) -> Any:
+    compiled = jax.jit(f, **options).lower(*args).compile()
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+    return compiled(*args)
+
+
+def device_pointers(array: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def check_head_axis(spec: AttentionSpec, axis: int) -> None:
+    """A cache whose array has an axis of heads may be sharded over it as any array is."""
+    sharding = NamedSharding(MESH, P(*[None] * axis, "heads"))
+    assert KVCache.allocate(spec, 4, sharding=sharding).kv.sharding == sharding
+    poison = poisoned(spec, 4)
+    cache = jax.device_put(poison, sharding)
+    key, value = kv_tokens(spec, 4)
+    expected = reference.write(page_bytes(poison), spec, key, value, SLOTS, 1.0, 1.0)
+
+    pointers = device_pointers(cache.kv)
+    key, value = (jax.device_put(x, BY_HEAD) for x in (key, value))
+    written = run_without_collectives(reshape_and_cache_flash_diffkv, key, value, cache, SLOTS, donate_argnums=2)
+    assert written.kv.sharding.is_equivalent_to(sharding, written.kv.ndim)
+    assert device_pointers(written.kv) == pointers
+    assert_same_bytes(page_bytes(written), expected)
+
+    query = jax.device_put(np.ones((1, 16, spec.head_size), np.float32), BY_HEAD)
+    dense = run_without_collectives(gather_kv, written, TABLE, LENS)
+    attended = run_without_collectives(paged_attention, query, written, TABLE, LENS)
+    for result, head_axis in (*((x, 2) for x in dense), (attended, 1)):
+        assert result.sharding.is_equivalent_to(NamedSharding(MESH, P(*[None] * head_axis, "heads")), result.ndim)
+
+
+def check_local_caches(spec: AttentionSpec) -> None:
+    """An NVFP4 page holds its heads in an order of bytes: each device has pages of its own heads, under shard_map."""
+    caches = [poisoned(spec, 4, seed) for seed in range(4)]
+    key, value = kv_tokens(simple_spec(num_kv_heads=4 * spec.num_kv_heads), 4)
+    stacked = jax.device_put(np.stack([np.asarray(cache.kv) for cache in caches]), NamedSharding(MESH, P("heads")))
+
+    def write_local(kv: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return reshape_and_cache_flash(key, value, KVCache(kv[0], spec), SLOTS).kv[None]
+
+    specs = P("heads"), BY_HEAD.spec, BY_HEAD.spec
+    write = jax.shard_map(write_local, mesh=MESH, in_specs=specs, out_specs=P("heads"))
+    pointers = device_pointers(stacked)
+    written = run_without_collectives(write, stacked, key, value, donate_argnums=0)
+    assert device_pointers(written) == pointers
+    for device, cache in enumerate(caches):
+        heads = slice(device * spec.num_kv_heads, (device + 1) * spec.num_kv_heads)
+        expected = reference.write(page_bytes(cache), spec, key[:, heads], value[:, heads], SLOTS, 1.0, 1.0)
+        assert_same_bytes(np.asarray(written[device]).reshape(4, -1), expected)
+
+
+def main() -> None:
+    checked = 0
+    for dtype in STORED_KV_CACHE_DTYPES:
+        if dtype is KVCacheDType.NVFP4:
+            check_local_caches(simple_spec(dtype, num_kv_heads=2, v_scale_layout="swizzled"))
+            checked += 1
+            continue
+        for layout, head_size_v, axis in (("NHD", 64, 3), ("HND", 64, 2), ("NHD", 32, 2), ("HND", 32, 1)):
+            check_head_axis(simple_spec(dtype, num_kv_heads=8, layout=layout, head_size_v=head_size_v), axis)
+            checked += 1
+    print(checked, "layouts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Where a write is in place: under jit with the cache donated, over layers, over a batch, and on several devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    gather_kv,
+    reshape_and_cache_flash,
+    reshape_and_cache_flash_diffkv,
+)
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+ARRAYS = {
+    "NHD": {},
+    "HND": {"layout": "HND"},
+    "NHD-diffkv": {"head_size_v": 32},
+    "HND-diffkv": {"head_size_v": 32, "layout": "HND"},
+    "pool": {"page_size_padded": 9000},
+    "swizzled": {"v_scale_layout": "swizzled"},
+}
+NUM_BLOCKS = 256
+SLOTS = np.array([300, -1, 7, 8, 2000], np.int32)
+
+
+def check_in_place(write, cache, *args) -> None:
+    """`write(cache, *args)` keeps the donated cache's buffer and needs no memory that grows with the cache."""
+    compiled = jax.jit(write, donate_argnums=0).lower(cache, *args).compile()
+    memory = compiled.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    inputs = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < 8 * inputs < size / 4  # float64 quotients of 16-bit tokens, and their slots
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    written = compiled(cache, *args)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == before
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "array"),
+    [(dtype, array) for dtype in STORED_KV_CACHE_DTYPES for array in ARRAYS if array != "swizzled"]
+    + [(KVCacheDType.NVFP4, "swizzled")],
+    ids=lambda value: getattr(value, "value", value),
+)
+@pytest.mark.parametrize("source", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_donated_cache_keeps_its_buffer(implementation, dtype, array, source):
+    spec = simple_spec(dtype, **ARRAYS[array])
+    key, value = kv_tokens(spec, len(SLOTS), source)
+
+    def write(cache, key, value, slots):
+        return reshape_and_cache_flash_diffkv(key, value, cache, slots, implementation=implementation)
+
+    check_in_place(write, KVCache.allocate(spec, NUM_BLOCKS), key, value, SLOTS)
+
+
+def test_many_caches_in_one_jit():
+    caches = {dtype.value: KVCache.allocate(simple_spec(dtype), NUM_BLOCKS) for dtype in STORED_KV_CACHE_DTYPES}
+    key, value = kv_tokens(simple_spec(), len(SLOTS))
+
+    def write(caches, key, value, slots):
+        return {name: reshape_and_cache_flash(key, value, cache, slots) for name, cache in caches.items()}
+
+    check_in_place(write, caches, key, value, SLOTS)
+
+
+def stacked_layers(dtype: KVCacheDType, num_layers: int) -> tuple[KVCache, np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Caches of equal layers stacked on a leading axis, their tokens, and the bytes of each after the write."""
+    spec = simple_spec(dtype)
+    caches = [poisoned(spec, 4, seed) for seed in range(num_layers)]
+    keys, values = (np.stack(x) for x in zip(*(kv_tokens(spec, 5, seed=i) for i in range(num_layers)), strict=True))
+    slots = np.array([[3, 9, -1, 31, 12 + i] for i in range(num_layers)], np.int32)
+    expected = [
+        reference.write(page_bytes(cache), spec, keys[i], values[i], slots[i], 1.0, 1.0)
+        for i, cache in enumerate(caches)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches), (keys, values, slots), expected
+
+
+def check_stacked(written: KVCache, expected: list[np.ndarray]) -> None:
+    for layer, bytes_of_layer in enumerate(expected):
+        assert_same_bytes(page_bytes(jax.tree.map(lambda x, layer=layer: x[layer], written)), bytes_of_layer)
+
+
+@EACH_DTYPE
+def test_scan_over_stacked_layers(implementation, dtype):
+    stacked, tokens, expected = stacked_layers(dtype, 3)
+
+    @jax.jit
+    def write_layers(stacked, tokens):
+        def layer(hidden, per_layer):
+            cache, (key, value, slots) = per_layer
+            cache = reshape_and_cache_flash(key, value, cache, slots, implementation=implementation)
+            return hidden + key.sum(), cache
+
+        return jax.lax.scan(layer, 0.0, (stacked, tokens))[1]
+
+    check_stacked(write_layers(stacked, tokens), expected)
+
+
+@EACH_DTYPE
+def test_vmap_over_a_batch_of_caches(dtype):
+    stacked, (keys, values, slots), expected = stacked_layers(dtype, 3)
+    write = jax.jit(jax.vmap(reshape_and_cache_flash), donate_argnums=2)
+    check_stacked(write(keys, values, stacked, slots), expected)
+
+
+@EACH_DTYPE
+def test_scan_over_layers_of_one_cache_is_in_place(implementation, dtype):
+    """Layers that share one cache, each with its own blocks, are written in place inside a scan too."""
+    stacked, (keys, values, slots), expected = stacked_layers(dtype, 3)
+    spec = stacked.spec
+
+    def write_layers(cache, keys, values, slots):
+        def layer(cache, per_layer):
+            return reshape_and_cache_flash(*per_layer[:2], cache, per_layer[2], implementation=implementation), None
+
+        return jax.lax.scan(layer, cache, (keys, values, slots))[0]
+
+    layer_slots = np.where(slots < 0, -1, slots + 4 * spec.block_size * np.arange(3, dtype=np.int32)[:, None])
+    shared = KVCache(stacked.kv.reshape(spec.cache_shape(12)), spec)
+    written = jax.jit(write_layers)(shared, keys, values, layer_slots)
+    assert_same_bytes(page_bytes(written), np.concatenate(expected))
+    check_in_place(write_layers, KVCache.allocate(spec, 3 * NUM_BLOCKS), keys, values, layer_slots)
+
+
+def stored_sum(key, stop):
+    key = jax.lax.stop_gradient(key) if stop else key
+    cache = reshape_and_cache_flash(key, key, KVCache.allocate(simple_spec(KVCacheDType.FLOAT32), 1), np.arange(2))
+    read, _ = gather_kv(cache, np.zeros((1, 1), np.int32), np.array([2]))
+    return read.sum()
+
+
+DERIVATIVES = {
+    "grad": lambda f, x: jax.grad(f)(x),
+    "jitted grad": lambda f, x: jax.jit(jax.grad(f))(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
+    "jacobian": lambda f, x: jax.jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_gradient_is_refused_and_may_be_stopped(derivative):
+    key = jnp.ones((2, 2, 64))
+    with pytest.raises(KVCacheTypeError, match=r"no gradient: .* Pass jax.lax.stop_gradient\(key\)"):
+        DERIVATIVES[derivative](lambda key: stored_sum(key, stop=False), key)
+    assert not DERIVATIVES[derivative](lambda key: stored_sum(key, stop=True), key).any()
+    moved = DERIVATIVES[derivative](lambda key: stored_sum(key, stop=True) + (3 * key).sum(), key)
+    assert moved.any()  # what does not go through the cache has its gradient
+
+
+def test_a_cache_sharded_over_heads_stays_so_without_communication(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    program = Path(__file__).with_name("sharded_over_heads.py")
+    ran = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["21", "layouts"]
