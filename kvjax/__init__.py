@@ -22,10 +22,12 @@ from kvjax.layouts import VScaleLayout as VScaleLayout
 from kvjax.model_config import AttentionKind as AttentionKind
 from kvjax.model_config import LayerKVConfig as LayerKVConfig
 from kvjax.model_config import ModelKVConfig as ModelKVConfig
+from kvjax.ops.arguments import MIN_SCALE as MIN_SCALE
 from kvjax.ops.attention import paged_attention as paged_attention
 from kvjax.ops.gather import gather_kv as gather_kv
 from kvjax.ops.write import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax.ops.write import reshape_and_cache_flash_diffkv as reshape_and_cache_flash_diffkv
+from kvjax.pages import swizzled_position as swizzled_position
 from kvjax.resolve import DTypeSource as DTypeSource
 from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
 from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype

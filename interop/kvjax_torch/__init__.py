@@ -1,1 +1,6 @@
 """kvjax's paged KV cache for torch: the same kernels, writing into torch's own memory."""
+
+from kvjax_torch.borrow import to_jax as to_jax
+from kvjax_torch.borrow import to_torch as to_torch
+from kvjax_torch.ops import gather_kv as gather_kv
+from kvjax_torch.ops import reshape_and_cache_flash as reshape_and_cache_flash

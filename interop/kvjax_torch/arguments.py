@@ -1,0 +1,238 @@
+"""Reading what callers of the operations hand over: tensors as they come, checked and turned into a plan.
+
+What depends only on dtypes, shapes and strides is checked once for each plan; counts, addresses, devices and the values
+of scales that lie on the host are checked at every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+
+from kvjax import MIN_SCALE, AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode
+from kvjax_torch.caches import Facts, cache_plan, check_caches
+from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resolve_cache_dtype, row_head_size
+from kvjax_torch.plan import GatherPlan, WritePlan
+
+IndexFacts = tuple[torch.dtype, int]
+"""Of a tensor of slots, blocks or lengths: dtype and number of dimensions."""
+
+ScaleFacts = tuple[torch.dtype, torch.Size]
+
+
+def write_plan(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+) -> WritePlan:
+    """The plan of a `reshape_and_cache_flash` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+    """
+    refuse_gradient(key=key, value=value)
+    tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    _check_devices({**tensors, "slot_mapping": slot_mapping, **scales})
+    plan = _write_plan(
+        Facts.of(key_cache),
+        Facts.of(value_cache),
+        _row_facts(key),
+        _row_facts(value),
+        (slot_mapping.dtype, slot_mapping.ndim),
+        kv_cache_dtype,
+        (k_scale.dtype, k_scale.shape),
+        (v_scale.dtype, v_scale.shape),
+        v_scale_layout,
+    )
+    for name in ("key", "value"):
+        if tensors[name].shape[0] < slot_mapping.shape[0]:
+            raise KVCacheValueError(
+                f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
+                f" {slot_mapping.shape[0]} slots"
+            )
+    _check_addresses(tensors)
+    _check_scale_values(scales)
+    return plan
+
+
+def gather_plan(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    dtype: torch.dtype | None,
+) -> GatherPlan:
+    """The plan of a `gather_kv` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+    """
+    tensors = {"key_cache": key_cache, "value_cache": value_cache}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    _check_devices({**tensors, "block_table": block_table, "seq_lens": seq_lens, **scales})
+    plan = _gather_plan(
+        Facts.of(key_cache),
+        Facts.of(value_cache),
+        (block_table.dtype, block_table.ndim),
+        (seq_lens.dtype, seq_lens.ndim),
+        kv_cache_dtype,
+        (k_scale.dtype, k_scale.shape),
+        (v_scale.dtype, v_scale.shape),
+        v_scale_layout,
+        dtype,
+    )
+    if seq_lens.shape[0] != block_table.shape[0]:
+        raise KVCacheValueError(
+            f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
+        )
+    _check_addresses(tensors)
+    _check_scale_values(scales)
+    return plan
+
+
+def refuse_gradient(**tensors: torch.Tensor) -> None:
+    """Raises `KVCacheTypeError` where autograd would look for the gradient of a stored value, which is rounded."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise KVCacheTypeError(
+                f"{name}: got requires_grad=True, but a write into a cache has no gradient;"
+                f" pass {name}.detach(), or call under torch.no_grad()"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _write_plan(
+    key_cache: Facts,
+    value_cache: Facts,
+    key: Facts,
+    value: Facts,
+    slot_mapping: IndexFacts,
+    kv_cache_dtype: str,
+    k_scale: ScaleFacts,
+    v_scale: ScaleFacts,
+    v_scale_layout: str,
+) -> WritePlan:
+    check_caches(key_cache, value_cache)
+    _check_rows("key", key, INPUT_DTYPES)
+    _check_rows("value", value, (key.dtype,))
+    _check_index("slot_mapping", slot_mapping, ("num_tokens",))
+    num_heads, head_size = key.shape
+    if value.shape[0] != num_heads:
+        raise KVCacheValueError(f"value: got num_kv_heads={value.shape[0]}, expected {num_heads} as in key")
+    dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    cache = cache_plan(key_cache, value_cache, num_heads, (head_size, value.shape[1]), dtype, v_scale_layout)
+    return WritePlan(
+        cache,
+        key.dtype,
+        (key.strides[0], key.strides[1]),
+        (value.strides[0], value.strides[1]),
+        slot_mapping[0],
+        _scale_sizes(k_scale, v_scale, cache.spec),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_plan(
+    key_cache: Facts,
+    value_cache: Facts,
+    block_table: IndexFacts,
+    seq_lens: IndexFacts,
+    kv_cache_dtype: str,
+    k_scale: ScaleFacts,
+    v_scale: ScaleFacts,
+    v_scale_layout: str,
+    dtype: torch.dtype | None,
+) -> GatherPlan:
+    check_caches(key_cache, value_cache)
+    _check_index("block_table", block_table, ("num_seqs", "max_blocks"))
+    _check_index("seq_lens", seq_lens, ("num_seqs",))
+    cache_dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    key_bytes, value_bytes = (cache.shape[3] * cache.dtype.itemsize for cache in (key_cache, value_cache))
+    head_sizes = (
+        row_head_size("key_cache", key_bytes, cache_dtype),
+        row_head_size("value_cache", value_bytes, cache_dtype),
+    )
+    cache = cache_plan(key_cache, value_cache, key_cache.shape[2], head_sizes, cache_dtype, v_scale_layout)
+    return GatherPlan(
+        cache,
+        gathered_dtype(dtype, cache_dtype),
+        block_table[0],
+        seq_lens[0],
+        _scale_sizes(k_scale, v_scale, cache.spec),
+    )
+
+
+def _row_facts(tensor: torch.Tensor) -> Facts:
+    return Facts(tensor.dtype, tensor.shape[1:], tensor.stride())  # how many rows there are is no part of a plan
+
+
+def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...]) -> None:
+    if rows.dtype not in dtypes:
+        raise KVCacheTypeError(f"{name}: got dtype {rows.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if len(rows.strides) != 3:
+        raise KVCacheValueError(
+            f"{name}: got {len(rows.strides)} dimensions, expected [num_tokens, num_kv_heads, head_size]"
+        )
+    if rows.strides[2] != 1 and rows.shape[1] != 1:
+        raise KVCacheValueError(
+            f"{name}: got strides {rows.strides}, expected 1 along head_size; copy with {name}.contiguous()"
+        )
+
+
+def _check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
+    dtype, ndim = index
+    if dtype not in INDEX_DTYPES:
+        raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected {' or '.join(map(str, INDEX_DTYPES))}")
+    if ndim != len(dims):
+        raise KVCacheValueError(f"{name}: got {ndim} dimensions, expected [{', '.join(dims)}]")
+
+
+def _scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) -> tuple[int, int]:
+    takes_heads = spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
+    for name, (dtype, shape) in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if dtype is not torch.float32:
+            raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected torch.float32")
+        if math.prod(shape) != 1 and not (takes_heads and shape == (spec.num_kv_heads,)):
+            accepted = f"one element or [num_kv_heads={spec.num_kv_heads}]" if takes_heads else "one element"
+            raise KVCacheValueError(f"{name}: got shape {tuple(shape)}, expected {accepted} for {spec.dtype.value!r}")
+    return math.prod(k_scale[1]), math.prod(v_scale[1])
+
+
+def _check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
+    device = tensors["key_cache"].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of key_cache")
+
+
+def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % tensor.dtype.itemsize:
+            raise KVCacheValueError(
+                f"{name}: got address {tensor.data_ptr():#x}, expected a multiple of {tensor.dtype.itemsize},"
+                f" the bytes of a {tensor.dtype}"
+            )
+
+
+def _check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
+    for name, scale in scales.items():
+        if scale.device.type == "cpu":  # to read one from a GPU would make the host wait
+            for value in scale.reshape(-1).tolist():
+                if not (math.isfinite(value) and value >= MIN_SCALE):
+                    raise KVCacheValueError(
+                        f"{name}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}"
+                    )

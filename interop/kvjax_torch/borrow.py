@@ -1,0 +1,188 @@
+"""Lending memory between torch and JAX: `to_jax` and `to_torch`. Nothing is copied; what cannot be lent raises."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import torch
+import torch.utils.dlpack
+
+from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax_torch.dtypes import numpy_dtype
+
+LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Element types that torch and JAX both have; those of 64 bits only where JAX's x64 mode is on."""
+
+# XLA on CPU copies what it cannot load with vectors; its GPU programs refuse such an argument only when they run.
+ALIGNMENT = MappingProxyType({"cpu": 64, "cuda": 16})
+"""Bytes that the address of lent memory must be a multiple of, for each type of device."""
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """A JAX array over the memory of `tensor`, of its shape, dtype and device.
+
+    Either may be deleted first: the memory lives as long as the longer of the two. A CPU tensor's storage can no
+    longer be resized, as after `tensor.numpy()`; resizing a CUDA storage pulls the memory from under the array.
+
+    JAX takes arrays to be constant. Write into the tensor only where nothing that JAX still has to run reads the array.
+    On CUDA the array waits for what is queued on torch's current stream at this call, and the host does not.
+
+    Args:
+      tensor: a dense CPU or CUDA tensor whose elements lie side by side, in any order of dimensions, at any storage
+        offset that keeps the device's alignment (64 bytes on CPU, 16 on CUDA). A `torch.float4_e2m1fn_x2` tensor
+        becomes a uint8 array of its bytes, two codes each.
+
+    Raises:
+      KVCacheTypeError: not a plain dense tensor, or of a dtype that JAX has not, or has not now (64 bits without x64).
+      KVCacheValueError: it needs a copy (strides, alignment, conjugation), has a gradient, or JAX lacks its device.
+    """
+    _check_lendable(tensor)
+    # A tensor of its own: the lender's may be given other storage (`set_`, `.data =`) while JAX reads this one.
+    lent = tensor.detach()
+    if lent.dtype is torch.float4_e2m1fn_x2:
+        lent = lent.view(torch.uint8)
+    if lent.device.type == "cpu":
+        _forbid_resizing(lent)
+    try:
+        array = jax.dlpack.from_dlpack(lent, copy=False)
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
+    _check_same_memory("tensor", lent.numel(), lent.data_ptr(), array.unsafe_buffer_pointer())
+    return array
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """A torch tensor over the memory of `array`, of its shape, dtype and device.
+
+    Either may be deleted first. JAX takes arrays to be constant: write into the tensor only where JAX reads the array
+    no more, and donate the array only where torch reads the tensor no more. On CUDA torch's current stream waits for
+    the array, and the host does not; on CPU this call waits.
+
+    Raises:
+      KVCacheTypeError: not a JAX array, one that is being traced, or of a dtype that torch has not (float4 and int4,
+        of which JAX keeps one a byte: pack them into uint8).
+      KVCacheValueError: the array is deleted or donated, lies on several devices, or torch lacks its device.
+    """
+    _check_exportable(array)
+    try:
+        tensor = torch.utils.dlpack.from_dlpack(array)
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise KVCacheValueError(f"array: torch cannot borrow an array on {array.sharding}: {error}") from error
+    _check_same_memory("array", array.size, array.unsafe_buffer_pointer(), tensor.data_ptr())
+    return tensor
+
+
+def _check_lendable(tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise KVCacheTypeError(f"tensor: got a {type(tensor).__name__}, expected a torch.Tensor")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise KVCacheTypeError(
+            f"tensor: got a {type(tensor).__name__}, expected a plain torch.Tensor with memory of its own"
+            " (for a distributed tensor its local part; inside torch.compile use kvjax_torch's operations)"
+        )
+    if tensor.is_quantized:
+        raise KVCacheTypeError(f"tensor: got a quantized one, {tensor.dtype}, expected its integers: tensor.int_repr()")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise KVCacheTypeError(f"tensor: got layout {kind}, expected torch.strided: tensor.to_dense()")
+    if tensor.device.type not in ALIGNMENT:
+        raise KVCacheValueError(f"tensor: got device {tensor.device}, expected {' or '.join(ALIGNMENT)}")
+    if tensor.requires_grad:
+        raise KVCacheValueError("tensor: got requires_grad=True, which JAX would not follow; pass tensor.detach()")
+    for flag, resolve in (("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")):
+        if getattr(tensor, flag)():
+            raise KVCacheValueError(
+                f"tensor: got {flag}()=True, so its memory does not hold its values; copy with tensor.{resolve}()"
+            )
+    _check_dtype(tensor.dtype)
+    _check_compact(tensor)
+    alignment = ALIGNMENT[tensor.device.type]
+    if tensor.data_ptr() % alignment:
+        raise KVCacheValueError(
+            f"tensor: got address {tensor.data_ptr():#x} (storage offset {tensor.storage_offset()}), expected a"
+            f" multiple of {alignment} bytes on {tensor.device.type}; lend the whole allocation, or copy with"
+            " tensor.clone()"
+        )
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype is torch.float4_e2m1fn_x2:
+        return
+    if dtype not in LENDABLE_DTYPES:
+        raise KVCacheTypeError(f"tensor: got dtype {dtype}, expected one of {', '.join(map(str, LENDABLE_DTYPES))}")
+    wanted = numpy_dtype(dtype)
+    held = jax.dtypes.canonicalize_dtype(wanted)
+    if held != wanted:
+        raise KVCacheTypeError(
+            f"tensor: got dtype {dtype}, which JAX would convert to {held} with its x64 mode off;"
+            f" pass tensor.to(torch.{held}), or turn on jax_enable_x64"
+        )
+
+
+def _check_compact(tensor: torch.Tensor) -> None:
+    """JAX reads a permuted buffer where it lies; it has no arrays with gaps between or repetition of elements."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected and tensor.numel():
+            raise KVCacheValueError(
+                f"tensor: got strides {tensor.stride()} for shape {tuple(tensor.shape)}, expected every element once"
+                " and none between, in any order of dimensions; lend the whole allocation, or copy with"
+                " tensor.contiguous()"
+            )
+        expected *= size
+
+
+def _forbid_resizing(tensor: torch.Tensor) -> None:
+    # numpy's arrays pin what they borrow; DLPack's capsules keep the storage alive and still let it free its memory.
+    torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
+
+
+def _check_exportable(array: Any) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise KVCacheTypeError("array: got one that is being traced, expected a concrete array: call outside jax.jit")
+    if not isinstance(array, jax.Array):
+        raise KVCacheTypeError(f"array: got a {type(array).__name__}, expected a jax.Array")
+    if array.is_deleted():
+        raise KVCacheValueError("array: got a deleted one, expected a live one (was it donated?)")
+    lendable = [numpy_dtype(dtype) for dtype in LENDABLE_DTYPES]
+    if array.dtype not in lendable:
+        accepted = ", ".join(dtype.name for dtype in lendable)
+        raise KVCacheTypeError(
+            f"array: got dtype {array.dtype}, expected one of {accepted} (pack four-bit elements two a byte, as uint8)"
+        )
+    if len(array.sharding.device_set) > 1:
+        raise KVCacheValueError(
+            f"array: got one on {len(array.sharding.device_set)} devices, expected one;"
+            " lend each shard: array.addressable_shards[i].data"
+        )
+
+
+def _check_same_memory(what: str, size: int, lent: int, borrowed: int) -> None:
+    if size and lent != borrowed:
+        raise KVCacheValueError(
+            f"{what}: its memory at {lent:#x} was copied to {borrowed:#x} instead of being lent; copy it yourself"
+        )

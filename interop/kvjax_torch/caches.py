@@ -1,0 +1,141 @@
+"""Reading `key_cache` and `value_cache` as they come: layout and byte positions from their shapes and strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvjax import (
+    CacheLayout,
+    FullAttentionSpec,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    KVQuantMode,
+    VScaleLayout,
+)
+from kvjax_torch.dtypes import head_row_bytes
+from kvjax_torch.plan import CachePlan, StridedRows
+
+
+class Facts(NamedTuple):
+    """A tensor less its contents and its address: what plans are made from, and looked up by."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Facts:
+        """The facts of `tensor`."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride())
+
+
+def check_caches(key_cache: Facts, value_cache: Facts) -> None:
+    """Raises where the two are no halves of one paged cache, whatever they hold."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if len(cache.shape) != 4:
+            raise KVCacheValueError(
+                f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size, num_kv_heads, row]"
+                " (HND caches too: transposed, with their own strides)"
+            )
+        if not cache.shape[0]:
+            raise KVCacheValueError(f"{name}: got shape {tuple(cache.shape)}, expected at least one block")
+        if cache.strides[3] != 1:
+            raise KVCacheValueError(f"{name}: got strides {cache.strides}, expected 1 along the last dimension")
+        if _has_overlap(cache):
+            raise KVCacheValueError(
+                f"{name}: got strides {cache.strides} for shape {tuple(cache.shape)}, expected rows that do not overlap"
+            )
+    if value_cache.dtype != key_cache.dtype:
+        raise KVCacheTypeError(f"value_cache: got dtype {value_cache.dtype}, expected {key_cache.dtype} as key_cache")
+    if value_cache.shape[:3] != key_cache.shape[:3]:
+        num_blocks, block_size, num_heads, _ = key_cache.shape
+        raise KVCacheValueError(
+            f"value_cache: got shape {tuple(value_cache.shape)}, expected [num_blocks={num_blocks},"
+            f" block_size={block_size}, num_kv_heads={num_heads}, row] as key_cache"
+        )
+
+
+def cache_plan(
+    key_cache: Facts,
+    value_cache: Facts,
+    num_kv_heads: int,
+    head_sizes: tuple[int, int],
+    dtype: KVCacheDType,
+    v_scale_layout: str,
+) -> CachePlan:
+    """The plan of checked caches that hold `dtype`, with heads of `head_sizes` elements (key, value).
+
+    Raises:
+      KVCacheValueError: sizes that no cache can have, rows that do not hold them, halves of different layouts, or
+        pages that are not laid out as NVFP4 pages are.
+    """
+    spec = FullAttentionSpec(
+        key_cache.shape[1],
+        num_kv_heads,
+        *head_sizes,
+        dtype=dtype,
+        layout=_layout(key_cache),
+        v_scale_layout=VScaleLayout.parse(v_scale_layout),
+    )
+    halves = (("key_cache", key_cache, spec.head_size), ("value_cache", value_cache, spec.head_size_v))
+    for name, cache, head_size in halves:
+        row = head_row_bytes(dtype, head_size) // cache.dtype.itemsize
+        if cache.shape[2:] != (num_kv_heads, row):
+            raise KVCacheValueError(
+                f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size,"
+                f" num_kv_heads={num_kv_heads}, {row}] for head size {head_size} in {dtype.value!r}"
+            )
+    if _layout(value_cache) is not spec.layout:
+        raise KVCacheValueError(
+            f"value_cache: got strides {value_cache.strides}, which are {_layout(value_cache).value}, expected"
+            f" {spec.layout.value} as those of key_cache, {key_cache.strides}"
+        )
+    if spec.quant_mode is not KVQuantMode.NVFP4:
+        return CachePlan(spec, (_strided_rows(key_cache),), (_strided_rows(value_cache),))
+    for name, cache, _ in halves:
+        _check_nvfp4_pages(name, cache, spec.layout)
+    key_rows, value_rows = (
+        StridedRows.of_regions(regions, cache.strides[0], start=regions[0].base)
+        for regions, cache in zip(spec.regions, (key_cache, value_cache), strict=True)
+    )
+    return CachePlan(spec, key_rows, value_rows)
+
+
+def _layout(cache: Facts) -> CacheLayout:
+    """The layout that the strides show; NHD where there is but one head or one token, and the two are the same."""
+    _, block_size, num_heads, _ = cache.shape
+    _, token_stride, head_stride, _ = cache.strides
+    is_hnd = block_size > 1 and num_heads > 1 and head_stride > token_stride
+    return CacheLayout.HND if is_hnd else CacheLayout.NHD
+
+
+def _has_overlap(cache: Facts) -> bool:
+    reach = 1
+    for stride, size in sorted(zip(cache.strides, cache.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _strided_rows(cache: Facts) -> StridedRows:
+    itemsize = cache.dtype.itemsize
+    block_stride, token_stride, head_stride, _ = (stride * itemsize for stride in cache.strides)
+    return StridedRows(0, block_stride, token_stride, head_stride, cache.shape[3] * itemsize)
+
+
+def _check_nvfp4_pages(name: str, cache: Facts, layout: CacheLayout) -> None:
+    # The last dimension is nominal: data and scales are regions of their own in each block, so its bytes must be
+    # one run for the regions to lie in it.
+    _, block_size, num_heads, row = cache.shape
+    expected = (num_heads * row, row) if layout is CacheLayout.NHD else (row, block_size * row)
+    for stride, size, wanted in zip(cache.strides[1:3], cache.shape[1:3], expected, strict=True):
+        if size > 1 and stride != wanted:
+            raise KVCacheValueError(
+                f"{name}: got strides {cache.strides}, expected (any, {expected[0]}, {expected[1]}, 1): the"
+                f" {block_size * num_heads * row} bytes of an NVFP4 block side by side"
+            )

@@ -1,0 +1,95 @@
+"""torch's names for what kvjax stores and reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    parse_kv_cache_dtype,
+)
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Torch's dtype of the same name."""
+    return getattr(torch, dtype.name)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Numpy's or ml_dtypes' dtype of the same name."""
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+INPUT_DTYPES = tuple(torch_dtype(row.info.storage_dtype) for row in STORED_KV_CACHE_DTYPES if not row.is_quantized)
+"""Element types of keys, of values and of what is gathered."""
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dtype) -> KVCacheDType:
+    """The dtype that `kv_cache_dtype` names for a cache tensor of element type `key_cache`; "auto" is the tensor's own.
+
+    Raises:
+      KVCacheValueError: an unknown name, or "auto" for bytes, which do not say what they hold.
+      KVCacheTypeError: the tensor's element type cannot hold the named dtype.
+    """
+    dtype = parse_kv_cache_dtype(kv_cache_dtype)
+    if dtype is KVCacheDType.AUTO:
+        held = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row)]
+        if len(held) != 1:
+            names = ", ".join(row.value for row in held or STORED_KV_CACHE_DTYPES)
+            raise KVCacheValueError(
+                f"kv_cache_dtype: got {dtype.value!r} with a {key_cache} cache, expected one of {names}"
+            )
+        return held[0]
+    if key_cache not in storage_dtypes(dtype):
+        accepted = " or ".join(map(str, storage_dtypes(dtype)))
+        raise KVCacheTypeError(
+            f"key_cache: got dtype {key_cache}, expected {accepted} for kv_cache_dtype {dtype.value!r}"
+        )
+    return dtype
+
+
+def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
+    """Element types of the cache tensors that can hold `dtype`; every quantized one may be given as its bytes."""
+    own = torch_dtype(dtype.info.storage_dtype)
+    return (own,) if own is torch.uint8 or not dtype.is_quantized else (torch.uint8, own)
+
+
+def head_row_bytes(dtype: KVCacheDType, head_size: int) -> int:
+    """Bytes of one head of one token, data and block scales."""
+    return sum(dtype.info.row_bytes(head_size))
+
+
+def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType) -> int:
+    """Elements of the head that a row of `row_bytes` holds.
+
+    Raises:
+      KVCacheValueError: no head size fills the row.
+    """
+    elements = 16  # the fewest that every dtype stores in whole bytes
+    stored = head_row_bytes(dtype, elements)
+    if row_bytes * elements % stored:
+        raise KVCacheValueError(
+            f"{what}: got rows of {row_bytes} bytes, expected a multiple of {stored} for {dtype.value!r}"
+        )
+    return row_bytes * elements // stored
+
+
+def gathered_dtype(dtype: torch.dtype | None, cache_dtype: KVCacheDType) -> torch.dtype:
+    """What `gather_kv` returns: `dtype`, by default the cache's own where it is unquantized, else bfloat16.
+
+    Raises:
+      KVCacheTypeError: a dtype that is no element type of keys.
+    """
+    if dtype is None:
+        return torch.bfloat16 if cache_dtype.is_quantized else torch_dtype(cache_dtype.info.storage_dtype)
+    if dtype not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"dtype: got {dtype}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
+    return dtype

@@ -1,0 +1,178 @@
+"""The operations on CPU tensors: JAX encodes and decodes, torch moves the bytes.
+
+JAX copies an imported CPU array instead of writing in place, so it never sees the cache. It sees tokens, in chunks of
+one size (one compilation serves every count), each as a page of its own: a cache of one-token pages is what kvjax
+writes and reads, and torch carries their rows to and from where the plan says that the caller's cache holds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import kvjax
+from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
+from kvjax_torch.borrow import to_jax, to_torch
+from kvjax_torch.dtypes import numpy_dtype, torch_dtype
+from kvjax_torch.plan import CachePlan, GatherPlan, StridedRows, WritePlan
+
+CHUNK_TOKENS = 16
+"""Tokens that JAX encodes or decodes at a time: few, for the last chunk is filled up with zeros."""
+
+
+def write(
+    plan: WritePlan,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Writes the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
+    spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
+    token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
+    staged = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
+    for part in _chunks(token.shape[0]):
+        rows = to_jax(_filled_up(key[token[part]])), to_jax(_filled_up(value[token[part]]))
+        encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale), _scale(v_scale)))
+        staged[part] = encoded.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
+    # Nothing may fail from here on: a call that raises leaves the cache as it was.
+    for cache, into, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, pages):
+        view, index = _locate(cache, into, spec, slot)
+        view[index] = _view(staged, staged_rows, pages)[:, 0]
+
+
+def gather(
+    plan: GatherPlan,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads the sequences of a `gather_kv` call that `plan` describes."""
+    spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
+    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
+    seq, position = (torch.arange(max_len, device=seq_lens.device) < seq_lens[:, None]).nonzero(as_tuple=True)
+    block = block_table[seq, position // spec.block_size].to(torch.int64).clamp(0, key_cache.shape[0] - 1)
+    slot = block * spec.block_size + position % spec.block_size
+    staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
+    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, pages):
+        view, index = _locate(cache, stored_rows, spec, slot)
+        _view(staged, staged_rows, pages)[:, 0] = view[index]
+    gathered = [
+        key_cache.new_zeros((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
+        for size in (spec.head_size, spec.head_size_v)
+    ]
+    for part in _chunks(slot.shape[0]):
+        stored = _filled_up(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
+        decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), _scale(k_scale), _scale(v_scale))
+        for dense, rows in zip(gathered, decoded, strict=True):
+            dense[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
+    keys, values = gathered
+    return keys, values
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def encode_chunk(
+    spec: AttentionSpec, key: jax.Array, value: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+) -> jax.Array:
+    """Tokens as the array of a cache that holds each in a page of its own."""
+    slots = jnp.arange(key.shape[0], dtype=jnp.int32)
+    pages = KVCache.allocate(spec, key.shape[0])
+    return kvjax.reshape_and_cache_flash_diffkv(
+        key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
+    ).kv
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "dtype"))
+def decode_chunk(
+    spec: AttentionSpec, dtype: np.dtype[Any], pages: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of tokens, from the array that `encode_chunk` returns."""
+    block_table = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
+    keys, values = kvjax.gather_kv(
+        KVCache(pages, spec),
+        block_table,
+        jnp.ones_like(block_table[:, 0]),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        dtype=dtype,
+        implementation="xla",
+    )
+    return keys[:, 0], values[:, 0]
+
+
+def _one_token_pages(spec: AttentionSpec) -> AttentionSpec:
+    return dataclasses.replace(
+        spec, block_size=1, layout=CacheLayout.NHD, v_scale_layout=VScaleLayout.LINEAR, page_size_padded=None
+    )
+
+
+def _writers(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token is written into which slot: each slot in range once, by the last token that names it.
+
+    torch's indexed writes run in parallel. Two tokens with one slot could leave a mixture of both.
+    """
+    token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero()[:, 0]
+    slot, which = torch.unique(slot_mapping[token].to(torch.int64), return_inverse=True)
+    return torch.zeros_like(slot).scatter_reduce_(0, which, token, reduce="amax"), slot
+
+
+def _chunks(num_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
+
+
+def _filled_up(rows: torch.Tensor) -> torch.Tensor:
+    chunk = rows.new_zeros((CHUNK_TOKENS, *rows.shape[1:]))
+    chunk[: rows.shape[0]] = rows
+    return chunk
+
+
+def _scale(scale: torch.Tensor) -> np.ndarray:
+    return (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
+
+
+def _row_pairs(
+    plan: CachePlan, key_cache: torch.Tensor, value_cache: torch.Tensor, pages: AttentionSpec
+) -> Iterator[tuple[torch.Tensor, StridedRows, StridedRows]]:
+    """For data and block scales of keys and values: the cache tensor, its rows, and the same of one-token pages."""
+    halves = ((key_cache, plan.key_rows, pages.regions.k), (value_cache, plan.value_rows, pages.regions.v))
+    for cache, cache_rows, regions in halves:
+        page_rows = StridedRows.of_regions(regions, pages.page_size_bytes, start=0)
+        for rows, staged_rows in zip(cache_rows, page_rows, strict=True):
+            yield cache, rows, staged_rows
+
+
+def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch.Tensor:
+    """Rows of a cache tensor as its bytes `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
+    stored = tensor.view(torch.uint8)
+    return stored.as_strided(
+        (tensor.shape[0], spec.block_size, spec.num_kv_heads, rows.row_bytes),
+        (rows.block_stride, rows.token_stride, rows.head_stride, 1),
+        stored.storage_offset() + rows.offset,
+    )
+
+
+def _locate(
+    cache: torch.Tensor, rows: StridedRows, spec: AttentionSpec, slot: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A view and the index in it of the rows `[num_slots, num_kv_heads, row_bytes]` of these slots."""
+    view, block, token = _view(cache, rows, spec), slot // spec.block_size, slot % spec.block_size
+    if not rows.swizzled:
+        return view, (block, token)
+    scale = torch.arange(rows.row_bytes, device=slot.device)
+    head = torch.arange(spec.num_kv_heads, device=slot.device)[:, None]
+    tile_row, column = kvjax.swizzled_position(token[:, None, None], scale, rows.row_bytes)
+    return view, (block[:, None, None], tile_row, head, column)

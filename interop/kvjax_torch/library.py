@@ -1,0 +1,106 @@
+"""`torch.ops.kvjax.*`: the operations as torch knows them, with what they mutate and what they return.
+
+They are defined and implemented through a `torch.library.Library`, whose calls cost a third of those of
+`torch.library.custom_op`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvjax import UnsupportedError
+from kvjax_torch import host
+from kvjax_torch.arguments import gather_plan, refuse_gradient, write_plan
+from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
+
+_LIBRARY = torch.library.Library("kvjax", "DEF")
+_LIBRARY.define(
+    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+    " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear') -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, str kv_cache_dtype,"
+    " Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', ScalarType? dtype=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+) -> None:
+    plan = write_plan(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, v_scale_layout
+    )
+    _check_served("reshape_and_cache_flash", key_cache.device)
+    host.write(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+
+
+def _gather(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = gather_plan(
+        key_cache, value_cache, block_table, seq_lens, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype
+    )
+    _check_served("gather_kv", key_cache.device)
+    return host.gather(plan, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+
+
+def _check_served(operation: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UnsupportedError(f"{operation}: got tensors on {device}, expected cpu: no kernel for {device.type} yet")
+
+
+def _write_fake(key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> None:
+    refuse_gradient(key=key, value=value)  # compiled code runs without autograd: it could not say so later
+
+
+def _gather_fake(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    _, block_size, num_heads, _ = key_cache.shape
+    keys, values = (
+        block_table.new_empty(
+            (block_table.shape[0], block_table.shape[1] * block_size, num_heads, row_head_size(name, row, stored)),
+            dtype=gathered_dtype(dtype, stored),
+        )
+        for name, row in (
+            ("key_cache", key_cache.shape[3] * key_cache.dtype.itemsize),
+            ("value_cache", value_cache.shape[3] * value_cache.dtype.itemsize),
+        )
+    )
+    return keys, values
+
+
+for _name, _kernel, _fake in (("reshape_and_cache_flash", _write, _write_fake), ("gather_kv", _gather, _gather_fake)):
+    _LIBRARY.impl(_name, _kernel, "CPU")
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    torch.library.register_fake(f"kvjax::{_name}", _fake, lib=_LIBRARY)

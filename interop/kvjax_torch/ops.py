@@ -1,0 +1,117 @@
+"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`."""
+
+from __future__ import annotations
+
+import torch
+
+import kvjax_torch.library as _registered  # noqa: F401  # torch.ops.kvjax
+
+Scale = float | torch.Tensor
+"""A decode scale: a positive number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`."""
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+) -> None:
+    """Writes tokens into the slots of a paged cache, in place, encoded as `kv_cache_dtype` says.
+
+    The bytes are those that `kvjax.reshape_and_cache_flash` writes; no byte outside the written slots changes. A call
+    that raises has written nothing. `torch.ops.kvjax.reshape_and_cache_flash` is the same operation with scales that
+    are tensors on the caches' device.
+
+    Args:
+      key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16, with any strides but along a head: it
+        may be a slice of a fused QKV tensor. There may be more tokens than slots: those past the last slot are padding.
+      value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype, likewise.
+      key_cache: `[num_blocks, block_size, num_kv_heads, row]`, strided as it comes: `kv_cache[:, 0]` of one allocation
+        or a tensor of its own. The strides tell NHD from HND, which is passed with these dimensions too; with one head
+        or one token in a block the two are the same. `row` is `head_size` elements of the storage dtype (for fp8 also
+        uint8), or for NVFP4 `head_size / 2 + head_size / 16` uint8: a block's bytes are then one run, all its data
+        before all its block scales.
+      value_cache: the same for the values: `kv_cache[:, 1]`.
+      slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
+        at or past `num_blocks * block_size` write nothing. Which of two tokens with one slot wins is unspecified.
+      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors' own dtype.
+      k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it.
+      v_scale: the same for the values.
+      v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape, stride, dtype, device, address or scale that does not fit, naming
+        it. Scales on a GPU are not read back, so their values are not checked.
+      UnsupportedError: tensors on a device that has no implementation.
+    """
+    torch.ops.kvjax.reshape_and_cache_flash.default(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        kv_cache_dtype,
+        _as_tensor(k_scale, key_cache.device),
+        _as_tensor(v_scale, key_cache.device),
+        v_scale_layout=v_scale_layout,
+    )
+
+
+def gather_kv(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of whole sequences, dequantized, for attention written in torch.
+
+    Args:
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Entries past a
+        sequence's last block may hold anything.
+      seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: the decode scale that the keys were written with.
+      v_scale: the decode scale that the values were written with.
+      v_scale_layout: the order that the V scales were written in.
+      dtype: float32, float16 or bfloat16 of the result; by default the cache's own where it is unquantized, else
+        bfloat16. Decoding is in float32 and rounds once.
+
+    Returns:
+      `(key, value)`: `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` and `[.., head_size_v]`, zeros from
+      each sequence's length on.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
+    """
+    keys, values = torch.ops.kvjax.gather_kv.default(
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        kv_cache_dtype,
+        _as_tensor(k_scale, key_cache.device),
+        _as_tensor(v_scale, key_cache.device),
+        v_scale_layout=v_scale_layout,
+        dtype=dtype,
+    )
+    return keys, values
+
+
+def _as_tensor(scale: Scale, device: torch.device) -> torch.Tensor:
+    if isinstance(scale, torch.Tensor):
+        return scale
+    return torch.full((), scale, dtype=torch.float32, device=device)

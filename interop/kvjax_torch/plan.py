@@ -1,0 +1,101 @@
+"""What of a call stays the same from one step of a serving loop to the next; each plan is compiled for once.
+
+Plans hold no sizes that change with the load: neither the number of tokens or sequences nor that of blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import kvjax
+
+
+@dataclasses.dataclass(frozen=True)
+class StridedRows:
+    """Rows of one kind in a cache tensor: the data of its heads or, for NVFP4, their block scales. In bytes.
+
+    Head `h` of token `t` of block `b` is `row_bytes` from `offset + b * block_stride + t * token_stride +
+    h * head_stride` on, counted from the tensor's first element. Where `swizzled`, a block's scales lie at
+    `kvjax.swizzled_position` instead.
+    """
+
+    offset: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    row_bytes: int
+    swizzled: bool = False
+
+    @classmethod
+    def of_regions(cls, regions: Iterable[Any], page_bytes: int, start: int) -> tuple[StridedRows, ...]:
+        """The rows of `AttentionSpec.regions`, counted from byte `start` of pages that lie `page_bytes` apart."""
+        return tuple(
+            cls(
+                region.base - start,
+                page_bytes,
+                region.token_stride,
+                region.head_stride,
+                region.row_bytes,
+                region.swizzled,
+            )
+            for region in regions
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """A paged cache given as two tensors.
+
+    Attributes:
+      spec: dtype, layout, block size, heads and head sizes of the layer.
+      key_rows: where `key_cache` holds data and, for NVFP4, block scales.
+      value_rows: the same of `value_cache`, from its own first element.
+    """
+
+    spec: kvjax.AttentionSpec
+    key_rows: tuple[StridedRows, ...]
+    value_rows: tuple[StridedRows, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WritePlan:
+    """One kind of `reshape_and_cache_flash` call.
+
+    Attributes:
+      cache: the cache it writes.
+      dtype: element type of key and value.
+      key_strides: elements from token to token and from head to head of `key`; a head's are side by side.
+      value_strides: the same of `value`.
+      slot_dtype: int32 or int64.
+      scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
+    """
+
+    cache: CachePlan
+    dtype: torch.dtype
+    key_strides: tuple[int, int]
+    value_strides: tuple[int, int]
+    slot_dtype: torch.dtype
+    scale_sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherPlan:
+    """One kind of `gather_kv` call.
+
+    Attributes:
+      cache: the cache it reads.
+      dtype: element type of the results.
+      block_dtype: int32 or int64, of the block table.
+      length_dtype: int32 or int64, of the sequences' lengths.
+      scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
+    """
+
+    cache: CachePlan
+    dtype: torch.dtype
+    block_dtype: torch.dtype
+    length_dtype: torch.dtype
+    scale_sizes: tuple[int, int]
