@@ -163,11 +163,12 @@ def test_a_gradient_is_refused_and_may_be_stopped(derivative):
     assert moved.any()  # what does not go through the cache has its gradient
 
 
-def test_a_cache_sharded_over_heads_stays_so_without_communication(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_cache_sharded_over_heads_stays_so_without_communication(axis_type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     program = Path(__file__).with_name("sharded_over_heads.py")
-    ran = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "error", program, axis_type]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["21", "layouts"]
