@@ -1,0 +1,201 @@
+"""Compiles programs for GPUs that this machine need not have: for H100 and B200, from jax to machine code.
+
+jax's CUDA plugin compiles for a described GPU without a driver or CUDA's libraries. Asked by environment variables,
+Mosaic GPU prints what it makes of each kernel: the PTX, what ptxas says of it and, where a disassembler is at hand, the
+machine code (SASS).
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import util
+from pathlib import Path
+from typing import IO, Any
+
+TARGETS = {path.stem: path for path in sorted(Path(__file__).with_name("targets").glob("*.txtpb"))}
+"""Descriptions of the GPUs, as XLA's GpuTargetConfigProto."""
+
+_FREE_OPCODES = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """One Mosaic GPU kernel: its PTX, what ptxas reports, and its machine code with control codes if asked for."""
+
+    ptx: str
+    ptxas_log: str
+    sass: str | None
+
+    @property
+    def name(self) -> str:
+        return _find(r"\.entry (\w+)", self.ptx)
+
+    @property
+    def target(self) -> str:
+        """The architecture of the PTX, such as "sm_90a"."""
+        return _find(r"^\.target (\w+)", self.ptx)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return int(_find(r"Used (\d+) registers", self.ptxas_log))
+
+    @property
+    def spill_bytes(self) -> int:
+        """What a thread stores to local memory, and loads again, for want of registers."""
+        return sum(int(_find(rf"(\d+) bytes spill {kind}", self.ptxas_log)) for kind in ("stores", "loads"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A function compiled for a GPU: optimized HLO, bytes of memory, and its Mosaic GPU kernels."""
+
+    hlo: str
+    argument_size: int
+    output_size: int
+    alias_size: int
+    temp_size: int
+    kernels: tuple[CompiledKernel, ...]
+
+    @property
+    def device_ops(self) -> tuple[str, ...]:
+        """What runs on the device, as HLO opcodes: `("custom-call",)` where it is one Mosaic GPU kernel alone."""
+        entry = self.hlo[self.hlo.index("\nENTRY ") :]
+        opcodes = re.findall(r"^  (?:ROOT )?%\S+ = .*? ([a-z][\w-]*)\(", entry, re.MULTILINE)
+        return tuple(opcode for opcode in opcodes if opcode not in _FREE_OPCODES)
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here, or `None`."""
+    return None if util.find_spec("jax_plugins.xla_cuda13") else "needs jax-cuda13-plugin and jax-cuda13-pjrt"
+
+
+def compile_for(
+    target: str, function: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()
+) -> CompiledProgram:
+    """Compiles `function` for one of `TARGETS`, in a process that compiles for nothing else.
+
+    `args` are pytrees of anything with a shape and a dtype. They and the function travel by pickle: the function is one
+    of a module, or a `functools.partial` of one.
+    """
+    return _compiler(target).submit(compile_here, target, function, *args, donate_argnums=donate_argnums).result()
+
+
+@functools.cache
+def _compiler(target: str) -> concurrent.futures.Executor:
+    spawn = multiprocessing.get_context("spawn")
+    executor = concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=prepare_environment)
+    atexit.register(executor.shutdown)
+    return executor
+
+
+def prepare_environment() -> None:
+    """Lets jax load its CUDA plugin where there is no driver; to be called before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # without a driver, looking for CUDA's devices would end the process
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+
+
+def compile_here(
+    target: str,
+    function: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    disassemble: bool = False,
+) -> CompiledProgram:
+    """What `compile_for` does, in this process; also for functions that cannot be pickled, and with SASS."""
+    import jax
+
+    device = _device(target)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    if disassemble and (tools := _folder_of_nvdisasm()):
+        os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(tools.parent)
+    with jax.default_device(device), _captured_stdout() as output:
+        lowered = jax.jit(function, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile()
+        output.seek(0)
+        dump = output.read()
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    return CompiledProgram(
+        hlo,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        _kernels(hlo, dump),
+    )
+
+
+@functools.cache
+def _device(target: str) -> Any:
+    from jax.experimental import topologies
+
+    # Mosaic GPU tells ptxas the compute capability of the first GPU that its process compiled for, whatever the second.
+    if _device.cache_info().currsize:
+        raise RuntimeError(f"target: got {target!r}, but this process compiles for another; use compile_for")
+    config = TARGETS[target].read_text()
+    return topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x1").devices[0]
+
+
+@contextlib.contextmanager
+def _captured_stdout() -> Iterator[IO[str]]:
+    """A file that gets what this process writes to standard output, from C++ too."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        with tempfile.TemporaryFile("w+") as file:
+            os.dup2(file.fileno(), 1)
+            yield file
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+_known_kernels: dict[str, CompiledKernel] = {}
+
+
+def _kernels(hlo: str, dump: str) -> tuple[CompiledKernel, ...]:
+    """The kernels of a program, in its order. One that this process compiled before is not dumped again."""
+    hashes = re.findall(r'custom_call_target="mosaic_gpu\w*".*?kernel_hash = "(.*?)"[,}]', hlo)
+    new = [hash_ for hash_ in dict.fromkeys(hashes) if hash_ not in _known_kernels]
+    _known_kernels.update(zip(new, map(_parse_kernel, _split_dump(dump)), strict=True))
+    return tuple(_known_kernels[hash_] for hash_ in hashes)
+
+
+def _split_dump(dump: str) -> list[str]:
+    return re.split(r"^//\n(?=// Generated by LLVM NVPTX)", dump, flags=re.MULTILINE)[1:]
+
+
+def _parse_kernel(dump: str) -> CompiledKernel:
+    """One kernel's part of a dump: PTX, the lines of ptxas, SASS, in this order."""
+    ptx, rest = re.split(r"^(?=ptxas info)", dump, maxsplit=1, flags=re.MULTILINE)
+    log, *sass = re.split(r"^(?=\s*\.(?:headerflags|target)\s)", rest, maxsplit=1, flags=re.MULTILINE)
+    return CompiledKernel(ptx, log, sass[0] if sass else None)
+
+
+def _folder_of_nvdisasm() -> Path | None:
+    """Of CUDA's toolkit or of triton, which torch brings."""
+    triton = util.find_spec("triton")
+    brought = [Path(triton.origin).parent / "backends/nvidia/bin"] if triton and triton.origin else []
+    found = shutil.which("nvdisasm", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, brought)]))
+    return Path(found).parent if found else None
+
+
+def _find(pattern: str, text: str) -> str:
+    if (found := re.search(pattern, text, re.MULTILINE)) is None:
+        raise ValueError(f"no {pattern!r} in:\n{text}")
+    return found[1]

@@ -1,0 +1,156 @@
+"""What a kernel becomes on a GPU that need not be here: registers, spills, and its instructions in PTX and SASS.
+
+For the kernels of kvjax, `python tools/inspect_kernel.py write --dtype nvfp4 --target b200 --show sass`. For any other
+function, import this module before jax and call `inspect`, for one target a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import gpu_compile  # noqa: E402
+
+gpu_compile.prepare_environment()
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One machine instruction. Its warp issues the next one `stall` cycles later, or more."""
+
+    address: int
+    opcode: str
+    operands: str
+    stall: int
+
+
+def inspect(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    target: str = "h100",
+    donate_argnums: int | Sequence[int] = (),
+    show: Collection[str] = (),
+) -> gpu_compile.CompiledProgram:
+    """Compiles `function` for arguments of the shapes and dtypes of `args`, and prints what came of it.
+
+    `show` names what to print in full: "hlo", "ptx", "sass".
+    """
+    program = gpu_compile.compile_here(target, function, *args, donate_argnums=donate_argnums, disassemble=True)
+    print(f"program: {' '.join(program.device_ops)}")
+    print(f"  {program.alias_size:,} bytes of the results are the arguments', {program.temp_size:,} temporary")
+    if "hlo" in show:
+        print(program.hlo)
+    for kernel in program.kernels:
+        print(f"{kernel.name}: {kernel.target}, {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
+        ptx = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)[^:\n]*;", kernel.ptx, re.MULTILINE)
+        print(f"  PTX, {len(ptx)} instructions: {histogram(ptx)}")
+        print_sass(kernel.sass)
+        for kind in ("ptx", "sass"):
+            if kind in show:
+                print(getattr(kernel, kind))
+    return program
+
+
+def print_sass(sass: str | None) -> None:
+    """Counts of all instructions, and of those in each loop."""
+    if sass is None:
+        print("  SASS: needs nvdisasm, of CUDA's toolkit or of triton")
+        return
+    instructions, labels = parse_sass(sass)
+    print(f"  SASS, {len(instructions)} instructions: {histogram(i.opcode for i in instructions)}")
+    for first, last in find_loops(instructions, labels):
+        body = [i for i in instructions if first <= i.address <= last]
+        size = f"{len(body)} instructions, {sum(i.stall for i in body)} cycles to issue"
+        print(f"  loop {first:#06x} to {last:#06x}, {size}: {histogram(i.opcode for i in body)}")
+
+
+def parse_sass(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions, up to the padding after them, and the address that each label stands for."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    new_labels: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            new_labels.append(label[1])
+        elif found := re.match(r"\s*(?:[^:]+:){4}(\d+)\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([\w.]+)(.*)", line):
+            stall, address, opcode, operands = found.groups()
+            instructions.append(Instruction(int(address, 16), opcode, operands, int(stall)))
+            labels |= dict.fromkeys(new_labels, instructions[-1].address)
+            new_labels = []
+    while instructions and instructions[-1].opcode in ("NOP", "BRA"):
+        instructions.pop()
+    return instructions, labels
+
+
+def find_loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """First and last address of each range that a backward branch closes, the shortest, hence innermost, first."""
+    ranges = []
+    for instruction in instructions:
+        label = re.search(r"\.L\w+", instruction.operands) if instruction.opcode.startswith("BRA") else None
+        if label and labels[label[0]] < instruction.address:
+            ranges.append((labels[label[0]], instruction.address))
+    return sorted(ranges, key=lambda addresses: addresses[1] - addresses[0])
+
+
+def histogram(opcodes: Iterable[str]) -> str:
+    """`opcode:count` of each, the most frequent first."""
+    return " ".join(f"{opcode}:{count}" for opcode, count in collections.Counter(opcodes).most_common())
+
+
+def main() -> None:
+    """Inspects the write kernel as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernel", choices=["write"])
+    parser.add_argument("--target", choices=gpu_compile.TARGETS, default="h100")
+    parser.add_argument("--dtype", default="bfloat16", help="storage dtype")
+    parser.add_argument("--input-dtype", default="bfloat16")
+    parser.add_argument("--layout", choices=["NHD", "HND"], default="NHD")
+    parser.add_argument("--v-scale-layout", choices=["linear", "swizzled"], default="linear")
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens that a program takes")
+    parser.add_argument("--show", choices=["hlo", "ptx", "sass"], nargs="*", default=())
+    args = parser.parse_args()
+
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax import FullAttentionSpec, KVCacheDType
+    from kvjax.kernels.write import WriteConfig, write
+
+    spec = FullAttentionSpec(
+        args.block_size,
+        args.num_kv_heads,
+        args.head_size,
+        dtype=KVCacheDType(args.dtype),
+        layout=args.layout,
+        v_scale_layout=args.v_scale_layout,
+    )
+    shape = jax.ShapeDtypeStruct
+    rows = shape((args.num_tokens, args.num_kv_heads, args.head_size), jnp.dtype(args.input_dtype))
+    num_blocks = -(-args.num_tokens // args.block_size)
+    pages = shape((num_blocks, spec.page_size_bytes // spec.array_dtype.itemsize), spec.array_dtype)
+    scale = shape((1,), jnp.float32)
+    inspect(
+        functools.partial(write, spec=spec, config=WriteConfig(tokens=args.tokens)),
+        (pages, rows, rows, shape((args.num_tokens,), jnp.int32), scale, scale),
+        args.target,
+        donate_argnums=0,
+        show=args.show,
+    )
+
+
+if __name__ == "__main__":
+    main()
