@@ -84,10 +84,12 @@ def _write(
     implementation: str | None,
 ) -> KVCache:
     spec = cache.spec
-    check_array("key", key, _dims("num_tokens", None, spec.num_kv_heads, spec.head_size), INPUT_DTYPES)
+    heads = ("num_kv_heads", spec.num_kv_heads)
+    check_array("key", key, [("num_tokens", None), heads, ("head_size", spec.head_size)], INPUT_DTYPES)
     key = jnp.asarray(key)
-    check_array("value", value, _dims("num_tokens", key.shape[0], spec.num_kv_heads, spec.head_size_v), [key.dtype])
-    check_array("slot_mapping", slot_mapping, [("num_tokens", key.shape[0])], INDEX_DTYPES)
+    num_tokens = ("num_tokens", key.shape[0])
+    check_array("value", value, [num_tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
+    check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
 
     @jax.custom_jvp
@@ -97,10 +99,6 @@ def _write(
     write.defjvp(_refuse_gradient)
     written: jax.Array = write(cache.kv, key, jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), *scales)
     return KVCache(written, spec)
-
-
-def _dims(tokens: str, num_tokens: int | None, num_heads: int, head_size: int) -> list[tuple[str, int | None]]:
-    return [(tokens, num_tokens), ("num_kv_heads", num_heads), ("head_size", head_size)]
 
 
 def _refuse_gradient(*_: Any) -> Any:

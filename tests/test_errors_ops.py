@@ -1,0 +1,234 @@
+"""What the operations refuse: each message names the value and what would be accepted, and the cache is as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
+
+from kvjax import (
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    UnsupportedError,
+    gather_kv,
+    paged_attention,
+    reshape_and_cache_flash,
+    reshape_and_cache_flash_diffkv,
+)
+from kvjax.ops import select
+
+FP8, NVFP4 = simple_spec(KVCacheDType.FP8_E4M3), simple_spec(KVCacheDType.NVFP4)
+TOKENS, SLOTS = np.zeros((3, 2, 64), np.float32), np.arange(3, dtype=np.int32)
+TABLE, LENS = np.zeros((4, 2), np.int32), np.zeros(4, np.int32)
+QUERY = np.zeros((4, 6, 64), np.float32)
+
+WRITE = {"key": TOKENS, "value": TOKENS, "slot_mapping": SLOTS}
+READ = {"block_table": TABLE, "seq_lens": LENS}
+ATTEND = {"query": QUERY, **READ}
+SCALE_RANGE = "expected between 7.9e-31 and 1.3e+30"
+
+VALUE, TYPE = KVCacheValueError, KVCacheTypeError
+WRITE_ERRORS = [
+    ({"key": TOKENS[0]}, VALUE, "key: got shape (2, 64), expected [num_tokens, num_kv_heads=2, head_size=64]"),
+    ({"key": TOKENS[:, :1]}, VALUE, "key: got shape (3, 1, 64), expected [num_tokens, num_kv_heads=2, head_size=64]"),
+    ({"key": TOKENS[..., :32]}, VALUE, "key: got shape (3, 2, 32), expected [num_tokens, num_kv_heads=2, head_size=64"),
+    ({"key": TOKENS.astype(np.float64)}, TYPE, "key: got dtype float64, expected one of float32, float16, bfloat16"),
+    ({"key": TOKENS.astype(np.int32)}, TYPE, "key: got dtype int32, expected one of float32, float16, bfloat16"),
+    ({"key": TOKENS.astype(ml_dtypes.float8_e4m3fn)}, TYPE, "key: got dtype float8_e4m3fn, expected one of float32"),
+    ({"key": TOKENS.tolist()}, TYPE, "key: got a list, expected an array"),
+    (
+        {"value": TOKENS[:2]},
+        VALUE,
+        "value: got shape (2, 2, 64), expected [num_tokens=3, num_kv_heads=2, head_size_v=6",
+    ),
+    (
+        {"value": TOKENS[..., :32]},
+        VALUE,
+        "value: got shape (3, 2, 32), expected [num_tokens=3, num_kv_heads=2, head_si",
+    ),
+    ({"value": TOKENS.astype(np.float16)}, TYPE, "value: got dtype float16, expected one of float32"),
+    ({"slot_mapping": SLOTS[:2]}, VALUE, "slot_mapping: got shape (2,), expected [num_tokens=3]"),
+    ({"slot_mapping": SLOTS[None]}, VALUE, "slot_mapping: got shape (1, 3), expected [num_tokens=3]"),
+    ({"slot_mapping": SLOTS.astype(np.uint32)}, TYPE, "slot_mapping: got dtype uint32, expected one of int32, int64"),
+    ({"slot_mapping": SLOTS.astype(np.float32)}, TYPE, "slot_mapping: got dtype float32, expected one of int32, int64"),
+    ({"slot_mapping": [0, 1, 2]}, TYPE, "slot_mapping: got a list, expected an array"),
+    ({"k_scale": 0.0}, VALUE, f"k_scale: got 0.0, {SCALE_RANGE}"),
+    ({"k_scale": -1.0}, VALUE, f"k_scale: got -1.0, {SCALE_RANGE}"),
+    ({"v_scale": float("nan")}, VALUE, f"v_scale: got nan, {SCALE_RANGE}"),
+    ({"v_scale": float("inf")}, VALUE, f"v_scale: got inf, {SCALE_RANGE}"),
+    ({"v_scale": 1e-40}, VALUE, f"v_scale: got 1e-40, {SCALE_RANGE}"),
+    ({"v_scale": 1e38}, VALUE, f"v_scale: got 1e+38, {SCALE_RANGE}"),
+    ({"v_scale": np.float32([1.0, 0.0])}, VALUE, f"v_scale: got 0.0, {SCALE_RANGE}"),
+    (
+        {"k_scale": np.ones(3, np.float32)},
+        VALUE,
+        "k_scale: got shape (3,), expected a scalar or [num_kv_heads=2] for dtype 'fp8_e4m3'",
+    ),
+    ({"implementation": "cuda"}, VALUE, "implementation: got 'cuda', expected one of "),
+    ({"implementation": "xlaa"}, VALUE, "implementation: got 'xlaa', expected one of "),
+]
+READ_ERRORS = [
+    ({"block_table": TABLE[0]}, VALUE, "block_table: got shape (2,), expected [num_seqs"),
+    ({"block_table": TABLE.astype(np.uint8)}, TYPE, "block_table: got dtype uint8, expected one of int32, int64"),
+    ({"block_table": [[0]]}, TYPE, "block_table: got a list, expected an array"),
+    ({"seq_lens": LENS[:3]}, VALUE, "seq_lens: got shape (3,), expected [num_seqs=4]"),
+    ({"seq_lens": LENS.astype(np.float32)}, TYPE, "seq_lens: got dtype float32, expected one of int32, int64"),
+    (
+        {"k_scale": np.ones((2, 1), np.float32)},
+        VALUE,
+        "k_scale: got shape (2, 1), expected a scalar or [num_kv_heads=2]",
+    ),
+    ({"v_scale": 0}, VALUE, f"v_scale: got 0, {SCALE_RANGE}"),
+    ({"implementation": "gpu"}, VALUE, "implementation: got 'gpu', expected one of "),
+]
+GATHER_ERRORS = [
+    ({"dtype": jnp.int8}, TYPE, "dtype: got int8, expected one of float32, float16, bfloat16"),
+    ({"dtype": np.float64}, TYPE, "dtype: got float64, expected one of float32, float16, bfloat16"),
+]
+ATTENTION_ERRORS = [
+    ({"query": QUERY[0]}, VALUE, "query: got shape (6, 64), expected [num_seqs, num_heads, head_size=64]"),
+    ({"query": QUERY[..., :63]}, VALUE, "query: got shape (4, 6, 63), expected [num_seqs, num_heads, head_size=64]"),
+    ({"query": QUERY.astype(np.int8)}, TYPE, "query: got dtype int8, expected one of float32, float16, bfloat16"),
+    ({"query": QUERY[:, :5]}, VALUE, "query: got num_heads=5, expected a multiple of num_kv_heads=2"),
+    ({"query": QUERY[:, :0]}, VALUE, "query: got num_heads=0, expected a multiple of num_kv_heads=2"),
+    ({"query": QUERY[:2]}, VALUE, "block_table: got shape (4, 2), expected [num_seqs=2, max_blocks]"),
+    ({"sliding_window": 0}, VALUE, "sliding_window: got 0, expected a positive int or None"),
+    ({"sliding_window": -4}, VALUE, "sliding_window: got -4, expected a positive int or None"),
+    ({"sliding_window": 4.0}, TYPE, "sliding_window: got 4.0 of type float, expected an int or None"),
+    ({"sliding_window": True}, TYPE, "sliding_window: got True of type bool, expected an int or None"),
+    (
+        {"implementation": "mosaic"},
+        UnsupportedError,
+        "paged_attention: implementation: got 'mosaic', expected one of xla",
+    ),
+]
+CASES = [
+    (operation, {**arguments, **change}, error, message)
+    for operation, arguments, cases in (
+        (reshape_and_cache_flash, WRITE, WRITE_ERRORS),
+        (reshape_and_cache_flash_diffkv, WRITE, WRITE_ERRORS),
+        (gather_kv, READ, READ_ERRORS + GATHER_ERRORS),
+        (paged_attention, ATTEND, READ_ERRORS + ATTENTION_ERRORS),
+    )
+    for change, error, message in cases
+]
+
+
+def check_refused(run: Any, cache: KVCache, error: type[Exception], message: str) -> None:
+    before = page_bytes(cache)
+    with pytest.raises(error) as raised:
+        run(cache)
+    assert type(raised.value) is error
+    assert str(raised.value).startswith(message)
+    assert_same_bytes(page_bytes(cache), before)
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "error", "message"),
+    CASES,
+    ids=[f"{operation.__name__}-{message}" for operation, _, _, message in CASES],
+)
+def test_arguments_are_refused(operation, arguments, error, message):
+    def run(cache):
+        return operation(cache=cache, **arguments)
+
+    cache = poisoned(FP8, 2)
+    check_refused(run, cache, error, message)
+    check_refused(jax.jit(run, donate_argnums=0), cache, error, message)
+
+
+OPERATIONS = {
+    "write": lambda cache: reshape_and_cache_flash(cache=cache, **WRITE),
+    "write diffkv": lambda cache: reshape_and_cache_flash_diffkv(cache=cache, **WRITE),
+    "gather": lambda cache: gather_kv(cache, **READ),
+    "attention": lambda cache: paged_attention(cache=cache, **ATTEND),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_caches_are_refused(operation):
+    run, donated = OPERATIONS[operation], KVCache.allocate(FP8, 2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(donated)
+    for cache, error, message in [
+        (np.zeros(3), TYPE, "cache: got a ndarray, expected a KVCache"),
+        (KVCache(np.zeros(FP8.cache_shape(2), np.uint8), FP8), TYPE, "cache.kv: got a ndarray, expected a jax.Array"),
+        (KVCache(jnp.zeros(FP8.cache_shape(2)), FP8), TYPE, "cache.kv: got dtype float32, expected uint8 for "),
+        (
+            KVCache(jnp.zeros((2, 3), jnp.uint8), FP8),
+            VALUE,
+            "cache.kv: got shape (2, 3), expected [num_blocks, 2, 8, 2",
+        ),
+        (donated, VALUE, "cache.kv: got an array that was donated to an earlier call, expected the one that call ret"),
+    ]:
+        with pytest.raises(error) as raised:
+            run(cache)
+        assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("spec", [simple_spec(), NVFP4], ids=lambda spec: spec.dtype.value)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_per_head_are_for_fp8_alone(spec, name):
+    scales = {name: jnp.ones(2)}
+    message = f"{name}: got shape (2,), expected a scalar for dtype {spec.dtype.value!r}"
+    cache = poisoned(spec, 2)
+    for run in (
+        lambda cache: reshape_and_cache_flash(cache=cache, **WRITE, **scales),
+        lambda cache: gather_kv(cache, **READ, **scales),
+        lambda cache: paged_attention(cache=cache, **ATTEND, **scales),
+    ):
+        check_refused(run, cache, VALUE, message)
+
+
+def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own():
+    message = (
+        "reshape_and_cache_flash: got a cache with head_size=64 and head_size_v=32, expected equal ones;"
+        " use reshape_and_cache_flash_diffkv"
+    )
+    check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
+
+
+def refuse(reason: str) -> Any:
+    def run(x):
+        raise UnsupportedError(f"{reason} {x}")
+
+    return run
+
+
+MOSAIC, XLA = select.Implementation
+
+
+def test_the_first_implementation_that_serves_a_call_is_chosen():
+    both = {MOSAIC: lambda x: ("mosaic", x), XLA: lambda x: ("xla", x)}
+    assert select.run("op", None, both, 1) == ("mosaic", 1)
+    assert select.run("op", "xla", both, 1) == ("xla", 1)
+    assert select.run("op", None, {**both, MOSAIC: refuse("no GPU for")}, 1) == ("xla", 1)
+
+
+def test_an_implementation_asked_for_raises_its_own_reason():
+    with pytest.raises(UnsupportedError, match=r"^no GPU for 1$"):
+        select.run("op", "mosaic", {MOSAIC: refuse("no GPU for"), XLA: lambda x: x}, 1)
+
+
+def test_where_none_serves_each_says_why():
+    with pytest.raises(UnsupportedError) as raised:
+        select.run("op", None, {MOSAIC: refuse("no GPU for"), XLA: refuse("not today,")}, 1)
+    assert str(raised.value) == "op: no implementation serves this call; mosaic: no GPU for 1; xla: not today, 1"
+
+
+def test_another_error_is_not_passed_over():
+    with pytest.raises(ZeroDivisionError):
+        select.run("op", None, {MOSAIC: lambda x: x / 0, XLA: lambda x: x}, 1)
+
+
+def test_a_misspelt_implementation_is_told_the_nearest():
+    with pytest.raises(
+        KVCacheValueError, match=r"got 'mosiac', expected one of mosaic, xla \(did you mean 'mosaic'\?\)"
+    ):
+        select.run("op", "mosiac", {MOSAIC: lambda x: x, XLA: lambda x: x}, 1)
