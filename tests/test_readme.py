@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its example runs, its table is the demo's, its links lead somewhere."""
+"""What the pages for newcomers show is so: the example runs, tables are what they stand for, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_layering import LAYERS
 
 import kvjax
 
@@ -73,3 +74,9 @@ def test_the_demos_table_has_every_dtype_at_its_price():
 def test_links_lead_to_files(page: str):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_map_of_imports_is_the_one_that_is_held():
+    """WORKSPACE.md's table of modules has the rows of the layering test, in its order."""
+    section = (ROOT / "WORKSPACE.md").read_text().split("## What may import what")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == LAYERS
