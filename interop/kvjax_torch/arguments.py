@@ -221,7 +221,7 @@ def _check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        if tensor.data_ptr() % tensor.dtype.itemsize:
+        if tensor.data_ptr() % tensor.element_size():
             raise KVCacheValueError(
                 f"{name}: got address {tensor.data_ptr():#x}, expected a multiple of {tensor.dtype.itemsize},"
                 f" the bytes of a {tensor.dtype}"
@@ -231,7 +231,7 @@ def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
 def _check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
     for name, scale in scales.items():
         if scale.device.type == "cpu":  # to read one from a GPU would make the host wait
-            for value in scale.reshape(-1).tolist():
+            for value in [scale.item()] if scale.numel() == 1 else scale.tolist():
                 if not (math.isfinite(value) and value >= MIN_SCALE):
                     raise KVCacheValueError(
                         f"{name}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}"

@@ -1,0 +1,81 @@
+"""What the tests of kvjax_torch share: caches and inputs in the shapes and strides that torch callers have them in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvjax import AttentionSpec, CacheLayout, KVCacheDType
+from kvjax_torch.dtypes import torch_dtype
+
+FORMS = ("one_allocation", "two_tensors", "padded_pages", "offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchCache:
+    """`key_cache` and `value_cache` over poisoned memory; `pages()` copies what the pages hold, and all around them."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    pages: Callable[[], np.ndarray]
+
+
+def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndarray:
+    """Bytes `[num_blocks, page_size_bytes]`."""
+    return np.random.default_rng(seed).integers(0, 256, (num_blocks, spec.page_size_bytes), np.uint8)
+
+
+def torch_cache(
+    pages: np.ndarray, spec: AttentionSpec, *, form: str = "one_allocation", dtype: torch.dtype | None = None
+) -> TorchCache:
+    """The pages as a torch caller's cache, element type `dtype` (by default that of kvjax's array).
+
+    `form`: "one_allocation" holds them as they are, "padded_pages" with other bytes between them, "offset" after other
+    bytes; "two_tensors" holds keys and values apart, which halves them byte for byte only where K and V have equal
+    sizes.
+    """
+    dtype = dtype or torch_dtype(spec.array_dtype)
+    num_blocks, page_bytes = pages.shape
+    if form == "two_tensors":
+        key, value = (torch.from_numpy(half.copy()) for half in np.split(pages, 2, axis=1))
+        views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
+        return TorchCache(*views, lambda: torch.cat([key, value], dim=1).numpy().copy())
+    before, between = {"padded_pages": (0, 48), "offset": (80, 0)}.get(form, (0, 0))
+    memory = torch.full((before + num_blocks * (page_bytes + between),), 0xAB, dtype=torch.uint8)
+    held = memory[before:].view(num_blocks, -1)
+    held[:, :page_bytes] = torch.from_numpy(pages)
+
+    def read() -> np.ndarray:
+        assert (memory[:before] == 0xAB).all()
+        assert (held[:, page_bytes:] == 0xAB).all()
+        return held[:, :page_bytes].numpy().copy()
+
+    start = page_bytes // 2
+    if spec.is_diffkv:
+        bytes_k, bytes_v = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
+        start = page_bytes // (bytes_k + bytes_v) * bytes_k if spec.dtype is KVCacheDType.NVFP4 else bytes_k
+    return TorchCache(_half(held, spec, dtype, 0, start), _half(held, spec, dtype, 1, start), read)
+
+
+def _half(held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int, value_start: int) -> torch.Tensor:
+    """`[num_blocks, block_size, num_kv_heads, row]` of the keys (`half` 0) or the values in rows of pages."""
+    row, other = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v)[:: 1 - 2 * half])
+    step = row + other if spec.is_diffkv and spec.dtype is not KVCacheDType.NVFP4 else row
+    strides = (spec.num_kv_heads * step, step) if spec.layout is CacheLayout.NHD else (step, spec.block_size * step)
+    shape = (held.shape[0], spec.block_size, spec.num_kv_heads, row)
+    view = held.as_strided(shape, (held.stride(0), *strides, 1), held.storage_offset() + half * value_start)
+    return view.view(dtype)
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """`torch.from_numpy`, ml_dtypes' included."""
+    as_bytes = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, -1).copy())
+    return as_bytes.view(torch_dtype(array.dtype))[..., 0]
+
+
+def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
+    """`tensor.numpy()`, ml_dtypes' included."""
+    return tensor.contiguous().view(torch.uint8).numpy().view(dtype)
