@@ -1,0 +1,121 @@
+"""Pallas' GPU interpret mode, taught what it lacks: reshaped and dynamically sliced references, and errors for races.
+
+An access through such a reference is carried out as the accesses of the runs of neighbouring elements that it consists
+of. So race detection sees exactly the elements that are touched, and nothing between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.state import indexing
+from jax._src.state.types import ReshapeTransform, TransposeTransform
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@contextlib.contextmanager
+def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
+    """Kernels that are traced in this context run on the CPU, operation by operation. Wait for their results in it.
+
+    With `detect_races`, two accesses to one element, one of them a write and neither ordered before the other, raise a
+    RuntimeError with "RACE DETECTED" in it. Programs of a grid are then blocks of one cluster, for among those, unlike
+    among the blocks of a grid, no race goes unseen.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpu_callbacks, "_get", _get_by_runs(gpu_callbacks._get)))
+        stack.enter_context(mock.patch.object(gpu_callbacks, "_swap", _swap_by_runs(gpu_callbacks._swap)))
+        if detect_races:
+            stack.enter_context(mock.patch.object(plgpu, "kernel", _grid_as_cluster(plgpu.kernel)))
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)))
+        stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        yield
+        if detect_races and gpu_callbacks.get_races().races_found:
+            raise RuntimeError("RACE DETECTED, and printed above")  # jax 0.12 has raised an error of its own
+
+
+def _grid_as_cluster(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(body, *, grid, grid_names, **kwargs):
+        return kernel(body, cluster=grid, cluster_names=grid_names, **kwargs)
+
+    return wrapped
+
+
+def _get_by_runs(get: Callable[..., Any]) -> Callable[..., Any]:
+    @gpu_callbacks.fail_on_exception
+    def wrapped(token, mesh_location, thread, key, transforms, *args, **kwargs):
+        if not _is_refused(transforms):
+            return get(token, mesh_location, thread, key, transforms, *args, **kwargs)
+        elements, buffer = _resolve(key, transforms)
+        got = np.empty(elements.size, buffer.dtype)
+        for run, indexer in _runs(elements, buffer.shape):
+            token, got[run] = get(token, mesh_location, thread, key, (indexer,), *args, **kwargs)
+        return token, got.reshape(elements.shape)
+
+    return wrapped
+
+
+def _swap_by_runs(swap: Callable[..., Any]) -> Callable[..., Any]:
+    @gpu_callbacks.fail_on_exception
+    def wrapped(token, mesh_location, thread, key, transforms, value, mask, **kwargs):
+        if not _is_refused(transforms):
+            return swap(token, mesh_location, thread, key, transforms, value, mask, **kwargs)
+        if mask is not None:
+            raise NotImplementedError(f"a masked store through {transforms}")
+        elements, buffer = _resolve(key, transforms)
+        value, before = np.reshape(value, -1), np.empty(elements.size, buffer.dtype)
+        for run, indexer in _runs(elements, buffer.shape):
+            token, before[run] = swap(token, mesh_location, thread, key, (indexer,), value[run], None, **kwargs)
+        return token, before.reshape(elements.shape)
+
+    return wrapped
+
+
+def _is_refused(transforms: Any) -> bool:
+    return any(
+        isinstance(transform, ReshapeTransform)
+        or (isinstance(transform, indexing.NDIndexer) and gpu_callbacks._is_dynamic(transform))
+        for transform in transforms
+    )
+
+
+def _resolve(key: Any, transforms: Any) -> tuple[np.ndarray, Any]:
+    """Which elements of the flat buffer a reference stands for, in its shape; and the buffer's shape and dtype."""
+    memory = gpu_callbacks._get_shared_memory()
+    buffer = memory.buffer_shape_and_dtype(gpu_callbacks.HostAllocationKey.from_array(key))
+    elements = np.arange(np.prod(buffer.shape)).reshape(buffer.shape)
+    for transform in transforms:
+        match transform:
+            case ReshapeTransform():
+                elements = elements.reshape(transform.shape)
+            case TransposeTransform():
+                elements = elements.transpose([int(axis) for axis in transform.permutation])
+            case indexing.NDIndexer():
+                for axis, index in reversed([*enumerate(transform.indices)]):
+                    elements = _take(elements, axis, index)
+            case _:
+                raise NotImplementedError(f"{transform} in {transforms}")
+    return elements, buffer
+
+
+def _take(elements: np.ndarray, axis: int, index: Any) -> np.ndarray:
+    """Indexes one axis with an integer or a slice, within bounds."""
+    if isinstance(index, indexing.Slice):
+        index = int(index.start) + int(index.stride) * np.arange(int(index.size))
+    if np.any((np.asarray(index) < 0) | (np.asarray(index) >= elements.shape[axis])):
+        raise IndexError(f"index {index} is out of bounds of axis {axis} of shape {elements.shape}")
+    return np.take(elements, index, axis)
+
+
+def _runs(elements: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[slice, indexing.NDIndexer]]:
+    """Runs of neighbours along a buffer's last axis: where each lies in `elements`, flat, and in the buffer."""
+    flat = elements.reshape(-1)
+    starts = np.flatnonzero((np.diff(flat, prepend=-2) != 1) | (flat % shape[-1] == 0))
+    for start, stop in zip(starts, [*starts[1:], flat.size], strict=True):
+        *outer, first = (int(index) for index in np.unravel_index(flat[start], shape))
+        indices = (*outer, indexing.Slice(first, int(stop - start)))
+        yield slice(start, stop), indexing.NDIndexer(indices, shape, ())
