@@ -23,7 +23,7 @@ from helpers import (
     simple_spec,
 )
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, unify_page_sizes
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, reshape_and_cache_flash, unify_page_sizes
 
 NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
 
@@ -144,7 +144,7 @@ def test_the_storage_dtype_keeps_every_bit(implementation, name, layout):
 @pytest.mark.parametrize("dtype", [KVCacheDType.FLOAT32, NVFP4], ids=lambda dtype: dtype.value)
 def test_int64_slots(implementation, dtype):
     spec = simple_spec(dtype)
-    slots = np.array([3, 2**32 + 4, -(2**32) + 5, 15, 2**31, -1], np.int64)
+    slots = np.array([3, 2**32 + 4, -(2**32) + 5, 15, 8 * 2**32 + 6, -1], np.int64)
     check_write(implementation, spec, 2, slots[[0, 3, 5]])
     with jax.enable_x64(True):
         check_write(implementation, spec, 2, slots)
@@ -152,8 +152,6 @@ def test_int64_slots(implementation, dtype):
 
 
 def test_int64_slots_of_numpy_do_not_wrap_into_the_cache_where_x64_is_off():
-    from kvjax import reshape_and_cache_flash
-
     spec = simple_spec()
     key, value = kv_tokens(spec, 2)
     cache = poisoned(spec, 2)

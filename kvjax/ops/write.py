@@ -30,6 +30,9 @@ def reshape_and_cache_flash(
     Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place and
     costs what the tokens cost, whatever the cache's size. No byte outside the written slots changes.
 
+    In a `lax.scan` over layers, carry one cache that holds every layer's blocks and shift each layer's slots: caches
+    stacked for the scan to slice are written rightly too, but slicing copies a layer's cache.
+
     Args:
       key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16.
       value: `[num_tokens, num_kv_heads, head_size]`, of `key`'s dtype.
