@@ -33,9 +33,9 @@ _FREE_OPCODES = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple
 class CompiledKernel:
     """One Mosaic GPU kernel: its PTX, what ptxas reports, and its machine code with control codes if asked for."""
 
-    ptx: str
+    ptx: str = dataclasses.field(repr=False)
     ptxas_log: str
-    sass: str | None
+    sass: str | None = dataclasses.field(repr=False)
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class CompiledKernel:
 class CompiledProgram:
     """A function compiled for a GPU: optimized HLO, bytes of memory, and its Mosaic GPU kernels."""
 
-    hlo: str
+    hlo: str = dataclasses.field(repr=False)
     argument_size: int
     output_size: int
     alias_size: int
