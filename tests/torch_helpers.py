@@ -72,8 +72,9 @@ def _half(held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """`torch.from_numpy`, ml_dtypes' included."""
-    as_bytes = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, -1).copy())
-    return as_bytes.view(torch_dtype(array.dtype))[..., 0]
+    tensor = torch.empty(array.shape, dtype=torch_dtype(array.dtype))
+    tensor.view(-1).view(torch.uint8)[:] = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return tensor
 
 
 def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:

@@ -42,7 +42,7 @@ def write_plan(
     refuse_gradient(key=key, value=value)
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    _check_devices({**tensors, "slot_mapping": slot_mapping, **scales})
+    check_devices(**tensors, slot_mapping=slot_mapping, **scales)
     plan = _write_plan(
         Facts.of(key_cache),
         Facts.of(value_cache),
@@ -83,7 +83,7 @@ def gather_plan(
     """
     tensors = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    _check_devices({**tensors, "block_table": block_table, "seq_lens": seq_lens, **scales})
+    check_devices(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
     plan = _gather_plan(
         Facts.of(key_cache),
         Facts.of(value_cache),
@@ -112,6 +112,14 @@ def refuse_gradient(**tensors: torch.Tensor) -> None:
                 f"{name}: got requires_grad=True, but a write into a cache has no gradient;"
                 f" pass {name}.detach(), or call under torch.no_grad()"
             )
+
+
+def check_devices(key_cache: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """Raises `KVCacheValueError` where a tensor is on another device than the cache."""
+    device = key_cache.device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of key_cache")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,8 +184,10 @@ def _gather_plan(
     )
 
 
-def _row_facts(tensor: torch.Tensor) -> Facts:
-    return Facts(tensor.dtype, tensor.shape[1:], tensor.stride())  # how many rows there are is no part of a plan
+def _row_facts(rows: torch.Tensor) -> Facts:
+    if not rows.numel() and 0 in rows.stride():
+        rows = rows.new_empty(rows.shape)  # empty numpy arrays come with strides of 0
+    return Facts(rows.dtype, rows.shape[1:], rows.stride())  # how many rows there are is no part of a plan
 
 
 def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -210,13 +220,6 @@ def _scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) 
             accepted = f"one element or [num_kv_heads={spec.num_kv_heads}]" if takes_heads else "one element"
             raise KVCacheValueError(f"{name}: got shape {tuple(shape)}, expected {accepted} for {spec.dtype.value!r}")
     return math.prod(k_scale[1]), math.prod(v_scale[1])
-
-
-def _check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
-    device = tensors["key_cache"].device
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of key_cache")
 
 
 def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:

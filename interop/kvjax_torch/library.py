@@ -10,7 +10,7 @@ import torch
 
 from kvjax import UnsupportedError
 from kvjax_torch import host
-from kvjax_torch.arguments import gather_plan, refuse_gradient, write_plan
+from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, write_plan
 from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -69,8 +69,28 @@ def _check_served(operation: str, device: torch.device) -> None:
         raise UnsupportedError(f"{operation}: got tensors on {device}, expected cpu: no kernel for {device.type} yet")
 
 
-def _write_fake(key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> None:
+def _write_fake(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+) -> None:
     refuse_gradient(key=key, value=value)  # compiled code runs without autograd: it could not say so later
+    check_devices(
+        key_cache,
+        value_cache=value_cache,
+        key=key,
+        value=value,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
 def _gather_fake(
@@ -85,19 +105,22 @@ def _gather_fake(
     v_scale_layout: str = "linear",
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-    _, block_size, num_heads, _ = key_cache.shape
-    keys, values = (
-        block_table.new_empty(
-            (block_table.shape[0], block_table.shape[1] * block_size, num_heads, row_head_size(name, row, stored)),
-            dtype=gathered_dtype(dtype, stored),
-        )
-        for name, row in (
-            ("key_cache", key_cache.shape[3] * key_cache.dtype.itemsize),
-            ("value_cache", value_cache.shape[3] * value_cache.dtype.itemsize),
-        )
+    check_devices(
+        key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-    return keys, values
+    stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * key_cache.shape[1]
+
+    def dense(name: str, cache: torch.Tensor) -> torch.Tensor:
+        head_size = row_head_size(name, cache.shape[3] * cache.dtype.itemsize, stored)
+        return cache.new_empty((num_seqs, max_len, cache.shape[2], head_size), dtype=gathered_dtype(dtype, stored))
+
+    return dense("key_cache", key_cache), dense("value_cache", value_cache)
 
 
 for _name, _kernel, _fake in (("reshape_and_cache_flash", _write, _write_fake), ("gather_kv", _gather, _gather_fake)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvjax_torch.library as _registered  # noqa: F401  # torch.ops.kvjax
+from kvjax import KVCacheTypeError
 
 Scale = float | torch.Tensor
 """A decode scale: a positive number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`."""
@@ -57,8 +58,8 @@ def reshape_and_cache_flash(
         value_cache,
         slot_mapping,
         kv_cache_dtype,
-        _as_tensor(k_scale, key_cache.device),
-        _as_tensor(v_scale, key_cache.device),
+        _as_tensor("k_scale", k_scale, key_cache.device),
+        _as_tensor("v_scale", v_scale, key_cache.device),
         v_scale_layout=v_scale_layout,
     )
 
@@ -103,15 +104,17 @@ def gather_kv(
         block_table,
         seq_lens,
         kv_cache_dtype,
-        _as_tensor(k_scale, key_cache.device),
-        _as_tensor(v_scale, key_cache.device),
+        _as_tensor("k_scale", k_scale, key_cache.device),
+        _as_tensor("v_scale", v_scale, key_cache.device),
         v_scale_layout=v_scale_layout,
         dtype=dtype,
     )
     return keys, values
 
 
-def _as_tensor(scale: Scale, device: torch.device) -> torch.Tensor:
+def _as_tensor(what: str, scale: Scale, device: torch.device) -> torch.Tensor:
     if isinstance(scale, torch.Tensor):
         return scale
+    if not isinstance(scale, (int, float)):
+        raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
     return torch.full((), scale, dtype=torch.float32, device=device)

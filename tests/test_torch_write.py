@@ -1,0 +1,457 @@
+"""torch's caches after a write and what is read back, byte for byte as tests/reference.py has it, however strided."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, pairwise, simple_spec
+
+torch = pytest.importorskip("torch")
+
+from torch_helpers import FORMS, from_numpy, random_pages, to_numpy, torch_cache  # noqa: E402
+
+import kvjax_torch  # noqa: E402
+from kvjax import (  # noqa: E402
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+)
+from kvjax_torch import arguments, host  # noqa: E402
+from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
+
+NUM_TOKENS = 20
+HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 48}
+AXES = {
+    "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+    "input_dtype": list(INPUT_DTYPES),
+    "layout": ["NHD", "HND", "NHD-diffkv", "HND-diffkv"],
+    "v_scale_layout": ["linear", "swizzled"],
+    "head_size": list(HEAD_SIZE_V),
+    "num_kv_heads": [1, 2, 3, 5, 8, 16],
+    "block_size": [1, 8, 16, 64, 784],
+    "scale": ["float", "tensor", "per_head"],
+    "slots": ["int64", "int32", "padded", "out_of_range", "fewer_than_rows", "none"],
+    "rows": ["contiguous", "fused_qkv", "heads_first", "offset"],
+    "form": FORMS,
+    "element": ["bytes", "own"],
+}
+
+
+def is_valid(case: dict) -> bool:
+    swizzles = case["dtype"] == "nvfp4" and case["block_size"] % 4 == 0
+    fp8 = case["dtype"].startswith("fp8")
+    return (
+        (swizzles or case["v_scale_layout"] == "linear")
+        and (fp8 or (case["scale"] != "per_head" and case["element"] == "bytes"))
+        and not ("diffkv" in case["layout"] and case["form"] == "two_tensors")
+    )
+
+
+def make_spec(case: dict) -> AttentionSpec:
+    layout, _, diffkv = case["layout"].partition("-")
+    return simple_spec(
+        KVCacheDType(case["dtype"]),
+        block_size=case["block_size"],
+        num_kv_heads=case["num_kv_heads"],
+        head_size=case["head_size"],
+        head_size_v=HEAD_SIZE_V[case["head_size"]] if diffkv else None,
+        layout=layout,
+        v_scale_layout=case["v_scale_layout"],
+    )
+
+
+def make_slots(kind: str, num_slots: int) -> np.ndarray:
+    slots = np.random.default_rng(1).permutation(num_slots)[: min(NUM_TOKENS, num_slots - 1)]
+    if kind == "padded":
+        slots[::3] = -1
+    elif kind == "out_of_range":
+        slots[::3] = np.resize([num_slots, num_slots + 7, -5, 2**40, -(2**62)], slots[::3].size)
+    elif kind in ("none", "fewer_than_rows"):
+        slots = slots[: 0 if kind == "none" else 3]
+    return slots.astype(np.int32 if kind == "int32" else np.int64)
+
+
+def make_rows(kind: str, key: np.ndarray, value: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same tokens with other strides: between them lie NaNs that must not be read."""
+    key, value = from_numpy(key), from_numpy(value)
+    num_tokens, num_heads, _ = key.shape
+    if kind == "fused_qkv":
+        query = torch.full((num_tokens, 2 * num_heads * key.shape[2]), torch.nan, dtype=key.dtype)
+        fused = torch.cat([query, key.flatten(1), value.flatten(1)], dim=1)
+        sizes = [part.shape[1] for part in (query, key.flatten(1), value.flatten(1))]
+        _, fused_key, fused_value = fused.split(sizes, dim=1)
+        return fused_key.unflatten(1, key.shape[1:]), fused_value.unflatten(1, value.shape[1:])
+    if kind == "heads_first":
+        return tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
+    if kind == "offset":
+        return tuple(torch.cat([torch.full_like(x[:1], torch.nan), x])[1:] for x in (key, value))
+    return key, value
+
+
+def make_scales(kind: str, num_heads: int) -> tuple[float | np.ndarray, float | np.ndarray]:
+    if kind != "per_head":
+        return 0.0173, 1.9
+    scales = np.exp2(np.linspace(-3.3, 2.9, num_heads)).astype(np.float32)
+    return scales, scales[::-1].copy()
+
+
+def as_argument(scale: float | np.ndarray, kind: str) -> float | torch.Tensor:
+    return scale if kind == "float" else torch.tensor(scale, dtype=torch.float32).reshape(-1)
+
+
+def write(rows, cache, slots, dtype, scales=(1.0, 1.0), **options) -> None:
+    kvjax_torch.reshape_and_cache_flash(*rows, cache.key, cache.value, slots, dtype, *scales, **options)
+
+
+CASES = pairwise(AXES, is_valid)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict):
+    spec = make_spec(case)
+    num_blocks = max(3, -(-2 * NUM_TOKENS // spec.block_size))
+    pages = random_pages(spec, num_blocks)
+    cache = torch_cache(
+        pages, spec, form=case["form"], dtype=storage_dtypes(spec.dtype)[-1 if case["element"] == "own" else 0]
+    )
+    slots = make_slots(case["slots"], num_blocks * spec.block_size)
+    key, value = kv_tokens(spec, NUM_TOKENS, INPUT_DTYPES[case["input_dtype"]])
+    scales = make_scales(case["scale"], spec.num_kv_heads)
+    arguments = [as_argument(scale, case["scale"]) for scale in scales]
+    options = {"v_scale_layout": case["v_scale_layout"]}
+
+    rows = make_rows(case["rows"], key, value)
+    write(rows, cache, torch.from_numpy(slots), case["dtype"], arguments, **options)
+    expected = reference.write(pages, spec, key, value, slots, *scales)
+    assert_same_bytes(cache.pages(), expected)
+
+    block_table = np.array([[1, 0, 2], [2, 2, 1]])
+    seq_lens = np.array([0, min(3 * spec.block_size - 1, 40)])
+    read = kvjax_torch.gather_kv(
+        cache.key,
+        cache.value,
+        torch.from_numpy(block_table),
+        torch.from_numpy(seq_lens),
+        case["dtype"],
+        *arguments,
+        dtype=torch.float32,
+        **options,
+    )
+    for half, dense, scale in zip((0, 1), read, scales, strict=True):
+        dtype = np.dtype(np.float32)
+        wanted = reference.read(expected, spec, half, block_table, seq_lens, scale, dtype)
+        assert_same_bytes(to_numpy(dense, dtype), wanted)
+
+
+def simple_cache(dtype: KVCacheDType = KVCacheDType.BFLOAT16, num_blocks: int = 4, **changes):
+    spec = simple_spec(dtype, **changes)
+    pages = random_pages(spec, num_blocks)
+    return spec, pages, torch_cache(pages, spec)
+
+
+def simple_rows(spec: AttentionSpec, num_tokens: int, dtype=np.float32):
+    key, value = kv_tokens(spec, num_tokens, dtype)
+    return key, value, (from_numpy(key), from_numpy(value))
+
+
+GOLDEN = np.load(Path(__file__).parent / "data/nvfp4_golden.npz")
+
+
+@pytest.mark.parametrize("case", range(int(GOLDEN["num_cases"])))
+def test_golden_nvfp4(case: int):
+    golden = {name.removeprefix(f"case{case}/"): GOLDEN[name] for name in GOLDEN.files if f"case{case}/" in name}
+    key, value = (golden[f"{name}_bits"].view(INPUT_DTYPES[str(golden["dtype"])]) for name in ("key", "value"))
+    num_blocks, block_size, num_heads, half = golden["k_data"].shape
+    spec = simple_spec(KVCacheDType.NVFP4, block_size=block_size, num_kv_heads=num_heads, head_size=2 * half)
+    regions = [golden[name].reshape(num_blocks, -1) for name in ("k_data", "k_block_scale", "v_data", "v_block_scale")]
+    poison = [np.full_like(region, byte) for region, byte in zip(regions, (0xAB, 0xCD, 0xAB, 0xCD), strict=True)]
+    cache = torch_cache(np.concatenate(poison, axis=1), spec)
+    scales = torch.from_numpy(golden["k_scale"]), torch.from_numpy(golden["v_scale"])
+    write((from_numpy(key), from_numpy(value)), cache, torch.from_numpy(golden["slot_mapping"]), "nvfp4", scales)
+    assert_same_bytes(cache.pages(), np.concatenate(regions, axis=1))
+
+
+def test_auto_is_the_caches_own_dtype():
+    for dtype in (row for row in STORED_KV_CACHE_DTYPES if row is not KVCacheDType.NVFP4):
+        spec, pages, _ = simple_cache(dtype)
+        cache = torch_cache(pages, spec, dtype=storage_dtypes(dtype)[-1])
+        key, value, rows = simple_rows(spec, 5)
+        write(rows, cache, torch.arange(5), "auto", (0.5, 0.25))
+        assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, np.arange(5), 0.5, 0.25))
+    bytes_cache = simple_cache(KVCacheDType.NVFP4)[2]
+    with pytest.raises(
+        KVCacheValueError, match=r"got 'auto' with a torch\.uint8 cache, expected one of fp8_e4m3, fp8_e5m2, nvfp4"
+    ):
+        write(rows, bytes_cache, torch.arange(5), "auto")
+
+
+def test_one_compilation_serves_every_number_of_tokens():
+    spec, pages, cache = simple_cache(KVCacheDType.FP8_E4M3, 8, num_kv_heads=7, head_size=48)
+    counts = []
+    for num_tokens in (1, 0, 2, 15, 16, 17, 40):
+        key, value, rows = simple_rows(spec, num_tokens)
+        slots = np.arange(num_tokens) + 3
+        write(rows, cache, torch.from_numpy(slots), "fp8", (0.5, 0.25))
+        pages = reference.write(pages, spec, key, value, slots, 0.5, 0.25)
+        assert_same_bytes(cache.pages(), pages)
+        table, length = torch.arange(1 + num_tokens // 8)[None], torch.tensor([num_tokens])
+        kvjax_torch.gather_kv(cache.key, cache.value, table, length, "fp8", 0.5, 0.25)
+        compiled = host.encode_chunk._cache_size(), host.decode_chunk._cache_size()
+        planned = arguments._write_plan.cache_info().misses, arguments._gather_plan.cache_info().misses
+        counts.append((*compiled, *planned))
+    assert len(set(counts)) == 1
+
+
+def test_of_tokens_with_one_slot_one_wins_whole():
+    num_tokens, num_heads, head_size = 300, 8, 256
+    key = torch.arange(1.0, num_tokens + 1)[:, None, None].repeat(1, num_heads, head_size)
+    kv_cache = torch.zeros(2, 2, 8, num_heads, head_size)
+    slots = torch.where(torch.arange(num_tokens) % 3 == 0, 5, 11)
+    for _ in range(10):
+        kvjax_torch.reshape_and_cache_flash(key, -key, kv_cache[:, 0], kv_cache[:, 1], slots, "auto", 1.0, 1.0)
+        for slot in (5, 11):
+            stored = kv_cache[slot // 8, :, slot % 8]
+            winner = int(stored[0, 0, 0])
+            assert slots[winner - 1] == slot
+            assert (stored[0] == winner).all()
+            assert (stored[1] == -winner).all()
+
+
+def test_no_tokens_from_numpy():
+    _, pages, cache = simple_cache()
+    nothing = torch.from_numpy(np.zeros((0, 2, 64), np.float32))
+    write((nothing, nothing), cache, torch.from_numpy(np.zeros(0, np.int64)), "bfloat16")
+    assert_same_bytes(cache.pages(), pages)
+
+
+def test_blocks_past_the_end_of_a_table_may_hold_anything():
+    spec, pages, cache = simple_cache(KVCacheDType.FP8_E5M2)
+    table = np.array([[2, 1, 99, -7], [3, 2**31 - 1, -(2**31), 0]], np.int32)
+    lengths = np.array([13, 8], np.int32)
+    read = kvjax_torch.gather_kv(
+        cache.key, cache.value, torch.from_numpy(table), torch.from_numpy(lengths), "fp8_e5m2", 0.5, 2.0
+    )
+    for half, dense, scale in zip((0, 1), read, (0.5, 2.0), strict=True):
+        assert dense.dtype is torch.bfloat16
+        dtype = np.dtype(ml_dtypes.bfloat16)
+        assert_same_bytes(to_numpy(dense, dtype), reference.read(pages, spec, half, table, lengths, scale, dtype))
+    assert cache.pages().tobytes() == pages.tobytes()
+
+
+def test_rows_with_gaps_between_heads_and_tokens_are_written_where_they_lie():
+    key, value, rows = simple_rows(simple_spec(), 9)
+    memory = torch.full((4, 8, 3, 2, 2, 80), 7.0, dtype=torch.float16)  # block, token, gap, key or value, head, row
+    before = memory.clone()
+    key_cache, value_cache = memory[:, :, 1, 0, :, :64], memory[:, :, 1, 1, :, :64]
+    slots = torch.randperm(32)[:9]
+    kvjax_torch.reshape_and_cache_flash(*rows, key_cache, value_cache, slots, "float16", 1.0, 1.0)
+    for half, x in ((0, key), (1, value)):
+        stored = from_numpy(reference.cast(x, np.dtype(np.float16)))
+        for i, slot in enumerate(slots.tolist()):
+            before[slot // 8, slot % 8, 1, half, :, :64] = stored[i]
+    assert_same_bytes(memory.numpy(), before.numpy())
+
+
+def test_operations_ignore_torchs_default_device_and_grad_mode():
+    spec, pages, cache = simple_cache(KVCacheDType.NVFP4, block_size=4, v_scale_layout="swizzled")
+    key, value, rows = simple_rows(spec, 6)
+    rows = [x.requires_grad_() for x in rows]
+    slots, table, lengths = torch.arange(6), torch.arange(2)[None], torch.tensor([6])
+    with torch.device("meta"), torch.no_grad():
+        write(rows, cache, slots, "nvfp4", v_scale_layout="swizzled")
+        read = kvjax_torch.gather_kv(
+            cache.key, cache.value, table, lengths, "nvfp4", 1.0, 1.0, v_scale_layout="swizzled"
+        )
+    assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, slots.numpy(), 1.0, 1.0))
+    assert all(dense.device.type == "cpu" for dense in read)
+    with torch.inference_mode():
+        write(rows, cache, slots + 6, "nvfp4", v_scale_layout="swizzled")
+
+
+def valid_write() -> dict:
+    kv_cache = torch.full((4, 2, 8, 2, 64), 0xAB, dtype=torch.uint8)
+    rows = torch.ones(6, 2, 64, dtype=torch.bfloat16)
+    return {
+        "key": rows,
+        "value": rows.clone(),
+        "key_cache": kv_cache[:, 0],
+        "value_cache": kv_cache[:, 1],
+        "slot_mapping": torch.arange(6),
+        "kv_cache_dtype": "fp8",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+
+
+def nvfp4(**changes) -> dict:
+    kv_cache = torch.full((4, 2, 8, 2, 36), 0xAB, dtype=torch.uint8)
+    return {"kv_cache_dtype": "nvfp4", "key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1], **changes}
+
+
+def misaligned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    count = int(np.prod(shape)) * dtype.itemsize
+    unaligned = np.zeros(count + 64, np.uint8)[1 : 1 + count].view(np.float32).reshape(*shape[:-1], -1)
+    return torch.from_numpy(unaligned).view(dtype)
+
+
+ROWS, BYTES = torch.ones(6, 2, 64, dtype=torch.bfloat16), torch.full((4, 8, 2, 64), 0xAB, dtype=torch.uint8)
+WRONG = {
+    "key_dtype": ({"key": ROWS.int()}, "key: got dtype torch.int32, expected torch.float32 or torch.float16 or"),
+    "value_dtype": ({"value": ROWS.float()}, "value: got dtype torch.float32, expected torch.bfloat16"),
+    "key_2d": ({"key": ROWS.flatten(1)}, "key: got 2 dimensions, expected [num_tokens, num_kv_heads, head_size]"),
+    "value_heads": ({"value": ROWS[:, :1]}, "value: got num_kv_heads=1, expected 2 as in key"),
+    "key_heads": ({"key": ROWS[:, :1], "value": ROWS[:, :1]}, "expected [num_blocks, block_size, num_kv_heads=1, 64]"),
+    "key_dim_stride": (
+        {"key": ROWS.transpose(1, 2).contiguous().transpose(1, 2)},
+        "key: got strides (128, 1, 2), expected 1 along head_size; copy with key.contiguous()",
+    ),
+    "head_size": ({"value": ROWS[..., :48]}, "value_cache: got shape (4, 8, 2, 64), expected [num_blocks, block_size,"),
+    "few_keys": ({"key": ROWS[:5]}, "key: got 5 tokens, expected at least one for each of the 6 slots"),
+    "few_values": ({"value": ROWS[:5]}, "value: got 5 tokens, expected at least one for each of the 6 slots"),
+    "slot_dtype": ({"slot_mapping": torch.ones(6)}, "slot_mapping: got dtype torch.float32, expected torch.int32 or"),
+    "slot_dims": ({"slot_mapping": torch.ones(6, 1).int()}, "slot_mapping: got 2 dimensions, expected [num_tokens]"),
+    "gradient": (
+        {"key": ROWS.clone().requires_grad_()},
+        "key: got requires_grad=True, but a write into a cache has no",
+    ),
+    "cache_3d": ({"key_cache": BYTES[0]}, "key_cache: got shape (8, 2, 64), expected [num_blocks, block_size,"),
+    "no_blocks": ({"value_cache": BYTES[:0]}, "value_cache: got shape (0, 8, 2, 64), expected at least one block"),
+    "blocks": (
+        {"value_cache": BYTES[:3]},
+        "value_cache: got shape (3, 8, 2, 64), expected [num_blocks=4, block_size=8,",
+    ),
+    "cache_dtypes": ({"value_cache": BYTES.half()}, "value_cache: got dtype torch.float16, expected torch.uint8 as"),
+    "cache_dtype": (
+        {"key_cache": BYTES.half(), "value_cache": BYTES.half()},
+        "key_cache: got dtype torch.float16, expected torch.uint8 or torch.float8_e4m3fn for kv_cache_dtype 'fp8_e4m3'",
+    ),
+    "small_rows": (
+        {"key_cache": BYTES[..., :48]},
+        "key_cache: got shape (4, 8, 2, 48), expected [num_blocks, block_size",
+    ),
+    "cache_dim_stride": (
+        {"key_cache": BYTES.transpose(2, 3).contiguous().transpose(2, 3)},
+        "1 along the last dimension",
+    ),
+    "overlap": (
+        {"key_cache": BYTES[:1].expand(4, 8, 2, 64)},
+        "key_cache: got strides (0, 128, 64, 1) for shape (4, 8,",
+    ),
+    "layouts": (
+        {"value_cache": BYTES.transpose(1, 2).contiguous().transpose(1, 2)},
+        "which are HND, expected NHD as those of key_cache, (2048, 128, 64, 1)",
+    ),
+    "nvfp4_head_size": (
+        nvfp4(key=ROWS[..., :24], value=ROWS[..., :24]),
+        "head_size: got 24, expected a multiple of 16",
+    ),
+    "nvfp4_too_small": (
+        nvfp4(key_cache=BYTES[..., :32]),
+        "key_cache: got shape (4, 8, 2, 32), expected [num_blocks, block_size, num_kv_heads=2, 36] for head size 64",
+    ),
+    "nvfp4_with_gaps": (
+        nvfp4(value_cache=BYTES[..., :36]),
+        "value_cache: got strides (1024, 128, 64, 1), expected (any, 72, 36, 1): the 576 bytes of an NVFP4 block",
+    ),
+    "unknown_dtype": ({"kv_cache_dtype": "fp8_e4m4"}, "kv_cache_dtype: got 'fp8_e4m4', expected one of auto, float32"),
+    "unknown_order": (nvfp4(v_scale_layout="zigzag"), "v_scale_layout: got 'zigzag', expected one of linear, swizzled"),
+    "fp8_swizzled": ({"v_scale_layout": "swizzled"}, "v_scale_layout: got 'swizzled' with dtype 'fp8_e4m3'"),
+    "zero_scale": ({"k_scale": 0.0}, "k_scale: got 0.0, expected a finite number of at least"),
+    "negative_scale": ({"v_scale": torch.tensor([1.0, -2.0])}, "v_scale: got -2.0, expected a finite number of at"),
+    "nan_scale": ({"v_scale": torch.tensor(torch.nan)}, "v_scale: got nan, expected a finite number of at least"),
+    "scale_shape": (
+        {"k_scale": torch.ones(3)},
+        "k_scale: got shape (3,), expected one element or [num_kv_heads=2] for",
+    ),
+    "nvfp4_heads_scale": (nvfp4(v_scale=torch.ones(2)), "v_scale: got shape (2,), expected one element for 'nvfp4'"),
+    "scale_dtype": ({"k_scale": torch.ones(1).half()}, "k_scale: got dtype torch.float16, expected torch.float32"),
+    "scale_type": ({"k_scale": "1.0"}, "k_scale: got '1.0' of type str, expected a number or a tensor"),
+    "key_device": ({"key": ROWS.to("meta")}, "key: got device meta, expected cpu, that of key_cache"),
+    "slot_device": ({"slot_mapping": torch.arange(6, device="meta")}, "slot_mapping: got device meta, expected cpu"),
+    "scale_device": ({"k_scale": torch.ones(1, device="meta")}, "k_scale: got device meta, expected cpu"),
+    "address": (
+        {"key": misaligned(torch.bfloat16, 6, 2, 64)},
+        ", expected a multiple of 2, the bytes of a torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named_and_nothing_is_written(case: str):
+    changes, message = WRONG[case]
+    arguments = valid_write() | changes
+    caches = [cache.clone() for cache in (arguments["key_cache"], arguments["value_cache"])]
+    with pytest.raises((KVCacheValueError, KVCacheTypeError), match=re.escape(message)):
+        kvjax_torch.reshape_and_cache_flash(**arguments)
+    for name, before in zip(("key_cache", "value_cache"), caches, strict=True):
+        assert torch.equal(arguments[name], before)
+
+
+def test_the_arguments_that_the_wrong_ones_are_made_from_are_right():
+    for changes in ({}, nvfp4()):
+        arguments = valid_write() | changes
+        kvjax_torch.reshape_and_cache_flash(**arguments)
+        assert (arguments["key_cache"][0, 0] != 0xAB).any()
+
+
+WRONG_READS = {
+    "table_dtype": ({"block_table": torch.ones(2, 3)}, "block_table: got dtype torch.float32, expected torch.int32 or"),
+    "table_dims": (
+        {"block_table": torch.ones(3).int()},
+        "block_table: got 1 dimensions, expected [num_seqs, max_blocks]",
+    ),
+    "lengths": ({"seq_lens": torch.ones(3).int()}, "seq_lens: got shape (3,), expected [num_seqs=2]"),
+    "dtype": (
+        {"dtype": torch.int8},
+        "dtype: got torch.int8, expected one of torch.float32, torch.float16, torch.bfloat16",
+    ),
+    "row": ({"kv_cache_dtype": "nvfp4"}, "key_cache: got rows of 64 bytes, expected a multiple of 9 for 'nvfp4'"),
+    "device": ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens: got device meta, expected cpu"),
+    "scale": ({"v_scale": torch.inf}, "v_scale: got inf, expected a finite number of at least"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_READS)
+def test_what_cannot_be_read_is_named(case: str):
+    changes, message = WRONG_READS[case]
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    caches = {
+        name: valid_write()[name] for name in ("key_cache", "value_cache", "kv_cache_dtype", "k_scale", "v_scale")
+    }
+    with pytest.raises((KVCacheValueError, KVCacheTypeError), match=re.escape(message)):
+        kvjax_torch.gather_kv(**(caches | {"block_table": table, "seq_lens": lengths} | changes))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_calls_leave_no_memory_behind():
+    spec, _, cache = simple_cache(KVCacheDType.FP8_E4M3)
+    _, _, rows = simple_rows(spec, 16)
+    slots, table, lengths = torch.arange(16), torch.arange(2)[None], torch.tensor([16])
+
+    def call() -> None:
+        write(rows, cache, slots, "fp8")
+        kvjax_torch.gather_kv(cache.key, cache.value, table, lengths, "fp8", 1.0, 1.0)
+        kvjax_torch.to_torch(kvjax_torch.to_jax(rows[0]))
+
+    for _ in range(100):
+        call()
+    gc.collect()
+    before, arrays = resident_bytes(), len(jax.live_arrays())
+    for _ in range(3000):  # what one call handles is some 30 kB: 90 MB, were it kept
+        call()
+    gc.collect()
+    assert len(jax.live_arrays()) <= arrays
+    assert resident_bytes() - before < 16 * 2**20
