@@ -1,0 +1,144 @@
+"""What each time is meant to reach on an H200, next to a copy, to plain CUDA and to its neighbours in the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+
+from benchmarks import shapes
+from benchmarks.timing import Clock
+from kvjax import CacheLayout, KVCacheDType
+
+BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteTime:
+    """One line of the table of writes.
+
+    Attributes:
+      seconds: median of a write.
+      kernels: what a write launched; empty by the wall clock.
+      temporary_bytes: what the compiled write needs beside its arguments and its result.
+      bytes_moved: fewest bytes that a write must read and write.
+      copy_seconds: a copy that moves as many, on a GPU.
+      cuda_seconds: the plain CUDA kernel with vLLM's number of threads, where there is one.
+      cuda_fitted_seconds: the same with a thread for each 16 bytes.
+    """
+
+    case: str
+    num_kv_heads: int
+    head_size: int
+    dtype: KVCacheDType
+    layout: CacheLayout
+    num_tokens: int
+    seconds: float
+    clock: Clock
+    kernels: tuple[str, ...]
+    temporary_bytes: int
+    bytes_moved: int
+    copy_seconds: float | None
+    cuda_seconds: float | None = None
+    cuda_fitted_seconds: float | None = None
+
+    @property
+    def copy_share(self) -> float | None:
+        """This write's rate over the copy's."""
+        return None if self.copy_seconds is None else self.copy_seconds / self.seconds
+
+    @property
+    def cuda_ratio(self) -> float | None:
+        """This write's time over that of the CUDA kernel with vLLM's number of threads."""
+        return None if self.cuda_seconds is None else self.seconds / self.cuda_seconds
+
+
+class Measure(enum.Enum):
+    """What a bar is about: a share that is to be reached, or a ratio of times that is not to be passed."""
+
+    COPY = "of copy"
+    CUDA = "x CUDA"
+    BFLOAT16 = "x bf16"
+    NHD = "x NHD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A limit on one measure of a line."""
+
+    measure: Measure
+    limit: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value is on the right side of the limit."""
+        return value >= self.limit if self.measure is Measure.COPY else value <= self.limit
+
+    def words(self, value: float) -> str:
+        """A value of this measure, as the table prints it."""
+        number = f"{value:.1%}" if self.measure is Measure.COPY else f"{value:.2f}"
+        return f"{number} {self.measure.value}"
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.measure is Measure.COPY else '<='} {self.words(self.limit)}"
+
+
+PASS, FALLS_SHORT = "pass", "falls short"
+
+SMALL_COUNT = 256
+"""Up to here a write is bound by latency, and is held against CUDA's rather than against a copy."""
+
+_OTHER_HEAD_SIZES = {BFLOAT16: 0.85, FP8: 0.80, NVFP4: 0.75}
+COPY_SHARES: Mapping[tuple[int, int, int], Mapping[KVCacheDType, float]] = {
+    (8, 128, 16_384): {BFLOAT16: 0.92, FP8: 0.88, NVFP4: 0.80},
+    (8, 128, 65_536): {BFLOAT16: 0.92, FP8: 0.88, NVFP4: 0.85},
+    (1, 128, 65_536): {BFLOAT16: 0.70, FP8: 0.60, NVFP4: 0.55},
+    **{(8, head_size, 16_384): _OTHER_HEAD_SIZES for head_size in (64, 96, 256)},
+}
+"""Share of the copy's rate, by (KV heads, head size, tokens)."""
+
+GATHER_SIZE = (64, 2_048)
+GATHER_COPY_SHARES: Mapping[KVCacheDType, float] = {BFLOAT16: 0.85, FP8: 0.75, NVFP4: 0.75}
+"""The same of a gather of `GATHER_SIZE` (sequences, tokens of each), 8 KV heads of 128, into bfloat16."""
+
+
+def bar_of(line: WriteTime) -> Bar | None:
+    """The bar that a line is held to, if any."""
+    if line.layout is CacheLayout.HND:
+        return Bar(Measure.NHD, 1.15)
+    if (line.num_kv_heads, line.head_size) == (8, 128) and line.num_tokens <= SMALL_COUNT:
+        return Bar(Measure.BFLOAT16, 1.25) if line.dtype is NVFP4 else Bar(Measure.CUDA, 0.95)
+    share = COPY_SHARES.get((line.num_kv_heads, line.head_size, line.num_tokens), {}).get(line.dtype)
+    return None if share is None else Bar(Measure.COPY, share)
+
+
+def value_of(measure: Measure, line: WriteTime, lines: Sequence[WriteTime]) -> float | None:
+    """A measure of a line among all others, or `None` where what it is held against was not timed."""
+    match measure:
+        case Measure.COPY:
+            return line.copy_share
+        case Measure.CUDA:
+            return line.cuda_ratio
+        case Measure.BFLOAT16:
+            return _ratio(line, lines, BFLOAT16, line.layout)
+        case Measure.NHD:
+            return _ratio(line, lines, line.dtype, CacheLayout.NHD)
+
+
+def _ratio(line: WriteTime, lines: Sequence[WriteTime], dtype: KVCacheDType, layout: CacheLayout) -> float | None:
+    """A line's time over that of the same tokens in another dtype or layout."""
+    other = (line.case, line.num_tokens, dtype, layout)
+    found = (each for each in lines if (each.case, each.num_tokens, each.dtype, each.layout) == other)
+    return next((line.seconds / each.seconds for each in found), None)
+
+
+def verdict(bar: Bar | None, value: float | None, clock: Clock) -> str:
+    """How a table says whether a bar holds; `"-"` by the wall clock, which times the host's dispatch."""
+    if bar is None or value is None or clock is Clock.WALL:
+        return "-"
+    return f"{bar.words(value)}: {PASS if bar.holds(value) else FALLS_SHORT}"
+
+
+def summary(verdicts: Sequence[str]) -> str:
+    """How many of the bars in a table hold; nothing where none was judged."""
+    holding, failing = (sum(each.endswith(word) for each in verdicts) for word in (PASS, FALLS_SHORT))
+    return f" {holding} of {holding + failing} bars hold." if holding + failing else ""

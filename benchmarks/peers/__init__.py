@@ -1,0 +1,1 @@
+"""What kvjax's times are held against."""
