@@ -127,6 +127,12 @@ def test_fake_tensors_are_refused():
         to_jax(fake)
 
 
+def test_a_copy_that_nobody_announced_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda tensor, copy: jnp.array(tensor.numpy(), copy=True))
+    with pytest.raises(KVCacheValueError, match=r"memory at 0x\w+ was copied to 0x\w+ instead of being lent"):
+        to_jax(torch.zeros(64))
+
+
 def test_arrays_that_torch_cannot_borrow_are_refused():
     with pytest.raises(KVCacheTypeError, match=r"got a ndarray, expected a jax\.Array"):
         to_torch(np.zeros(3))
