@@ -7,7 +7,6 @@ machine code (SASS).
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -95,9 +94,7 @@ def compile_for(
 @functools.cache
 def _compiler(target: str) -> concurrent.futures.Executor:
     spawn = multiprocessing.get_context("spawn")
-    executor = concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=prepare_environment)
-    atexit.register(executor.shutdown)
-    return executor
+    return concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=prepare_environment)
 
 
 def prepare_environment() -> None:

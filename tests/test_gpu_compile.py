@@ -1,0 +1,96 @@
+"""What the other tests of compiled kernels rest on: copies, spills and order are seen as they are."""
+
+from __future__ import annotations
+
+import functools
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_compile import TARGETS, compile_for
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+pytestmark = [
+    pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not())),
+    pytest.mark.parametrize("target", TARGETS),
+]
+
+ROWS = jax.ShapeDtypeStruct((40, 1024), jnp.float32)
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+LAYOUT = plgpu.Layout.WG_STRIDED((1024,), 4)
+
+
+def add_in_place(rows, *numbers):
+    """Adds each number to the first row, one kernel after the other."""
+    ref = jax.new_ref(rows)
+    for number in numbers:
+
+        def body(rows, number=number):
+            rows[0] = plgpu.load(rows.at[0], layout=LAYOUT, optimized=False) + number
+
+        body.__name__ = f"add_{number}"  # names the kernel
+        plgpu.kernel(body, out_type=(), compiler_params=PARAMS)(ref)
+    return jax.freeze(ref)
+
+
+def add_sum_of_rows(rows):
+    """A kernel that needs more registers than there are: all rows at once."""
+
+    def body(rows, out):
+        loaded = [plgpu.load(rows.at[i], layout=LAYOUT, optimized=False) for i in range(rows.shape[0])]
+        total = functools.reduce(jnp.add, loaded)
+        for i, row in enumerate(loaded):
+            out[i] = row + total
+
+    return plgpu.kernel(body, out_type=rows, compiler_params=PARAMS)(rows)
+
+
+def add_three(rows):
+    return add_in_place(rows, 3)
+
+
+def add_five_and_three(rows):
+    return add_in_place(rows, 5, 3)
+
+
+def names(program: gpu_compile.CompiledProgram) -> list[str]:
+    return [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
+
+
+def test_a_kernel_in_place_is_all_there_is(target):
+    program = compile_for(target, add_three, ROWS, donate_argnums=0)
+    assert program.device_ops == ("custom-call",)
+    assert program.alias_size == program.argument_size == ROWS.size * 4
+    assert program.temp_size == 0
+
+
+def test_the_copy_of_what_is_not_donated_is_seen(target):
+    program = compile_for(target, add_three, ROWS)
+    assert program.device_ops == ("copy", "custom-call")
+    assert program.alias_size == 0
+
+
+def test_the_architecture_is_the_targets(target):
+    [kernel] = compile_for(target, add_three, ROWS).kernels
+    assert kernel.target == {"h100": "sm_90a", "b200": "sm_100a"}[target]
+    assert kernel.spill_bytes == 0
+
+
+def test_kernels_come_in_the_order_of_the_program_also_when_one_was_compiled_before(target):
+    assert names(compile_for(target, add_three, ROWS)) == ["add_3"]
+    assert names(compile_for(target, add_five_and_three, ROWS)) == ["add_5", "add_3"]
+    assert names(compile_for(target, add_five_and_three, ROWS)) == ["add_5", "add_3"]
+
+
+def test_spills_are_seen(target):
+    [kernel] = compile_for(target, add_sum_of_rows, ROWS).kernels
+    assert kernel.registers == 255
+    assert kernel.spill_bytes > 0
+
+
+def test_a_process_compiles_for_one_target_alone(target):
+    compile_for(target, add_three, ROWS)
+    [other] = TARGETS.keys() - {target}
+    with pytest.raises(RuntimeError, match=f"'{other}'"):
+        gpu_compile._compiler(target).submit(gpu_compile.compile_here, other, add_three, ROWS).result()
