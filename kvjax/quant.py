@@ -26,7 +26,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
-_CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
+NOT_A_FLOAT32 = 1.0 + 2.0**-52
+"""The float64 next to 1: a factor that changes nothing that a float32 shows, and that float32 cannot hold."""
+
+CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
     {
         np.dtype(np.float32): 0x7FFFFFFF,
         np.dtype(np.float16): 0x7FFF,
@@ -42,13 +45,16 @@ def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
     """`x / divisor` in float32, correctly rounded whatever the backend; the two broadcast.
 
     XLA divides float32 inexactly on GPU, and everywhere turns division by a broadcast value into multiplication by its
-    reciprocal. Both errors stay under two units in the last place of float64, if that is what divides; and a quotient
-    of two 24-bit significands is never that near to the middle between two float32, from which rounding could go
-    wrong: `a / b - m` for a 25-bit midpoint `m` is a non-zero multiple of a unit over `b`, hence above `2**-49` of `m`.
+    reciprocal. In float64 such errors are a few units in the last place, under `2**-50` of the quotient. That is nearer
+    than a quotient of two 24-bit significands ever comes to the middle between two float32, where rounding could go
+    wrong: for a 25-bit midpoint `m`, `a / b - m` is a non-zero multiple of a unit over `b`, at least `2**-49` of `m`.
+
+    A float64 division that is only rounded to float32 LLVM narrows to a float32 division, inexact again. The factor
+    keeps it from that: it is 1 but for the last bit of a float64, and no float32.
     """
     with jax.enable_x64(True):
         quotient = x.astype(jnp.float64) / jnp.asarray(divisor, jnp.float32).astype(jnp.float64)
-        return quotient.astype(jnp.float32)
+        return (quotient * NOT_A_FLOAT32).astype(jnp.float32)
 
 
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -60,7 +66,7 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if x.dtype == dtype:
         return x
     converted = _bfloat16_bits(x.astype(jnp.float32)) if dtype == ml_dtypes.bfloat16 else _bits(x.astype(dtype))
-    nan_bits = jnp.asarray(_CANONICAL_NAN_BITS[dtype], converted.dtype)
+    nan_bits = jnp.asarray(CANONICAL_NAN_BITS[dtype], converted.dtype)
     return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), nan_bits, converted), dtype)
 
 
