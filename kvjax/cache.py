@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Sharding
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
@@ -120,6 +121,13 @@ def nvfp4_split_views(
 def flat_pages(cache: KVCache) -> jax.Array:
     """The cache with each page flat: `[num_blocks, page_elements]`, a free reshape."""
     return cache.kv.reshape(cache.num_blocks, -1)
+
+
+def with_flat_pages(cache: KVCache, pages: jax.Array) -> KVCache:
+    """The cache whose pages, as `flat_pages` gives them, are `pages`."""
+    # Without a layout, XLA on CPU may move an axis of one (head, token) outwards and copy the cache to move it back.
+    row_major = Layout(major_to_minor=tuple(range(cache.kv.ndim)))
+    return KVCache(with_layout_constraint(pages.reshape(cache.kv.shape), row_major), cache.spec)
 
 
 def split_region(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ ARRAYS = {
     "pool": {"page_size_padded": 9000},
     "swizzled": {"v_scale_layout": "swizzled"},
 }
+UNIT_AXES = {"": {}, "-one-head": {"num_kv_heads": 1}, "-one-token-blocks": {"block_size": 1}}
 NUM_BLOCKS = 256
 SLOTS = np.array([300, -1, 7, 8, 2000], np.int32)
 
@@ -51,21 +53,30 @@ def check_in_place(write, cache, *args) -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "array"),
-    [(dtype, array) for dtype in STORED_KV_CACHE_DTYPES for array in ARRAYS if array != "swizzled"]
-    + [(KVCacheDType.NVFP4, "swizzled")],
-    ids=lambda value: getattr(value, "value", value),
-)
-@pytest.mark.parametrize("source", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_donated_cache_keeps_its_buffer(implementation, dtype, array, source):
-    spec = simple_spec(dtype, **ARRAYS[array])
+def donated_caches() -> list[Any]:
+    """A spec for each way that an array of a dtype may be shaped, axes of one among them, and a dtype of tokens."""
+    return [
+        pytest.param(
+            simple_spec(dtype, **ARRAYS[array], **UNIT_AXES[unit]),
+            source,
+            id=f"{dtype.value}-{array}{unit}-{np.dtype(source)}",
+        )
+        for dtype in STORED_KV_CACHE_DTYPES
+        for array in ARRAYS
+        for unit in UNIT_AXES
+        for source in ([jnp.bfloat16] if unit else [np.float32, jnp.bfloat16])
+        if array != "swizzled" or (dtype is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
+    ]
+
+
+@pytest.mark.parametrize(("spec", "source"), donated_caches())
+def test_a_donated_cache_keeps_its_buffer(implementation, spec, source):
     key, value = kv_tokens(spec, len(SLOTS), source)
 
     def write(cache, key, value, slots):
         return reshape_and_cache_flash_diffkv(key, value, cache, slots, implementation=implementation)
 
-    check_in_place(write, KVCache.allocate(spec, NUM_BLOCKS), key, value, SLOTS)
+    check_in_place(write, KVCache.allocate(spec, 8 * NUM_BLOCKS // spec.block_size), key, value, SLOTS)
 
 
 def test_many_caches_in_one_jit():

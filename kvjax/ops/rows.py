@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from kvjax import quant
-from kvjax.cache import KVCache, flat_pages, split_region
+from kvjax.cache import KVCache, flat_pages, split_region, with_flat_pages
 from kvjax.dtypes import KVQuantMode
 from kvjax.layouts import CacheLayout
 from kvjax.pages import PageRegion, swizzled_position
@@ -57,7 +57,7 @@ def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: ja
     pages = flat_pages(cache)
     for row, region in zip(stored, spec.regions[half], strict=True):
         pages = _scatter_region(pages, row, region, block, token)
-    return KVCache(pages.reshape(cache.kv.shape), spec)
+    return with_flat_pages(cache, pages)
 
 
 def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Array]:
