@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -22,8 +23,11 @@ from helpers import (
     run_write,
     simple_spec,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, reshape_and_cache_flash, unify_page_sizes
+from kvjax.ops.rows import last_of_each_slot
 
 NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
 
@@ -170,6 +174,25 @@ def test_one_of_two_tokens_with_one_slot_wins_whole(implementation, dtype):
         reference.write(before, spec, key[i : i + 1], value[i : i + 1], np.array([5]), 1.0, 1.0) for i in range(8)
     ]
     assert [np.array_equal(written, winner) for winner in winners].count(True) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@given(st.sampled_from([0, 1, 2, 20]).flatmap(lambda size: st.lists(st.integers(-3, 9), min_size=size, max_size=size)))
+def test_the_last_token_of_each_slot_is_kept(dtype, slots):
+    slots = np.array(slots, dtype)
+    expected = [slot if slot not in slots[i + 1 :] else -1 for i, slot in enumerate(slots)]
+    with jax.enable_x64(dtype is np.int64):
+        kept = last_of_each_slot(jnp.asarray(slots))
+    assert_same_bytes(np.asarray(kept), np.array(expected, dtype))
+
+
+@pytest.mark.parametrize(("platform", "sorts"), [("cpu", False), ("cuda", True)])
+def test_slots_are_sorted_where_a_scatter_may_mix_tokens(platform, sorts):
+    spec = simple_spec()
+    key, value = kv_tokens(spec, 2)
+    write = jax.jit(functools.partial(reshape_and_cache_flash, implementation="xla"))
+    lowered = write.trace(key, value, poisoned(spec, 2), np.arange(2)).lower(lowering_platforms=(platform,))
+    assert ("stablehlo.sort" in lowered.as_text()) is sorts
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

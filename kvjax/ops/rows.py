@@ -44,6 +44,14 @@ def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array
             return rows[0]
 
 
+def last_of_each_slot(slots: jax.Array) -> jax.Array:
+    """Slots `[num_tokens]` in which every token but the last of each slot has -1 instead, and so writes nothing."""
+    order = jnp.argsort(slots, stable=True)
+    in_order = slots[order]
+    is_last = jnp.append(in_order[1:] != in_order[:-1], True)[: slots.shape[0]]
+    return jnp.full_like(slots, -1).at[order].set(jnp.where(is_last, in_order, -1), unique_indices=True)
+
+
 def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array) -> KVCache:
     """Writes rows `[num_tokens, num_kv_heads, row]`, as `encode_rows` makes them, to a cache's `KEYS` or `VALUES`.
 

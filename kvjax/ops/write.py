@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache
-from kvjax.ops.rows import KEYS, VALUES, encode_rows, scatter_rows
+from kvjax.ops.rows import KEYS, VALUES, encode_rows, last_of_each_slot, scatter_rows
 
 
 def reshape_and_cache_flash(
@@ -115,6 +116,8 @@ def _write_xla(
     cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
 ) -> jax.Array:
     spec = cache.spec
+    # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
+    slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=last_of_each_slot)
     block = slot_mapping // spec.block_size
     written = (slot_mapping >= 0) & (block < cache.num_blocks)
     block = jnp.where(written, block, cache.num_blocks).astype(jnp.int32)
