@@ -105,7 +105,8 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)
     amax = jnp.max(jnp.where(jnp.isnan(blocks), 0.0, jnp.abs(blocks)), axis=-1)
     block_scales = jnp.minimum(exact_divide(amax, E2M1_MAX * jnp.float32(scale)), E4M3_MAX).astype(jnp.float8_e4m3fn)
-    decoded = block_scales.astype(jnp.float32) * scale
+    # XLA may take a conversion there and back for none: on GPUs it would invert the scales before they were rounded.
+    decoded = lax.optimization_barrier(block_scales).astype(jnp.float32) * scale
     inverse = jnp.where(decoded == 0.0, 0.0, exact_divide(jnp.ones_like(decoded), decoded))
     codes = e2m1_codes(blocks * inverse[..., None]).reshape(x.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales

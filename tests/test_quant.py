@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 
+import gpu_compile
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -187,6 +189,16 @@ def test_nvfp4_encode(source, scale):
         data, block_scales = encode(jnp.asarray(x))
         assert_same_bytes(np.asarray(block_scales).view(np.uint8), expected[1])
         assert_same_bytes(np.asarray(data), expected[0])
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("target", gpu_compile.TARGETS)
+def test_gpus_invert_block_scales_as_they_are_stored(target):
+    """The program converts what it has rounded back: XLA, free to compute more precisely, has not dropped both."""
+    x, scale = jax.ShapeDtypeStruct((8, 2, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    hlo = gpu_compile.compile_for(target, quant.encode_nvfp4, x, scale).hlo
+    rounded = re.findall(r"(%\S+) = f8e4m3fn\[", hlo)
+    assert any(re.search(rf"= f32\S+ convert\({re.escape(name)}\)", hlo) for name in rounded)
 
 
 @SCALES

@@ -182,7 +182,7 @@ def test_the_last_token_of_each_slot_is_kept(dtype, slots):
     slots = np.array(slots, dtype)
     expected = [slot if slot not in slots[i + 1 :] else -1 for i, slot in enumerate(slots)]
     with jax.enable_x64(dtype is np.int64):
-        kept = last_of_each_slot(jnp.asarray(slots))
+        kept = jax.jit(last_of_each_slot)(jnp.asarray(slots))
     assert_same_bytes(np.asarray(kept), np.array(expected, dtype))
 
 
