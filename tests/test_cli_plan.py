@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvjax.cli import main
+from kvjax.cli import READER_GONE, main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests/data/configs"
@@ -231,6 +231,15 @@ def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture
         ["12: 0, 2, ..., 22", "sliding_window 128", "fp8_e4m3", "user", "2 x 64", "16", "256", "4,096", "0"]
     )
     assert last.startswith("every token is counted in sliding layers too")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvjax", "plan", "--config", str(CONFIGS / "gpt-oss-20b.json")]
+    with open(writer, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (READER_GONE, "")
 
 
 def test_no_device_is_asked_for():

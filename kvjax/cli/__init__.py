@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import kvjax
 from kvjax.cli import demo, plan
+
+
+READER_GONE = 141
+"""Exit status where nobody reads the output any more: what a shell says of a program that SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,5 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_parser(subparsers)
     plan.add_parser(subparsers)
     args = parser.parse_args(argv)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read (`| head`) has had enough. Python flushes once more on its way out: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     return status
