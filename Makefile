@@ -7,12 +7,16 @@ COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
 DEV_EXTRAS := test,torch,lint
+GPUS := $(shell nvidia-smi -L 2>/dev/null)
 # With a GPU to test on, jax gets all of CUDA; without one the plugin alone compiles kernels.
-DEV_EXTRAS += $(if $(shell nvidia-smi -L 2>/dev/null),$(comma)cuda13)
+DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
+
+# Where the plugin finds CUDA's libraries but no driver, it ends the process.
+BENCH_PLATFORM := $(if $(GPUS),,JAX_PLATFORMS=cpu)
 
 ARGS ?=
 
-.PHONY: demo test test-compat lint format wheel clean distclean help
+.PHONY: demo test test-compat bench lint format wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
@@ -21,6 +25,10 @@ test: $(DEV_ENV)/.installed ## every test that can run here (ARGS="-k nvfp4")
 	$(DEV_ENV)/bin/python -m pytest -n 2 $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
+
+bench: $(DEV_ENV)/.installed ## times of writes and gathers, next to a copy's (ARGS="--implementation=xla")
+	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.write_benchmark $(ARGS)
+	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.gather_benchmark $(ARGS)
 
 lint: $(DEV_ENV)/.installed ## lint, format and type checks
 	$(DEV_ENV)/bin/ruff check .

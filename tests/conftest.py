@@ -23,6 +23,9 @@ if not _has_nvidia_driver():
     # process with a segmentation fault. Set before jax is imported, and inherited by the tests' subprocesses.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Each process of the tests would take most of a GPU's memory for itself, though several run side by side.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # The first call of a jitted function compiles; a deadline would measure that.
 hypothesis.settings.register_profile("kvjax", deadline=None)
 hypothesis.settings.load_profile("kvjax")
