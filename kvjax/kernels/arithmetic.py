@@ -11,25 +11,28 @@ import numpy as np
 from jax import lax
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E4M3_MAX, NOT_A_FLOAT32
-
-_ONE_BITS = 127 << 23
-_EXPONENT_MASK = 0xFF << 23
-_HALF_STEP_EXPONENTS = 22  # 2**22 is the float32 whose unit in the last place is a half
+from kvjax.kernels import compat
+from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E4M3_MAX
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
-    """`1 / divisor` in float64, but for the last bit: to multiply with instead of dividing, see `times`."""
+    """`1 / divisor` in float64 within two units in the last place, for a float32 whose reciprocal is normal.
+
+    Mosaic divides float32 to about 22 bits and float64 exactly but slowly. One step of the series
+    `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, makes 66 of 22.
+    """
+    approximate = 1.0 / divisor
     with jax.enable_x64(True):
-        wide = divisor.astype(jnp.float64)
-        return jnp.full_like(wide, NOT_A_FLOAT32) / wide
+        y = approximate.astype(jnp.float64)
+        e = 1.0 - divisor.astype(jnp.float64) * y
+        return y + y * (e + e * e)
 
 
 def times(x: jax.Array, inverse: jax.Array) -> jax.Array:
     """`x / divisor` in float32, correctly rounded, for `inverse = reciprocal(divisor)` of `x`'s shape or a scalar.
 
-    Mosaic's own float32 division is approximate. A float64 product with a float64 reciprocal is within four units in
-    the last place of float64, and `kvjax.quant.exact_divide` says why that rounds to the right float32.
+    The float64 product is within four units in the last place, and `kvjax.quant.exact_divide` says why that rounds to
+    the right float32.
     """
     with jax.enable_x64(True):
         if not inverse.shape:
@@ -42,23 +45,21 @@ def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if x.dtype == dtype:
         return x
     wide = x.astype(jnp.float32)
+    if not compat.interpreting():  # the instruction that converts writes the canonical NaN
+        return wide.astype(dtype)
     bits = lax.bitcast_convert_type(wide.astype(dtype), _unsigned(dtype))
-    nan = jnp.full_like(bits, CANONICAL_NAN_BITS[np.dtype(dtype)])
-    return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
+    return lax.bitcast_convert_type(jnp.where(jnp.isnan(wide), bits.dtype.type(CANONICAL_NAN_BITS[dtype]), bits), dtype)
 
 
 def encode_fp8(x: jax.Array, inverse: jax.Array, dtype: KVCacheDType) -> jax.Array:
     """`kvjax.quant.encode_fp8`, as bytes; `inverse` is the scale's `reciprocal`, a scalar or of the shape of `x`."""
-    wide = x.astype(jnp.float32)
-    is_number = wide == wide
-    limit = jnp.full_like(wide, dtype.info.max)
-    scaled = jnp.minimum(jnp.maximum(times(wide, inverse), -limit), limit)
-    scaled = jnp.where(is_number, scaled, jnp.full_like(wide, jnp.nan))
-    bits = lax.bitcast_convert_type(scaled.astype(dtype.info.storage_dtype), jnp.uint8)
-    if dtype is KVCacheDType.FP8_E5M2:  # it has several NaNs; with the sign gone, e4m3 has one
-        nan = jnp.uint32(CANONICAL_NAN_BITS[dtype.info.storage_dtype])
-        bits |= jnp.where(is_number, jnp.zeros_like(wide, jnp.uint32), nan).astype(jnp.uint8)
-    return bits
+    scaled = times(x.astype(jnp.float32), inverse)
+    storage = dtype.info.storage_dtype
+    if compat.interpreting():  # the instruction that converts saturates and has one NaN, XLA's conversion has neither
+        scaled = jnp.clip(scaled, -dtype.info.max, dtype.info.max)
+        bits = lax.bitcast_convert_type(scaled.astype(storage), jnp.uint8)
+        return jnp.where(jnp.isnan(scaled), jnp.uint8(CANONICAL_NAN_BITS[storage]), bits)
+    return lax.bitcast_convert_type(scaled.astype(storage), jnp.uint8)
 
 
 def encode_nvfp4(
@@ -85,8 +86,7 @@ def encode_nvfp4(
         inverse = reciprocal(decoded).astype(jnp.float32)
     inverse = jnp.where(decoded == 0.0, jnp.zeros_like(decoded), inverse)
     inverse = spread(inverse)
-    pairs = e2m1_codes(low * inverse) | e2m1_codes(high * inverse) << 4
-    return pairs.astype(jnp.uint8), bits
+    return e2m1_pairs(low * inverse, high * inverse).astype(jnp.uint8), bits
 
 
 def e4m3_to_float32(bits: jax.Array) -> jax.Array:
@@ -98,28 +98,40 @@ def e4m3_to_float32(bits: jax.Array) -> jax.Array:
     """
     count = bits.astype(jnp.uint32)
     normal = lax.bitcast_convert_type((count << 20) + jnp.uint32((127 - 7) << 23), jnp.float32)
-    subnormal = count.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-9)
-    return jnp.where(count < 8, subnormal, normal)
+    # An integer below 2**23 is the mantissa of that much more than 2**23.
+    as_float = lax.bitcast_convert_type(count | jnp.uint32((127 + 23) << 23), jnp.float32) - jnp.float32(2.0**23)
+    return jnp.where(count < 8, as_float * jnp.float32(2.0**-9), normal)
 
 
-def e2m1_codes(x: jax.Array) -> jax.Array:
-    """Four-bit codes (uint32) of float32 without NaN: nearest even, saturating at 6, sign kept for -0.
+def e2m1_pairs(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Two four-bit codes a byte (uint32), of float32 without NaN; signs are kept, that of -0 too."""
+    indices = _e2m1_indices(low) + _e2m1_indices(high) * 16
+    signs = _uint32(low) >> 28 & 0x08 | _uint32(high) >> 24 & 0x80
+    return indices & 0x77 | signs
 
-    e2m1 has steps of a half up to 2, of 1 up to 4 and of 2 up to 6: in the binade of `2**e`, `e` at least 0, a step is
-    `2**(e - 1)`. That is also the unit in the last place of `C = 2**(e + 22)`. So `a + C` rounds `a` to nearest even in
-    the steps of its own binade, and the integer bits of the sum count them: `bits(a + C) - bits(C)`, 2 to 4 in binade
-    `e` (0 to 4 in the lowest). Each binade's codes start two above the last one's: add `2 * e`, which are the bits of
-    `C` above its mantissa, less those of `2**22`.
 
-    Examples: 0.75 is 1.5 steps of C = 2**22: 2, the even count, hence code 2 (1.0). 2.5 is 2.5 steps of 2**23: 2, code
-    2 + 2 = 4 (2.0). 5 is 2.5 steps of 2**24: 2, code 2 + 4 = 6 (4.0); 5.01 counts 3, code 7 (6.0).
+def _e2m1_indices(x: jax.Array) -> jax.Array:
+    """The nearest e2m1 magnitude's index, ties to even, saturating at 6, in the last three bits of a uint32.
+
+    Let `g` be the broken line through (value, index) of 0, .5, 1, 1.5, 2, 3, 4, 6. Its slopes are 2 up to 2, 1 up to 4
+    and 1/2 up to 6; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between neighbouring
+    values to the middle between their indices, hence rounding to the nearest value, of even index in a tie, is rounding
+    `g` to the nearest even integer. Adding 1.5 * 2**23, whose unit in the last place is 1, does that, in the same
+    addition as the line's own constant, so that each line is rounded once; `2 * a` and `a / 2` are exact. Rounding is
+    monotonic: the least of the rounded lines is the rounded least line. The index is in the sum's last three bits.
+
+    Examples: 0.75 is 1.5 on the line, index 2 (1.0). 2.5 is min(5, 4.5, 5.25) = 4.5, index 4 (2.0). 5 is 6.5, index 6
+    (4.0), and 5.01 rounds to 7 (6.0).
+
+    The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks
+    three instructions of the narrow one and four of the other, with the product that makes `x`.
     """
     magnitude = jnp.minimum(jnp.abs(x), jnp.full_like(x, E2M1_MAX))
-    exponent = jnp.maximum(_uint32(magnitude) & _EXPONENT_MASK, jnp.uint32(_ONE_BITS))
-    unit_bits = exponent + jnp.uint32(_HALF_STEP_EXPONENTS << 23)
-    counted = _uint32(magnitude + lax.bitcast_convert_type(unit_bits, jnp.float32))
-    index = counted - unit_bits + ((exponent >> 22) - jnp.uint32(_ONE_BITS >> 22))
-    return index | (_uint32(x) >> 28 & 8)
+    to_integer = 1.5 * 2.0**23
+    up_to_2 = magnitude * 2.0 + to_integer
+    up_to_4 = magnitude + (to_integer + 2.0)
+    up_to_6 = magnitude * 0.5 + (to_integer + 4.0)
+    return _uint32(jnp.minimum(up_to_2, jnp.minimum(up_to_4, up_to_6)))
 
 
 def _uint32(x: jax.Array) -> jax.Array:

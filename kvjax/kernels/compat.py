@@ -12,9 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
 # without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
-COMPILER_PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 def interpreting() -> bool:
@@ -49,7 +47,7 @@ def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:
 if hasattr(plgpu, "store"):
 
     def _store(ref: Any, value: jax.Array) -> None:
-        plgpu.store(ref, value, optimized=False)
+        getattr(plgpu, "store")(ref, value, optimized=False)  # noqa: B009
 
 else:  # before 0.12 there is no other store
 

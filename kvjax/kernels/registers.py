@@ -25,9 +25,7 @@ def tile_layout(rows: int, columns: int, vector: int) -> Any:
     warps = max(1, across * down // LANES)
     warp_rows = min(down, warps)
     warp_columns = warps // warp_rows
-    tiling = plgpu.Tiling(
-        ((down, across * vector), (down // warp_rows, across * vector // warp_columns), (vector,))
-    )
+    tiling = plgpu.Tiling(((down, across * vector), (down // warp_rows, across * vector // warp_columns), (vector,)))
     spare_lanes = LANES * warps // (across * down)
     layout = mgpu.TiledLayout(
         tiling,

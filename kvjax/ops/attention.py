@@ -67,12 +67,10 @@ def paged_attention(
     if window is not None and window <= 0:
         raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
     factor = 1.0 / math.sqrt(spec.head_size) if sm_scale is None else sm_scale
-    attended: jax.Array = select.run(
-        "paged_attention",
-        implementation,
-        _IMPLEMENTATIONS,
-        query,
+    serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
+    attended: jax.Array = serve(
         cache,
+        query,
         block_table,
         seq_lens,
         k_scale,
@@ -84,8 +82,8 @@ def paged_attention(
 
 
 def _attention_xla(
-    query: jax.Array,
     cache: KVCache,
+    query: jax.Array,
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     k_scale: ArrayLike,
@@ -118,4 +116,4 @@ def _attention_xla(
     return attended.reshape(num_seqs, num_heads, cache.spec.head_size_v).astype(query.dtype)
 
 
-_IMPLEMENTATIONS = {select.Implementation.XLA: _attention_xla}
+_IMPLEMENTATIONS = select.Candidates(xla=_attention_xla)

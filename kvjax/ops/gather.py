@@ -10,12 +10,13 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax import quant
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, flat_pages
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
+from kvjax.kernels import gather as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
 
 
 def gather_kv(
@@ -61,9 +62,8 @@ def gather_kv(
         out = jnp.dtype(dtype)
     if out not in INPUT_DTYPES:
         raise KVCacheTypeError(f"dtype: got {out}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
-    keys, values = select.run(
-        "gather_kv", implementation, _IMPLEMENTATIONS, cache, block_table, jnp.asarray(seq_lens), *scales, out
-    )
+    serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
+    keys, values = serve(cache, block_table, jnp.asarray(seq_lens), *scales, dtype=out)
     return keys, values
 
 
@@ -73,11 +73,12 @@ def _gather_xla(
     seq_lens: jax.Array,
     k_scale: jax.Array,
     v_scale: jax.Array,
+    *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    pages = cache.kv.at[block_table].get(mode="clip")
+    pages = cache.kv.at[block_table].get(mode="clip", wrap_negative_indices=False)
     written = (jnp.arange(max_len) < seq_lens[:, None])[:, :, None, None]
 
     def decode(half: int, scale: jax.Array) -> jax.Array:
@@ -88,4 +89,37 @@ def _gather_xla(
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
 
-_IMPLEMENTATIONS = {select.Implementation.XLA: _gather_xla}
+def _gather_mosaic(
+    cache: KVCache,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    dtype: np.dtype[Any],
+) -> tuple[jax.Array, jax.Array]:
+    spec = cache.spec
+    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
+    if not num_seqs * max_len:
+        shape = num_seqs, max_len, spec.num_kv_heads
+        return jnp.zeros((*shape, spec.head_size), dtype), jnp.zeros((*shape, spec.head_size_v), dtype)
+    pages = flat_pages(cache)
+    if spec.quant_mode is KVQuantMode.NONE:
+        pages = from_array_dtype(pages, spec.storage_dtype)
+    tables = _as_int32(block_table, cache.num_blocks - 1), _as_int32(seq_lens, max_len)
+    scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
+    return kernel.gather(pages, *tables, *scales, spec, dtype, kernel.GatherConfig.choose(spec, dtype))
+
+
+def _as_int32(x: jax.Array, most: int) -> jax.Array:
+    return x if x.dtype == jnp.int32 else jnp.clip(x, 0, most).astype(jnp.int32)
+
+
+def _why_not_mosaic(cache: KVCache) -> str | None:
+    spec = cache.spec
+    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
+        return f"pages of {spec.page_size_bytes} bytes hold no whole number of elements of {itemsize}"
+    return None
+
+
+_IMPLEMENTATIONS = select.Candidates(xla=_gather_xla, mosaic=_gather_mosaic, why_not_mosaic=_why_not_mosaic)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError, UnsupportedError, got_expected
+from kvjax.kernels import placement
 
 
 class Implementation(enum.StrEnum):
@@ -16,31 +22,43 @@ class Implementation(enum.StrEnum):
     XLA = "xla"
 
 
-def run(
-    operation: str,
-    implementation: str | None,
-    candidates: Mapping[Implementation, Callable[..., Any]],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls the implementation asked for, or for `None` the first of `candidates` that serves the call.
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """An operation's implementations, which take the same arguments, the cache first.
+
+    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can.
+    """
+
+    xla: Callable[..., Any]
+    mosaic: Callable[..., Any] | None = None
+    why_not_mosaic: Callable[[KVCache], str | None] = lambda cache: None
+
+
+def choose(operation: str, requested: str | None, candidates: Candidates, cache: KVCache) -> Callable[..., Any]:
+    """The implementation asked for, or for `None` the kernel where it can serve, else XLA.
+
+    A cache that is an array says where it is; one that is traced shows on lowering, and then an implementation that was
+    asked for and cannot serve raises.
 
     Raises:
       KVCacheValueError: no such implementation.
-      UnsupportedError: the one asked for cannot serve this call, or none can; with each one's reason.
+      UnsupportedError: the one asked for cannot serve this call; with the reason.
     """
-    if implementation is not None:
-        try:
-            chosen = Implementation(implementation)
-        except ValueError:
-            raise KVCacheValueError(got_expected("implementation", implementation, candidates)) from None
-        if chosen not in candidates:
-            raise UnsupportedError(got_expected(f"{operation}: implementation", implementation, candidates))
-        return candidates[chosen](*args, **kwargs)
-    reasons = []
-    for name, candidate in candidates.items():
-        try:
-            return candidate(*args, **kwargs)
-        except UnsupportedError as error:
-            reasons.append(f"{name}: {error}")
-    raise UnsupportedError(f"{operation}: no implementation serves this call; " + "; ".join(reasons))
+    try:
+        wanted = None if requested is None else Implementation(requested)
+    except ValueError:
+        raise KVCacheValueError(got_expected("implementation", requested, list(Implementation))) from None
+    if wanted is Implementation.XLA:
+        return candidates.xla
+    mosaic = candidates.mosaic
+    if mosaic is None:
+        reason: str | None = f"it has no kernel; got {requested!r}, expected one of xla"
+    else:
+        reason = candidates.why_not_mosaic(cache) or placement.why_not(cache.kv)
+    if reason is None and mosaic is not None:
+        if not isinstance(cache.kv, jax.core.Tracer):
+            return mosaic
+        return functools.partial(placement.run, wanted is not None, mosaic, candidates.xla)
+    if wanted is not None:
+        raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
+    return candidates.xla

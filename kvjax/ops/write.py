@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, flat_pages
+from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.kernels import write as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache
 from kvjax.ops.rows import KEYS, VALUES, encode_rows, last_of_each_slot, scatter_rows
@@ -96,15 +98,17 @@ def _write(
     check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
 
-    @jax.custom_jvp
-    def write(kv: jax.Array, *args: jax.Array) -> jax.Array:
-        return select.run("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, KVCache(kv, spec), *args)
-
-    write.defjvp(_refuse_gradient)
-    written: jax.Array = write(cache.kv, key, jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), *scales)
-    return KVCache(written, spec)
+    serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
+    kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
+    return KVCache(serve(KVCache(kv, spec), key, value, as_slots(slot_mapping, cache.num_slots), *scales), spec)
 
 
+@jax.custom_jvp
+def _without_gradient(arrays: Any) -> Any:
+    return arrays
+
+
+@_without_gradient.defjvp
 def _refuse_gradient(*_: Any) -> Any:
     raise KVCacheTypeError(
         "reshape_and_cache_flash has no gradient: a stored value is rounded, and a cache is not trained through."
@@ -127,4 +131,22 @@ def _write_xla(
     return cache.kv
 
 
-_IMPLEMENTATIONS = {select.Implementation.XLA: _write_xla}
+def _write_mosaic(
+    cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+) -> jax.Array:
+    if not key.size:
+        return cache.kv
+    config = kernel.WriteConfig.choose(cache.spec, key.shape[0])
+    scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
+    return kernel.write(flat_pages(cache), key, value, slot_mapping, *scales, cache.spec, config).reshape(
+        cache.kv.shape
+    )
+
+
+def _why_not_mosaic(cache: KVCache) -> str | None:
+    if cache.spec.array_dtype != cache.spec.storage_dtype and cache.spec.quant_mode is KVQuantMode.NONE:
+        return f"it writes {cache.spec.dtype.value} into arrays of that dtype, not into a pool of bytes"
+    return None
+
+
+_IMPLEMENTATIONS = select.Candidates(xla=_write_xla, mosaic=_write_mosaic, why_not_mosaic=_why_not_mosaic)
