@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import kvjax
 from kvjax.cli import demo, plan
 
-
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell says of a program that SIGPIPE ended."""
 
