@@ -77,7 +77,9 @@ def encode_nvfp4(
       uint8 `[rows, 8]`, a byte for each pair, and uint8 `[rows]`, the block scales' bits.
     """
     low, high = (jnp.where(half == half, half, jnp.zeros_like(half)) for half in (low, high))
-    amax = jnp.max(jnp.maximum(jnp.abs(low), jnp.abs(high)), axis=1)
+    # Without their sign bits floats compare as integers do, and of these sm_90 takes the largest of three at once.
+    largest_bits = jnp.max(jnp.maximum(_uint32(low) << 1, _uint32(high) << 1), axis=1) >> 1
+    amax = lax.bitcast_convert_type(largest_bits, jnp.float32)
     scaled = times(amax, reciprocal(E2M1_MAX * scale))
     stored = jnp.minimum(scaled, jnp.full_like(amax, E4M3_MAX)).astype(jnp.float8_e4m3fn)
     bits = lax.bitcast_convert_type(stored, jnp.uint8)
@@ -105,13 +107,13 @@ def e4m3_to_float32(bits: jax.Array) -> jax.Array:
 
 def e2m1_pairs(low: jax.Array, high: jax.Array) -> jax.Array:
     """Two four-bit codes a byte (uint32), of float32 without NaN; signs are kept, that of -0 too."""
-    indices = _e2m1_indices(low) + _e2m1_indices(high) * 16
+    indices = lax.bitcast_convert_type(_e2m1_indices(low) + _e2m1_indices(high) * 16, jnp.uint32)
     signs = _uint32(low) >> 28 & 0x08 | _uint32(high) >> 24 & 0x80
     return indices & 0x77 | signs
 
 
 def _e2m1_indices(x: jax.Array) -> jax.Array:
-    """The nearest e2m1 magnitude's index, ties to even, saturating at 6, in the last three bits of a uint32.
+    """The nearest e2m1 magnitude's index, ties to even, saturating at 6, in the last three bits of an int32.
 
     Let `g` be the broken line through (value, index) of 0, .5, 1, 1.5, 2, 3, 4, 6. Its slopes are 2 up to 2, 1 up to 4
     and 1/2 up to 6; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between neighbouring
@@ -128,10 +130,15 @@ def _e2m1_indices(x: jax.Array) -> jax.Array:
     """
     magnitude = jnp.minimum(jnp.abs(x), jnp.full_like(x, E2M1_MAX))
     to_integer = 1.5 * 2.0**23
-    up_to_2 = magnitude * 2.0 + to_integer
-    up_to_4 = magnitude + (to_integer + 2.0)
-    up_to_6 = magnitude * 0.5 + (to_integer + 4.0)
-    return _uint32(jnp.minimum(up_to_2, jnp.minimum(up_to_4, up_to_6)))
+    up_to_2 = _int32(magnitude * 2.0 + to_integer)
+    up_to_4 = _int32(magnitude + (to_integer + 2.0))
+    up_to_6 = _int32(magnitude * 0.5 + (to_integer + 4.0))
+    # Positive floats compare as their bits do, and of integers sm_90 takes the least of three at once.
+    return jnp.minimum(jnp.minimum(up_to_2, up_to_4), up_to_6)
+
+
+def _int32(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _uint32(x: jax.Array) -> jax.Array:
