@@ -70,7 +70,9 @@ def test_the_demos_table_has_every_dtype_at_its_price():
         assert row[:3] == [dtype.value, *(f"{number:,}" for number in priced)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "WORKSPACE.md", "docs/contract.md", "docs/plan.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "WORKSPACE.md", "docs/contract.md", "docs/plan.md", "docs/benchmarks.md"]
+)
 def test_links_lead_to_files(page: str):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
