@@ -75,11 +75,11 @@ def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Arra
     """
     if spec.has_head_axis:
         rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
-        return [_from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
+        return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
     dtypes = spec.storage_dtype, jnp.dtype(jnp.float8_e4m3fn)
     return [
-        _from_array_dtype(_region_rows(flat, spec, region), dtype)
+        from_array_dtype(_region_rows(flat, spec, region), dtype)
         for region, dtype in zip(spec.regions[half], dtypes, strict=False)
     ]
 
@@ -141,7 +141,8 @@ def _to_array_dtype(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
     return lax.collapse(stored, rows.ndim - 1)
 
 
-def _from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Rows of a cache array, `[..., bytes]` or `[..., elements]`, as elements of `dtype`, their bits untouched."""
     if rows.dtype != dtype and dtype.itemsize > 1:
         rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)

@@ -1,0 +1,80 @@
+"""The decodings of `kvjax.quant` as register arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax import quant
+from kvjax.dtypes import KVCacheDType
+from kvjax.kernels import compat
+
+_HALF_FROM_E2M1 = 2.0**14
+"""What a float16 is multiplied by that has the fields of an e2m1 code: the biases, 15 and 1, differ by 14."""
+
+
+def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """`kvjax.quant.cast`: nearest even, with the canonical NaN."""
+    dtype = np.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and have other NaNs than the instructions
+        return quant.cast(x, dtype)
+    wide = x.astype(jnp.float32)
+    if dtype != np.float32:
+        return wide.astype(dtype)
+    # Widening bfloat16 is a shift, no conversion: a NaN keeps its bits.
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    nan = jnp.full_like(bits, quant.CANONICAL_NAN_BITS[dtype])
+    return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
+
+
+def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any]) -> jax.Array:
+    """`kvjax.quant.decode_fp8` of bytes, cast to `dtype`; `scale` is a scalar or of the shape of `bits`."""
+    values = lax.bitcast_convert_type(bits, stored.info.storage_dtype).astype(jnp.float32)
+    return cast(values * scale, dtype)
+
+
+def decode_nvfp4(
+    data: jax.Array,
+    block_scales: jax.Array,
+    scale: jax.Array,
+    dtype: np.dtype[Any],
+    spread: Callable[[jax.Array], jax.Array],
+) -> list[jax.Array]:
+    """`kvjax.quant.decode_nvfp4`, cast to `dtype`.
+
+    A code's magnitude has the fields of a small float, two bits of exponent above one of mantissa. Put where a float16
+    has them, it is the float16 that is `2**-14` times as much, code 1 a subnormal as it is in e2m1. Its product with
+    the block scale is exact, in whatever order the powers of two are taken.
+
+    Args:
+      data: uint8 `[..., 8]`, a byte for each pair.
+      block_scales: the bits of the blocks' scales, uint8 `[...]`.
+      scale: float32 scalar.
+      dtype: of the elements.
+      spread: from `[...]` to `[..., 8]`, in the registers of `data`.
+
+    Returns:
+      What stands for each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
+      float32 arrays, the even elements and the odd ones.
+    """
+    factor = lax.bitcast_convert_type(block_scales, jnp.float8_e4m3fn).astype(jnp.float32)
+    factor = spread(factor * jnp.float32(_HALF_FROM_E2M1))
+    codes = data.astype(jnp.uint32)
+    # The product with 0x1001 has the low code at the bottom of the low half and the high code at that of the high one.
+    halves = codes * (0x1001 << 9) & 0x0E000E00 | codes * (0x1001 << 12) & jnp.uint32(0x80008000)
+    low, high = (
+        lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+        for half in (halves, halves >> 16)
+    )
+    low, high = (cast(half * factor * scale, dtype) for half in (low, high))
+    if low.dtype.itemsize == 4:
+        return [low, high]
+    low, high = (lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in (low, high))
+    return [low | high << 16]
