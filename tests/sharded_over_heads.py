@@ -6,11 +6,14 @@ how the mesh's axis is typed: `Auto` or, what `jax.make_mesh` takes by default, 
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference
 from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
 from jax.sharding import AxisType, NamedSharding
@@ -20,6 +23,7 @@ from kvjax import (
     AttentionSpec,
     KVCache,
     KVCacheDType,
+    UnsupportedError,
     gather_kv,
     paged_attention,
     reshape_and_cache_flash,
@@ -65,17 +69,25 @@ def check_head_axis(spec: AttentionSpec, axis: int) -> None:
         assert result.sharding.is_equivalent_to(NamedSharding(MESH, P(*[None] * head_axis, "heads")), result.ndim)
 
 
-def check_local_caches(spec: AttentionSpec) -> None:
+def check_local_caches(spec: AttentionSpec, *, check_vma: bool) -> None:
     """An NVFP4 page holds its heads in an order of bytes: each device has pages of its own heads, under shard_map."""
     caches = [poisoned(spec, 4, seed) for seed in range(4)]
     key, value = kv_tokens(simple_spec(num_kv_heads=4 * spec.num_kv_heads), 4)
-    stacked = jax.device_put(np.stack([np.asarray(cache.kv) for cache in caches]), NamedSharding(MESH, P("heads")))
+    # Not NumPy's memory, which JAX may borrow and then cannot give away.
+    stacked = jax.device_put(jnp.stack([cache.kv for cache in caches]), NamedSharding(MESH, P("heads")))
 
-    def write_local(kv: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return reshape_and_cache_flash(key, value, KVCache(kv[0], spec), SLOTS).kv[None]
+    def write_local(kv: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None = None) -> jax.Array:
+        cache = KVCache(kv[0], spec)
+        return reshape_and_cache_flash(key, value, cache, SLOTS, implementation=implementation).kv[None]
 
     specs = P("heads"), BY_HEAD.spec, BY_HEAD.spec
-    write = jax.shard_map(write_local, mesh=MESH, in_specs=specs, out_specs=P("heads"))
+    write = jax.shard_map(write_local, mesh=MESH, in_specs=specs, out_specs=P("heads"), check_vma=check_vma)
+    if check_vma:
+        ask = functools.partial(write_local, implementation="mosaic")
+        with pytest.raises(UnsupportedError, match="check_vma=False"):
+            jax.shard_map(ask, mesh=MESH, in_specs=specs, out_specs=P("heads"))(
+                stacked, *(jax.device_put(x, BY_HEAD) for x in (key, value))
+            )
     pointers = device_pointers(stacked)
     sharded_tokens = (jax.device_put(x, BY_HEAD) for x in (key, value))
     written = run_without_collectives(write, stacked, *sharded_tokens, donate_argnums=0)
@@ -88,7 +100,8 @@ def check_local_caches(spec: AttentionSpec) -> None:
 
 
 def main() -> None:
-    check_local_caches(simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, v_scale_layout="swizzled"))
+    for check_vma in (True, False):
+        check_local_caches(simple_spec(KVCacheDType.NVFP4, v_scale_layout="swizzled"), check_vma=check_vma)
     for dtype, layout, head_size_v, axis in (
         (KVCacheDType.BFLOAT16, "NHD", 64, 3),
         (KVCacheDType.FP8_E4M3, "HND", 64, 2),

@@ -19,6 +19,8 @@ from kvjax.kernels import compat
 
 MIN_COMPUTE_CAPABILITY = 9.0
 
+_IN_SHARD_MAP = "Call it inside jax.shard_map (check_vma=False), with the spec of one device's heads."
+
 _serves_p = Primitive("kvjax_mosaic_serves")
 _serves_p.def_abstract_eval(lambda *, required: ShapedArray((), np.dtype(bool)))
 
@@ -27,12 +29,17 @@ def run(required: bool, mosaic: Callable[..., Any], otherwise: Callable[..., Any
     """Calls `mosaic` where the program, once lowered, can hold its kernel, else `otherwise`, with the same arguments.
 
     In interpret mode it always can. Otherwise that takes a CUDA device of compute capability 9.0, and one device: XLA
-    does not partition these kernels but gathers what they take. Inside `jax.shard_map` each device has its own.
+    does not partition these kernels but gathers what they take. Inside `jax.shard_map`, if it does not check what
+    varies over the mesh (`check_vma=False`), each device has its own.
 
     Raises:
-      UnsupportedError: on lowering, if `required` and the program cannot; with the reason.
+      UnsupportedError: when traced or lowered, if `required` and the program cannot; with the reason.
     """
     mosaic, otherwise = functools.partial(mosaic, **static), functools.partial(otherwise, **static)
+    if any(_is_spread(jax.typeof(array)) for array in jax.tree.leaves(args)):
+        if required:
+            raise UnsupportedError(f"an argument's type spreads it over devices. {_IN_SHARD_MAP}")
+        return otherwise(*args)
     if compat.interpreting():
         return mosaic(*args)
 
@@ -40,6 +47,11 @@ def run(required: bool, mosaic: Callable[..., Any], otherwise: Callable[..., Any
         return lax.cond(_serves_p.bind(required=required), mosaic, otherwise, *operands)
 
     return choose(*args) if required else lax.platform_dependent(*args, cuda=choose, default=otherwise)
+
+
+def _is_spread(aval: Any) -> bool:
+    """Whether a type says that its array differs by device: along a mesh's explicit axes, or in a checked shard_map."""
+    return bool(aval.manual_axis_type.varying) or any(axis is not None for axis in aval.sharding.spec)
 
 
 def why_not(array: Any) -> str | None:
@@ -58,10 +70,11 @@ def _why_not(platform: str, num_devices: int, devices: list[Any]) -> str | None:
         )
     if num_devices > 1:
         return (
-            f"the cache is spread over {num_devices} devices, and XLA would gather it for the kernel."
-            " Call it inside jax.shard_map (check_vma=False), with the spec of one device's heads."
+            f"the cache is spread over {num_devices} devices, and XLA would gather it for the kernel. {_IN_SHARD_MAP}"
         )
-    old = sorted({device.compute_capability for device in devices if float(device.compute_capability) < 9.0})
+    old = sorted(
+        {device.compute_capability for device in devices if float(device.compute_capability) < MIN_COMPUTE_CAPABILITY}
+    )
     if old:
         return f"Pallas Mosaic GPU kernels need compute capability {MIN_COMPUTE_CAPABILITY}, and this GPU's is {old[0]}"
     return None
