@@ -78,7 +78,7 @@ def _gather_xla(
 ) -> tuple[jax.Array, jax.Array]:
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    pages = cache.kv.at[block_table].get(mode="clip", wrap_negative_indices=False)
+    pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
     written = (jnp.arange(max_len) < seq_lens[:, None])[:, :, None, None]
 
     def decode(half: int, scale: jax.Array) -> jax.Array:

@@ -1,0 +1,142 @@
+"""The parts of the gather kernel: its decodings, launches and layouts, and what callers may put into its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import INPUT_DTYPES, assert_same_bytes, assert_same_floats, poisoned, simple_spec
+from interpret_mode import interpret_mode
+
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv, quant
+from kvjax.cache import flat_pages
+from kvjax.kernels import decoding
+from kvjax.kernels.gather import GatherConfig, gather
+from kvjax.kernels.lanes import lane_layout
+from kvjax.kernels.registers import THREADS
+
+BYTES = np.arange(256, dtype=np.uint8)
+DTYPES_AND_LAYOUTS = [(dtype, layout) for dtype in STORED_KV_CACHE_DTYPES for layout in ("NHD", "HND")]
+
+
+def read(implementation: str, *args, **kwargs) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.block_until_ready(gather_kv(*args, implementation=implementation, **kwargs))]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0371, 2.0**-100, 2.0**100])
+def test_every_pair_of_codes_with_every_block_scale(scale):
+    scale = np.float32(scale)
+    data = np.broadcast_to(BYTES.reshape(-1, 8), (256, 32, 8))
+    block_scales = np.broadcast_to(BYTES[:, None], (256, 32))
+    low, high = decoding.decode_nvfp4(
+        jnp.asarray(data), jnp.asarray(block_scales), scale, np.dtype(np.float32), lambda x: x[..., None]
+    )
+    expected = quant.decode_nvfp4(
+        jnp.asarray(data), jnp.asarray(block_scales).view(jnp.float8_e4m3fn)[..., None], scale
+    )
+    assert_same_floats(np.stack([low, high], axis=-1).reshape(256, 32, 16), np.asarray(expected).reshape(256, 32, 16))
+
+
+@pytest.mark.parametrize("out", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2], ids=str)
+def test_every_fp8_byte(dtype, out):
+    out = np.dtype(INPUT_DTYPES[out])
+    with interpret_mode():  # where conversions are those of `quant`
+        got = decoding.decode_fp8(jnp.asarray(BYTES), jnp.float32(0.0371), dtype, out)
+    stored = jnp.asarray(BYTES).view(dtype.info.storage_dtype)
+    assert_same_bytes(np.asarray(got), np.asarray(quant.cast(quant.decode_fp8(stored, jnp.float32(0.0371)), out)))
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 20, 48, 784])
+@pytest.mark.parametrize("num_kv_heads", [1, 5, 8, 128])
+def test_programs_take_whole_parts_of_a_block(num_kv_heads, block_size, swizzled):
+    if swizzled and block_size % 4:
+        return
+    layout = "swizzled" if swizzled else "linear"
+    spec = simple_spec(
+        KVCacheDType.NVFP4, block_size=block_size, num_kv_heads=num_kv_heads, head_size=256, v_scale_layout=layout
+    )
+    for dtype in INPUT_DTYPES.values():
+        tokens = GatherConfig.choose(spec, np.dtype(dtype)).tokens
+        assert block_size % tokens == 0
+        assert not swizzled or tokens % 4 == 0
+
+
+def test_a_program_takes_a_token_at_least():
+    with pytest.raises(ValueError, match=r"self.tokens=0 must be positive"):
+        GatherConfig(0)
+
+
+@pytest.mark.parametrize("widest", [1, 4, 8])
+@pytest.mark.parametrize("shape", [(8, 8, 128), (16, 1, 80), (1, 5, 112), (784, 3, 6, 8), (4, 8, 8), (1, 1, 16), (3,)])
+def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(shape, widest):
+    layout = lane_layout(shape, widest).to_mgpu()
+    elements = np.prod([size & -size for size in shape])
+    assert layout.vector_length <= widest
+    assert all(size % tile == 0 for size, tile in zip(shape[::-1], layout.base_tile_shape[::-1], strict=False))
+    assert THREADS // layout.replication_factor == min(THREADS, elements // layout.vector_length)
+    assert layout.replication_factor == max(1, THREADS // elements)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=str)
+def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
+    spec = simple_spec(dtype, block_size=16, head_size_v=32)
+    cache, table = poisoned(spec, 3), np.array([[2, 0], [1, 7]], np.int32)
+    lengths, scale, out = np.array([29, 15], np.int32), np.full(1, 0.0371, np.float32), np.dtype(np.float16)
+    with interpret_mode():
+        got = gather(flat_pages(cache), table, lengths, scale, scale, spec, out, GatherConfig(tokens))
+    expected = read("xla", cache, table, lengths, k_scale=scale[0], v_scale=scale[0], dtype=out)
+    for g, e in zip(got, expected, strict=True):
+        assert_same_bytes(np.asarray(g), e)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
+    cache = poisoned(simple_spec(KVCacheDType.FLOAT32), 4)
+    most = np.iinfo(np.int64 if x64 else np.int32)
+    with jax.enable_x64(x64):
+        table = jnp.array([[3, most.max], [most.min, -1], [1, 2], [0, 4]], most.dtype)
+        lengths = jnp.array([most.max, 16, most.min, -3], most.dtype)
+        expected = read("xla", cache, table, lengths)
+        with interpret_mode():
+            got = read("mosaic", cache, table, lengths)
+    for g, e in zip(got, expected, strict=True):
+        assert_same_bytes(g, e)
+    pages = np.asarray(cache.kv)[:, 0]
+    np.testing.assert_array_equal(got[0][1].view(np.uint32), pages[[0, 0]].reshape(16, 2, 64).view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("padding", [0, 4, 72])
+def test_pages_of_a_shared_pool(dtype, padding):
+    spec = simple_spec(dtype)
+    cache = poisoned(dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding), 3)
+    table, lengths = np.array([[2, 0]], np.int32), np.array([13], np.int32)
+    with interpret_mode():
+        got = read("mosaic", cache, table, lengths)
+    for g, e in zip(got, read("xla", cache, table, lengths), strict=True):
+        assert_same_bytes(g, e)
+
+
+@pytest.mark.parametrize(("num_seqs", "max_blocks"), [(0, 3), (3, 0)])
+def test_nothing_to_read(num_seqs, max_blocks):
+    cache = poisoned(simple_spec(), 3)
+    table, lengths = np.zeros((num_seqs, max_blocks), np.int32), np.zeros(num_seqs, np.int32)
+    with interpret_mode():
+        got = read("mosaic", cache, table, lengths)
+    assert [x.shape for x in got] == [(num_seqs, 8 * max_blocks, 2, 64)] * 2
+
+
+@pytest.mark.parametrize(("dtype", "layout"), DTYPES_AND_LAYOUTS)
+def test_programs_do_not_race(dtype, layout):
+    spec = simple_spec(dtype, layout=layout, head_size=32)
+    cache, table, lengths = poisoned(spec, 3), np.array([[2, 0], [0, 0]], np.int32), np.array([13, 8], np.int32)
+    with interpret_mode(detect_races=True):
+        got = read("mosaic", cache, table, lengths)
+    for g, e in zip(got, read("xla", cache, table, lengths), strict=True):
+        assert_same_bytes(g, e)
