@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -240,14 +241,21 @@ def _pieces(stored: Sequence[Any], dense: Any, spec: AttentionSpec, regions: Seq
     if not regions[1].swizzled:
         yield piece((data, scales), dense)
         return
-    # Where the rows of a group of tokens share its scales, no even steps lead from each to the next. But those at one
-    # place of a group, in all groups and heads, are even steps apart.
+    # A swizzled row holds scales of four tokens. Those of one token lie four bytes apart, a quarter of them in each of
+    # four rows; or, where a quarter is no whole number of scales, they are taken one by one.
     groups = num_tokens // SWIZZLE_TOKENS
     data, dense, scales = (x.reshape(groups, SWIZZLE_TOKENS, *x.shape[1:]) for x in (data, dense, scales))
-    for token, scale in np.ndindex(SWIZZLE_TOKENS, num_scales):
-        row, column = swizzled_position(token, scale, num_scales)
-        places = data.at[:, token, :, scale], scales.at[:, row, :, column]
-        yield piece(places, dense.at[:, token, :, scale], token, SWIZZLE_TOKENS)
+    in_quarters = num_scales % SWIZZLE_TOKENS == 0
+    run = num_scales // SWIZZLE_TOKENS if in_quarters else 1
+    for token, first in itertools.product(range(SWIZZLE_TOKENS), range(0, num_scales, run)):
+        row, column = swizzled_position(token, first, num_scales)
+        rows = scales.at[:, row]
+        if in_quarters:
+            run_scales = rows.reshape(*rows.shape[:2], run, SWIZZLE_TOKENS).at[:, :, :, column]
+        else:
+            run_scales = rows.at[:, :, pl.ds(column, run)]
+        run_data, run_dense = (x.at[:, token, :, pl.ds(first, run)] for x in (data, dense))
+        yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
 
 
 def _widest_vector(stored: Any, dense: Any, spec: AttentionSpec, region: PageRegion) -> int:
