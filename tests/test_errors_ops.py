@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax import (
     KVCache,
@@ -106,7 +110,7 @@ ATTENTION_ERRORS = [
     (
         {"implementation": "mosaic"},
         UnsupportedError,
-        "paged_attention: implementation: got 'mosaic', expected one of xla",
+        "paged_attention: implementation 'mosaic' cannot serve this call: it has no kernel",
     ),
 ]
 CASES = [
@@ -194,41 +198,48 @@ def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own(
     check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
 
 
-def refuse(reason: str) -> Any:
-    def run(x):
-        raise UnsupportedError(f"{reason} {x}")
-
-    return run
+BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic")
+NOT_FOR_THIS = dataclasses.replace(BOTH, why_not_mosaic=lambda cache: "too few heads")
 
 
-MOSAIC, XLA = select.Implementation
+def chosen(requested: str | None, candidates: select.Candidates) -> str:
+    cache = KVCache.allocate(simple_spec(), 1)
+    return select.choose("op", requested, candidates, cache)(cache)
 
 
-def test_the_first_implementation_that_serves_a_call_is_chosen():
-    both = {MOSAIC: lambda x: ("mosaic", x), XLA: lambda x: ("xla", x)}
-    assert select.run("op", None, both, 1) == ("mosaic", 1)
-    assert select.run("op", "xla", both, 1) == ("xla", 1)
-    assert select.run("op", None, {**both, MOSAIC: refuse("no GPU for")}, 1) == ("xla", 1)
+def test_where_a_kernel_can_run_it_is_chosen_unless_it_cannot_serve_the_cache():
+    with plgpu.force_gpu_interpret_mode():
+        assert [chosen(requested, BOTH) for requested in (None, "mosaic", "xla")] == ["mosaic", "mosaic", "xla"]
+        assert chosen(None, NOT_FOR_THIS) == "xla"
+        assert chosen(None, select.Candidates(xla=BOTH.xla)) == "xla"
+        with pytest.raises(UnsupportedError, match=r"^op: implementation 'mosaic' cannot .*: too few heads$"):
+            chosen("mosaic", NOT_FOR_THIS)
 
 
-def test_an_implementation_asked_for_raises_its_own_reason():
-    with pytest.raises(UnsupportedError, match=r"^no GPU for 1$"):
-        select.run("op", "mosaic", {MOSAIC: refuse("no GPU for"), XLA: lambda x: x}, 1)
+def test_where_no_kernel_can_run_asking_for_one_raises():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert chosen(None, BOTH) == "xla"
+        with pytest.raises(UnsupportedError, match=r"^op: implementation 'mosaic' cannot .* this runs on cpu"):
+            chosen("mosaic", BOTH)
 
 
-def test_where_none_serves_each_says_why():
-    with pytest.raises(UnsupportedError) as raised:
-        select.run("op", None, {MOSAIC: refuse("no GPU for"), XLA: refuse("not today,")}, 1)
-    assert str(raised.value) == "op: no implementation serves this call; mosaic: no GPU for 1; xla: not today, 1"
+@pytest.mark.parametrize(("platform", "holds_the_kernel"), [("cpu", False), ("cuda", True)])
+def test_a_program_holds_a_kernel_where_it_is_lowered_for_a_gpu(platform, holds_the_kernel):
+    candidates = select.Candidates(xla=lambda cache: jnp.cos(cache.kv), mosaic=lambda cache: jnp.sin(cache.kv))
 
+    def run(cache, requested=None):
+        return select.choose("op", requested, candidates, cache)(cache)
 
-def test_another_error_is_not_passed_over():
-    with pytest.raises(ZeroDivisionError):
-        select.run("op", None, {MOSAIC: lambda x: x / 0, XLA: lambda x: x}, 1)
+    cache = KVCache.allocate(simple_spec(), 1)
+    lowered = jax.jit(run).trace(cache).lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.sine" in lowered) is holds_the_kernel
+    asked = jax.jit(functools.partial(run, requested="mosaic")).trace(cache)
+    with contextlib.nullcontext() if holds_the_kernel else pytest.raises(UnsupportedError, match="this runs on cpu"):
+        asked.lower(lowering_platforms=(platform,))
 
 
 def test_a_misspelt_implementation_is_told_the_nearest():
     with pytest.raises(
         KVCacheValueError, match=r"got 'mosiac', expected one of mosaic, xla \(did you mean 'mosaic'\?\)"
     ):
-        select.run("op", "mosiac", {MOSAIC: lambda x: x, XLA: lambda x: x}, 1)
+        chosen("mosiac", BOTH)
