@@ -1,12 +1,13 @@
 """Pallas' GPU interpret mode, taught what it lacks: reshaped and dynamically sliced references, and errors for races.
 
-An access through such a reference is carried out as the accesses of the runs of neighbouring elements that it consists
-of. So race detection sees exactly the elements that are touched, and nothing between them.
+An access through such a reference is carried out as accesses to the boxes of the buffer that it consists of, a range
+of indices along each axis. So race detection sees exactly the elements that are touched, and nothing between them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -27,8 +28,8 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
     among the blocks of a grid, no race goes unseen.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gpu_callbacks, "_get", _get_by_runs(gpu_callbacks._get)))
-        stack.enter_context(mock.patch.object(gpu_callbacks, "_swap", _swap_by_runs(gpu_callbacks._swap)))
+        stack.enter_context(mock.patch.object(gpu_callbacks, "_get", _get_by_boxes(gpu_callbacks._get)))
+        stack.enter_context(mock.patch.object(gpu_callbacks, "_swap", _swap_by_boxes(gpu_callbacks._swap)))
         if detect_races:
             stack.enter_context(mock.patch.object(plgpu, "kernel", _grid_as_cluster(plgpu.kernel)))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)))
@@ -45,21 +46,22 @@ def _grid_as_cluster(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _get_by_runs(get: Callable[..., Any]) -> Callable[..., Any]:
+def _get_by_boxes(get: Callable[..., Any]) -> Callable[..., Any]:
     @gpu_callbacks.fail_on_exception
     def wrapped(token, mesh_location, thread, key, transforms, *args, **kwargs):
         if not _is_refused(transforms):
             return get(token, mesh_location, thread, key, transforms, *args, **kwargs)
         elements, buffer = _resolve(key, transforms)
         got = np.empty(elements.size, buffer.dtype)
-        for run, indexer in _runs(elements, buffer.shape):
-            token, got[run] = get(token, mesh_location, thread, key, (indexer,), *args, **kwargs)
+        for part, indexer in _boxes(elements, buffer.shape):
+            token, values = get(token, mesh_location, thread, key, (indexer,), *args, **kwargs)
+            got[part] = values.reshape(-1)
         return token, got.reshape(elements.shape)
 
     return wrapped
 
 
-def _swap_by_runs(swap: Callable[..., Any]) -> Callable[..., Any]:
+def _swap_by_boxes(swap: Callable[..., Any]) -> Callable[..., Any]:
     @gpu_callbacks.fail_on_exception
     def wrapped(token, mesh_location, thread, key, transforms, value, mask, **kwargs):
         if not _is_refused(transforms):
@@ -67,9 +69,11 @@ def _swap_by_runs(swap: Callable[..., Any]) -> Callable[..., Any]:
         if mask is not None:
             raise NotImplementedError(f"a masked store through {transforms}")
         elements, buffer = _resolve(key, transforms)
-        value, before = np.reshape(value, -1), np.empty(elements.size, buffer.dtype)
-        for run, indexer in _runs(elements, buffer.shape):
-            token, before[run] = swap(token, mesh_location, thread, key, (indexer,), value[run], None, **kwargs)
+        value, before = np.asarray(value).reshape(-1), np.empty(elements.size, buffer.dtype)
+        for part, indexer in _boxes(elements, buffer.shape):
+            part_value = value[part].reshape(indexer.get_indexer_shape())
+            token, old = swap(token, mesh_location, thread, key, (indexer,), part_value, None, **kwargs)
+            before[part] = old.reshape(-1)
         return token, before.reshape(elements.shape)
 
     return wrapped
@@ -111,11 +115,13 @@ def _take(elements: np.ndarray, axis: int, index: Any) -> np.ndarray:
     return np.take(elements, index, axis)
 
 
-def _runs(elements: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[slice, indexing.NDIndexer]]:
-    """Runs of neighbours along a buffer's last axis: where each lies in `elements`, flat, and in the buffer."""
-    flat = elements.reshape(-1)
-    starts = np.flatnonzero((np.diff(flat, prepend=-2) != 1) | (flat % shape[-1] == 0))
-    for start, stop in zip(starts, [*starts[1:], flat.size], strict=True):
-        *outer, first = (int(index) for index in np.unravel_index(flat[start], shape))
-        indices = (*outer, indexing.Slice(first, int(stop - start)))
-        yield slice(start, stop), indexing.NDIndexer(indices, shape, ())
+def _boxes(elements: np.ndarray, shape: tuple[int, ...], start: int = 0) -> Iterator[tuple[slice, indexing.NDIndexer]]:
+    """Boxes of a buffer of `shape` that make up `elements`: where each lies in `elements`, flat, and in the buffer."""
+    coordinates = np.unravel_index(elements, shape)
+    ranges = tuple(indexing.Slice(int(axis.min()), int(np.ptp(axis)) + 1) for axis in coordinates)
+    if math.prod(r.size for r in ranges) == elements.size and np.all(np.diff(elements.reshape(-1)) > 0):
+        yield slice(start, start + elements.size), indexing.NDIndexer(ranges, shape, ())
+    else:
+        for part in elements:
+            yield from _boxes(part, shape, start)
+            start += part.size
