@@ -52,7 +52,7 @@ def inspect(
         print(program.hlo)
     for kernel in program.kernels:
         print(f"{kernel.name}: {kernel.target}, {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
-        ptx = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)[^:\n]*;", kernel.ptx, re.MULTILINE)
+        ptx = re.findall(r"[;{}\n]\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)(?=[\s;])", kernel.ptx)
         print(f"  PTX, {len(ptx)} instructions: {histogram(ptx)}")
         print_sass(kernel.sass)
         for kind in ("ptx", "sass"):
@@ -108,26 +108,27 @@ def histogram(opcodes: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Inspects the write kernel as the command line says."""
+    """Inspects a kernel of kvjax as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", choices=["write"])
+    parser.add_argument("kernel", choices=["write", "gather"])
     parser.add_argument("--target", choices=gpu_compile.TARGETS, default="h100")
-    parser.add_argument("--dtype", default="bfloat16", help="storage dtype")
-    parser.add_argument("--input-dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="of the cache")
+    parser.add_argument("--dense-dtype", default="bfloat16", help="of what is written or gathered")
     parser.add_argument("--layout", choices=["NHD", "HND"], default="NHD")
     parser.add_argument("--v-scale-layout", choices=["linear", "swizzled"], default="linear")
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-tokens", type=int, default=65536)
+    parser.add_argument("--num-tokens", type=int, default=65536, help="to write, or of 64 sequences to gather")
     parser.add_argument("--tokens", type=int, default=8, help="tokens that a program takes")
     parser.add_argument("--show", choices=["hlo", "ptx", "sass"], nargs="*", default=())
     args = parser.parse_args()
 
-    import jax
     import jax.numpy as jnp
+    from jax import ShapeDtypeStruct
 
     from kvjax import FullAttentionSpec, KVCacheDType
+    from kvjax.kernels.gather import GatherConfig, gather
     from kvjax.kernels.write import WriteConfig, write
 
     spec = FullAttentionSpec(
@@ -138,18 +139,20 @@ def main() -> None:
         layout=args.layout,
         v_scale_layout=args.v_scale_layout,
     )
-    shape = jax.ShapeDtypeStruct
-    rows = shape((args.num_tokens, args.num_kv_heads, args.head_size), jnp.dtype(args.input_dtype))
     num_blocks = -(-args.num_tokens // args.block_size)
-    pages = shape((num_blocks, spec.page_size_bytes // spec.array_dtype.itemsize), spec.array_dtype)
-    scale = shape((1,), jnp.float32)
-    inspect(
-        functools.partial(write, spec=spec, config=WriteConfig(tokens=args.tokens)),
-        (pages, rows, rows, shape((args.num_tokens,), jnp.int32), scale, scale),
-        args.target,
-        donate_argnums=0,
-        show=args.show,
-    )
+    pages = ShapeDtypeStruct((num_blocks, spec.page_size_bytes // spec.array_dtype.itemsize), spec.array_dtype)
+    scale = ShapeDtypeStruct((1,), jnp.float32)
+    dense_dtype = jnp.dtype(args.dense_dtype)
+    if args.kernel == "write":
+        rows = ShapeDtypeStruct((args.num_tokens, args.num_kv_heads, args.head_size), dense_dtype)
+        slots = ShapeDtypeStruct((args.num_tokens,), jnp.int32)
+        function = functools.partial(write, spec=spec, config=WriteConfig(tokens=args.tokens))
+        inspect(function, (pages, rows, rows, slots, scale, scale), args.target, donate_argnums=0, show=args.show)
+    else:
+        table = ShapeDtypeStruct((64, -(-num_blocks // 64)), jnp.int32)
+        lengths = ShapeDtypeStruct((64,), jnp.int32)
+        function = functools.partial(gather, spec=spec, dtype=dense_dtype, config=GatherConfig(tokens=args.tokens))
+        inspect(function, (pages, table, lengths, scale, scale), args.target, show=args.show)
 
 
 if __name__ == "__main__":
