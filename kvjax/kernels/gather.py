@@ -1,7 +1,7 @@
 """The gather kernel: pages of whole sequences as dense, dequantized keys and values.
 
-A program takes `tokens` neighbouring tokens of one block of one sequence. It loads all that the page holds of them
-before it needs any of it, decodes in registers, and stores the tokens' rows, which are neighbours in the result; tokens
+A program takes `tokens` neighbouring tokens of one block of one sequence. It loads what the page holds of them before
+it needs any of it, decodes in registers, and stores the tokens' rows, which are neighbours in the result; tokens
 past the sequence's length are zeros. What is past the length altogether is not read.
 
 Every array in registers has the axes of the result, tokens first, whatever the order in the page: a thread loads what
@@ -38,6 +38,10 @@ BLOCK_BYTES = NVFP4_BLOCK_SIZE // 2
 
 PROGRAM_BYTES = 32 << 10
 """What a program stores: 16 vectors a thread, loads enough to be waiting for, and registers enough to hold them."""
+
+MAX_PIECES_LOADED = 9
+"""Of the many that swizzled values are taken in: the keys and half of the values, where those come in quarters of a
+row. More would not fit into the registers where odd numbers of heads leave threads idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +194,10 @@ def _body(
 
     @pl.when(num_valid > 0)
     def _() -> None:
-        loaded = [piece.load() for piece, _ in pieces]
-        for (piece, scale), stored in zip(pieces, loaded, strict=True):
-            piece.store(_decode(stored, scale, piece, spec, dtype), num_valid)
+        for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
+            loaded = [piece.load() for piece, _ in batch]
+            for (piece, scale), stored in zip(batch, loaded, strict=True):
+                piece.store(_decode(stored, scale, piece, spec, dtype), num_valid)
 
     @pl.when(num_valid <= 0)
     def _() -> None:
