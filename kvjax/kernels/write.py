@@ -266,7 +266,8 @@ def _position(slots: Any, index: jax.Array, spec: AttentionSpec, num_blocks: int
         slot, written = slots[index], True
     last = min(num_blocks * spec.block_size, 1 << 31) - 1
     written = mine & written & (slot >= 0) & (slot <= last)
-    return Position(written, lax.div(slot, spec.block_size), lax.rem(slot, spec.block_size))
+    block_size = jnp.int32(spec.block_size)
+    return Position(written, lax.div(slot, block_size), lax.rem(slot, block_size))
 
 
 def _flat_rows(x: jax.Array) -> jax.Array:
