@@ -70,6 +70,11 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), nan_bits, converted), dtype)
 
 
+def with_canonical_nan(x: jax.Array) -> jax.Array:
+    """`x` (float32) with the canonical NaN for every other."""
+    return jnp.where(jnp.isnan(x), lax.bitcast_convert_type(jnp.int32(CANONICAL_NAN_BITS[x.dtype]), x.dtype), x)
+
+
 def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array:
     """`x / scale` in an fp8 dtype: clamped to the largest finite value, rounded to nearest even, NaN kept.
 
@@ -84,8 +89,8 @@ def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array
 
 
 def decode_fp8(stored: jax.Array, scale: ArrayLike) -> jax.Array:
-    """`stored * scale` in float32."""
-    return stored.astype(jnp.float32) * scale
+    """`stored * scale` in float32, NaN as the canonical one."""
+    return with_canonical_nan(stored.astype(jnp.float32) * scale)
 
 
 def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -113,11 +118,11 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> jax.Array:
-    """`e2m1 * block_scale * scale` in float32, `[..., head_size]`, from what `encode_nvfp4` returns."""
+    """`e2m1 * block_scale * scale` in float32, `[..., head_size]`, from what `encode_nvfp4` returns; NaN as in fp8."""
     codes = jnp.stack([data & 0xF, data >> 4], axis=-1).reshape(*block_scales.shape, NVFP4_BLOCK_SIZE)
     magnitudes = jnp.asarray(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), jnp.float32)[codes]
     values = magnitudes * block_scales.astype(jnp.float32)[..., None] * scale
-    return lax.collapse(values, values.ndim - 2)
+    return with_canonical_nan(lax.collapse(values, values.ndim - 2))
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:

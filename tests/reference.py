@@ -71,14 +71,18 @@ def encode(x: np.ndarray, spec: AttentionSpec, scale: np.ndarray) -> list[np.nda
 
 
 def decode(rows: list[np.ndarray], spec: AttentionSpec, scale: np.ndarray) -> np.ndarray:
-    """What those bytes stand for: float32 where the layer is quantized, else its own dtype."""
+    """What those bytes stand for: float32, with one NaN, where the layer is quantized, else its own dtype."""
     if spec.dtype is KVCacheDType.NVFP4:
         data, block_scales = rows
         codes = np.stack([data % 16, data // 16], axis=-1).reshape(*block_scales.shape, 16)
         values = E2M1_VALUES[codes] * block_scales.view(E4M3).astype(np.float32)[..., None] * np.float32(scale)
-        return values.reshape(*data.shape[:-1], 2 * data.shape[-1])
+        return one_nan(values.reshape(*data.shape[:-1], 2 * data.shape[-1]))
     stored = rows[0].view(ELEMENT[spec.dtype])
-    return stored.astype(np.float32) * per_head(scale) if spec.dtype in FP8 else stored
+    return one_nan(stored.astype(np.float32) * per_head(scale)) if spec.dtype in FP8 else stored
+
+
+def one_nan(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(x), np.uint32(NAN_BITS["float32"]).view(np.float32), x)
 
 
 def per_head(scale: np.ndarray | float) -> np.ndarray:

@@ -15,8 +15,7 @@ from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv, quant
 from kvjax.cache import flat_pages
 from kvjax.kernels import decoding
 from kvjax.kernels.gather import GatherConfig, gather
-from kvjax.kernels.lanes import lane_layout
-from kvjax.kernels.registers import THREADS
+from kvjax.kernels.registers import THREADS, lane_layout
 
 BYTES = np.arange(256, dtype=np.uint8)
 DTYPES_AND_LAYOUTS = [(dtype, layout) for dtype in STORED_KV_CACHE_DTYPES for layout in ("NHD", "HND")]

@@ -30,6 +30,7 @@ from kvjax_torch import arguments, host  # noqa: E402
 from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
 
 NUM_TOKENS = 20
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 48}
 AXES = {
     "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
@@ -81,12 +82,12 @@ def make_slots(kind: str, num_slots: int) -> np.ndarray:
     return slots.astype(np.int32 if kind == "int32" else np.int64)
 
 
-def make_rows(kind: str, key: np.ndarray, value: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def make_rows(kind: str, key: np.ndarray, value: np.ndarray, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """The same tokens with other strides: between them lie NaNs that must not be read."""
-    key, value = from_numpy(key), from_numpy(value)
+    key, value = from_numpy(key).to(device), from_numpy(value).to(device)
     num_tokens, num_heads, _ = key.shape
     if kind == "fused_qkv":
-        query = torch.full((num_tokens, 2 * num_heads * key.shape[2]), torch.nan, dtype=key.dtype)
+        query = torch.full((num_tokens, 2 * num_heads * key.shape[2]), torch.nan, dtype=key.dtype, device=device)
         fused = torch.cat([query, key.flatten(1), value.flatten(1)], dim=1)
         sizes = [part.shape[1] for part in (query, key.flatten(1), value.flatten(1))]
         _, fused_key, fused_value = fused.split(sizes, dim=1)
@@ -105,8 +106,8 @@ def make_scales(kind: str, num_heads: int) -> tuple[float | np.ndarray, float | 
     return scales, scales[::-1].copy()
 
 
-def as_argument(scale: float | np.ndarray, kind: str) -> float | torch.Tensor:
-    return scale if kind == "float" else torch.tensor(scale, dtype=torch.float32).reshape(-1)
+def as_argument(scale: float | np.ndarray, kind: str, device: str) -> float | torch.Tensor:
+    return scale if kind == "float" else torch.tensor(scale, dtype=torch.float32, device=device).reshape(-1)
 
 
 def write(rows, cache, slots, dtype, scales=(1.0, 1.0), **options) -> None:
@@ -116,22 +117,22 @@ def write(rows, cache, slots, dtype, scales=(1.0, 1.0), **options) -> None:
 CASES = pairwise(AXES, is_valid)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict):
+def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict, device: str):
     spec = make_spec(case)
     num_blocks = max(3, -(-2 * NUM_TOKENS // spec.block_size))
     pages = random_pages(spec, num_blocks)
-    cache = torch_cache(
-        pages, spec, form=case["form"], dtype=storage_dtypes(spec.dtype)[-1 if case["element"] == "own" else 0]
-    )
+    element = storage_dtypes(spec.dtype)[-1 if case["element"] == "own" else 0]
+    cache = torch_cache(pages, spec, form=case["form"], dtype=element, device=device)
     slots = make_slots(case["slots"], num_blocks * spec.block_size)
     key, value = kv_tokens(spec, NUM_TOKENS, INPUT_DTYPES[case["input_dtype"]])
     scales = make_scales(case["scale"], spec.num_kv_heads)
-    arguments = [as_argument(scale, case["scale"]) for scale in scales]
+    arguments = [as_argument(scale, case["scale"], device) for scale in scales]
     options = {"v_scale_layout": case["v_scale_layout"]}
 
-    rows = make_rows(case["rows"], key, value)
-    write(rows, cache, torch.from_numpy(slots), case["dtype"], arguments, **options)
+    rows = make_rows(case["rows"], key, value, device)
+    write(rows, cache, torch.from_numpy(slots).to(device), case["dtype"], arguments, **options)
     expected = reference.write(pages, spec, key, value, slots, *scales)
     assert_same_bytes(cache.pages(), expected)
 
@@ -140,8 +141,8 @@ def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict)
     read = kvjax_torch.gather_kv(
         cache.key,
         cache.value,
-        torch.from_numpy(block_table),
-        torch.from_numpy(seq_lens),
+        torch.from_numpy(block_table).to(device),
+        torch.from_numpy(seq_lens).to(device),
         case["dtype"],
         *arguments,
         dtype=torch.float32,

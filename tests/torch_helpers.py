@@ -29,7 +29,12 @@ def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndar
 
 
 def torch_cache(
-    pages: np.ndarray, spec: AttentionSpec, *, form: str = "one_allocation", dtype: torch.dtype | None = None
+    pages: np.ndarray,
+    spec: AttentionSpec,
+    *,
+    form: str = "one_allocation",
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> TorchCache:
     """The pages as a torch caller's cache, element type `dtype` (by default that of kvjax's array).
 
@@ -40,18 +45,18 @@ def torch_cache(
     dtype = dtype or torch_dtype(spec.array_dtype)
     num_blocks, page_bytes = pages.shape
     if form == "two_tensors":
-        key, value = (torch.from_numpy(half.copy()) for half in np.split(pages, 2, axis=1))
+        key, value = (torch.from_numpy(half.copy()).to(device) for half in np.split(pages, 2, axis=1))
         views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
-        return TorchCache(*views, lambda: torch.cat([key, value], dim=1).numpy().copy())
+        return TorchCache(*views, lambda: torch.cat([key, value], dim=1).cpu().numpy().copy())
     before, between = {"padded_pages": (0, 48), "offset": (80, 0)}.get(form, (0, 0))
-    memory = torch.full((before + num_blocks * (page_bytes + between),), 0xAB, dtype=torch.uint8)
+    memory = torch.full((before + num_blocks * (page_bytes + between),), 0xAB, dtype=torch.uint8, device=device)
     held = memory[before:].view(num_blocks, -1)
-    held[:, :page_bytes] = torch.from_numpy(pages)
+    held[:, :page_bytes] = torch.from_numpy(pages).to(device)
 
     def read() -> np.ndarray:
         assert (memory[:before] == 0xAB).all()
         assert (held[:, page_bytes:] == 0xAB).all()
-        return held[:, :page_bytes].numpy().copy()
+        return held[:, :page_bytes].cpu().numpy().copy()
 
     start = page_bytes // 2
     if spec.is_diffkv:
@@ -79,4 +84,4 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
 
 def to_numpy(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     """`tensor.numpy()`, ml_dtypes' included."""
-    return tensor.contiguous().view(torch.uint8).numpy().view(dtype)
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().view(dtype)

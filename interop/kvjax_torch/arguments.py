@@ -235,7 +235,10 @@ def _check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
     for name, scale in scales.items():
         if scale.device.type == "cpu":  # to read one from a GPU would make the host wait
             for value in [scale.item()] if scale.numel() == 1 else scale.tolist():
-                if not (math.isfinite(value) and value >= MIN_SCALE):
-                    raise KVCacheValueError(
-                        f"{name}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}"
-                    )
+                check_scale_value(name, value)
+
+
+def check_scale_value(name: str, value: float) -> None:
+    """Raises `KVCacheValueError` where a scale cannot be divided by."""
+    if not (math.isfinite(value) and value >= MIN_SCALE):
+        raise KVCacheValueError(f"{name}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvjax import UnsupportedError
-from kvjax_torch import host
+from kvjax_torch import cuda, host
 from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, write_plan
 from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
 
@@ -38,11 +37,12 @@ def _write(
     *,
     v_scale_layout: str = "linear",
 ) -> None:
-    plan = write_plan(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, v_scale_layout
-    )
-    _check_served("reshape_and_cache_flash", key_cache.device)
-    host.write(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    if key_cache.is_cuda:
+        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    else:
+        plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+        host.write(plan, *tensors, k_scale, v_scale)
 
 
 def _gather(
@@ -57,16 +57,11 @@ def _gather(
     v_scale_layout: str = "linear",
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = gather_plan(
-        key_cache, value_cache, block_table, seq_lens, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype
-    )
-    _check_served("gather_kv", key_cache.device)
-    return host.gather(plan, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-
-
-def _check_served(operation: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise UnsupportedError(f"{operation}: got tensors on {device}, expected cpu: no kernel for {device.type} yet")
+    tensors = key_cache, value_cache, block_table, seq_lens
+    if key_cache.is_cuda:
+        return cuda.gather(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    return host.gather(plan, *tensors, k_scale, v_scale)
 
 
 def _write_fake(

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-import kvjax_torch.library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax import KVCacheTypeError
+from kvjax_torch import cuda
+from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
+from kvjax_torch.arguments import check_scale_value
+
+_PLAIN = {torch.Tensor}
+
+MAX_CONSTANTS = 1024
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
 
 Scale = float | torch.Tensor
 """A decode scale: a positive number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`."""
@@ -51,17 +58,24 @@ def reshape_and_cache_flash(
         it. Scales on a GPU are not read back, so their values are not checked.
       UnsupportedError: tensors on a device that has no implementation.
     """
-    torch.ops.kvjax.reshape_and_cache_flash.default(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        kv_cache_dtype,
-        _as_tensor("k_scale", k_scale, key_cache.device),
-        _as_tensor("v_scale", v_scale, key_cache.device),
-        v_scale_layout=v_scale_layout,
-    )
+    if not isinstance(k_scale, torch.Tensor):
+        k_scale = _as_tensor("k_scale", k_scale, key_cache.device)
+    if not isinstance(v_scale, torch.Tensor):
+        v_scale = _as_tensor("v_scale", v_scale, key_cache.device)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    # torch's dispatcher takes as long as all the rest of a call; where nobody watches operations it is left out.
+    if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
+        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    else:
+        write = torch.ops.kvjax.reshape_and_cache_flash.default
+        write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout=v_scale_layout)
+
+
+def _are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether no subclass, mode or transformation of torch's is to hear of an operation on these."""
+    if {*map(type, tensors)} != _PLAIN:
+        return False
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
 def gather_kv(
@@ -117,4 +131,19 @@ def _as_tensor(what: str, scale: Scale, device: torch.device) -> torch.Tensor:
         return scale
     if not isinstance(scale, (int, float)):
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
-    return torch.full((), scale, dtype=torch.float32, device=device)
+    if torch.compiler.is_compiling() or device.type != "cuda":
+        return torch.full((), scale, dtype=torch.float32, device=device)
+    check_scale_value(what, scale)  # of those on a GPU nobody looks at the values
+    return _constant(float(scale), device)
+
+
+def _constant(scale: float, device: torch.device) -> torch.Tensor:
+    """A number on a GPU, put there once, while the host waits, so that it is there for every stream."""
+    constant = _constants.get((scale, device))
+    if constant is None:
+        if torch.cuda.is_current_stream_capturing():  # the host may not wait, nor may what a graph owns be kept
+            return torch.full((), scale, dtype=torch.float32, device=device)
+        if len(_constants) >= MAX_CONSTANTS:
+            _constants.clear()
+        constant = _constants[scale, device] = torch.tensor(scale, dtype=torch.float32, device=device)
+    return constant

@@ -68,17 +68,17 @@ def encode_nvfp4(
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
     Args:
-      low: float32 `[rows, 8]`, the even elements.
-      high: float32 `[rows, 8]`, the odd ones.
+      low: float32 `[..., 8]`, the even elements.
+      high: float32 `[..., 8]`, the odd ones.
       scale: float32 scalar.
-      spread: from `[rows]` to `[rows, 8]`, in the registers of `low`.
+      spread: from `[...]` to `[..., 8]`, in the registers of `low`.
 
     Returns:
-      uint8 `[rows, 8]`, a byte for each pair, and uint8 `[rows]`, the block scales' bits.
+      uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
     low, high = (jnp.where(half == half, half, jnp.zeros_like(half)) for half in (low, high))
     # Without their sign bits floats compare as integers do, and of these sm_90 takes the largest of three at once.
-    largest_bits = jnp.max(jnp.maximum(_uint32(low) << 1, _uint32(high) << 1), axis=1) >> 1
+    largest_bits = jnp.max(jnp.maximum(_uint32(low) << 1, _uint32(high) << 1), axis=-1) >> 1
     amax = lax.bitcast_convert_type(largest_bits, jnp.float32)
     scaled = times(amax, reciprocal(E2M1_MAX * scale))
     stored = jnp.minimum(scaled, jnp.full_like(amax, E4M3_MAX)).astype(jnp.float8_e4m3fn)

@@ -34,10 +34,16 @@ def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
 
 
+def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`x * factor`, NaN as the canonical one: what the instruction writes and XLA on CPU does not."""
+    product = x * factor
+    return quant.with_canonical_nan(product) if compat.interpreting() else product
+
+
 def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any]) -> jax.Array:
     """`kvjax.quant.decode_fp8` of bytes, cast to `dtype`; `scale` is a scalar or of the shape of `bits`."""
     values = lax.bitcast_convert_type(bits, stored.info.storage_dtype).astype(jnp.float32)
-    return cast(values * scale, dtype)
+    return cast(_product(values, scale), dtype)
 
 
 def decode_nvfp4(
@@ -73,7 +79,7 @@ def decode_nvfp4(
         lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
         for half in (halves, halves >> 16)
     )
-    low, high = (cast(half * factor * scale, dtype) for half in (low, high))
+    low, high = (cast(_product(half * factor, scale), dtype) for half in (low, high))
     if low.dtype.itemsize == 4:
         return [low, high]
     low, high = (lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in (low, high))

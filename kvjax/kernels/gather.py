@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.lanes import lane_layout
-from kvjax.kernels.registers import MAX_VECTOR_BYTES
-from kvjax.layouts import CacheLayout
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, Rows
+from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
@@ -65,6 +64,29 @@ class GatherConfig:
         least = SWIZZLE_TOKENS if spec.is_swizzled else 1
         most = max(least, PROGRAM_BYTES // token_bytes)
         return cls(math.gcd(spec.block_size, 1 << most.bit_length() - 1))
+
+
+class Half(NamedTuple):
+    """Keys or values of a call: their pages and scale, and the dense tokens, `ref[tokens, heads, ...]`."""
+
+    pages: Pages
+    scale: Any
+    dense: Any
+
+
+class Table(NamedTuple):
+    """Which blocks a sequence has: `max_blocks` entries of `ref`, `stride` after those of the one before."""
+
+    ref: Any
+    max_blocks: Number
+    stride: Number
+    last_block: Number
+    start: Number = 0
+
+    def block(self, seq: jax.Array, index: jax.Array) -> jax.Array:
+        """A block of a sequence, whatever the entry is: past its length it may be anything."""
+        entry = self.ref[self.start + seq * self.stride + index]
+        return jnp.minimum(jnp.maximum(entry, 0), self.last_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +155,88 @@ def gather(
     `seq_lens` are int32; scales are float32, `[1]` or `[num_kv_heads]`.
     """
     num_seqs, max_blocks = block_table.shape
+    num_entries, last_block = num_seqs * max_blocks, pages.shape[0] - 1
+
+    def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *dense: Any) -> None:
+        halves = [
+            Half(Pages(pages, regions, spec.page_size_bytes), scale, ref)
+            for regions, scale, ref in zip(spec.regions, (k_scale, v_scale), dense, strict=True)
+        ]
+        table = Table(block_table, max_blocks, max_blocks, last_block)
+        _gather_tokens(table, Rows(seq_lens), halves, spec, config, dtype)
+
+    outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
+    kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
+    results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages)
     dims = num_seqs, max_blocks * spec.block_size, spec.num_kv_heads
-    sizes = spec.head_size, spec.head_size_v
-    body = functools.partial(_body, spec=spec, config=config, dtype=dtype)
-    body.__name__ = "gather_kv"  # type: ignore[attr-defined]  # what profilers will call it
-    kernel = plgpu.kernel(
-        body,
-        out_type=tuple(_result_type(dims, size, spec, dtype) for size in sizes),
-        grid=(num_seqs * max_blocks * (spec.block_size // config.tokens),),
-        grid_names=("program",),
-        compiler_params=compat.COMPILER_PARAMS,
-    )
-    results = kernel(block_table, seq_lens, k_scale, v_scale, pages)
     key, value = (
         (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(*dims, size)
-        for x, size in zip(results, sizes, strict=True)
+        for x, size in zip(results, _head_sizes(spec), strict=True)
     )
     return key, value
 
 
-def _result_type(dims: tuple[int, ...], size: int, spec: AttentionSpec, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
+def any_count(
+    spec: AttentionSpec,
+    pages: tuple[PageMemory, PageMemory],
+    dtype: np.dtype[Any],
+    scale_sizes: tuple[int, int],
+) -> AnyCount:
+    """The gather from memory that somebody else owns, given for keys and for values.
+
+    The arrays are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
+    dense keys and values. `table_stride` counts the entries from a sequence's first to that of the next.
+    """
+    config = GatherConfig.choose(spec, dtype)
+    index = Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), jnp.dtype(jnp.int32).itemsize)
+
+    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
+        max_blocks, stride, last_block = counts
+        (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
+        halves = [
+            Half(memory.pages(*source), scale, dense)
+            for memory, source, (scale, _), (dense, _) in zip(
+                pages, (key_pages, value_pages), (k_scale, v_scale), (key, value), strict=True
+            )
+        ]
+        _gather_tokens(
+            Table(block_table, max_blocks, stride, last_block, start), Rows(*seq_lens), halves, spec, config, dtype
+        )
+
+    return AnyCount(
+        body,
+        functools.partial(_kernel, grid=MOST),
+        ("max_blocks", "table_stride", "last_block"),
+        (
+            index,
+            index,
+            *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
+            *(memory.argument(spec.storage_dtype) for memory in pages),
+            *(Argument(_result_type(MOST, spec, size, dtype)) for size in _head_sizes(spec)),
+        ),
+        num_written=2,
+        num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
+    )
+
+
+def _kernel(body: Callable[..., None], grid: int, out_type: Any = ()) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = plgpu.kernel(
+        compat.named("gather_kv", body),
+        out_type=out_type,
+        grid=(grid,),
+        grid_names=("program",),
+        compiler_params=compat.COMPILER_PARAMS,
+    )
+    return kernel
+
+
+def _head_sizes(spec: AttentionSpec) -> tuple[int, int]:
+    return spec.head_size, spec.head_size_v
+
+
+def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
     """What the kernel makes of keys or values; of NVFP4 a word, or two float32, for each byte of a block."""
+    dims = num_tokens, spec.num_kv_heads
     if spec.quant_mode is not KVQuantMode.NVFP4:
         return jax.ShapeDtypeStruct((*dims, size), dtype)
     blocks = (*dims, size // NVFP4_BLOCK_SIZE, BLOCK_BYTES)
@@ -162,35 +245,30 @@ def _result_type(dims: tuple[int, ...], size: int, spec: AttentionSpec, dtype: n
     return jax.ShapeDtypeStruct(blocks, jnp.uint32)
 
 
-def _body(
-    block_table: Any,
-    seq_lens: Any,
-    k_scale: Any,
-    v_scale: Any,
-    pages: Any,
-    key: Any,
-    value: Any,
-    *,
+def _gather_tokens(
+    table: Table,
+    seq_lens: Rows,
+    halves: Sequence[Half],
     spec: AttentionSpec,
     config: GatherConfig,
     dtype: np.dtype[Any],
 ) -> None:
-    program = lax.axis_index("program")
+    """What a program does."""
     chunks_a_block = spec.block_size // config.tokens
-    chunks_a_seq = block_table.shape[1] * chunks_a_block
-    seq, chunk = _divmod(program, chunks_a_seq)
+    seq, chunk = _divmod(lax.axis_index("program"), table.max_blocks * chunks_a_block)
     index, part = _divmod(chunk, chunks_a_block)
     position = chunk * config.tokens
-    num_valid = jnp.maximum(seq_lens[seq], 0) - position
-    block = jnp.minimum(jnp.maximum(block_table[seq, index], 0), pages.shape[0] - 1)
+    num_valid = jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position
+    block = table.block(seq, index)
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []
-    for dense, regions, scale in ((key, spec.regions.k, k_scale), (value, spec.regions.v, v_scale)):
-        stored = [_tokens_of_page(pages, block, token, spec, config.tokens, region) for region in regions]
-        dense_tokens = dense.at[seq, pl.ds(position, config.tokens)]
+    for pages, scale, dense in halves:
+        stored = [_tokens_of_page(pages, block, token, spec, config.tokens, region) for region in pages.regions]
+        first = seq * (table.max_blocks * spec.block_size) + position
+        dense_tokens = dense.at[pl.ds(first, config.tokens)]
         decode_scale = scale[0] if scale.shape[0] == 1 else scale
-        pieces += [(piece, decode_scale) for piece in _pieces(stored, dense_tokens, spec, regions)]
+        pieces += [(piece, decode_scale) for piece in _pieces(stored, dense_tokens, pages)]
 
     @pl.when(num_valid > 0)
     def _() -> None:
@@ -205,30 +283,35 @@ def _body(
             piece.store_zeros()
 
 
-def _divmod(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))
+def _divmod(x: jax.Array, divisor: Number) -> tuple[jax.Array, jax.Array]:
+    divisor = jnp.int32(divisor)
+    return lax.div(x, divisor), lax.rem(x, divisor)
 
 
 def _tokens_of_page(
-    pages: Any, block: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
+    pages: Pages, block: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
 ) -> Any:
     """A region's rows of so many tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
-    itemsize = jnp.dtype(pages.dtype).itemsize
-    heads_first = spec.layout is CacheLayout.HND
-    inner = region.token_stride if heads_first else region.head_stride
-    base, stride, row = (size // itemsize for size in (region.base, inner, region.row_bytes))
+    itemsize = jnp.dtype(pages.ref.dtype).itemsize
+    heads_first = spec.num_kv_heads == 1 or (spec.block_size > 1 and region.head_stride > region.token_stride)
+    strides, dims = (region.token_stride, region.head_stride), (spec.block_size, spec.num_kv_heads)
+    (outer, inner), (length, width) = (strides[::-1], dims[::-1]) if heads_first else (strides, dims)
+    base, outer, inner, row = (size // itemsize for size in (region.base, outer, inner, region.row_bytes))
     # Rows lie a stride apart: their own size, or in a page that holds K and V side by side the size of both.
-    start, offset = (base, 0) if stride == row else (0, base)
-    dims = (spec.num_kv_heads, spec.block_size) if heads_first else (spec.block_size, spec.num_kv_heads)
-    page = pages.at[block, pl.ds(start, dims[0] * dims[1] * stride)].reshape(*dims, stride)
+    start, offset = (base, 0) if inner == row else (0, base)
+    outer = width * inner if length == 1 else outer
+    page = pages.ref.at[block, pl.ds(pages.start + start, length * outer)]
+    if outer != width * inner:
+        page = page.reshape(length, outer).at[:, pl.ds(0, width * inner)]
+    page = page.reshape(length, width, inner)
     if heads_first:
         return page.at[:, pl.ds(token, num_tokens), pl.ds(offset, row)].transpose((1, 0, 2))
     return page.at[pl.ds(token, num_tokens), :, pl.ds(offset, row)]
 
 
-def _pieces(stored: Sequence[Any], dense: Any, spec: AttentionSpec, regions: Sequence[PageRegion]) -> Iterator[Piece]:
+def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
     """What a program does of keys or values, given its tokens of each region and their place in the result."""
-    widest = _widest_vector(stored[0], dense, spec, regions[0])
+    widest = _widest_vector(stored[0], dense, pages)
 
     def piece(stored: Sequence[Any], dense: Any, *tokens: int) -> Piece:
         shape = stored[0].shape
@@ -243,7 +326,7 @@ def _pieces(stored: Sequence[Any], dense: Any, spec: AttentionSpec, regions: Seq
     data, scales = stored
     num_tokens, _, num_scales = scales.shape
     data = data.reshape(*scales.shape, BLOCK_BYTES)
-    if not regions[1].swizzled:
+    if not pages.regions[1].swizzled:
         yield piece((data, scales), dense)
         return
     # A swizzled row holds scales of four tokens. Those of one token lie four bytes apart, a quarter of them in each of
@@ -263,10 +346,11 @@ def _pieces(stored: Sequence[Any], dense: Any, spec: AttentionSpec, regions: Seq
         yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
 
 
-def _widest_vector(stored: Any, dense: Any, spec: AttentionSpec, region: PageRegion) -> int:
+def _widest_vector(stored: Any, dense: Any, pages: Pages) -> int:
     """The most neighbours that a thread may load and store at once: 16 bytes, where everything is aligned to them."""
     itemsizes = [jnp.dtype(x.dtype).itemsize for x in (stored, dense)]
-    alignment = math.gcd(MAX_VECTOR_BYTES, spec.page_size_bytes, region.base, region.token_stride, region.head_stride)
+    region = pages.regions[0]
+    alignment = math.gcd(MAX_VECTOR_BYTES, pages.alignment, region.base, region.token_stride, region.head_stride)
     return max(1, min(alignment // itemsizes[0], MAX_VECTOR_BYTES // max(itemsizes)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -14,37 +15,34 @@ THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
 
 
-def tile_layout(rows: int, columns: int, vector: int) -> Any:
-    """A register layout for arrays `[..., rows, columns]` in which each thread holds runs of `vector` columns.
+def lane_layout(shape: Sequence[int], widest: int) -> Any:
+    """A register layout in which each thread holds runs along the last axis, of at most `widest` elements.
 
-    Threads go along the columns first, then along the rows, as far as powers of two divide them. Where that uses fewer
-    than all threads of the warpgroup, the others hold (and store) the same elements again.
+    Threads go along the last axis first and then along the ones before it, as far as powers of two divide them; runs
+    are shorter where threads would otherwise stay idle. Threads that there is still no use for hold, and store, what
+    others do.
     """
-    across = _largest_power_of_two(columns // vector, THREADS)
-    down = _largest_power_of_two(rows, THREADS // across)
-    warps = max(1, across * down // LANES)
-    warp_rows = min(down, warps)
-    warp_columns = warps // warp_rows
-    tiling = plgpu.Tiling(((down, across * vector), (down // warp_rows, across * vector // warp_columns), (vector,)))
-    spare_lanes = LANES * warps // (across * down)
+    parts = [size & -size for size in shape]
+    vector = min(parts[-1], widest, max(1, math.prod(parts) // THREADS))
+    parts[-1] //= vector
+    lanes, warps = [], []
+    free_lanes, free_warps = LANES, WARPS
+    for part in reversed(parts):
+        lanes.append(min(part, free_lanes))
+        warps.append(min(part // lanes[-1], free_warps))
+        free_lanes //= lanes[-1]
+        free_warps //= warps[-1]
+    lanes[0] *= vector
+    tile = tuple(lane * warp for lane, warp in zip(reversed(lanes), reversed(warps), strict=True))
+    rank = len(tile)
     layout = mgpu.TiledLayout(
-        tiling,
-        warp_dims=(*_replicated(WARPS // warps), -5, -4),
-        lane_dims=(*_replicated(spare_lanes), -3, -2),
+        plgpu.Tiling((tile, tuple(reversed(lanes)), (vector,))),
+        warp_dims=(*_replicated(free_warps), *range(-2 * rank - 1, -rank - 1)),
+        lane_dims=(*_replicated(free_lanes), *range(-rank - 1, -1)),
         vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
-
-
-def tile_vector(rows: int, columns: int, itemsize: int, alignment: int) -> int:
-    """Elements a thread moves at once: as many as alignment in bytes allows, but not so many that threads stay idle."""
-    widest = _largest_power_of_two(math.gcd(columns, max(1, math.gcd(alignment, MAX_VECTOR_BYTES) // itemsize)))
-    return max(1, min(widest, _largest_power_of_two(rows * columns, 1 << 30) // THREADS))
-
-
-def _largest_power_of_two(value: int, limit: int = 1 << 30) -> int:
-    return min(value & -value, limit)
 
 
 def _replicated(times: int) -> tuple[plgpu.Replicated, ...]:

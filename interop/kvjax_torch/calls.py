@@ -1,0 +1,173 @@
+"""What the kernels are called with for CUDA tensors, however they are then run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from kvjax import AttentionSpec, UnsupportedError, kernels
+from kvjax_torch.dtypes import numpy_dtype
+from kvjax_torch.plan import GatherPlan, StridedRows, WritePlan
+
+ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
+"""Bytes that kernels are compiled for rows to begin at a multiple of."""
+
+COPIED_BELOW = 16
+"""Rows that would begin at a multiple of so many bytes if they were packed, and do not, are packed before they are
+written: a thread reads as many at once."""
+
+PAGE_ALIGNMENT = 16
+"""Bytes that a thread moves at once; pages that begin at a multiple of more gain nothing by it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One run of a kernel.
+
+    Attributes:
+      kernel: what runs.
+      counts: the numbers that it calls by that name.
+      tensors: its arrays.
+      amount: what its number of programs depends on.
+    """
+
+    kernel: kernels.AnyCount
+    counts: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    amount: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.tensors[-1].device
+
+
+def write_call(
+    plan: WritePlan,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> Call:
+    """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes; there is at least one."""
+    num_tokens = slot_mapping.shape[0]
+    key, key_alignment = _runs(key, num_tokens)
+    value, value_alignment = _runs(value, num_tokens)
+    kernel = _write_kernel(
+        plan,
+        (key.stride(0), value.stride(0)),
+        (key_alignment, value_alignment),
+        (_page_alignment(key_cache), _page_alignment(value_cache)),
+    )
+    last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
+    arrays = (slot_mapping.contiguous(), key, value, _scale(k_scale), _scale(v_scale), key_cache, value_cache)
+    return Call(kernel, (num_tokens, last_slot), arrays, num_tokens)
+
+
+def gather_call(
+    plan: GatherPlan,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> Call:
+    """The read of the sequences of a `gather_kv` call that `plan` describes; the last two tensors are its results."""
+    spec, last_block = plan.cache.spec, key_cache.shape[0] - 1
+    num_seqs, max_blocks = block_table.shape
+    max_len = max_blocks * spec.block_size
+    keys, values = (
+        key_cache.new_empty((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
+        for size in (spec.head_size, spec.head_size_v)
+    )
+    block_table, seq_lens = _int32(block_table, last_block), _int32(seq_lens, max_len)
+    kernel = _gather_kernel(plan, (_page_alignment(key_cache), _page_alignment(value_cache)))
+    arrays = (block_table, seq_lens, _scale(k_scale), _scale(v_scale), key_cache, value_cache, keys, values)
+    return Call(kernel, (max_blocks, block_table.stride(0), last_block), arrays, num_seqs * max_blocks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _write_kernel(
+    plan: WritePlan,
+    token_strides: tuple[int, int],
+    row_alignments: tuple[int, int],
+    page_alignments: tuple[int, int],
+) -> kernels.AnyCount:
+    spec, dtype = plan.cache.spec, numpy_dtype(plan.dtype)
+    rows = [kernels.RowMemory(dtype, *memory) for memory in zip(token_strides, row_alignments, strict=True)]
+    pages = _page_memory(plan.cache.key_rows, plan.cache.value_rows, spec, page_alignments)
+    slot_dtype = numpy_dtype(plan.slot_dtype)
+    return kernels.write_kernel(spec, (rows[0], rows[1]), pages, slot_dtype, plan.scale_sizes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_kernel(plan: GatherPlan, page_alignments: tuple[int, int]) -> kernels.AnyCount:
+    spec = plan.cache.spec
+    pages = _page_memory(plan.cache.key_rows, plan.cache.value_rows, spec, page_alignments)
+    return kernels.gather_kernel(spec, pages, numpy_dtype(plan.dtype), plan.scale_sizes)
+
+
+def _runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
+    """Keys or values with the elements of each token in one run, copied where they are not; and their alignment."""
+    _, num_heads, size = x.shape
+    token_stride, head_stride, _ = x.stride()
+    is_run = (num_heads == 1 or head_stride == size) and token_stride >= num_heads * size
+    packed = num_heads * size * x.element_size()
+    alignment = _row_alignment(x.data_ptr() | token_stride * x.element_size())
+    if is_run and alignment >= min(COPIED_BELOW, _row_alignment(packed)):
+        return x, alignment
+    return x[:num_tokens].clone(memory_format=torch.contiguous_format), _row_alignment(packed)
+
+
+def _row_alignment(places: int) -> int:
+    return next(alignment for alignment in ROW_ALIGNMENTS if not places % alignment)
+
+
+def _scale(scale: torch.Tensor) -> torch.Tensor:
+    """A scale where a kernel can read it: several are read as vectors."""
+    if scale.numel() == 1 or not scale.data_ptr() % kernels.BASE_ALIGNMENT:
+        return scale.contiguous()
+    return scale.clone(memory_format=torch.contiguous_format)
+
+
+def _int32(indices: torch.Tensor, most: int) -> torch.Tensor:
+    if indices.dtype is not torch.int32:
+        indices = indices.clamp(0, most).to(torch.int32)
+    return indices if indices.stride(-1) == 1 else indices.contiguous()
+
+
+def _page_alignment(cache: torch.Tensor) -> int:
+    places = cache.data_ptr() | cache.stride(0) * cache.element_size() | PAGE_ALIGNMENT
+    return places & -places
+
+
+def _page_memory(
+    key_rows: Sequence[StridedRows],
+    value_rows: Sequence[StridedRows],
+    spec: AttentionSpec,
+    alignments: tuple[int, int],
+) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    halves = [
+        kernels.PageMemory(tuple(_region(row) for row in rows), rows[0].block_stride, alignment)
+        for rows, alignment in zip((key_rows, value_rows), alignments, strict=True)
+    ]
+    for name, memory in zip(("key_cache", "value_cache"), halves, strict=True):
+        for region in memory.regions:
+            reach = max(spec.num_kv_heads * region.head_stride, spec.block_size * region.token_stride)
+            if reach > memory.page_stride:
+                raise UnsupportedError(
+                    f"{name}: got blocks {memory.page_stride} bytes apart with rows of a block {reach} bytes apart,"
+                    " expected the rows of a block side by side; on CUDA no kernel serves blocks that interleave"
+                )
+    return halves[0], halves[1]
+
+
+def _region(rows: StridedRows) -> kernels.PageRegion:
+    return kernels.PageRegion(rows.offset, rows.token_stride, rows.head_stride, rows.row_bytes, rows.swizzled)

@@ -1,0 +1,188 @@
+"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where that is not to be had.
+
+A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
+has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
+differs in nothing but addresses and the number of tokens is launched straight away.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kvjax import UnsupportedError, kernels
+from kvjax_torch import calls, dlpack, launch
+from kvjax_torch.arguments import gather_plan, write_plan
+
+MIN_COMPUTE_CAPABILITY = 9
+
+_SHIFT, _BEYOND = kernels.NUMBER_SHIFT, kernels.BASE_ALIGNMENT - 1
+
+_REMEMBERED = 4096
+"""Kinds of calls; a model has a few, and one more for each size of cache."""
+
+_through_jax = False
+_known_writes: dict[Any, _KnownWrite] = {}
+
+
+class _KnownWrite(NamedTuple):
+    """A kind of write that needs no more than to be launched, and the last slot of its cache."""
+
+    launch: Callable[[tuple[int, ...], tuple[int, ...], int], None]
+    last_slot: int
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+) -> None:
+    """`reshape_and_cache_flash` of CUDA tensors."""
+    addresses = (
+        slot_mapping.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        k_scale.data_ptr(),
+        v_scale.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+    )
+    device = key_cache.get_device()
+    kind = (
+        device,
+        kv_cache_dtype,
+        v_scale_layout,
+        key.dtype,
+        key.shape[1:],
+        key.stride(),
+        addresses[1] % calls.ROW_ALIGNMENTS[0],
+        value.dtype,
+        value.shape[1:],
+        value.stride(),
+        addresses[2] % calls.ROW_ALIGNMENTS[0],
+        key_cache.dtype,
+        key_cache.shape,
+        key_cache.stride(),
+        addresses[5] % calls.PAGE_ALIGNMENT,
+        value_cache.dtype,
+        value_cache.shape,
+        value_cache.stride(),
+        addresses[6] % calls.PAGE_ALIGNMENT,
+        slot_mapping.dtype,
+        slot_mapping.stride(),
+        k_scale.dtype,
+        k_scale.shape,
+        v_scale.dtype,
+        v_scale.shape,
+    )
+    known = _known_writes.get(kind)
+    if known is not None:
+        num_tokens = slot_mapping.shape[0]
+        if (
+            0 < num_tokens <= key.shape[0]
+            and num_tokens <= value.shape[0]
+            and device == key.get_device() == value.get_device() == value_cache.get_device()
+            and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
+            and not (key.requires_grad or value.requires_grad)
+        ):
+            known.launch((num_tokens, known.last_slot), addresses, num_tokens)
+            return
+    _check_capability(device)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    call = calls.write_call(plan, *tensors, k_scale, v_scale)
+    launcher = _run(call)
+    is_taken_as_it_comes = tuple(tensor.data_ptr() for tensor in call.tensors) == addresses
+    if launcher is not None and is_taken_as_it_comes and k_scale.numel() == v_scale.numel() == 1:
+        if len(_known_writes) >= _REMEMBERED:
+            _known_writes.clear()
+        _known_writes[kind] = _KnownWrite(launcher.launch, call.counts[1])
+
+
+def gather(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CUDA tensors."""
+    _check_capability(key_cache.get_device())
+    tensors = key_cache, value_cache, block_table, seq_lens
+    plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    call = calls.gather_call(plan, *tensors, k_scale, v_scale)
+    _run(call)
+    keys, values = call.tensors[-2:]
+    return keys, values
+
+
+def _run(call: calls.Call) -> _Launcher | None:
+    """Runs a call; returns what was launched for it, if anything was."""
+    global _through_jax
+    if not call.amount:
+        return None
+    if not _through_jax:
+        try:
+            launcher = _compiled(call.kernel, call.device)
+        except launch.LaunchUnavailableError as error:
+            _through_jax = True
+            warnings.warn(
+                f"kvjax's kernels cannot be launched on torch's streams: {error}. JAX runs them instead, with the same"
+                " results; that costs the host more time and a compilation for each number of tokens, and"
+                " torch.cuda.graph cannot record it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
+            launcher.launch(call.counts, addresses, call.amount)
+            return launcher
+    dlpack.run(call)
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
+    return _Launcher(launch.compile_kernel(kernel.function, kernel.args, device), kernel.units, kernel.num_programs)
+
+
+class _Launcher(NamedTuple):
+    """A compiled kernel, what its arrays' beginnings are counted in, and how many programs it takes."""
+
+    kernel: launch.Kernel
+    units: tuple[int, ...]
+    num_programs: Callable[[int], int]
+
+    def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
+        """Launches it for arrays that begin at these addresses."""
+        numbers, bases = [count << _SHIFT for count in counts], []
+        for address, unit in zip(addresses, self.units, strict=True):
+            if unit:
+                beyond = address & _BEYOND
+                numbers.append(beyond and beyond // unit << _SHIFT)
+                address -= beyond
+            bases.append(address)
+        self.kernel(numbers + bases, self.num_programs(amount))
+
+
+@functools.lru_cache(maxsize=64)
+def _check_capability(device: int) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < MIN_COMPUTE_CAPABILITY:
+        raise UnsupportedError(
+            f"got tensors on cuda:{device} (sm_{major}{minor}), expected cpu, or cuda of sm_90 or later"
+        )

@@ -1,0 +1,224 @@
+"""Launching kvjax's kernels from torch: on its current stream, with its addresses, and with nothing between.
+
+A Pallas kernel is traced and lowered by JAX and compiled by JAX's CUDA plugin, whose `MosaicGpuCompile` returns a host
+function that launches it on a stream, given a list of addresses. The size of the grid is a constant of that function;
+here it becomes one more entry of the list. Kernels that take the numbers of tokens and blocks as entries
+too then serve every call of their kind, and a launch is one call into compiled code: nothing is
+allocated, copied, or waited for, so that `torch.cuda.graph` records it like any other kernel.
+
+`MosaicGpuCompile` and the form of what JAX hands to it are no public interface. What this module needs of them is
+looked for when a kernel is compiled; where it is missing, `LaunchUnavailableError` is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib
+import io
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+try:
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+except ImportError as error:
+    _MISSING: ImportError | None = error
+else:
+    _MISSING = None
+
+_NAMESPACE = "stable_mosaic_gpu."
+_compile_lock = threading.Lock()
+_thread = threading.local()
+_compilations = 0
+
+
+class LaunchUnavailableError(RuntimeError):
+    """JAX or its CUDA plugin lacks a part that launching on torch's streams needs."""
+
+
+def num_compilations() -> int:
+    """Kernels compiled for torch in this process so far."""
+    return _compilations
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel compiled for one CUDA device.
+
+    Attributes:
+      device: index of the device.
+      function: the CUDA function.
+      context: the CUDA context that it was loaded in.
+      launch: host code that is called with the function, a stream and the addresses.
+      pack: makes those of numbers: the kernel's arguments and then the number of programs.
+    """
+
+    device: int
+    function: int
+    context: ctypes.c_void_p
+    launch: Callable[[int, int, bytes], None]
+    pack: Callable[..., bytes]
+
+    def __call__(self, arguments: Sequence[int], num_programs: int) -> None:
+        """Puts a launch on torch's current stream of the device, without waiting for anything."""
+        packed = self.pack(*arguments, num_programs)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if getattr(_thread, "has_context", False) and torch._C._cuda_getDevice() == self.device:
+            self.launch(self.function, stream, packed)
+        else:
+            with _current(self.context):
+                self.launch(self.function, stream, packed)
+
+
+def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Kernel:
+    """Compiles the one kernel that `function` holds, for a launch that says how many programs it has.
+
+    Args:
+      function: of JAX arrays.
+      args: their shapes and dtypes.
+      device: a CUDA device.
+
+    Raises:
+      LaunchUnavailableError: JAX lacks what this takes.
+    """
+    global _compilations
+    if _MISSING is not None:
+        raise LaunchUnavailableError(f"JAX {jax.__version__} lacks what this module imports of it: {_MISSING}")
+    with _compile_lock, torch.cuda.device(device):
+        module = _with_grid_from_caller(_kernel_module(function, args, device), len(args))
+        plugin = _plugin()
+        compiled = plugin.MosaicGpuCompile(module, len(module))
+        if not compiled:
+            raise LaunchUnavailableError(
+                "MosaicGpuCompile of JAX's CUDA plugin compiles no kernel in the form it has now"
+            )
+        context = ctypes.c_void_p()
+        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+        _compilations += 1
+        launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(compiled[1])
+        pack = struct.Struct(f"={len(args) + 1}Q").pack
+        return Kernel(torch.cuda.current_device(), compiled[0], context, launch, pack)
+
+
+def _kernel_module(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> bytes:
+    """The serialized module of the kernel in `function`, lowered for the device."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_Target.of(device))):
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir()
+    with module.context:
+        calls = [
+            op.attributes["mhlo.backend_config"]
+            for op in _operations(module.operation)
+            if op.name == "stablehlo.custom_call" and op.attributes["call_target_name"].value.startswith("mosaic_gpu")
+        ]
+        if len(calls) != 1 or "module" not in calls[0]:
+            raise LaunchUnavailableError(f"JAX {jax.__version__} lowers a Pallas kernel to another form")
+        serialized: bytes = calls[0]["module"].value_bytes
+    return serialized
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """What lowering asks of the device that it lowers for."""
+
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+    num_cores: int | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Target:
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.name, f"{properties.major}.{properties.minor}")
+
+
+def _with_grid_from_caller(serialized: bytes, index: int) -> bytes:
+    """The module with the number of programs read from entry `index` of the list that its host function is given."""
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        module = ir.Module.parse(serialized)
+        launches = [op for op in _operations(module.operation) if op.name == f"{_NAMESPACE}gpu.launch"]
+        if len(launches) != 1 or len(launches[0].block.arguments) != 2:
+            raise LaunchUnavailableError(f"JAX {jax.__version__} launches Mosaic GPU kernels in another form")
+        launch, addresses = launches[0], launches[0].block.arguments[1]
+        i64 = ir.IntegerType.get_signless(64)
+
+        def add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:
+            return ir.Operation.create(_NAMESPACE + name, [result], [operand], attributes).result
+
+        with ir.InsertionPoint(launch):
+            entry = add(
+                "llvm.getelementptr",
+                addresses.type,
+                addresses,
+                elem_type=ir.TypeAttr.get(addresses.type),
+                rawConstantIndices=ir.DenseI32ArrayAttr.get([index]),
+            )
+            loaded = add("llvm.load", i64, entry, ordering=ir.IntegerAttr.get(i64, 0))
+            num_programs = add("arith.index_cast", ir.IndexType.get(), loaded)
+        asynchronous = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])[0]
+        launch.operands[asynchronous] = num_programs
+        changed = io.BytesIO()
+        module.operation.write_bytecode(changed)
+    return changed.getvalue()
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    for block in (block for region in op.regions for block in region.blocks):
+        for inner in block.operations:
+            yield inner.operation
+            yield from _operations(inner.operation)
+
+
+@functools.cache
+def _plugin() -> ctypes.CDLL:
+    for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+        try:
+            path = importlib.import_module(name)._get_library_path()
+        except (ImportError, AttributeError):
+            continue
+        plugin = ctypes.CDLL(str(path))
+        if hasattr(plugin, "MosaicGpuCompile"):
+            plugin.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+            plugin.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
+            return plugin
+    raise LaunchUnavailableError(
+        "JAX has no CUDA plugin here that exports MosaicGpuCompile: pip install 'kvjax[cuda13]'"
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"the CUDA driver returned error {result}")
+
+
+@contextlib.contextmanager
+def _current(context: ctypes.c_void_p) -> Iterator[None]:
+    """Makes a CUDA context current: a thread begins with none, and with several GPUs another may be."""
+    before = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(before)))
+    if before.value == context.value:
+        yield
+    else:
+        _check(_driver().cuCtxSetCurrent(context))
+        try:
+            yield
+        finally:
+            if before.value is not None:
+                _check(_driver().cuCtxSetCurrent(before))
+    _thread.has_context = True

@@ -1,0 +1,298 @@
+"""The operations on CUDA tensors: streams, graphs, threads, devices, and one compilation for every number of tokens.
+
+`test_torch_write.py` holds the bytes, on CPU and on CUDA; what is written here is compared with the write on CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jax  # noqa: E402
+
+import kvjax_torch  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
+from kvjax_torch import cuda, launch  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("bfloat16", "fp8_e4m3", "nvfp4")
+HEAD_SIZE = 128
+BLOCK_SIZE = 16
+SCALES = (0.0173, 0.029)
+A_WHILE = 20_000_000
+"""Cycles that a stream is kept busy for: about 10 ms."""
+
+
+def new_cache(dtype: str, num_heads: int, num_blocks: int) -> torch.Tensor:
+    """Poisoned memory `[num_blocks, 2, block_size, num_kv_heads, row]`."""
+    row = {"bfloat16": 2 * HEAD_SIZE, "fp8_e4m3": HEAD_SIZE, "nvfp4": HEAD_SIZE // 2 + HEAD_SIZE // 16}[dtype]
+    cache = torch.full((num_blocks, 2, BLOCK_SIZE, num_heads, row), 0xAB, dtype=torch.uint8, device="cuda")
+    return cache.view(torch.bfloat16) if dtype == "bfloat16" else cache
+
+
+def new_rows(num_tokens: int, num_heads: int, seed: int = 0) -> torch.Tensor:
+    """`[num_tokens, 3, num_kv_heads, head_size]`: queries, keys and values of a fused projection."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = num_tokens, 3, num_heads, HEAD_SIZE
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def new_slots(num_tokens: int, num_blocks: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randperm(num_blocks * BLOCK_SIZE, generator=generator, device="cuda")[:num_tokens]
+
+
+def write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str, scales=SCALES) -> None:
+    kvjax_torch.reshape_and_cache_flash(rows[:, 1], rows[:, 2], cache[:, 0], cache[:, 1], slots, dtype, *scales)
+
+
+def written(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What the CPU makes of the same call."""
+    on_cpu = cache.cpu()
+    write(rows.cpu(), on_cpu, slots.cpu(), dtype)
+    return on_cpu
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_one_compilation_serves_every_number_of_tokens(dtype: str, num_heads: int):
+    num_blocks = 300
+    cache = new_cache(dtype, num_heads, num_blocks)
+    write(new_rows(3, num_heads), cache, new_slots(3, num_blocks), dtype)
+    compilations = launch.num_compilations()
+    for num_tokens in (0, 1, 2, 7, 127, 527, 528, 1055, 1057, 2113, 4223, 4225, 4800):
+        rows, slots = new_rows(num_tokens, num_heads, num_tokens), new_slots(num_tokens, num_blocks, num_tokens)
+        slots[::5] = -1
+        cache.view(torch.uint8).fill_(0xCD)
+        expected = written(rows, cache, slots, dtype)
+        write(rows, cache, slots, dtype)
+        assert_same(cache, expected)
+    other = new_cache(dtype, num_heads, num_blocks + 7)
+    write(new_rows(5, num_heads), other, new_slots(5, num_blocks), dtype)
+    assert launch.num_compilations() == compilations
+
+
+def test_a_gather_of_any_size_is_one_compilation():
+    cache = new_cache("nvfp4", 8, 40)
+    rows, slots = new_rows(640, 8), new_slots(640, 40)
+    write(rows, cache, slots, "nvfp4")
+    on_cpu = cache.cpu()
+    compilations = None
+    for num_seqs, max_blocks in ((1, 1), (3, 5), (2, 17), (0, 3), (3, 0)):
+        table = torch.randint(0, 40, (num_seqs, max_blocks + 2), device="cuda", dtype=torch.int32)[:, 1:-1]
+        lengths = torch.randint(0, max_blocks * BLOCK_SIZE + 1, (num_seqs,), device="cuda", dtype=torch.int32)
+        read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *SCALES)
+        wanted = kvjax_torch.gather_kv(on_cpu[:, 0], on_cpu[:, 1], table.cpu(), lengths.cpu(), "nvfp4", *SCALES)
+        for got, expected in zip(read, wanted, strict=True):
+            assert_same(got, expected)
+        compilations = compilations or launch.num_compilations()
+    assert launch.num_compilations() == compilations
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str):
+    """On a side stream, busy for a while before the rows are there: a write on another stream would come too early."""
+    num_blocks, stream, idle = 40, torch.cuda.Stream(), torch.cuda.Event()
+    cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
+    rows = torch.zeros_like(new_rows(64, 8))
+    scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
+    write(rows, cache, slots, dtype, scales)
+    torch.cuda.synchronize()
+    for seed in range(20):
+        source = new_rows(64, 8, seed)
+        expected = written(source, cache, slots, dtype)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(A_WHILE)
+            rows.copy_(source)
+            write(rows, cache, slots, dtype, scales)
+            read = cache.clone()
+            rows.zero_()
+            idle.record()
+        assert not idle.query(), "the host waited for the stream"
+        stream.synchronize()
+        assert_same(read, expected)
+        assert_same(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_graph_of_32_layers_replays_with_what_is_then_in_the_buffers(dtype: str):
+    num_layers, num_blocks, num_tokens = 32, 20, 33
+    caches = [new_cache(dtype, 8, num_blocks) for _ in range(num_layers)]
+    rows = [new_rows(num_tokens, 8, layer) for layer in range(num_layers)]
+    slots = new_slots(num_tokens, num_blocks)
+    scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
+    write(rows[0], caches[0], slots, dtype, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer_rows, cache in zip(rows, caches, strict=True):
+            write(layer_rows, cache, slots, dtype, scales)
+    for cache in caches:
+        cache.view(torch.uint8).fill_(0xCD)
+    for seed in (1, 2):
+        slots.copy_(new_slots(num_tokens, num_blocks, seed))
+        for layer, layer_rows in enumerate(rows):
+            layer_rows.copy_(new_rows(num_tokens, 8, 100 * seed + layer))
+        expected = [written(*call, slots, dtype) for call in zip(rows, caches, strict=True)]
+        graph.replay()
+        for cache, wanted in zip(caches, expected, strict=True):
+            assert_same(cache, wanted)
+
+
+def test_a_gather_is_recorded_too():
+    cache, table = new_cache("nvfp4", 8, 20), torch.arange(20, device="cuda", dtype=torch.int32)[None]
+    lengths = torch.tensor([300], device="cuda", dtype=torch.int32)
+    scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
+    arguments = (cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *scales)
+    kvjax_torch.gather_kv(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keys, values = kvjax_torch.gather_kv(*arguments)
+    write(new_rows(320, 8), cache, torch.arange(320, device="cuda"), "nvfp4")
+    lengths.fill_(287)
+    graph.replay()
+    for got, expected in zip((keys, values), kvjax_torch.gather_kv(*arguments), strict=True):
+        assert_same(got, expected)
+
+
+def test_threads_on_streams_of_their_own():
+    num_blocks, failures = 40, []
+    cases = [(dtype, new_cache(dtype, 8, num_blocks), new_rows(64, 8, seed)) for seed, dtype in enumerate(DTYPES[1:])]
+    slots = new_slots(64, num_blocks)
+    expected = [written(rows, cache, slots, dtype) for dtype, cache, rows in cases]
+    torch.cuda.synchronize()
+
+    def serve(index: int) -> None:
+        dtype, cache, rows = cases[index]
+        stream = torch.cuda.Stream()
+        try:
+            for _ in range(200):
+                with torch.cuda.stream(stream):
+                    cache.view(torch.uint8).fill_(0xAB)
+                    write(rows, cache, slots, dtype)
+                    read = cache.clone()
+                stream.synchronize()
+                assert_same(read, expected[index])
+        except BaseException as error:  # a thread's failures are the test's
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_thread_that_has_done_nothing_on_the_gpu_before():
+    cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
+    expected = written(rows, cache, slots, "nvfp4")
+    scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
+    write(rows, new_cache("nvfp4", 8, 4), slots, "nvfp4", scales)
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=write, args=(rows, cache, slots, "nvfp4", scales))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_same(cache, expected)
+
+
+def test_tensors_of_a_second_gpu_are_written_there():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    first = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
+    cache, rows, slots = (tensor.to("cuda:1") for tensor in first)
+    expected = written(rows, cache, slots, "nvfp4")
+    write(rows, cache, slots, "nvfp4")
+    assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize("cuda:1")
+    assert_same(cache, expected)
+    write(first[1], first[0], first[2], "nvfp4")
+    assert_same(first[0], expected)
+
+
+def test_ten_thousand_calls_leave_no_memory_behind():
+    cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
+    calls = [rows, rows.transpose(1, 2).contiguous().transpose(1, 2)]  # the second is copied at each call
+
+    def serve(count: int) -> tuple[int, int, int]:
+        for index in range(count):
+            write(calls[index % 2], cache, slots, "nvfp4")
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated(), len(jax.live_arrays()), resident_bytes()
+
+    serve(500)
+    torch_before, jax_before, host_before = serve(500)
+    torch_after, jax_after, host_after = serve(10_000)
+    assert (torch_after, jax_after) == (torch_before, jax_before)
+    assert host_after - host_before < 4 << 20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeypatch):
+    def unavailable(*_: object) -> None:
+        raise launch.LaunchUnavailableError("it is taken away")
+
+    monkeypatch.setattr(launch, "compile_kernel", unavailable)
+    monkeypatch.setattr(cuda, "_through_jax", False)
+    cuda._compiled.cache_clear()
+    with pytest.warns(RuntimeWarning, match="it is taken away"):
+        write(new_rows(2, 8), new_cache("bfloat16", 8, 4), new_slots(2, 4), "bfloat16")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            for dtype in DTYPES:
+                for num_tokens in (1, 33):
+                    cache, rows = new_cache(dtype, 8, 10), new_rows(num_tokens, 8, num_tokens)
+                    slots = new_slots(num_tokens, 10)
+                    expected = written(rows, cache, slots, dtype)
+                    write(rows, cache, slots, dtype)
+                    assert_same(cache, expected)
+                    table = torch.tensor([[3, 1], [9, 0]], device="cuda")
+                    lengths = torch.tensor([20, 9], device="cuda")
+                    read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, dtype, *SCALES)
+                    halves = expected[:, 0], expected[:, 1]
+                    wanted = kvjax_torch.gather_kv(*halves, table.cpu(), lengths.cpu(), dtype, *SCALES)
+                    for got, want in zip(read, wanted, strict=True):
+                        assert_same(got, want)
+    finally:
+        cuda._compiled.cache_clear()
+
+
+WRONG = {
+    "device": (lambda call: call | {"slots": call["slots"].cpu()}, KVCacheValueError, "slot_mapping: got device cpu"),
+    "dtype": (lambda call: call | {"dtype": "fp8"}, KVCacheTypeError, "key_cache: got dtype torch.bfloat16"),
+    "rows": (lambda call: call | {"rows": call["rows"][:5]}, KVCacheValueError, "key: got 5 tokens"),
+    "heads": (lambda call: call | {"rows": call["rows"][:, :, :4]}, KVCacheValueError, "num_kv_heads=4"),
+    "negative_scale": (
+        lambda call: call | {"scales": (-1.0, 1.0)},
+        KVCacheValueError,
+        "k_scale: got -1.0, expected a f",
+    ),
+    "scale": (lambda call: call | {"scales": ("one", 1.0)}, KVCacheTypeError, "k_scale: got 'one'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_refused_has_written_nothing(wrong: str):
+    change, error, message = WRONG[wrong]
+    cache = new_cache("bfloat16", 8, 4)
+    call = {"rows": new_rows(9, 8), "cache": cache, "slots": new_slots(9, 4), "dtype": "bfloat16"}
+    with pytest.raises(error, match=message):
+        write(**change(call))
+    assert (cache.view(torch.uint8) == 0xAB).all()
