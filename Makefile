@@ -6,7 +6,7 @@ DEV_ENV := .venv
 COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
-DEV_EXTRAS := test,torch,lint
+DEV_EXTRAS := test,torch,transformers,lint
 GPUS := $(shell nvidia-smi -L 2>/dev/null)
 # With a GPU to test on, jax gets all of CUDA; without one the plugin alone compiles kernels.
 DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)

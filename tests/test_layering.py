@@ -37,6 +37,8 @@ LAYERS = (
 )
 PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
+# An extra of its own: what needs transformers is imported by its users alone.
+NEEDS_TRANSFORMERS = "kvjax_torch.transformers_cache"
 
 
 class Module(NamedTuple):
@@ -113,6 +115,13 @@ def private_jax_imports(modules: Modules) -> Iterator[str]:
                 yield f"{name} imports {imported}"
 
 
+def transformers_imports(modules: Modules) -> Iterator[str]:
+    for name, module in modules.items():
+        for imported in imported_names(module) if name != NEEDS_TRANSFORMERS else ():
+            if imported.split(".")[0] == "transformers" or defining_module(imported, modules) == NEEDS_TRANSFORMERS:
+                yield f"{name} imports {imported}"
+
+
 def asserts(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
         for node in ast.walk(module.tree):
@@ -127,6 +136,7 @@ def all_violations(kvjax: Path, kvjax_torch: Path) -> list[str]:
         *order_violations(kvjax_modules),
         *non_public_imports(torch_modules, kvjax_modules),
         *private_jax_imports(both),
+        *transformers_imports(both),
         *asserts(both),
     ]
 
@@ -146,6 +156,7 @@ ALLOWED = {
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
     "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
     "kvjax_torch/launch.py": "from jax._src import core\nimport torch",
+    "kvjax_torch/transformers_cache.py": "import transformers\nfrom transformers.cache_utils import Cache",
 }
 
 
@@ -182,6 +193,10 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "from jax._src import core", "kvjax_torch.ops imports jax._src.core"),
         ("kvjax/cache.py", "import jax._src.core", "kvjax.cache imports jax._src.core"),
         ("kvjax/cache.py", "from jax import _src", "kvjax.cache imports jax._src"),
+        ("kvjax_torch/ops.py", "import transformers", "kvjax_torch.ops imports transformers"),
+        ("kvjax_torch/ops.py", "from transformers import Cache", "kvjax_torch.ops imports transformers.Cache"),
+        ("kvjax_torch/ops.py", "from . import transformers_cache", "kvjax_torch.ops imports kvjax_torch.transformers_"),
+        ("kvjax/cli.py", "from transformers import Cache", "kvjax.cli imports transformers.Cache"),
         ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
     ],
 )
@@ -217,6 +232,17 @@ def test_importing_loads_no_torch_and_asks_for_no_device():
     assert "kvjax.cache" in public
     assert not public & {"safetensors", "tqdm", "kvjax.cli", "kvjax.demo"}
     assert not everything & {"torch", "kvjax_torch"}
+
+
+def test_importing_the_torch_bridge_loads_no_transformers():
+    pytest.importorskip("torch")
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "interop")))
+    command = [sys.executable, "-P", "-c", "import sys, kvjax_torch; print(*sys.modules)"]
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    loaded = set(done.stdout.split())
+    assert "kvjax_torch.ops" in loaded
+    assert not loaded & {"transformers", NEEDS_TRANSFORMERS}
 
 
 @pytest.mark.parametrize("text", ["import jax; jax.devices()", "import jax.numpy as jnp; ZERO = jnp.zeros(1)"])

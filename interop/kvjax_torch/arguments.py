@@ -61,7 +61,7 @@ def write_plan(
                 f" {slot_mapping.shape[0]} slots"
             )
     _check_addresses(tensors)
-    _check_scale_values(scales)
+    check_scale_values(scales)
     return plan
 
 
@@ -100,7 +100,7 @@ def gather_plan(
             f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
         )
     _check_addresses(tensors)
-    _check_scale_values(scales)
+    check_scale_values(scales)
     return plan
 
 
@@ -231,7 +231,8 @@ def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
+def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
+    """Raises `KVCacheValueError` where a scale that lies on the host is not finite or too small."""
     for name, scale in scales.items():
         if scale.device.type == "cpu":  # to read one from a GPU would make the host wait
             for value in [scale.item()] if scale.numel() == 1 else scale.tolist():

@@ -1,0 +1,39 @@
+"""A Llama-style model of random weights, unmodified, generates from kvjax's paged cache in each dtype.
+
+Needs `pip install 'kvjax[transformers]'`, and neither network nor GPU. What quantization does to a trained model is
+measured by `make demo`.
+"""
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvjax_torch.transformers_cache import KvjaxCache
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.05,
+    dtype="bfloat16",
+)
+torch.manual_seed(0)
+model = LlamaForCausalLM(config).to(device, torch.bfloat16)
+prompts = torch.randint(1, 256, (2, 12), device=device)
+mask = torch.ones_like(prompts)
+mask[0, :5] = 0  # the first prompt is shorter: padded on the left
+
+
+def generate(cache: DynamicCache | KvjaxCache) -> torch.Tensor:
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(prompts, attention_mask=mask, past_key_values=cache, **options)[:, 12:]
+
+
+expected = generate(DynamicCache(config=config))
+for dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
+    cache = KvjaxCache(config, kv_cache_dtype=dtype, num_blocks=8)
+    same = (generate(cache) == expected).sum().item()
+    print(f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens as DynamicCache's")

@@ -1,0 +1,283 @@
+"""`KvjaxCache`: kvjax's paged cache, in any of its dtypes, under the models of Hugging Face transformers.
+
+This module alone imports transformers, and nothing of `kvjax_torch` imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import kvjax
+from kvjax import MIN_SCALE, AttentionSpec, CacheLayout, KVCacheDType, KVCacheTypeError, KVCacheValueError
+from kvjax_torch.arguments import check_scale_values
+from kvjax_torch.block_table import BlockTable
+from kvjax_torch.dtypes import torch_dtype
+from kvjax_torch.ops import Scale, gather_kv, reshape_and_cache_flash
+
+NVFP4_HEADROOM = 16
+"""How many times larger than a layer's first tokens later ones may be before NVFP4 clips them, where no scale is given.
+
+The largest of the first tokens then has the block scale 448 / 16 = 28. The smallest block scale that keeps all its bits
+is 2^-6, so blocks down to 1/1792 of that largest are stored as exactly as any.
+"""
+
+
+class KvjaxCache(Cache):
+    """A cache for `model.generate(..., past_key_values=cache)` that stores keys and values in kvjax's pages.
+
+    Each layer has a pool of `num_blocks` pages, allocated when its first tokens come. Sequences take blocks from it as
+    they grow, the same ones in every layer, and give them back in `crop` and `reset`. Beams share blocks. Attention is
+    the model's own: it sees what was stored, dequantized, the tokens of the running step included.
+
+    A layer with a sliding window keeps every token; the model's mask hides those behind the window. As in
+    transformers' own caches, padding is stored like any token and hidden by the attention mask.
+
+    Args:
+      config: the model's configuration.
+      num_blocks: blocks of every layer's pool: `ceil(tokens / block_size)` for each sequence, prompt included.
+      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is what the checkpoint declares, else
+        the model dtype.
+      skip_layers: layers that keep the model dtype, as in `kvjax.resolve_layer_specs`.
+      k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one for each. By default
+        1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer stores
+        while it is empty, so that nothing is clipped until a token is 16 times larger than that.
+      v_scale: the same for the values.
+      block_size: tokens in a block.
+      layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
+      v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
+      model_dtype: what the model computes in, where it differs from `config.dtype`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
+        layer whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs
+        more blocks than there are, `generate` raises before it has written anything of that step.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        num_blocks: int,
+        kv_cache_dtype: str | KVCacheDType = "auto",
+        skip_layers: Sequence[int | str] = (),
+        k_scale: Scale | Sequence[Scale] | None = None,
+        v_scale: Scale | Sequence[Scale] | None = None,
+        block_size: int = 16,
+        layout: str | CacheLayout = "NHD",
+        v_scale_layout: str = "linear",
+        model_dtype: torch.dtype | None = None,
+    ) -> None:
+        model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
+        self.specs = kvjax.resolve_layer_specs(
+            model,
+            kv_cache_dtype,
+            skip_layers=skip_layers,
+            block_size=block_size,
+            layout=layout,
+            v_scale_layout=v_scale_layout,
+        )
+        k_scales, v_scales = (
+            _one_a_layer(what, scale, len(self.specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        )
+        self.block_table = BlockTable(num_blocks, block_size)
+        model_dtype = torch_dtype(model.dtype.info.storage_dtype)
+        self._kvjax_layers = [
+            KvjaxLayer(spec, self.block_table, model_dtype, k_scale, v_scale)
+            for spec, k_scale, v_scale in zip(self.specs, k_scales, v_scales, strict=True)
+        ]
+        super().__init__(layers=list(self._kvjax_layers))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers."""
+        return sum(spec.bytes_per_token for spec in self.specs)
+
+    def reset(self) -> None:
+        """Forgets every sequence and keeps the pools."""
+        self._keep(0)
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Removes the last `-tokens_to_remove` tokens of every sequence; as in transformers, the number is negative.
+
+        Raises:
+          KVCacheValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise KVCacheValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or a negative number")
+        # Assisted decoding in transformers 5.17 passes a tensor.
+        self._keep(max(self.get_seq_length() + int(tokens_to_remove), 0))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Continues sequence `beam_idx[i]` as sequence `i`, without copying full blocks; the host reads `beam_idx`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Continues each sequence `repeats` times, side by side."""
+        self.block_table.select(np.repeat(np.arange(self.block_table.num_seqs), repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that `indices` names or, where it is boolean, marks."""
+        self.block_table.select(indices.numpy(force=True))
+
+    def _keep(self, num_tokens: int) -> None:
+        for layer in self._kvjax_layers:
+            layer.num_tokens = min(layer.num_tokens, num_tokens)
+        self.block_table.truncate(num_tokens)
+
+
+class KvjaxLayer(CacheLayerMixin):
+    """One layer's pages. What happens to sequences as a whole happens in `KvjaxCache`, to all layers at once.
+
+    Attributes:
+      spec: what the pages look like.
+      num_tokens: tokens of each sequence.
+      kv: the pages, allocated when the first tokens come. They have the shape, the element type and the bytes of the
+        array in a `kvjax.KVCache` of this spec, which `KVCache(to_jax(layer.kv), layer.spec)` therefore is.
+      k_scale: decode scale of the keys, a float32 tensor, known when the first tokens have come.
+      v_scale: the same for the values.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    kv: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        block_table: BlockTable,
+        model_dtype: torch.dtype,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of transformers
+        if spec.is_diffkv:
+            raise KVCacheValueError(
+                f"config: got head sizes {spec.head_size} of keys and {spec.head_size_v} of values, expected equal ones"
+            )
+        self.spec = spec
+        self.num_tokens = 0
+        self._given_scales = k_scale, v_scale
+        self._block_table = block_table
+        self._model_dtype = model_dtype
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the pages, of zeros, on the device of `key_states`.
+
+        Raises:
+          KVCacheTypeError: keys of another dtype than the configuration says that the model computes in.
+        """
+        if key_states.dtype != self._model_dtype:
+            raise KVCacheTypeError(
+                f"key_states: got dtype {key_states.dtype}, expected {self._model_dtype} as the configuration says;"
+                " pass model_dtype=model.dtype"
+            )
+        shape = self.spec.cache_shape(self._block_table.num_blocks)
+        with torch.inference_mode(False):  # else no later step outside of inference mode could write into them
+            self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends tokens to every sequence and reads all of them back.
+
+        Args:
+          key_states: `[num_seqs, num_kv_heads, num_new_tokens, head_size]`, of the model dtype, without gradient.
+          value_states: the same for the values.
+          args: ignored.
+          kwargs: ignored.
+
+        Returns:
+          `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype. They are contiguous as
+          those of `DynamicCache` are, so that attention runs the same kernels and gives the same bits.
+
+        Raises:
+          KVCacheValueError: no blocks left, or another number of sequences than before.
+          KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_seqs, _, num_new, _ = key_states.shape
+        end = self.num_tokens + num_new
+        step = self._block_table.grow(num_seqs, self.num_tokens, end, key_states.device)
+        if self.num_tokens == 0:
+            self.k_scale, self.v_scale = (
+                default_scale(states, self.spec.dtype) if given is None else given.to(states.device)
+                for given, states in zip(self._given_scales, (key_states, value_states), strict=True)
+            )
+        if step.copy_to.numel():
+            self.kv[step.copy_to] = self.kv[step.copy_from]
+        in_tokens = (0, 2, 1, 3) if self.spec.layout is CacheLayout.HND else (0, 1, 2, 3)
+        key_cache, value_cache = (half.permute(in_tokens) for half in self.kv.unbind(1))
+        dtype, v_scale_layout = self.spec.dtype.value, self.spec.v_scale_layout.value
+        reshape_and_cache_flash(
+            key_states.transpose(1, 2).flatten(0, 1),
+            value_states.transpose(1, 2).flatten(0, 1),
+            key_cache,
+            value_cache,
+            step.slot_mapping,
+            dtype,
+            self.k_scale,
+            self.v_scale,
+            v_scale_layout=v_scale_layout,
+        )
+        self.num_tokens = end
+        keys, values = gather_kv(
+            key_cache,
+            value_cache,
+            step.block_table,
+            step.seq_lens,
+            dtype,
+            self.k_scale,
+            self.v_scale,
+            v_scale_layout=v_scale_layout,
+            dtype=key_states.dtype,
+        )
+        return keys[:, :end].transpose(1, 2).contiguous(), values[:, :end].transpose(1, 2).contiguous()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next `query_length` queries see, and the position of the first."""
+        return self.num_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence, padding included."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """Tokens that one sequence could have if it were the only one."""
+        return self._block_table.num_blocks * self._block_table.block_size
+
+
+def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
+    """The decode scale that `KvjaxCache` stores a layer with where none is given, a float32 scalar on their device.
+
+    Args:
+      states: the first keys, or the first values, of the layer.
+      dtype: how the layer is stored.
+    """
+    if dtype is not KVCacheDType.NVFP4:
+        return torch.ones((), device=states.device)
+    scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
+    # No scale fits zeros, and infinite or undefined numbers leave no choice of one either.
+    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, 1 / MIN_SCALE)
+
+
+def _one_a_layer(what: str, scale: Scale | Sequence[Scale] | None, num_layers: int) -> list[torch.Tensor | None]:
+    if scale is None:
+        return [None] * num_layers
+    scales = list(scale) if isinstance(scale, (list, tuple)) else [scale] * num_layers
+    if len(scales) != num_layers:
+        raise KVCacheValueError(f"{what}: got {len(scales)} scales, expected one for each of {num_layers} layers")
+    tensors = [torch.as_tensor(one, dtype=torch.float32) for one in scales]
+    for tensor in tensors:
+        check_scale_values({what: tensor})
+    return list(tensors)
