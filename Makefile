@@ -14,15 +14,21 @@ DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
 # Where the plugin finds CUDA's libraries but no driver, it ends the process.
 BENCH_PLATFORM := $(if $(GPUS),,JAX_PLATFORMS=cpu)
 
+# Tests on a GPU take the Python that has jax for it, from the machine and not from an environment made here.
+PYTHON ?= python3
+
 ARGS ?=
 
-.PHONY: demo test test-compat bench lint format wheel clean distclean help
+.PHONY: demo test test-gpu test-compat bench lint format wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
 
 test: $(DEV_ENV)/.installed ## every test that can run here (ARGS="-k nvfp4")
 	$(DEV_ENV)/bin/python -m pytest -n 2 $(ARGS)
+
+test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=python3)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop $(PYTHON) -m pytest -n 8 -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 

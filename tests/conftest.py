@@ -45,7 +45,7 @@ def _why_no_gpu() -> str | None:
     return f"needs a CUDA GPU of compute capability 9.0 or later; jax sees {', '.join(seen) or 'no CUDA GPU'}"
 
 
-@pytest.fixture(params=["xla"])
+@pytest.fixture(params=["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation of the operations that store and read bytes: all are held to the same tests."""
     return request.param

@@ -16,16 +16,26 @@ import kvjax
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
-SPECIALS = (np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, -1e-42, 6e-8, -6e-8, 6.5e4, -6.5e4, 3e38, -3e38)
+SPECIALS = (
+    *(np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0),
+    *(1e-42, -1e-42, 1e-39, -1e-39, 6e-8, -6e-8),  # subnormal in float32, in bfloat16 too, in float16
+    *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
+)
 
 _write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames="implementation", donate_argnames="cache")
 _write_diffkv = jax.jit(kvjax.reshape_and_cache_flash_diffkv, static_argnames="implementation", donate_argnames="cache")
 
 
-def run_write(implementation: str, key: Any, value: Any, cache: KVCache, slots: Any, **scales: Any) -> KVCache:
+def run_write(implementation: str | None, key: Any, value: Any, cache: KVCache, slots: Any, **scales: Any) -> KVCache:
     """Writes under `jit` with the cache donated, as users do; every test of written bytes goes through here."""
     write = _write_diffkv if cache.spec.is_diffkv else _write
     return write(key, value, cache, slots, implementation=implementation, **scales)
+
+
+def can_write(implementation: str, spec: AttentionSpec) -> bool:
+    """Whether it writes to such a layer; asked for the one kind that it does not, it raises, and `None` takes XLA."""
+    is_pool_of_bytes = spec.array_dtype != spec.storage_dtype
+    return implementation == "xla" or spec.dtype.is_quantized or not is_pool_of_bytes
 
 
 def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:

@@ -19,6 +19,12 @@ BLOCK_TABLE = np.array([[4, 9, 77], [-5, 77, 77], [2, 0, 5], [7, 77, 77], [3, 77
 NUM_BLOCKS = 10
 
 
+@pytest.fixture
+def implementation() -> str:
+    """Attention has no kernel."""
+    return "xla"
+
+
 def written_cache(spec: AttentionSpec) -> KVCache:
     """A poisoned cache that holds the tokens of `SEQ_LENS`: what lies past a length, or in no table, is garbage."""
     slots = [

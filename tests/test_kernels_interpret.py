@@ -1,76 +1,130 @@
 """The bodies of the kernels, interpreted on the CPU: the bytes of the XLA form, and no races between programs.
 
-Interpretation knows nothing of registers and lanes: `test_kernels_compile.py` holds those.
+Interpretation knows nothing of registers and lanes: `test_kernels_compile.py` holds those, and `test_kernels_gpu.py`
+makes the same checks on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import kernel_cases
 import numpy as np
 import pytest
-from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, page_bytes, pairwise, poisoned, run_write, simple_spec
+from helpers import (
+    INPUT_DTYPES,
+    SPECIALS,
+    assert_same_bytes,
+    can_write,
+    kv_tokens,
+    page_bytes,
+    pairwise,
+    poisoned,
+    run_write,
+    simple_spec,
+)
 from interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, gather_kv
+from kvjax import STORED_KV_CACHE_DTYPES, KVCache, KVCacheDType, UnsupportedError
 
-NUM_BLOCKS = 4
-HEAD_SIZE_V = {64: 80, 80: 64, 112: 16, 128: 96, 256: 32}
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 
-AXES = {
-    "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
-    "input_dtype": list(INPUT_DTYPES),
-    "layout": ["NHD", "HND"],
-    "v_scale_layout": ["linear", "swizzled"],
+SMALL_AXES = kernel_cases.FORMAT_AXES | {
     "head_size": [64, 80, 112, 128, 256],
     "head_size_v": ["same", "other"],
     "num_kv_heads": [1, 2, 3, 8],
     "block_size": [1, 8, 16],
-    "num_tokens": [1, 3, 11],
-    "scales": ["scalar", "per_head"],
 }
+WRITE_CASES = pairwise(SMALL_AXES | kernel_cases.WRITE_AXES | {"num_tokens": [1, 3, 11]}, kernel_cases.is_valid)
+GATHER_CASES = pairwise(SMALL_AXES | kernel_cases.GATHER_AXES, kernel_cases.is_valid)
 
 
-def is_valid(case: dict) -> bool:
-    can_swizzle = case["dtype"] == "nvfp4" and case["block_size"] % 4 == 0
-    takes_per_head = case["dtype"].startswith("fp8")
-    return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scales"] == "scalar")
-
-
-def make_spec(case: dict) -> AttentionSpec:
-    return simple_spec(
-        KVCacheDType(case["dtype"]),
-        block_size=case["block_size"],
-        num_kv_heads=case["num_kv_heads"],
-        head_size=case["head_size"],
-        head_size_v=None if case["head_size_v"] == "same" else HEAD_SIZE_V[case["head_size"]],
-        layout=case["layout"],
-        v_scale_layout=case["v_scale_layout"],
-    )
-
-
-def make_scales(case: dict) -> dict[str, np.ndarray]:
-    shape = (case["num_kv_heads"],) if case["scales"] == "per_head" else ()
-    k_scale, v_scale = np.exp2(np.random.default_rng(3).uniform(-7, 2, (2, *shape))).astype(np.float32)
-    return {"k_scale": k_scale, "v_scale": v_scale}
-
-
-def make_slots(num_tokens: int, num_slots: int) -> np.ndarray:
-    """Distinct slots in no order, but for every fourth token none and for every sixth one past the cache."""
-    slots = np.random.default_rng(2).permutation(max(num_slots, num_tokens))[:num_tokens].astype(np.int32)
-    slots[3::4] = -1
-    slots[5::6] = num_slots + 3
-    return slots
-
-
-@pytest.mark.parametrize("case", pairwise(AXES, is_valid), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", WRITE_CASES, ids=kernel_cases.name)
 def test_an_interpreted_write_has_the_bytes_of_xla(case):
-    spec = make_spec(case)
-    key, value = kv_tokens(spec, case["num_tokens"], INPUT_DTYPES[case["input_dtype"]])
-    slots, scales = make_slots(case["num_tokens"], NUM_BLOCKS * spec.block_size), make_scales(case)
-    expected = page_bytes(run_write("xla", key, value, poisoned(spec, NUM_BLOCKS), slots, **scales))
     with interpret_mode():
-        written = page_bytes(run_write("mosaic", key, value, poisoned(spec, NUM_BLOCKS), slots, **scales))
-    assert_same_bytes(written, expected)
+        kernel_cases.check_write(case)
+
+
+@pytest.mark.parametrize("case", GATHER_CASES, ids=kernel_cases.name)
+def test_an_interpreted_gather_has_the_bits_of_xla(case):
+    with interpret_mode():
+        kernel_cases.check_gather(case)
+
+
+@pytest.mark.parametrize("dense_dtype", INPUT_DTYPES)
+@EACH_DTYPE
+def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.array(SPECIALS, np.float32).astype(INPUT_DTYPES[dense_dtype])
+    with interpret_mode():
+        kernel_cases.check_encoding(dtype, x, 0.0371)
+
+
+@EACH_DTYPE
+def test_the_first_and_the_last_blocks_of_a_cache(dtype):
+    with interpret_mode():
+        kernel_cases.check_ends(simple_spec(dtype), 12)
+
+
+@pytest.mark.parametrize("axes", [kernel_cases.WRITE_AXES, kernel_cases.GATHER_AXES], ids=["write", "gather"])
+def test_the_sweep_for_a_gpu_holds_every_format_with_every_value(axes):
+    axes = kernel_cases.SHAPE_AXES | axes
+    formats = kernel_cases.formats()
+    assert len(formats) == 3 * (3 * 2 + 2 * 2 * 2 + 2 * 2)  # dense dtypes; unquantized, fp8 and NVFP4 layouts
+    cases = kernel_cases.covering(axes)
+    for axis, values in axes.items():
+        met = {(tuple(case[name] for name in kernel_cases.FORMAT_AXES), case[axis]) for case in cases}
+        possible = [
+            (tuple(format.values()), value)
+            for format, value in itertools.product(formats, values)
+            if (format["v_scale_layout"], axis, value) != ("swizzled", "block_size", 1)
+        ]
+        assert sorted(met) == sorted(possible)
+
+
+@pytest.mark.parametrize("byte", [0, 1234, 50_000, -1])
+@pytest.mark.parametrize("check", ["write", "encoding", "gather", "ends"])
+def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatch):
+    """Whether written, read or left alone, a byte of the kernel's result that differs in its last bit is found."""
+
+    def flip(array: Any) -> np.ndarray:
+        raw = np.array(array)
+        raw.reshape(-1).view(np.uint8)[byte % raw.nbytes] ^= 1
+        return raw
+
+    def write_and_flip(implementation: str, *args: Any, **scales: Any) -> KVCache:
+        cache = run_write(implementation, *args, **scales)
+        return cache if implementation == "xla" else KVCache(jnp.asarray(flip(cache.kv)), cache.spec)
+
+    def read_and_flip(implementation: str, *args: Any, **scales: Any) -> list[np.ndarray]:
+        key, value = read(implementation, *args, **scales)
+        return [key, value if implementation == "xla" else flip(value)]
+
+    read = kernel_cases.read
+    monkeypatch.setattr(kernel_cases, "run_write", write_and_flip)
+    monkeypatch.setattr(kernel_cases, "read", read_and_flip)
+    checks = {
+        "write": lambda: kernel_cases.check_write(WRITE_CASES[0]),
+        "encoding": lambda: kernel_cases.check_encoding(KVCacheDType.NVFP4, np.ones(128, np.float32), 1.0),
+        "gather": lambda: kernel_cases.check_gather(GATHER_CASES[0] | {"sequences": "ragged"}),
+        "ends": lambda: kernel_cases.check_ends(simple_spec(), 12),
+    }
+    with interpret_mode(), pytest.raises(AssertionError, match=r"bytes differ|Arrays are not equal"):
+        checks[check]()
+
+
+@pytest.mark.parametrize("page_size_padded", [None, 9000])
+@EACH_DTYPE
+def test_the_kernel_refuses_unquantized_layers_in_a_pool_of_bytes_alone(dtype, page_size_padded):
+    """So that tests of the kernel leave nothing else to XLA."""
+    spec = simple_spec(dtype, page_size_padded=page_size_padded)
+    refused = pytest.raises(UnsupportedError, match="not into a pool of bytes")
+    with interpret_mode(), contextlib.nullcontext() if can_write("mosaic", spec) else refused:
+        run_write("mosaic", *kv_tokens(spec, 2), poisoned(spec, 2), np.array([3, 9], np.int32)).kv.block_until_ready()
 
 
 RACE_CASES = [
@@ -97,21 +151,3 @@ def test_programs_that_write_one_slot_are_seen_to_race(dtype, layout):
     key, value = kv_tokens(spec, len(slots))
     with pytest.raises(RuntimeError, match="RACE DETECTED"), interpret_mode(detect_races=True):
         jax.block_until_ready(run_write("mosaic", key, value, poisoned(spec, 2), slots))
-
-
-GATHER_AXES = {name: values for name, values in AXES.items() if name not in ("input_dtype", "num_tokens")}
-GATHER_AXES["output_dtype"] = list(INPUT_DTYPES)
-
-
-@pytest.mark.parametrize("case", pairwise(GATHER_AXES, is_valid), ids=lambda case: "-".join(map(str, case.values())))
-def test_an_interpreted_gather_has_the_bytes_of_xla(case):
-    spec = make_spec(case)
-    cache = poisoned(spec, NUM_BLOCKS)
-    table = np.array([[2, 0], [3, 99], [-7, 0]], np.int32)
-    lengths = np.array([2 * spec.block_size, spec.block_size // 2 + 1, 0], np.int32)
-    options = make_scales(case) | {"dtype": INPUT_DTYPES[case["output_dtype"]]}
-    expected = gather_kv(cache, table, lengths, implementation="xla", **options)
-    with interpret_mode():
-        read = jax.block_until_ready(gather_kv(cache, table, lengths, implementation="mosaic", **options))
-    for got, want in zip(read, expected, strict=True):
-        assert_same_bytes(np.asarray(got), np.asarray(want))

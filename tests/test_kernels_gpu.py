@@ -1,0 +1,84 @@
+"""The kernels on a GPU, over all that they serve: each byte that they write and each bit that they read is XLA's.
+
+`make test-gpu` runs these tests, and with the kernels as `implementation` those that hold every implementation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import INPUT_DTYPES, poisoned, simple_spec
+from kernel_cases import (
+    GATHER_AXES,
+    SHAPE_AXES,
+    WRITE_AXES,
+    check_encoding,
+    check_ends,
+    check_gather,
+    check_write,
+    compare_gathers,
+    covering,
+    name,
+)
+from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values
+
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
+from kvjax.ops.arguments import MAX_SCALE, MIN_SCALE
+
+pytestmark = pytest.mark.gpu
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+EACH_DENSE_DTYPE = pytest.mark.parametrize("dense_dtype", INPUT_DTYPES)
+DTYPES_AND_SCALES = [
+    pytest.param(dtype, scale, id=f"{dtype.value}-{scale:.3g}")
+    for dtype in STORED_KV_CACHE_DTYPES
+    for scale in ([1.0, 0.0173, 3.7, MIN_SCALE, MAX_SCALE] if dtype.is_quantized else [1.0])
+]
+
+
+@pytest.mark.parametrize("case", covering(SHAPE_AXES | WRITE_AXES), ids=name)
+def test_a_write_has_the_bytes_of_xla(case):
+    check_write(case)
+
+
+@pytest.mark.parametrize("case", covering(SHAPE_AXES | GATHER_AXES), ids=name)
+def test_a_gather_has_the_bits_of_xla(case):
+    check_gather(case)
+
+
+def numbers_next_to_roundings(dtype: KVCacheDType, source: np.dtype, scale: float) -> np.ndarray:
+    """Those on and beside the roundings to a stored dtype, and every number of 16 bits, or a million of 32."""
+    if dtype is KVCacheDType.NVFP4:
+        near = adversarial_blocks(scale).reshape(-1)
+    elif dtype is KVCacheDType.FLOAT32:  # to which nothing is rounded
+        near = np.zeros(0, np.float32)
+    else:
+        near = around_midpoints(finite_values(dtype.info.storage_dtype)) * np.float32(scale)
+    every = all_values(source) if source.itemsize == 2 else np.arange(0, 2**32, 4093).astype(np.uint32).view(source)
+    return np.concatenate([near.astype(source), every])
+
+
+@EACH_DENSE_DTYPE
+@pytest.mark.parametrize(("dtype", "scale"), DTYPES_AND_SCALES)
+def test_every_rounding_is_that_of_xla(dtype, scale, dense_dtype):
+    with np.errstate(over="ignore", under="ignore"):
+        x = numbers_next_to_roundings(dtype, np.dtype(INPUT_DTYPES[dense_dtype]), scale)
+    check_encoding(dtype, x, scale)
+
+
+@EACH_DENSE_DTYPE
+@EACH_DTYPE
+def test_every_stored_pattern_is_read_as_xla_reads_it(dtype, dense_dtype):
+    """Eight megabytes hold each number of 16 bits, and each NVFP4 byte with each block scale, dozens of times."""
+    spec = simple_spec(dtype)
+    num_blocks = 2**23 // spec.page_size_bytes
+    table, lengths = np.arange(num_blocks, dtype=np.int32)[None], np.array([num_blocks * spec.block_size], np.int32)
+    scale = np.float32(0.0371)
+    compare_gathers(poisoned(spec, num_blocks), table, lengths, dense_dtype, k_scale=scale, v_scale=scale)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@EACH_DTYPE
+def test_the_ends_of_a_cache_that_32_bits_do_not_address(dtype, layout):
+    spec = simple_spec(dtype, layout=layout, block_size=16)
+    check_ends(spec, 9 * 2**30 // spec.page_size_bytes)

@@ -1,0 +1,90 @@
+"""Runs each kind of kernel once, for tools that look into kernels while they run on a GPU.
+
+The kinds are a write and a gather of every storage dtype, in NHD and HND, with linear and with swizzled V scales, with
+one scale and with one a head. From the root of the source tree, with a Python whose jax sees the GPU:
+
+    export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    compute-sanitizer --tool memcheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
+    compute-sanitizer --tool racecheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
+    ncu --clock-control none -k regex:mosaic --set full python3 tools/sanitize_kernels.py --dtype nvfp4
+
+With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
+past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    CacheLayout,
+    FullAttentionSpec,
+    KVCache,
+    KVCacheDType,
+    KVQuantMode,
+    VScaleLayout,
+    gather_kv,
+    reshape_and_cache_flash,
+)
+
+_write = jax.jit(reshape_and_cache_flash, static_argnames="implementation", donate_argnames="cache")
+_gather = jax.jit(gather_kv, static_argnames="implementation")
+
+
+def kinds(
+    dtypes: Sequence[KVCacheDType], num_kv_heads: int, head_size: int
+) -> Iterator[tuple[FullAttentionSpec, tuple[int, ...]]]:
+    """Every layer that has kernels of its own, and the shape of its scales."""
+    for dtype, layout, v_scale_layout in itertools.product(dtypes, CacheLayout, VScaleLayout):
+        if v_scale_layout is VScaleLayout.SWIZZLED and dtype is not KVCacheDType.NVFP4:
+            continue
+        choices = {"dtype": dtype, "layout": layout, "v_scale_layout": v_scale_layout}
+        spec = FullAttentionSpec(16, num_kv_heads, head_size, **choices)
+        yield spec, ()
+        if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+            yield spec, (num_kv_heads,)
+
+
+def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int) -> None:
+    """Writes all over a cache of as many slots, but for some tokens that have none of them, and reads all of it."""
+    rng = np.random.default_rng(0)
+    num_blocks = -(-num_tokens // spec.block_size)
+    slots = rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32)
+    slots[5::7], slots[6::7] = -1, num_blocks * spec.block_size
+    shape = num_tokens, spec.num_kv_heads, spec.head_size
+    key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
+    scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
+    cache = _write(key, value, KVCache.allocate(spec, num_blocks), slots, **scales, implementation="mosaic")
+    table = np.arange(num_blocks, dtype=np.int32)[None]
+    lengths = np.array([num_blocks * spec.block_size], np.int32)
+    jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the kinds that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
+    parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="of the cache")
+    parser.add_argument("--num-tokens", type=int, default=1001, help="by default more than one for each program")
+    parser.add_argument("--num-kv-heads", type=int, default=2)
+    parser.add_argument("--head-size", type=int, default=128)
+    args = parser.parse_args(arguments)
+    for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
+        run(spec, scale_shape, args.num_tokens)
+        scales = "scale a head" if scale_shape else "scale"
+        print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
