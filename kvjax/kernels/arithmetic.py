@@ -106,7 +106,15 @@ def e4m3_to_float32(bits: jax.Array) -> jax.Array:
 
 
 def e2m1_pairs(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Two four-bit codes a byte (uint32), of float32 without NaN; signs are kept, that of -0 too."""
+    """Two four-bit codes a byte (uint32), of float32 without NaN; signs are kept, that of -0 too.
+
+    From sm_100 on there is an instruction for it, which rounds to nearest even and saturates.
+    """
+    convert = "{ .reg .b8 codes; cvt.rn.satfinite.e2m1x2.f32 codes, $2, $1; cvt.u32.u8 $0, codes; }"
+    return compat.ptx(convert, _e2m1_pairs, low, high, since=(10, 0))
+
+
+def _e2m1_pairs(low: jax.Array, high: jax.Array) -> jax.Array:
     indices = lax.bitcast_convert_type(_e2m1_indices(low) + _e2m1_indices(high) * 16, jnp.uint32)
     signs = _uint32(low) >> 28 & 0x08 | _uint32(high) >> 24 & 0x80
     return indices & 0x77 | signs

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 from jax._src import config
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 # Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
 # without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
@@ -61,3 +67,48 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value.reshape(ref.shape)
     else:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
+
+
+_ptx = Primitive("kvjax_ptx")
+
+
+def ptx(code: str, model: Callable[..., jax.Array], *operands: jax.Array, since: tuple[int, int] = (9, 0)) -> jax.Array:
+    """Runs PTX on each element, where the GPU has its instructions; elsewhere, and in interpret mode, its model.
+
+    A kernel is traced before it is known for which GPU: this is how it can use what only some of them have.
+
+    Args:
+      code: writes `$0`, reads `$1` and so on, and has no side effects.
+      model: what the code computes, elementwise in `jax.numpy`.
+      operands: arrays of one shape and layout, of elements of 32 bits, as those of the result.
+      since: the first compute capability that has the instructions.
+    """
+    if interpreting():
+        return model(*operands)
+    result: jax.Array = _ptx.bind(*operands, code=code, model=model, since=since)
+    return result
+
+
+def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
+    result = jax.eval_shape(model, *operands)
+    return jax.core.ShapedArray(result.shape, result.dtype)
+
+
+def _lower_ptx(ctx: Any, *operands: Any, code: str, model: Callable[..., jax.Array], since: tuple[int, int]) -> Any:
+    arch = utils.get_arch()
+    if (arch.major, arch.minor) < since:
+        return lowering._lower_fun(model)(ctx, *operands)
+    [result] = ctx.avals_out
+    element = utils.dtype_to_ir_type(result.dtype)
+
+    def run(*vectors: Any) -> Any:  # on what one thread holds of each operand, side by side
+        [length] = vectors[0].type.shape
+        columns = ([vector.extract(x, [], [i]) for x in vectors] for i in range(length))
+        results = [utils.inline_ptx(code, *column, result_types=element) for column in columns]
+        return vector.from_elements(ir.VectorType.get((length,), element), results)
+
+    return operands[0]._pointwise(run, *operands[1:], output_is_signed=utils.is_signed(result.dtype))
+
+
+_ptx.def_abstract_eval(_ptx_result)
+lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
