@@ -1,4 +1,4 @@
-"""The write kernel's NVFP4 arithmetic, interpreted, against `kvjax.quant`: on and next to every rounding."""
+"""The kernels' arithmetic against `kvjax.quant`: every 16-bit input, and float32 on and next to every rounding."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ def test_blocks(source, scale):
         got = arithmetic.encode_nvfp4(low, high, jnp.float32(scale), lambda column: jnp.tile(column[:, None], 8))
     assert_same_bytes(np.asarray(got[0]), np.asarray(data))
     assert_same_bytes(np.asarray(got[1]), np.asarray(block_scales)[:, 0].view(np.uint8))
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_a_widened_nan_is_canonical(source):
+    x = all_values(INPUT_DTYPES[source])  # not interpreted: GPUs widen by a shift, which keeps a NaN's bits
+    got = np.asarray(arithmetic.cast(jnp.asarray(x), np.dtype(np.float32)))
+    assert_same_bytes(got, reference.cast(x, np.float32))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
 from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E4M3_MAX
@@ -42,13 +43,18 @@ def times(x: jax.Array, inverse: jax.Array) -> jax.Array:
 
 def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """`kvjax.quant.cast`: nearest even, with the canonical NaN."""
+    dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
+    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and have other NaNs than the instructions
+        return quant.cast(x, dtype)
     wide = x.astype(jnp.float32)
-    if not compat.interpreting():  # the instruction that converts writes the canonical NaN
+    if dtype != np.float32:
         return wide.astype(dtype)
-    bits = lax.bitcast_convert_type(wide.astype(dtype), _unsigned(dtype))
-    return lax.bitcast_convert_type(jnp.where(jnp.isnan(wide), bits.dtype.type(CANONICAL_NAN_BITS[dtype]), bits), dtype)
+    # Widening bfloat16 is a shift, no conversion: a NaN keeps its bits.
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    nan = jnp.full_like(bits, CANONICAL_NAN_BITS[dtype])
+    return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
 
 
 def encode_fp8(x: jax.Array, inverse: jax.Array, dtype: KVCacheDType) -> jax.Array:
@@ -151,7 +157,3 @@ def _int32(x: jax.Array) -> jax.Array:
 
 def _uint32(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
