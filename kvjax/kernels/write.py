@@ -64,9 +64,8 @@ def _power_of_two(limit: int) -> int:
     return 1 << (limit.bit_length() - 1)
 
 
-class _Pairs(NamedTuple):
-    low: jax.Array
-    high: jax.Array
+class _Blocks(NamedTuple):
+    pairs: tuple[jax.Array, ...]
     layout: Any
 
 
@@ -238,7 +237,7 @@ def _body(
             for (x, _, _), (_, scales) in zip(halves, stages, strict=True)
         ]
         for pairs, (_, scale, regions), stage in zip(blocks, halves, stages, strict=True):
-            for stored, region, ref in zip(_encode_blocks(pairs, scale), regions, stage, strict=True):
+            for stored, region, ref in zip(_encode_blocks(pairs, scale, in_dtype), regions, stage, strict=True):
                 compat.store(ref, stored)
                 moves += [(move, ref, 0, lambda loaded: loaded) for move in row_moves(spec, region, 1)]
         plgpu.commit_smem()  # also the barrier behind which every thread sees every stored byte
@@ -290,29 +289,16 @@ def _encode_elements(x: jax.Array, *, scale: Any, inverse: jax.Array | None, mov
     return arithmetic.encode_fp8(x, inverse, spec.dtype)
 
 
-def _load_blocks(x: Any, first: jax.Array, num_blocks: int, blocks_per_token: int, dtype: Any) -> _Pairs:
+def _load_blocks(x: Any, first: jax.Array, num_blocks: int, blocks_per_token: int, dtype: Any) -> _Blocks:
     """The blocks of a program's tokens, a row each: their even and their odd elements."""
     rows = x.at[pl.ds(first * blocks_per_token, num_blocks)]
     is_wide = dtype == jnp.float32  # pairs are neighbours in memory, so that each half is read with gaps
     vector = 1 if is_wide else max(1, min(WORDS, (num_blocks & -num_blocks) * WORDS // THREADS))
     layout = tile_layout(num_blocks, WORDS, vector)
-    if is_wide:
-        low, high = (compat.load(rows.at[:, :, i], layout) for i in range(2))
-    else:
-        words = compat.load(rows, layout)
-        low, high = (_half(words, i, dtype) for i in range(2))
-    return _Pairs(low, high, layout)
+    refs = [rows.at[:, :, i] for i in range(2)] if is_wide else [rows]
+    return _Blocks(tuple(compat.load(ref, layout) for ref in refs), layout)
 
 
-def _encode_blocks(pairs: _Pairs, scale: Any) -> tuple[jax.Array, jax.Array]:
-    spread = functools.partial(compat.spread, columns=WORDS, layout=pairs.layout)
-    return arithmetic.encode_nvfp4(pairs.low, pairs.high, scale[0], spread)
-
-
-def _half(words: jax.Array, which: int, dtype: Any) -> jax.Array:
-    """The low or high 16 bits of each word as float32."""
-    if dtype == jnp.bfloat16:
-        bits = words & jnp.uint32(0xFFFF0000) if which else words << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
-    bits = (words >> 16 if which else words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+def _encode_blocks(blocks: _Blocks, scale: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    spread = functools.partial(compat.spread, columns=WORDS, layout=blocks.layout)
+    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale[0], spread)
