@@ -154,3 +154,9 @@ def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):
     program = compile_write(target, TYPICAL | {"dtype": dtype.value}, donate_argnums=())
     assert program.device_ops == ("copy", "custom-call")
     assert program.alias_size == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_hardware_makes_e2m1_codes_where_it_can(target):
+    [kernel] = compile_write(target, TYPICAL | {"dtype": "nvfp4"}).kernels
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == (target == "b200")
