@@ -218,9 +218,13 @@ def write(
 
     dtype = key.dtype
     kernel = _kernel(body, spec, config.tokens, grid=-(-num_tokens // config.tokens))
+    arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, pages
+    # XLA on GPUs may fuse slices of stacked arrays, before or after a kernel, with the kernel, and forgets then that
+    # the kernel writes in place: what it leaves as it was would be lost. Nothing is fused across a barrier.
+    *inputs, pages = map(lax.optimization_barrier, arrays)
     ref = jax.new_ref(pages)
-    kernel(slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, ref)
-    return jax.freeze(ref)
+    kernel(*inputs, ref)
+    return lax.optimization_barrier(jax.freeze(ref))
 
 
 def any_count(
