@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config
@@ -16,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 # Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
 # without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
@@ -66,21 +67,13 @@ def number(ref: Any) -> jax.Array:
     return from_address_of(ref)
 
 
-def load(
-    ref: Any, layout: Any, shape: tuple[int, ...] | None = None, columns: tuple[int, int] | None = None
-) -> jax.Array:
-    """Loads a reference, seen as `shape`, into registers in `layout`, whatever instructions that takes.
-
-    All of it, or of two dimensions only `columns`, a first one and a number.
-    """
-    first, number = columns or (0, 0)
+def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Loads a reference, seen as `shape`, into registers in `layout`, whatever instructions that takes."""
     if shape is not None and interpreting():  # which knows no reshaped references
         whole: jax.Array = ref[...].reshape(shape)
-        return whole[:, first : first + number] if columns else whole
+        return whole
     if shape is not None:
         ref = ref.reshape(*shape)
-    if columns:
-        ref = ref.at[:, pl.ds(first, number)]
     loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
     return loaded
 
@@ -108,6 +101,85 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value.reshape(ref.shape)
     else:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
+
+
+def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
+    """`ref[indices]` of a one-dimensional reference to int32, every element by itself."""
+    if interpreting():
+        return jnp.stack([ref[index] for index in indices])
+
+    def run(_: Any, ref: Any, indices: Any) -> Any:
+        def load_one(index: Any) -> Any:
+            return memref.load(ref, [arith.index_castui(ir.IndexType.get(), index)])
+
+        return indices._pointwise(_per_scalar(load_one), output_is_signed=True)
+
+    types = plgpu.RefType(), layout
+    result = plgpu.ShapeDtypeStruct(indices.shape, np.dtype(np.int32), layout=layout)
+    loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, indices)
+    return loaded
+
+
+def copy_each(
+    source: Any,
+    starts: jax.Array,
+    destination: Any,
+    rows: jax.Array,
+    columns: jax.Array,
+    condition: jax.Array,
+    size: int,
+    layout: Any,
+) -> None:
+    """Copies `size` bytes (up to 16) for each element whose condition holds, each by the thread that holds it.
+
+    From byte `starts` of `source`, shared memory, to byte `columns` of row `rows` of `destination`, both multiples of
+    `size`. Indices are int32; `destination` is two-dimensional, of bytes.
+    """
+    if interpreting():
+        flat = source[...].reshape(-1)
+        for i in range(starts.shape[0]):
+
+            @pl.when(condition[i])
+            def _(i: int = i) -> None:
+                destination[rows[i], pl.ds(columns[i], size)] = lax.dynamic_slice(flat, (starts[i],), (size,))
+
+        return
+    row_bytes = destination.shape[1]
+
+    def run(_: Any, source: Any, destination: Any, *arrays: Any) -> None:
+        i64, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 8))
+        word = ir.IntegerType.get_signless(8 * min(size, 4))
+        kind: Any = ir.VectorType.get((size // 4,), word) if size > 4 else word
+        from_pointer = utils.memref_ptr(source)
+        to_pointer = utils.memref_ptr(destination)
+
+        def wide(x: Any) -> Any:
+            return arith.extui(i64, x)
+
+        def copy_one(start: Any, row: Any, column: Any, condition: Any) -> None:
+            with mgpu.when(condition):
+                value = llvm.load(kind, utils.getelementptr(from_pointer, [start], byte), alignment=size)
+                offset = arith.addi(arith.muli(wide(row), mgpu.c(row_bytes, i64)), wide(column))
+                llvm.store(value, utils.getelementptr(to_pointer, [offset], byte), alignment=size)
+
+        for registers in zip(*(array.registers.flat for array in arrays), strict=True):
+            _per_scalar(copy_one)(*registers)
+
+    types = plgpu.RefType(), plgpu.RefType(), layout, layout, layout, layout
+    plgpu.inline_mgpu(arg_types=types)(run)(source, destination, starts, rows, columns, condition)
+
+
+def _per_scalar(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` of scalars for registers that may be vectors of one."""
+
+    def of_registers(*registers: Any) -> Any:
+        scalars = [vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x for x in registers]
+        result = run(*scalars)
+        if result is None or not isinstance(registers[0].type, ir.VectorType):
+            return result
+        return vector.broadcast(ir.VectorType.get((1,), result.type), result)
+
+    return of_registers
 
 
 _ptx = Primitive("kvjax_ptx")

@@ -29,8 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import arithmetic, compat
 from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows
-from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
-from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
+from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
+from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 WORDS = NVFP4_BLOCK_SIZE // 2
@@ -38,6 +38,11 @@ WORDS = NVFP4_BLOCK_SIZE // 2
 
 PROGRAMS = 264
 """What a launch has at least, if it has tokens enough: two for each multiprocessor of an H200."""
+
+ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 4096}
+"""Keys or values that a program takes at most. Measured on an H200: of programs that take more none is faster, and
+smaller ones leave threads idle or, where elements are encoded, compute again what a larger one shares. 4,096 elements
+are two NVFP4 blocks a thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +61,7 @@ class WriteConfig:
 
     @classmethod
     def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
-        """Enough work a program, and enough programs.
-
-        Measured on an H200, where a program of 1,024 elements of a half (2,048 where they are encoded: that fills a
-        warpgroup's registers with whole blocks, and shares what is computed once) is as fast as larger ones, and a
-        smaller one leaves threads idle. But `PROGRAMS` come first.
-        """
+        """Enough work a program, but `PROGRAMS` programs first; see `ELEMENTS`."""
         return cls(_power_of_two(min(_most_tokens(spec), max(1, num_tokens // PROGRAMS))))
 
     @classmethod
@@ -73,8 +73,7 @@ class WriteConfig:
 
 
 def _most_tokens(spec: AttentionSpec) -> int:
-    elements = 2048 if spec.dtype.is_quantized else 1024
-    return max(1, elements // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v)))
+    return max(1, ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v)))
 
 
 def _power_of_two(limit: int) -> int:
@@ -94,6 +93,27 @@ class Position(NamedTuple):
     token: jax.Array
 
 
+class Slots(NamedTuple):
+    """Slots, of one or two int32 words each, the low one first; that of token `t` is number `start + t` in `ref`."""
+
+    ref: Any
+    words: int
+    last_slot: Number
+    start: Number = 0
+
+    def position(
+        self, read: Callable[[jax.Array], jax.Array], token: jax.Array, condition: jax.Array, spec: AttentionSpec
+    ) -> Position:
+        """Where a token goes, or several; `read` reads words of `ref`."""
+        word = (self.start + token) * self.words
+        slot = read(word)
+        written = condition & (slot >= 0) & (slot <= self.last_slot)
+        if self.words == 2:
+            written &= read(word + 1) == 0
+        block_size = jnp.int32(spec.block_size)
+        return Position(written, lax.div(slot, block_size), lax.rem(slot, block_size))
+
+
 class Half(NamedTuple):
     """Keys or values of a call: rows, their scale and the pages they go to."""
 
@@ -104,91 +124,116 @@ class Half(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowMove:
-    """How one region's rows of one token, `[rows, columns]` elements, get from a source into a page.
+    """How one region's rows of a token get into a page: `rows` runs of `columns` elements, `region` in elements too.
 
     Attributes:
-      region: where rows lie in a page, in elements of the page array.
+      region: where rows lie in a page.
       rows: heads, or 1 where the heads of a token are one run.
-      columns: elements of a row.
+      columns: elements of a run.
       widest: the most elements that a thread may move at once.
-      column: the one column that is moved, for swizzled scales in NHD, each of which has a token row of its own.
     """
 
     region: PageRegion
     rows: int
     columns: int
     widest: int
-    column: int | None = None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, pages: Pages, which: int, itemsize: int, *, by_head: bool = False) -> RowMove:
+        """The move of a region of `pages`, in elements of `itemsize` bytes; by head where each head has a scale."""
+        region, heads = pages.regions[which], spec.num_kv_heads
+        alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride, MAX_VECTOR_BYTES)
+        elements = dataclasses.replace(
+            region,
+            **{
+                name: getattr(region, name) // itemsize for name in ("base", "token_stride", "head_stride", "row_bytes")
+            },
+        )
+        row = elements.row_bytes
+        is_run = heads == 1 or (region.head_stride == region.row_bytes and not by_head)
+        rows, columns = (1, heads * row) if is_run and not region.swizzled else (heads, row)
+        return cls(elements, rows, columns, max(1, alignment // itemsize))
+
+    def start(self, token: jax.Array, row: Number, column: Number) -> jax.Array:
+        """Where an element lies in the page."""
+        region = self.region
+        if region.swizzled:
+            token, column = swizzled_position(token, column, region.row_bytes)
+        start: jax.Array = region.base + token * region.token_stride + row * region.head_stride + column
+        return start
 
     @property
     def layout(self) -> Any:
         """The registers that hold a token's rows on their way."""
-        return lane_layout((self.rows, self.moved_columns), self.widest)
-
-    @property
-    def moved_columns(self) -> int:
-        """Columns that are moved."""
-        return self.columns if self.column is None else 1
+        return lane_layout((self.rows, self.columns), self.widest)
 
     def load(self, source: Rows, token: Number) -> jax.Array:
         """The rows of a token."""
         rows = source.ref.at[token, pl.ds(source.start, self.rows * self.columns)]
-        columns = None if self.column is None else (self.column, 1)
-        return compat.load(rows, self.layout, (self.rows, self.columns), columns=columns)
+        return compat.load(rows, self.layout, (self.rows, self.columns))
 
     def store(self, rows: jax.Array, pages: Pages, position: Position) -> None:
         """Puts encoded rows into their page."""
-        if not compat.interpreting():
-            compat.store(self.destination(pages, position), rows)
+        starts = [pages.start + self.start(position.token, row, 0) for row in range(self.rows)]
+        if compat.interpreting():  # which knows no reshaped references
+            for start, row in zip(starts, rows, strict=True):
+                compat.store(pages.ref.at[position.block, pl.ds(start, self.columns)], row)
             return
-        # Interpret mode knows no reshaped references, hence the same places one run at a time.
-        region = self.region
-        for index in np.ndindex(rows.shape if region.swizzled else rows.shape[:1]):
-            head, column = (*index, 0)[:2]
-            token, size = position.token, rows[index].size
-            if region.swizzled:
-                column += self.column or 0
-                token, column = swizzled_position(token, column, region.row_bytes)
-            start = pages.start + region.base + token * region.token_stride + head * region.head_stride + column
-            compat.store(pages.ref.at[position.block, pl.ds(start, size)], rows[index])
-
-    def destination(self, pages: Pages, position: Position) -> Any:
-        """The rows' place in their page, as a reference of their shape."""
-        region, step = self.region, 1
-        token: Number = position.token
-        first: Number = 0
-        if self.column is not None:
-            token, first = swizzled_position(token, self.column, region.row_bytes)
-        elif region.swizzled:
-            first, step = token % SWIZZLE_TOKENS, SWIZZLE_TOKENS
-            token = token - first
-        start = pages.start + region.base + token * region.token_stride + first
-        columns = self.moved_columns * step
         # From row to row, so past the page's end perhaps, but nothing is stored there.
-        stride = columns if self.rows == 1 else region.head_stride
-        rows = pages.ref.at[position.block, pl.ds(start, self.rows * stride)].reshape(self.rows, stride)
-        rows = rows.at[:, pl.ds(0, columns)]
-        return rows if step == 1 else rows.reshape(self.rows, self.columns, step).at[:, :, 0]
+        stride = self.columns if self.rows == 1 else self.region.head_stride
+        run = pages.ref.at[position.block, pl.ds(starts[0], self.rows * stride)].reshape(self.rows, stride)
+        compat.store(run.at[:, pl.ds(0, self.columns)], rows)
 
 
-def row_moves(
-    spec: AttentionSpec, pages: Pages, which: int, itemsize: int, *, widest: int = 256, by_head: bool = False
-) -> list[RowMove]:
-    """The moves that take one token's rows of a region; several where a single one cannot."""
-    region, heads = pages.regions[which], spec.num_kv_heads
-    elements = dataclasses.replace(
-        region,
-        **{name: getattr(region, name) // itemsize for name in ("base", "token_stride", "head_stride", "row_bytes")},
-    )
-    row = elements.row_bytes
-    if region.swizzled:
-        if heads == 1 or region.token_stride == region.row_bytes:
-            return [RowMove(elements, heads, row, 1)]
-        return [RowMove(elements, heads, row, 1, column) for column in range(row)]
-    is_one_run = heads == 1 or (region.head_stride == region.row_bytes and not by_head)
-    alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride, MAX_VECTOR_BYTES)
-    rows, columns = (1, heads * row) if is_one_run else (heads, row)
-    return [RowMove(elements, rows, columns, min(widest, max(1, alignment // itemsize)))]
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """How one region's bytes of all of a program's tokens get from shared memory into pages, a piece a thread."""
+
+    move: RowMove
+    tokens: int
+
+    @property
+    def piece(self) -> int:
+        """Bytes of a piece."""
+        if self.move.region.swizzled:
+            return 1
+        return self.move.columns if compat.interpreting() else math.gcd(self.move.columns, self.move.widest)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one token."""
+        return self.move.rows * self.move.columns // self.piece
+
+    @property
+    def layout(self) -> Any:
+        """The registers that hold a number for each piece, and for as many more as fill the last threads."""
+        return lane_layout((self._padded,), 1)
+
+    @property
+    def _padded(self) -> int:
+        pieces = self.tokens * self.pieces
+        return pieces if compat.interpreting() else -(-pieces // THREADS) * THREADS
+
+    def positions(self, slots: Slots, first: jax.Array, mine: jax.Array, spec: AttentionSpec) -> Position:
+        """Where the token of each piece goes; `first` is the program's first token, `mine` that of its own."""
+        piece = self._indices()
+        token = first + jnp.minimum(lax.div(piece, jnp.int32(self.pieces)), self.tokens - 1)
+        is_piece = (piece < self.tokens * self.pieces) & (token >= mine)
+        read = functools.partial(compat.load_each, slots.ref, layout=self.layout)
+        return slots.position(read, token, is_piece, spec)
+
+    def store(self, stage: Any, pages: Pages, positions: Position) -> None:
+        """Stores all pieces of `stage` `[tokens, bytes]`."""
+        piece = self._indices()
+        byte = lax.rem(piece, jnp.int32(self.pieces)) * self.piece
+        row, column = lax.div(byte, jnp.int32(self.move.columns)), lax.rem(byte, jnp.int32(self.move.columns))
+        starts = pages.start + self.move.start(positions.token, row, column)
+        compat.copy_each(
+            stage, piece * self.piece, pages.ref, positions.block, starts, positions.written, self.piece, self.layout
+        )
+
+    def _indices(self) -> jax.Array:
+        return plgpu.layout_cast(lax.iota(jnp.int32, self._padded), self.layout)
 
 
 def write(
@@ -206,15 +251,16 @@ def write(
     `slot_mapping` is int32 `[num_tokens]`, or int64 where x64 is on; scales are float32, `[1]` or `[num_kv_heads]`.
     """
     num_tokens, last_slot = key.shape[0], min(pages.shape[0] * spec.block_size, 1 << 31) - 1
-    if slot_mapping.dtype.itemsize > 4:
-        slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32)
+    words = slot_mapping.dtype.itemsize // 4
+    if words == 2:
+        slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
     def body(slots: Any, key: Any, value: Any, k_scale: Any, v_scale: Any, pages: Any, *staged: Any) -> None:
         halves = [
             Half(Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
-        _write_tokens(Rows(slots), halves, staged, spec, config, num_tokens, last_slot, dtype)
+        _write_tokens(Slots(slots, words, last_slot), halves, staged, spec, config, num_tokens, dtype)
 
     dtype = key.dtype
     kernel = _kernel(body, spec, config.tokens, grid=-(-num_tokens // config.tokens))
@@ -239,11 +285,11 @@ def any_count(
     The arrays are slots, keys, values, k_scale, v_scale, and the keys' and the values' pages.
     """
     configs = WriteConfig.ladder(spec)
-    slots = jax.ShapeDtypeStruct((MOST,) if np.dtype(slot_dtype).itemsize == 4 else (MOST, 2), jnp.int32)
+    words = np.dtype(slot_dtype).itemsize // 4
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
         num_tokens, last_slot = counts
-        slots, key, value, k_scale, v_scale, key_pages, value_pages = arrays
+        (slots, start), key, value, k_scale, v_scale, key_pages, value_pages = arrays
         halves = [
             Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
             for source, row_memory, (scale, _), destination, page_memory in zip(
@@ -256,7 +302,7 @@ def any_count(
             @pl.when((num_tokens >= least) & (num_tokens < above[0] if above else True))
             def _(config: WriteConfig = config) -> None:
                 dtype = rows[0].dtype
-                _write_tokens(Rows(*slots), halves, staged, spec, config, num_tokens, last_slot, dtype)
+                _write_tokens(Slots(slots, words, last_slot, start), halves, staged, spec, config, num_tokens, dtype)
 
     leasts, tokens = list(configs), [config.tokens for config in configs.values()]
 
@@ -268,7 +314,7 @@ def any_count(
         functools.partial(_kernel, spec=spec, tokens=max(tokens), grid=MOST),
         ("num_tokens", "last_slot"),
         (
-            Argument(slots, slots.dtype.itemsize * math.prod(slots.shape[1:])),
+            Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
             *(_row_argument(memory, spec) for memory in rows),
             *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
             *(memory.argument(spec.array_dtype) for memory in pages),
@@ -304,66 +350,66 @@ def _kernel(body: Callable[..., None], spec: AttentionSpec, tokens: int, grid: i
 
 
 def _write_tokens(
-    slots: Rows,
+    slots: Slots,
     halves: Sequence[Half],
     staged: Sequence[Any],
     spec: AttentionSpec,
     config: WriteConfig,
     num_tokens: Number,
-    last_slot: Number,
     dtype: Any,
 ) -> None:
     """What a program does; `dtype` is that of the rows' elements."""
     program_first = lax.axis_index("program") * config.tokens
     # The last program starts early instead of reading past the end; tokens of the one before are not its to write.
     first = jnp.minimum(program_first, num_tokens - config.tokens)
-    positions = [
-        _position(slots, first + i, spec, last_slot, mine=first + i >= program_first) for i in range(config.tokens)
-    ]
-    moves: list[tuple[RowMove, Rows, Number, Pages, Callable[[jax.Array], jax.Array]]] = []
     if staged:
-        stages = list(zip(staged[::2], staged[1::2], strict=True))
-        blocks = [
-            _load_blocks(half.rows, first, config.tokens, scales.shape[1], dtype)
-            for half, (_, scales) in zip(halves, stages, strict=True)
-        ]
-        for loaded_blocks, half, stage in zip(blocks, halves, stages, strict=True):
-            parts = _encode_blocks(loaded_blocks, half.scale, dtype)
-            for which, (stored, ref) in enumerate(zip(parts, stage, strict=True)):
-                ref = ref.at[pl.ds(0, config.tokens)]
-                compat.store(ref, stored)
-                for move in row_moves(spec, half.pages, which, itemsize=1):
-                    moves.append((move, Rows(ref), 0, half.pages, lambda loaded: loaded))
-        plgpu.commit_smem()  # also the barrier behind which every thread sees every stored byte
-    else:
-        for half in halves:
-            scale = half.scale
-            by_head = scale.shape[0] > 1
-            inverse = None if by_head or not spec.dtype.is_quantized else arithmetic.reciprocal(scale[0])
-            widest = half.rows.alignment // jnp.dtype(dtype).itemsize
-            itemsize = spec.array_dtype.itemsize
-            for move in row_moves(spec, half.pages, 0, itemsize, widest=widest, by_head=by_head):
-                encode = functools.partial(_encode_elements, spec=spec, scale=scale, inverse=inverse, move=move)
-                moves.append((move, half.rows, first, half.pages, encode))
-    loaded = [[move.load(rows, start + i) for move, rows, start, *_ in moves] for i in range(config.tokens)]
+        _write_blocks(slots, halves, staged, spec, config.tokens, first, program_first, dtype)
+        return
+    tokens = [first + i for i in range(config.tokens)]
+    positions = [slots.position(lambda word: slots.ref[word], token, token >= program_first, spec) for token in tokens]
+    moves = []
+    for half in halves:
+        by_head = half.scale.shape[0] > 1
+        move = RowMove.of(spec, half.pages, 0, spec.array_dtype.itemsize, by_head=by_head)
+        move = dataclasses.replace(move, widest=min(move.widest, half.rows.alignment // jnp.dtype(dtype).itemsize))
+        inverse = None if by_head or not spec.dtype.is_quantized else arithmetic.reciprocal(half.scale[0])
+        encode = functools.partial(_encode_elements, spec=spec, scale=half.scale, inverse=inverse, move=move)
+        moves.append((move, half, encode))
+    loaded = [[move.load(half.rows, token) for move, half, _ in moves] for token in tokens]
     encoded = [[encode(row) for (*_, encode), row in zip(moves, rows, strict=True)] for rows in loaded]
     for position, rows in zip(positions, encoded, strict=True):
 
         @pl.when(position.written)
         def _(position: Position = position, rows: list[jax.Array] = rows) -> None:
-            for (move, _, _, pages, _), row in zip(moves, rows, strict=True):
-                move.store(row, pages, position)
+            for (move, half, _), row in zip(moves, rows, strict=True):
+                move.store(row, half.pages, position)
 
 
-def _position(slots: Rows, index: jax.Array, spec: AttentionSpec, last_slot: Number, *, mine: jax.Array) -> Position:
-    index = slots.start + index
-    if len(slots.ref.shape) == 2:  # int64 as two words, the low one first
-        slot, written = slots.ref[index, 0], slots.ref[index, 1] == 0
-    else:
-        slot, written = slots.ref[index], True
-    written = mine & written & (slot >= 0) & (slot <= last_slot)
-    block_size = jnp.int32(spec.block_size)
-    return Position(written, lax.div(slot, block_size), lax.rem(slot, block_size))
+def _write_blocks(
+    slots: Slots,
+    halves: Sequence[Half],
+    staged: Sequence[Any],
+    spec: AttentionSpec,
+    tokens: int,
+    first: jax.Array,
+    program_first: jax.Array,
+    dtype: Any,
+) -> None:
+    """What a program does whose rows are NVFP4 blocks."""
+    stages = list(zip(staged[::2], staged[1::2], strict=True))
+    scatters = [[Scatter(RowMove.of(spec, half.pages, which, 1), tokens) for which in range(2)] for half in halves]
+    positions = [[scatter.positions(slots, first, program_first, spec) for scatter in pair] for pair in scatters]
+    blocks = [
+        _load_blocks(half.rows, first, tokens, scales.shape[1], dtype)
+        for half, (_, scales) in zip(halves, stages, strict=True)
+    ]
+    for half_blocks, half, stage in zip(blocks, halves, stages, strict=True):
+        for stored, ref in zip(_encode_blocks(half_blocks, half.scale, dtype), stage, strict=True):
+            compat.store(ref.at[pl.ds(0, tokens)], stored)
+    plgpu.commit_smem()  # also the barrier behind which every thread sees every stored byte
+    for half, stage, pair, pair_positions in zip(halves, stages, scatters, positions, strict=True):
+        for scatter, ref, position in zip(pair, stage, pair_positions, strict=True):
+            scatter.store(ref, half.pages, position)
 
 
 def _token_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
