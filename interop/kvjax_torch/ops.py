@@ -1,4 +1,4 @@
-"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`."""
+"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`, and what warms them up."""
 
 from __future__ import annotations
 
