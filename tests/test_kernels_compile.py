@@ -154,3 +154,29 @@ def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):
     program = compile_write(target, TYPICAL | {"dtype": dtype.value}, donate_argnums=())
     assert program.device_ops == ("copy", "custom-call")
     assert program.alias_size == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_hardware_makes_e2m1_codes_where_it_can(target):
+    [kernel] = compile_write(target, TYPICAL | {"dtype": "nvfp4"}).kernels
+    assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == (target == "b200")
+
+
+def write_stacked(stacked, keys, values, slots, spec):
+    def layer(_, per_layer):
+        pages, key, value, slot_mapping = per_layer
+        return None, write(key, value, KVCache(pages, spec), slot_mapping, 1.0, 1.0).kv
+
+    return jax.lax.scan(layer, None, (stacked, keys, values, slots))[1]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_slices_of_stacked_layers_are_not_fused_with_the_kernel(target):
+    """XLA would drop the kernel's aliasing in such a fusion, and with it what the kernel leaves as it was."""
+    spec = simple_spec(KVCacheDType.BFLOAT16)
+    stacked = jax.ShapeDtypeStruct((3, *spec.cache_shape(NUM_BLOCKS)), spec.array_dtype)
+    rows = jax.ShapeDtypeStruct((3, 5, spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((3, 5), jnp.int32)
+    program = compile_for(target, functools.partial(write_stacked, spec=spec), stacked, rows, rows, slots)
+    assert "mosaic_gpu" in program.hlo
+    assert "dynamic-slice-fusion" not in program.hlo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
-from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E4M3_MAX
+from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
-    """`1 / divisor` in float64 within two units in the last place, for a float32 whose reciprocal is normal.
+    """`1 / divisor` in float64 within two units in the last place, for a normal float32 whose reciprocal is normal.
 
-    Mosaic divides float32 to about 22 bits and float64 exactly but slowly. One step of the series
-    `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, makes 66 of 22.
+    GPUs have an instruction for 23 bits of it; float64 they divide exactly but slowly. One step of the series
+    `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, makes 69 of 23.
     """
-    approximate = 1.0 / divisor
+    approximate = compat.ptx("rcp.approx.ftz.f32 $0, $1;", jnp.reciprocal, divisor)
     with jax.enable_x64(True):
         y = approximate.astype(jnp.float64)
         e = 1.0 - divisor.astype(jnp.float64) * y
@@ -42,108 +43,195 @@ def times(x: jax.Array, inverse: jax.Array) -> jax.Array:
 
 def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """`kvjax.quant.cast`: nearest even, with the canonical NaN."""
+    dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
+    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and have other NaNs than the instructions
+        return quant.cast(x, dtype)
     wide = x.astype(jnp.float32)
-    if not compat.interpreting():  # the instruction that converts writes the canonical NaN
+    if dtype != np.float32:
         return wide.astype(dtype)
-    bits = lax.bitcast_convert_type(wide.astype(dtype), _unsigned(dtype))
-    return lax.bitcast_convert_type(jnp.where(jnp.isnan(wide), bits.dtype.type(CANONICAL_NAN_BITS[dtype]), bits), dtype)
+    # Widening bfloat16 is a shift, no conversion: a NaN keeps its bits.
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    nan = jnp.full_like(bits, CANONICAL_NAN_BITS[dtype])
+    return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
 
 
 def encode_fp8(x: jax.Array, inverse: jax.Array, dtype: KVCacheDType) -> jax.Array:
     """`kvjax.quant.encode_fp8`, as bytes; `inverse` is the scale's `reciprocal`, a scalar or of the shape of `x`."""
-    scaled = times(x.astype(jnp.float32), inverse)
-    storage = dtype.info.storage_dtype
+    return _float8_bits(times(x.astype(jnp.float32), inverse), dtype.info.storage_dtype)
+
+
+def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """float32 rounded to nearest even, clamped to the largest finite value, NaN kept, as bytes."""
     if compat.interpreting():  # the instruction that converts saturates and has one NaN, XLA's conversion has neither
-        scaled = jnp.clip(scaled, -dtype.info.max, dtype.info.max)
-        bits = lax.bitcast_convert_type(scaled.astype(storage), jnp.uint8)
-        return jnp.where(jnp.isnan(scaled), jnp.uint8(CANONICAL_NAN_BITS[storage]), bits)
-    return lax.bitcast_convert_type(scaled.astype(storage), jnp.uint8)
+        largest = float(jnp.finfo(dtype).max)
+        bits = lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8)
+        return jnp.where(jnp.isnan(x), jnp.uint8(CANONICAL_NAN_BITS[dtype]), bits)
+    return lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
 
 
 def encode_nvfp4(
-    low: jax.Array, high: jax.Array, scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
     Args:
-      low: float32 `[..., 8]`, the even elements.
-      high: float32 `[..., 8]`, the odd ones.
+      pairs: uint32 `[..., 8]`, two 16-bit elements a word, the even one in the low half; or two float32 `[..., 8]`,
+        the even elements and the odd ones.
+      dtype: of the elements.
       scale: float32 scalar.
-      spread: from `[...]` to `[..., 8]`, in the registers of `low`.
+      spread: from `[...]` to `[..., 8]`, in the registers of `pairs`.
 
     Returns:
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
-    low, high = (jnp.where(half == half, half, jnp.zeros_like(half)) for half in (low, high))
-    # Without their sign bits floats compare as integers do, and of these sm_90 takes the largest of three at once.
-    largest_bits = jnp.max(jnp.maximum(_uint32(low) << 1, _uint32(high) << 1), axis=-1) >> 1
-    amax = lax.bitcast_convert_type(largest_bits, jnp.float32)
-    scaled = times(amax, reciprocal(E2M1_MAX * scale))
-    stored = jnp.minimum(scaled, jnp.full_like(amax, E4M3_MAX)).astype(jnp.float8_e4m3fn)
-    bits = lax.bitcast_convert_type(stored, jnp.uint8)
-    decoded = e4m3_to_float32(bits) * scale
+    scaled = times(_largest_magnitudes(pairs, dtype), reciprocal(E2M1_MAX * scale))
+    bits = _float8_bits(scaled, np.dtype(jnp.float8_e4m3fn))
+    decoded = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
     with jax.enable_x64(True):
         inverse = reciprocal(decoded).astype(jnp.float32)
     inverse = jnp.where(decoded == 0.0, jnp.zeros_like(decoded), inverse)
-    inverse = spread(inverse)
-    return e2m1_pairs(low * inverse, high * inverse).astype(jnp.uint8), bits
+    return e2m1_pairs(*_halves(pairs, dtype), spread(inverse)), bits
 
 
-def e4m3_to_float32(bits: jax.Array) -> jax.Array:
-    """What non-negative, finite e4m3 bits (uint8) stand for, exactly.
+def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd elements of pairs, in float32."""
+    if len(pairs) == 2:
+        return pairs[0], pairs[1]
+    [words] = pairs
+    if dtype == jnp.bfloat16:
+        low, high = words << 16, words & jnp.uint32(0xFFFF0000)
+        return lax.bitcast_convert_type(low, jnp.float32), lax.bitcast_convert_type(high, jnp.float32)
+    low, high = (
+        lax.bitcast_convert_type(half.astype(jnp.uint16), dtype).astype(jnp.float32)
+        for half in (words & 0xFFFF, words >> 16)
+    )
+    return low, high
 
-    An e4m3 magnitude is an exponent of bias 7 above three mantissa bits. As an integer it counts eighths of a binade:
-    for normal numbers the float32 with the same fields is `bits << 20` plus the difference of the biases. Subnormals
-    are `bits / 512`.
+
+def _largest_magnitudes(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> jax.Array:
+    """The largest magnitude in each row of pairs, NaN ignored, in float32.
+
+    The instruction takes the larger magnitude, whose sign is of no use, and of a NaN and a number the number; what is
+    left of a row of NaN alone is one more comparison with 0.
     """
-    count = bits.astype(jnp.uint32)
-    normal = lax.bitcast_convert_type((count << 20) + jnp.uint32((127 - 7) << 23), jnp.float32)
-    # An integer below 2**23 is the mantissa of that much more than 2**23.
-    as_float = lax.bitcast_convert_type(count | jnp.uint32((127 + 23) << 23), jnp.float32) - jnp.float32(2.0**23)
-    return jnp.where(count < 8, as_float * jnp.float32(2.0**-9), normal)
+    if compat.interpreting():
+        low, high = _halves(pairs, dtype)
+        return jnp.max(jnp.fmax(_larger_magnitude(low, high), 0.0), axis=-1)
+    of_two = "max.xorsign.abs.{} $0, $1, $2;".format
+    if len(pairs) == 2:
+        largest = compat.ptx_reduce(of_two("f32"), compat.ptx(of_two("f32"), _larger_magnitude, *pairs))
+        low, high = largest, largest
+    else:
+        kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        low, high = _halves([compat.ptx_reduce(of_two(kind), pairs[0])], dtype)
+    last = "{ .reg .f32 x; max.xorsign.abs.f32 x, $1, $2; abs.f32 x, x; max.f32 $0, x, 0f00000000; }"
+    return compat.ptx(last, _larger_magnitude, low, high)
 
 
-def e2m1_pairs(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Two four-bit codes a byte (uint32), of float32 without NaN; signs are kept, that of -0 too."""
-    indices = lax.bitcast_convert_type(_e2m1_indices(low) + _e2m1_indices(high) * 16, jnp.uint32)
-    signs = _uint32(low) >> 28 & 0x08 | _uint32(high) >> 24 & 0x80
-    return indices & 0x77 | signs
+def _larger_magnitude(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.fmax(jnp.abs(x), jnp.abs(y))
 
 
-def _e2m1_indices(x: jax.Array) -> jax.Array:
-    """The nearest e2m1 magnitude's index, ties to even, saturating at 6, in the last three bits of an int32.
+def e2m1_pairs(low: jax.Array, high: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Bytes of two codes each, of `low * inverse` and `high * inverse`: NaN becomes 0, -0 keeps its sign.
+
+    `inverse` is not negative. From sm_100 on an instruction converts, earlier float32 and integer arithmetic.
+    """
+    return compat.ptx(_ptx_to_convert, _e2m1_pairs, low, high, inverse, since=(10, 0))
+
+
+def _ptx_to_convert(columns: int) -> str:
+    """The conversion rounds to nearest even, saturates, keeps signs, and makes 6 of NaN, which is hence cleared."""
+    lines = [".reg .pred number; .reg .f32 x<2>; .reg .b8 codes<4>;"]
+    for i in range(columns):
+        for half in range(2):
+            lines += [
+                f"mul.rn.f32 x{half}, ${1 + half * columns + i}, ${1 + 2 * columns + i};",
+                f"setp.num.f32 number, x{half}, x{half};",
+                f"selp.f32 x{half}, x{half}, 0f00000000, number;",
+            ]
+        lines.append(f"cvt.rn.satfinite.e2m1x2.f32 codes{i}, x1, x0;")
+    word = ", ".join(f"codes{i % columns}" for i in range(4))
+    return "\n".join(["{", *lines, f"mov.b32 $0, {{{word}}};", "}"])
+
+
+def _e2m1_pairs(low: jax.Array, high: jax.Array, inverse: jax.Array) -> jax.Array:
+    indices = [_e2m1_indices(half, inverse * 0.125) for half in (low, high)]
+    return compat.ptx(_ptx_to_join, _join, *indices, low, high)
+
+
+def _ptx_to_join(columns: int) -> str:
+    """Joins the indices of four pairs, saturated at 7, in four instructions, and the signs of eight elements in seven.
+
+    A conversion to e4m3 brings the signs of two elements together, and has none for NaN.
+    """
+    low_index, high_index, low, high = ([f"${1 + i * columns + j}" for j in range(columns)] for i in range(4))
+    lines = [".reg .b16 half<2>; .reg .b32 even, odd, codes;", "mov.b32 codes, 0;"]
+    for i in reversed(range(columns)):  # each makes way for the next by a shift
+        lines.append(f"cvt.pack.sat.s4.s32.b32 codes, {high_index[i]}, {low_index[i]}, codes;")
+    for signs, x in (("even", low), ("odd", high)):
+        for i in range(2):
+            lines.append(f"cvt.rn.satfinite.e4m3x2.f32 half{i}, {x[(2 * i + 1) % columns]}, {x[2 * i % columns]};")
+        lines.append(f"mov.b32 {signs}, {{half0, half1}};")
+    lines += [
+        "shr.u32 even, even, 4;",
+        "and.b32 even, even, 0x08080808;",
+        "and.b32 odd, odd, 0x80808080;",
+        "or.b32 codes, codes, even;",
+        "or.b32 $0, codes, odd;",
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _join(low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    low_code, high_code = (
+        jnp.minimum(index, 7) | (jnp.signbit(x) & (x == x)).astype(jnp.int32) << 3
+        for index, x in ((low_index, low), (high_index, high))
+    )
+    return (low_code | high_code << 4).astype(jnp.uint8)
+
+
+_LINES = ((16, 0), (8, 2), (4, 4))
+"""Slopes, in eighths of a magnitude, and starts of the three lines of `_e2m1_indices`."""
+
+
+def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The index (int32) of the e2m1 magnitude nearest to that of `8 * x * inverse`, ties to even; 0 for NaN.
 
     Let `g` be the broken line through (value, index) of 0, .5, 1, 1.5, 2, 3, 4, 6. Its slopes are 2 up to 2, 1 up to 4
-    and 1/2 up to 6; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between neighbouring
-    values to the middle between their indices, hence rounding to the nearest value, of even index in a tie, is rounding
-    `g` to the nearest even integer. Adding 1.5 * 2**23, whose unit in the last place is 1, does that, in the same
-    addition as the line's own constant, so that each line is rounded once; `2 * a` and `a / 2` are exact. Rounding is
-    monotonic: the least of the rounded lines is the rounded least line. The index is in the sum's last three bits.
+    and 1/2 from there; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between
+    neighbouring values to the middle between their indices, hence rounding to the nearest value, of even index in a
+    tie, is rounding `g` to the nearest even integer. Rounding is monotonic: the least of the rounded lines is the
+    rounded least line. Past 6 it is 7 or 8: who takes the index saturates it.
+
+    Subnormal float32 are the integers times `2**-149`, with these integers as their bits. So a fused multiply-add of
+    constants that small rounds a line to an integer, once and to nearest even. The product with `inverse` is rounded
+    before, like that of `kvjax.quant`; it saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8
+    changes no rounding.
 
     Examples: 0.75 is 1.5 on the line, index 2 (1.0). 2.5 is min(5, 4.5, 5.25) = 4.5, index 4 (2.0). 5 is 6.5, index 6
     (4.0), and 5.01 rounds to 7 (6.0).
 
-    The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks
-    three instructions of the narrow one and four of the other, with the product that makes `x`.
+    The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks one
+    instruction of the narrow one, the least of three integers, and four of the other.
     """
-    magnitude = jnp.minimum(jnp.abs(x), jnp.full_like(x, E2M1_MAX))
-    to_integer = 1.5 * 2.0**23
-    up_to_2 = _int32(magnitude * 2.0 + to_integer)
-    up_to_4 = _int32(magnitude + (to_integer + 2.0))
-    up_to_6 = _int32(magnitude * 0.5 + (to_integer + 4.0))
-    # Positive floats compare as their bits do, and of integers sm_90 takes the least of three at once.
-    return jnp.minimum(jnp.minimum(up_to_2, up_to_4), up_to_6)
+    lines = [f"fma.rn.f32 line{i}, magnitude, 0f{slope:08X}, 0f{start:08X};" for i, (slope, start) in enumerate(_LINES)]
+    code = [
+        "{ .reg .f32 magnitude; .reg .b32 line<3>;",
+        "abs.f32 magnitude, $1;",
+        "mul.rn.sat.f32 magnitude, magnitude, $2;",
+        *lines,
+        "min.s32 line0, line0, line1;",
+        "min.s32 $0, line0, line2; }",
+    ]
+    return compat.ptx("\n".join(code), _least_line, x, inverse)
 
 
-def _int32(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _uint32(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+def _least_line(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    with jax.enable_x64(True):  # where the lines are exact
+        magnitude = jnp.fmin(jnp.abs(x) * inverse, 1.0).astype(jnp.float64)
+        magnitude = jnp.where(jnp.isnan(x), 0.0, magnitude)
+        lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in _LINES]
+        return jnp.minimum(jnp.minimum(lines[0], lines[1]), lines[2])

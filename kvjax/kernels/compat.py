@@ -1,4 +1,4 @@
-"""What differs between the JAX versions that the kernels run on, in one place."""
+"""What differs between the JAX versions that the kernels run on, and what needs private parts of JAX, in one place."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src import config
-from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 # Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
 # without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
@@ -105,3 +108,108 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value.reshape(ref.shape)
     else:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
+
+
+_ptx = Primitive("kvjax_ptx")
+_ptx_reduce = Primitive("kvjax_ptx_reduce")
+
+
+def ptx(
+    code: str | Callable[[int], str],
+    model: Callable[..., jax.Array],
+    *operands: jax.Array,
+    since: tuple[int, int] = (9, 0),
+) -> jax.Array:
+    """Runs PTX on each element, where the GPU has its instructions; elsewhere, and in interpret mode, its model.
+
+    A kernel is traced before it is known for which GPU: this is how it can use what only some of them have.
+
+    Args:
+      code: writes `$0`, reads `$1` and so on, and has no side effects. Where the result is bytes, a function of how
+        many columns (1, 2 or 4) the code is for: it reads those of the first operand, then those of the next, and
+        writes a word that holds their bytes, the first one lowest. What it leaves in other bytes of it is dropped.
+      model: what the code computes, elementwise in `jax.numpy`.
+      operands: arrays of one shape and layout, of elements of 32 bits; or scalars.
+      since: the first compute capability that has the instructions.
+
+    Returns:
+      An array in the layout of the operands, of elements of 32 bits or of bytes.
+    """
+    if interpreting():
+        return model(*operands)
+    result: jax.Array = _ptx.bind(*operands, code=code, model=model, since=since)
+    return result
+
+
+def ptx_reduce(code: str, x: jax.Array) -> jax.Array:
+    """Reduces the last dimension of `x`, of elements of 32 bits, by PTX that makes `$0` of `$1` and `$2`."""
+    result: jax.Array = _ptx_reduce.bind(x, code=code)
+    return result
+
+
+def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
+    result = jax.eval_shape(model, *operands)
+    return jax.core.ShapedArray(result.shape, result.dtype)
+
+
+def _ptx_reduce_result(x: Any, **_: Any) -> Any:
+    return jax.core.ShapedArray(x.shape[:-1], x.dtype)
+
+
+def _lower_ptx(
+    ctx: Any,
+    *operands: Any,
+    code: str | Callable[[int], str],
+    model: Callable[..., jax.Array],
+    since: tuple[int, int],
+) -> Any:
+    arch = utils.get_arch()
+    if (arch.major, arch.minor) < since:
+        return lowering._lower_fun(model)(ctx, *operands)
+    [result] = ctx.avals_out
+    element = utils.dtype_to_ir_type(result.dtype)
+    run = _per_element(code, element) if isinstance(code, str) else _per_word(code, element)
+    first, *others = (lowering._ensure_fa(x, aval.dtype) for x, aval in zip(operands, ctx.avals_in, strict=True))
+    return first._pointwise(run, *others, output_is_signed=utils.is_signed(result.dtype))
+
+
+def _lower_ptx_reduce(ctx: Any, x: Any, *, code: str) -> Any:
+    return x.reduce(_per_element(code, x.mlir_dtype), len(ctx.avals_in[0].shape) - 1)
+
+
+def _per_element(code: str, element: Any) -> Callable[..., Any]:
+    """What makes one register, or a vector of registers, of those of the operands."""
+
+    def run(*registers: Any) -> Any:
+        if not isinstance(registers[0].type, ir.VectorType):
+            return utils.inline_ptx(code, *registers, result_types=element)
+        [columns] = registers[0].type.shape
+        results = [run(*(vector.extract(x, [], [i]) for x in registers)) for i in range(columns)]
+        return vector.from_elements(ir.VectorType.get((columns,), element), results)
+
+    return run
+
+
+def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
+    """What makes a vector of bytes of vectors of registers."""
+
+    def run(*registers: Any) -> Any:
+        [columns] = registers[0].type.shape
+        step = min(columns, 4)
+        results = []
+        for i in range(0, columns, step):
+            operands = (vector.extract(x, [], [j]) for x in registers for j in range(i, i + step))
+            word = utils.inline_ptx(code(step), *operands, result_types=ir.IntegerType.get_signless(32))
+            word_bytes = vector.bitcast(
+                ir.VectorType.get((4,), byte), vector.broadcast(ir.VectorType.get((1,), word.type), word)
+            )
+            results += [vector.extract(word_bytes, [], [j]) for j in range(step)]
+        return vector.from_elements(ir.VectorType.get((columns,), byte), results)
+
+    return run
+
+
+_ptx.def_abstract_eval(_ptx_result)
+_ptx_reduce.def_abstract_eval(_ptx_reduce_result)
+lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
+lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)

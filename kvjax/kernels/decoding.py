@@ -13,25 +13,10 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
+from kvjax.kernels.arithmetic import cast as cast
 
 _HALF_FROM_E2M1 = 2.0**14
 """What a float16 is multiplied by that has the fields of an e2m1 code: the biases, 15 and 1, differ by 14."""
-
-
-def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """`kvjax.quant.cast`: nearest even, with the canonical NaN."""
-    dtype = np.dtype(dtype)
-    if x.dtype == dtype:
-        return x
-    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and have other NaNs than the instructions
-        return quant.cast(x, dtype)
-    wide = x.astype(jnp.float32)
-    if dtype != np.float32:
-        return wide.astype(dtype)
-    # Widening bfloat16 is a shift, no conversion: a NaN keeps its bits.
-    bits = lax.bitcast_convert_type(wide, jnp.uint32)
-    nan = jnp.full_like(bits, quant.CANONICAL_NAN_BITS[dtype])
-    return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
 
 
 def _product(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -81,9 +81,8 @@ def _power_of_two(limit: int) -> int:
     return 1 << (limit.bit_length() - 1)
 
 
-class _Pairs(NamedTuple):
-    low: jax.Array
-    high: jax.Array
+class _Blocks(NamedTuple):
+    pairs: tuple[jax.Array, ...]
     layout: Any
 
 
@@ -219,9 +218,13 @@ def write(
 
     dtype = key.dtype
     kernel = _kernel(body, spec, config.tokens, grid=-(-num_tokens // config.tokens))
+    arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, pages
+    # XLA on GPUs may fuse slices of stacked arrays, before or after a kernel, with the kernel, and forgets then that
+    # the kernel writes in place: what it leaves as it was would be lost. Nothing is fused across a barrier.
+    *inputs, pages = map(lax.optimization_barrier, arrays)
     ref = jax.new_ref(pages)
-    kernel(slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, ref)
-    return jax.freeze(ref)
+    kernel(*inputs, ref)
+    return lax.optimization_barrier(jax.freeze(ref))
 
 
 def any_count(
@@ -324,8 +327,9 @@ def _write_tokens(
             _load_blocks(half.rows, first, config.tokens, scales.shape[1], dtype)
             for half, (_, scales) in zip(halves, stages, strict=True)
         ]
-        for pairs, half, stage in zip(blocks, halves, stages, strict=True):
-            for which, (stored, ref) in enumerate(zip(_encode_blocks(pairs, half.scale), stage, strict=True)):
+        for loaded_blocks, half, stage in zip(blocks, halves, stages, strict=True):
+            parts = _encode_blocks(loaded_blocks, half.scale, dtype)
+            for which, (stored, ref) in enumerate(zip(parts, stage, strict=True)):
                 ref = ref.at[pl.ds(0, config.tokens)]
                 compat.store(ref, stored)
                 for move in row_moves(spec, half.pages, which, itemsize=1):
@@ -381,29 +385,16 @@ def _encode_elements(
     return arithmetic.encode_fp8(x, inverse, spec.dtype)
 
 
-def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int, dtype: Any) -> _Pairs:
-    """The blocks of a program's tokens, `[num_tokens, num_blocks, 8]`: their even and their odd elements."""
+def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int, dtype: Any) -> _Blocks:
+    """The blocks of a program's tokens, `[num_tokens, num_blocks, 8]`: words of two elements, or both halves."""
     shape = num_tokens, num_blocks, WORDS
     words = rows.ref.at[pl.ds(first, num_tokens), pl.ds(rows.start, num_blocks * WORDS)]
-    if dtype == jnp.float32:  # pairs are neighbours in memory, so that each half is read with gaps
-        layout = lane_layout(shape, 1)
-        low, high = (compat.load(words.at[:, :, i], layout, shape) for i in range(2))
-    else:
-        layout = lane_layout(shape, min(WORDS, rows.alignment // 4))
-        both = compat.load(words, layout, shape)
-        low, high = (_half(both, i, dtype) for i in range(2))
-    return _Pairs(low, high, layout)
+    is_wide = dtype == jnp.float32  # pairs are neighbours in memory, so that each half is read with gaps
+    layout = lane_layout(shape, 1 if is_wide else min(WORDS, rows.alignment // 4))
+    refs = [words.at[:, :, i] for i in range(2)] if is_wide else [words]
+    return _Blocks(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
 
 
-def _encode_blocks(pairs: _Pairs, scale: Any) -> tuple[jax.Array, jax.Array]:
-    spread = functools.partial(compat.spread, columns=WORDS, layout=pairs.layout)
-    return arithmetic.encode_nvfp4(pairs.low, pairs.high, scale[0], spread)
-
-
-def _half(words: jax.Array, which: int, dtype: Any) -> jax.Array:
-    """The low or high 16 bits of each word as float32."""
-    if dtype == jnp.bfloat16:
-        bits = words & jnp.uint32(0xFFFF0000) if which else words << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
-    bits = (words >> 16 if which else words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
-    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+def _encode_blocks(blocks: _Blocks, scale: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    spread = functools.partial(compat.spread, columns=WORDS, layout=blocks.layout)
+    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale[0], spread)
