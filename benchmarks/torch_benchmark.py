@@ -383,7 +383,6 @@ class TorchBenchmark(absltest.TestCase):
     @classmethod
     def tearDownClass(cls) -> None:
         add_replays(cls.results, cls.replays, cls.kernels)
-        add_kernels(cls.results, cls.kernels)
         cls.results.finish()
         super().tearDownClass()
 
@@ -428,6 +427,7 @@ class TorchBenchmark(absltest.TestCase):
                 with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                     self.kernels.append(time_kernels(tokens, batches, dtype))
                     report.progress(" ".join(kernel_words(self.kernels[-1])))
+        add_kernels(self.results, self.kernels)
 
 
 def add_first_calls(to: report.Report, lines: Sequence[FirstCall]) -> None:
