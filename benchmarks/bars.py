@@ -54,12 +54,16 @@ class WriteTime:
 
 
 class Measure(enum.Enum):
-    """What a bar is about: a share that is to be reached, or a ratio of times that is not to be passed."""
+    """What a bar is about: a share that is to be reached, or a ratio of times or a time that is not to be passed."""
 
     COPY = "of copy"
     CUDA = "x CUDA"
     BFLOAT16 = "x bf16"
     NHD = "x NHD"
+    INDEX_COPY = "x index_copy_"
+    JIT = "x jit"
+    KERNELS = "x kernels"
+    MICROSECONDS = "us"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +104,18 @@ GATHER_SIZE = (64, 2_048)
 GATHER_COPY_SHARES: Mapping[KVCacheDType, float] = {BFLOAT16: 0.85, FP8: 0.75, NVFP4: 0.75}
 """The same of a gather of `GATHER_SIZE` (sequences, tokens of each), 8 KV heads of 128, into bfloat16."""
 
+EAGER_CALL = Bar(Measure.INDEX_COPY, 2.0)
+"""Of a call from torch, the time that it keeps the host."""
+
+DLPACK_CALL = Bar(Measure.MICROSECONDS, 150.0)
+"""The same where JAX runs the kernel on torch's memory."""
+
+TORCH_KERNEL = Bar(Measure.JIT, 1.05)
+"""Of a call from torch, the time of its kernel."""
+
+REPLAY = Bar(Measure.KERNELS, 1.1)
+"""Of a CUDA graph of writes, next to as many kernel times."""
+
 
 def bar_of(line: WriteTime) -> Bar | None:
     """The bar that a line is held to, if any."""
@@ -122,6 +138,8 @@ def value_of(measure: Measure, line: WriteTime, lines: Sequence[WriteTime]) -> f
             return _ratio(line, lines, BFLOAT16, line.layout)
         case Measure.NHD:
             return _ratio(line, lines, line.dtype, CacheLayout.NHD)
+        case _:  # of calls from torch
+            return None
 
 
 def _ratio(line: WriteTime, lines: Sequence[WriteTime], dtype: KVCacheDType, layout: CacheLayout) -> float | None:

@@ -29,6 +29,9 @@ IMPLEMENTATION = flags.DEFINE_enum(
 JSON = flags.DEFINE_string("json", None, "also write everything measured to this file")
 MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this file")
 
+PACKAGES = ("jax", "jaxlib", "torch")
+"""What tables name the versions of, where a program has loaded it."""
+
 
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
     """A flag that takes numbers with commas between them; `numbers` reads it."""
@@ -52,7 +55,7 @@ def environment(program: str) -> dict[str, str]:
         "device": jax.devices()[0].device_kind if jax.default_backend() == "gpu" else _processor(),
         "driver": _driver() if jax.default_backend() == "gpu" else "none",
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        **{name: importlib.metadata.version(name) for name in PACKAGES if name in sys.modules},
         "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
     }
 

@@ -26,6 +26,8 @@ class Clock(enum.StrEnum):
     """What a time was read from."""
 
     DEVICE = "device timestamps of kernels (CUPTI)"
+    EVENTS = "CUDA's events around calls in a row"
+    HOST = "the host's clock around calls in a row that nobody waits for"
     WALL = "wall clock around a call, dispatch included"
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import kvjax
 from benchmarks.shapes import BLOCK_SIZE, Case
-from kvjax import AttentionSpec, KVCache
+from kvjax import AttentionSpec, KVCache, KVCacheDType
 
 INPUT_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
@@ -27,6 +27,17 @@ MAX_BATCHES = 64
 DISTINCT_ELEMENTS = (1 << 20) - 3
 """Random numbers are drawn this often and then repeated, for drawing takes longer than all else; a prime, so that no
 two tokens are the same."""
+
+GPU_CACHE_BYTES, HOST_CACHE_BYTES = 1 << 31, 1 << 25
+"""What the cache of a case takes in bfloat16: far more than an L2, so that slots are as cold as in a server."""
+
+GPU_ROTATION_BYTES, HOST_ROTATION_BYTES = 1 << 28, 1 << 22
+"""Keys and values that calls rotate through: several times the 50 to 126 MB of a GPU's L2, which would hold fewer."""
+
+
+def is_gpu() -> bool:
+    """Whether times are those of a GPU."""
+    return jax.default_backend() == "gpu"
 
 
 @functools.cache
@@ -86,6 +97,15 @@ class Tokens:
     def poisoned(self, spec: AttentionSpec) -> KVCache:
         """A cache that shows every byte that was touched."""
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
+
+
+def make_tokens(case: Case, max_tokens: int) -> Tokens:
+    """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
+    page = case.spec(KVCacheDType.BFLOAT16)
+    cache_bytes = GPU_CACHE_BYTES if is_gpu() else HOST_CACHE_BYTES
+    num_blocks = max(cache_bytes // page.page_size_bytes, -(-max_tokens // page.block_size))
+    rotation_bytes = GPU_ROTATION_BYTES if is_gpu() else HOST_ROTATION_BYTES
+    return Tokens(case, max_tokens, num_blocks, rotation_bytes)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))

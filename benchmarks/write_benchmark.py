@@ -44,12 +44,6 @@ NUM_BLOCKS = report.define_numbers(
 QUICK_TOKENS = (1, 256, 16_384)
 HOST_TOKENS = (1, 64, 256)
 
-GPU_CACHE_BYTES, HOST_CACHE_BYTES = 1 << 31, 1 << 25
-"""What the cache of a case takes in bfloat16: far more than an L2, so that slots are as cold as in a server."""
-
-GPU_ROTATION_BYTES, HOST_ROTATION_BYTES = 1 << 28, 1 << 22
-"""Keys and values that calls rotate through: several times the 50 to 126 MB of a GPU's L2, which would hold fewer."""
-
 
 @dataclasses.dataclass(frozen=True)
 class CacheSizeTime:
@@ -67,15 +61,10 @@ class CacheSizeTime:
     temporary_bytes: int
 
 
-def is_gpu() -> bool:
-    """Whether times are those of a GPU."""
-    return jax.default_backend() == "gpu"
-
-
 def time_cache_size(dtype: KVCacheDType, num_blocks: int) -> CacheSizeTime:
     """Checks, then times a donated write of `CACHE_SIZE_TOKENS` tokens into a cache of so many pages."""
     spec = CACHE_SIZE_CASE.spec(dtype)
-    tokens = workload.Tokens(CACHE_SIZE_CASE, CACHE_SIZE_TOKENS, num_blocks, HOST_ROTATION_BYTES)
+    tokens = workload.Tokens(CACHE_SIZE_CASE, CACHE_SIZE_TOKENS, num_blocks, workload.HOST_ROTATION_BYTES)
     write = workload.Write(tokens.poisoned(spec), tokens.batches(CACHE_SIZE_TOKENS), report.IMPLEMENTATION.value)
     workload.check_first_write(write, tokens.expected(spec, CACHE_SIZE_TOKENS))
     timed = timing.measure(write)
@@ -95,18 +84,8 @@ def selected_cases() -> list[shapes.Case]:
     cases = [shapes.CASES_BY_NAME[name] for name in CASES.value]
     if QUICK.value:
         cases = [dataclasses.replace(cases[0], layouts=(CacheLayout.NHD,), num_tokens=QUICK_TOKENS)]
-    num_tokens = report.numbers(NUM_TOKENS) or (None if is_gpu() else HOST_TOKENS)
+    num_tokens = report.numbers(NUM_TOKENS) or (None if workload.is_gpu() else HOST_TOKENS)
     return [dataclasses.replace(case, num_tokens=num_tokens or case.num_tokens) for case in cases]
-
-
-def make_tokens(case: shapes.Case) -> workload.Tokens:
-    """Tokens for every write of a case, and as many pages as its caches have."""
-    page = case.spec(KVCacheDType.BFLOAT16)
-    cache_bytes = GPU_CACHE_BYTES if is_gpu() else HOST_CACHE_BYTES
-    most = max(case.num_tokens)
-    num_blocks = max(cache_bytes // page.page_size_bytes, -(-most // page.block_size))
-    rotation_bytes = GPU_ROTATION_BYTES if is_gpu() else HOST_ROTATION_BYTES
-    return workload.Tokens(case, most, num_blocks, rotation_bytes)
 
 
 def time_write(
@@ -188,7 +167,7 @@ class WriteBenchmark(absltest.TestCase):
     def test_token_counts(self) -> None:
         lines = []
         for case in selected_cases():
-            tokens = make_tokens(case)
+            tokens = workload.make_tokens(case, max(case.num_tokens))
             for num_tokens in case.num_tokens:
                 batches = tokens.batches(num_tokens)
                 for dtype, layout in itertools.product(shapes.TIMED_DTYPES, case.layouts):

@@ -60,6 +60,37 @@ def test_gather_benchmark(tmp_path):
     ]
 
 
+def test_torch_benchmark(tmp_path):
+    torch = pytest.importorskip("torch")
+    measured = run_and_read(tmp_path, "torch_benchmark", "--tokens=1,7")
+    calls = [(line["call"].split(",")[0], line["dtype"]) for line in measured["first_calls"]]
+    timed = [BFLOAT16, *shapes.TIMED_DTYPES]  # the first is what starts JAX
+    assert calls == [(name, dtype.value) for dtype in timed for name in ("write", "gather")]
+    names = [line["call"] for line in measured["host_times"]]
+    assert names[:3] == ["torch.Tensor.index_copy_", "write, scales as tensors", "write, scales as floats"]
+    assert all(line["seconds"] > 0 for line in measured["host_times"])
+    assert [(line["dtype"], line["num_tokens"]) for line in measured["kernels"]] == [
+        (dtype.value, num_tokens) for dtype in shapes.TIMED_DTYPES for num_tokens in (1, 7)
+    ]
+    assert all(line["torch_seconds"] > 0 < line["jit_seconds"] for line in measured["kernels"])
+    assert ("replays" in measured) == torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path):
+    pytest.importorskip("torch")
+    measured = run_and_read(tmp_path, "torch_benchmark", "--tokens=64")
+    assert [line["waits"] for line in measured["host_times"]] == [False] * 4
+    for line in measured["kernels"]:
+        assert line["clock"] == timing.Clock.DEVICE
+        for kernels in (line["torch_kernels"], line["jit_kernels"]):
+            assert [("reshape_and_cache_flash" in name) for name in kernels] == [True]
+    assert len(measured["replays"]) == 6
+    for line in measured["replays"]:
+        assert line["clock"] == timing.Clock.EVENTS
+        assert (line["kernel_seconds"] is not None) == (line["num_tokens"] == 64)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_those_of_kernels(tmp_path):
     measured = run_and_read(tmp_path, "write_benchmark", "--quick", "--tokens=7", "--blocks=64")
@@ -235,6 +266,20 @@ def test_verdicts(line, expected):
     others = [write_time(num_tokens=7, seconds=0.4), write_time(NVFP4, num_tokens=7, seconds=0.5)]
     bar = bars.bar_of(line)
     assert bars.verdict(bar, bars.value_of(bar.measure, line, [*others, line]), line.clock) == expected
+
+
+@pytest.mark.parametrize(
+    ("bar", "value", "expected"),
+    [
+        (bars.EAGER_CALL, 1.9, "1.90 x index_copy_: pass"),
+        (bars.DLPACK_CALL, 151.0, "151.00 us: falls short"),
+        (bars.TORCH_KERNEL, 1.06, "1.06 x jit: falls short"),
+        (bars.REPLAY, 1.1, "1.10 x kernels: pass"),
+    ],
+)
+def test_verdicts_of_calls_from_torch(bar, value, expected):
+    assert bars.verdict(bar, value, timing.Clock.HOST) == expected
+    assert bars.verdict(bar, value, timing.Clock.WALL) == "-"
 
 
 def test_bars_are_counted():

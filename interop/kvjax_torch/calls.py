@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import torch
 
-from kvjax import AttentionSpec, UnsupportedError, kernels
+from kvjax import UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import GatherPlan, StridedRows, WritePlan
+from kvjax_torch.plan import CachePlan, GatherPlan, StridedRows, WritePlan
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Bytes that kernels are compiled for rows to begin at a multiple of."""
@@ -60,7 +59,10 @@ def write_call(
     key, key_alignment = _runs(key, num_tokens)
     value, value_alignment = _runs(value, num_tokens)
     kernel = _write_kernel(
-        plan,
+        plan.cache,
+        plan.dtype,
+        plan.slot_dtype,
+        plan.scale_sizes,
         (key.stride(0), value.stride(0)),
         (key_alignment, value_alignment),
         (_page_alignment(key_cache), _page_alignment(value_cache)),
@@ -88,30 +90,34 @@ def gather_call(
         for size in (spec.head_size, spec.head_size_v)
     )
     block_table, seq_lens = _int32(block_table, last_block), _int32(seq_lens, max_len)
-    kernel = _gather_kernel(plan, (_page_alignment(key_cache), _page_alignment(value_cache)))
+    alignments = _page_alignment(key_cache), _page_alignment(value_cache)
+    kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments)
     arrays = (block_table, seq_lens, _scale(k_scale), _scale(v_scale), key_cache, value_cache, keys, values)
     return Call(kernel, (max_blocks, block_table.stride(0), last_block), arrays, num_seqs * max_blocks)
 
 
 @functools.lru_cache(maxsize=1024)
 def _write_kernel(
-    plan: WritePlan,
+    cache: CachePlan,
+    dtype: torch.dtype,
+    slot_dtype: torch.dtype,
+    scale_sizes: tuple[int, int],
     token_strides: tuple[int, int],
     row_alignments: tuple[int, int],
     page_alignments: tuple[int, int],
 ) -> kernels.AnyCount:
-    spec, dtype = plan.cache.spec, numpy_dtype(plan.dtype)
-    rows = [kernels.RowMemory(dtype, *memory) for memory in zip(token_strides, row_alignments, strict=True)]
-    pages = _page_memory(plan.cache.key_rows, plan.cache.value_rows, spec, page_alignments)
-    slot_dtype = numpy_dtype(plan.slot_dtype)
-    return kernels.write_kernel(spec, (rows[0], rows[1]), pages, slot_dtype, plan.scale_sizes)
+    rows = [
+        kernels.RowMemory(numpy_dtype(dtype), *memory) for memory in zip(token_strides, row_alignments, strict=True)
+    ]
+    pages = _page_memory(cache, page_alignments)
+    return kernels.write_kernel(cache.spec, (rows[0], rows[1]), pages, numpy_dtype(slot_dtype), scale_sizes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_kernel(plan: GatherPlan, page_alignments: tuple[int, int]) -> kernels.AnyCount:
-    spec = plan.cache.spec
-    pages = _page_memory(plan.cache.key_rows, plan.cache.value_rows, spec, page_alignments)
-    return kernels.gather_kernel(spec, pages, numpy_dtype(plan.dtype), plan.scale_sizes)
+def _gather_kernel(
+    cache: CachePlan, dtype: torch.dtype, scale_sizes: tuple[int, int], page_alignments: tuple[int, int]
+) -> kernels.AnyCount:
+    return kernels.gather_kernel(cache.spec, _page_memory(cache, page_alignments), numpy_dtype(dtype), scale_sizes)
 
 
 def _runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
@@ -148,15 +154,11 @@ def _page_alignment(cache: torch.Tensor) -> int:
     return places & -places
 
 
-def _page_memory(
-    key_rows: Sequence[StridedRows],
-    value_rows: Sequence[StridedRows],
-    spec: AttentionSpec,
-    alignments: tuple[int, int],
-) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+def _page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    spec = cache.spec
     halves = [
         kernels.PageMemory(tuple(_region(row) for row in rows), rows[0].block_stride, alignment)
-        for rows, alignment in zip((key_rows, value_rows), alignments, strict=True)
+        for rows, alignment in zip((cache.key_rows, cache.value_rows), alignments, strict=True)
     ]
     for name, memory in zip(("key_cache", "value_cache"), halves, strict=True):
         for region in memory.regions:

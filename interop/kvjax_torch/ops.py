@@ -1,10 +1,10 @@
-"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`."""
+"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`, and what warms them up."""
 
 from __future__ import annotations
 
 import torch
 
-from kvjax import KVCacheTypeError
+from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import check_scale_value
@@ -124,6 +124,71 @@ def gather_kv(
         dtype=dtype,
     )
     return keys, values
+
+
+def warm_up(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Compiles what `reshape_and_cache_flash` and `gather_kv` run for tensors like these; the cache is left as it is.
+
+    To be called before the first request comes, and before `torch.cuda.graph` records a call. Any number of tokens,
+    slots, sequences and blocks is then served without compiling, on the caches' device and with tensors of the same
+    dtypes, strides and alignment. Layers that are alike need one call between them. Where JAX runs the kernels, since
+    it lacks what launching on torch's streams takes, every number of tokens is still compiled for when it comes.
+
+    Args:
+      key: as in `reshape_and_cache_flash`: strided as the model's keys will be, with any contents. At least two tokens,
+        for the strides of one say nothing of others.
+      value: the same for the values.
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      slot_mapping: a tensor of the dtype that the slots will have; its contents are ignored.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: as in `reshape_and_cache_flash`.
+      v_scale: as in `reshape_and_cache_flash`.
+      v_scale_layout: as in `reshape_and_cache_flash`.
+      dtype: what `gather_kv` will be asked for.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
+    """
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape[0] < 2:
+            raise KVCacheValueError(
+                f"{name}: got {rows.shape[0]} tokens, expected at least 2, to see how they are strided"
+            )
+    # A kernel is compiled for the memory that it is launched on, and may be launched to write nothing. On the host
+    # nothing is compiled for a call without work, and it makes no difference where the work is done.
+    slot = -1 if key_cache.is_cuda else 0
+    if not key_cache.is_cuda:
+        key_cache, value_cache = key_cache[:1].clone(), value_cache[:1].clone()
+    slots, block_table = slot_mapping.new_full((1,), slot), slot_mapping.new_zeros((1, 1))
+    stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
+    reshape_and_cache_flash(key, value, *stored_as, v_scale_layout=v_scale_layout)
+    # torch's views of one token are strided as if nothing lay behind it.
+    key, value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
+    reshape_and_cache_flash(key, value, *stored_as, v_scale_layout=v_scale_layout)
+    gather_kv(
+        key_cache,
+        value_cache,
+        block_table,
+        slots + 1,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        v_scale_layout=v_scale_layout,
+        dtype=dtype,
+    )
 
 
 def _as_tensor(what: str, scale: Scale, device: torch.device) -> torch.Tensor:
