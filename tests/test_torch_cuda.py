@@ -250,6 +250,7 @@ def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeyp
 
     monkeypatch.setattr(launch, "compile_kernel", unavailable)
     monkeypatch.setattr(cuda, "_through_jax", False)
+    monkeypatch.setattr(cuda, "_known_writes", {})
     cuda._compiled.cache_clear()
     with pytest.warns(RuntimeWarning, match="it is taken away"):
         write(new_rows(2, 8), new_cache("bfloat16", 8, 4), new_slots(2, 4), "bfloat16")
