@@ -34,8 +34,7 @@ def run_write(implementation: str | None, key: Any, value: Any, cache: KVCache, 
 
 def can_write(implementation: str, spec: AttentionSpec) -> bool:
     """Whether it writes to such a layer; asked for the one kind that it does not, it raises, and `None` takes XLA."""
-    is_pool_of_bytes = spec.array_dtype != spec.storage_dtype
-    return implementation == "xla" or spec.dtype.is_quantized or not is_pool_of_bytes
+    return implementation == "xla" or not spec.page_size_bytes % spec.storage_dtype.itemsize
 
 
 def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:

@@ -12,7 +12,7 @@ from kvjax_torch.arguments import check_scale_value
 _PLAIN = {torch.Tensor}
 
 MAX_CONSTANTS = 1024
-_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+_constants: dict[tuple[float, int], torch.Tensor] = {}
 
 Scale = float | torch.Tensor
 """A decode scale: a positive number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`."""
@@ -59,9 +59,9 @@ def reshape_and_cache_flash(
       UnsupportedError: tensors on a device that has no implementation.
     """
     if not isinstance(k_scale, torch.Tensor):
-        k_scale = _as_tensor("k_scale", k_scale, key_cache.device)
+        k_scale = _as_tensor("k_scale", k_scale, key_cache)
     if not isinstance(v_scale, torch.Tensor):
-        v_scale = _as_tensor("v_scale", v_scale, key_cache.device)
+        v_scale = _as_tensor("v_scale", v_scale, key_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping
     # torch's dispatcher takes as long as all the rest of a call; where nobody watches operations it is left out.
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
@@ -118,8 +118,8 @@ def gather_kv(
         block_table,
         seq_lens,
         kv_cache_dtype,
-        _as_tensor("k_scale", k_scale, key_cache.device),
-        _as_tensor("v_scale", v_scale, key_cache.device),
+        _as_tensor("k_scale", k_scale, key_cache),
+        _as_tensor("v_scale", v_scale, key_cache),
         v_scale_layout=v_scale_layout,
         dtype=dtype,
     )
@@ -191,24 +191,24 @@ def warm_up(
     )
 
 
-def _as_tensor(what: str, scale: Scale, device: torch.device) -> torch.Tensor:
+def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
     if isinstance(scale, torch.Tensor):
         return scale
     if not isinstance(scale, (int, float)):
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
-    if torch.compiler.is_compiling() or device.type != "cuda":
-        return torch.full((), scale, dtype=torch.float32, device=device)
-    check_scale_value(what, scale)  # of those on a GPU nobody looks at the values
-    return _constant(float(scale), device)
+    if torch.compiler.is_compiling() or not cache.is_cuda:
+        return torch.full((), scale, dtype=torch.float32, device=cache.device)
+    constant = _constants.get((scale, cache.get_device()))
+    return _new_constant(what, scale, cache.device) if constant is None else constant
 
 
-def _constant(scale: float, device: torch.device) -> torch.Tensor:
+def _new_constant(what: str, scale: float, device: torch.device) -> torch.Tensor:
     """A number on a GPU, put there once, while the host waits, so that it is there for every stream."""
-    constant = _constants.get((scale, device))
-    if constant is None:
-        if torch.cuda.is_current_stream_capturing():  # the host may not wait, nor may what a graph owns be kept
-            return torch.full((), scale, dtype=torch.float32, device=device)
-        if len(_constants) >= MAX_CONSTANTS:
-            _constants.clear()
-        constant = _constants[scale, device] = torch.tensor(scale, dtype=torch.float32, device=device)
+    check_scale_value(what, scale)  # of those on a GPU nobody looks at the values
+    if torch.cuda.is_current_stream_capturing():  # the host may not wait, nor may what a graph owns be kept
+        return torch.full((), scale, dtype=torch.float32, device=device)
+    if len(_constants) >= MAX_CONSTANTS:
+        _constants.clear()
+    constant = torch.tensor(scale, dtype=torch.float32, device=device)
+    _constants[scale, constant.get_device()] = constant
     return constant

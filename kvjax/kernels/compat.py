@@ -78,6 +78,17 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
     return loaded
 
 
+def finish_loads() -> None:
+    """Keeps the compiler from moving loads that stand before this behind it, to where it sees their first use."""
+    if interpreting():
+        return
+
+    def fence(_: Any) -> None:
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "", "~{memory}", has_side_effects=True)
+
+    plgpu.inline_mgpu()(fence)()
+
+
 def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:
     """`[..., rows]` as `[..., rows, columns]` in `layout`, every column the same."""
     dims = tuple(range(column.ndim))

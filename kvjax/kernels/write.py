@@ -370,12 +370,13 @@ def _write_tokens(
     moves = []
     for half in halves:
         by_head = half.scale.shape[0] > 1
-        move = RowMove.of(spec, half.pages, 0, spec.array_dtype.itemsize, by_head=by_head)
+        move = RowMove.of(spec, half.pages, 0, jnp.dtype(half.pages.ref.dtype).itemsize, by_head=by_head)
         move = dataclasses.replace(move, widest=min(move.widest, half.rows.alignment // jnp.dtype(dtype).itemsize))
         inverse = None if by_head or not spec.dtype.is_quantized else arithmetic.reciprocal(half.scale[0])
         encode = functools.partial(_encode_elements, spec=spec, scale=half.scale, inverse=inverse, move=move)
         moves.append((move, half, encode))
     loaded = [[move.load(half.rows, token) for move, half, _ in moves] for token in tokens]
+    compat.finish_loads()  # rows are stored where slots say so, and would be loaded there, after the slots
     encoded = [[encode(row) for (*_, encode), row in zip(moves, rows, strict=True)] for rows in loaded]
     for position, rows in zip(positions, encoded, strict=True):
 

@@ -16,7 +16,7 @@ from kvjax.errors import KVCacheTypeError
 from kvjax.kernels import gather as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows, why_not_whole_elements
 
 
 def gather_kv(
@@ -115,11 +115,4 @@ def _as_int32(x: jax.Array, most: int) -> jax.Array:
     return x if x.dtype == jnp.int32 else jnp.clip(x, 0, most).astype(jnp.int32)
 
 
-def _why_not_mosaic(cache: KVCache) -> str | None:
-    spec = cache.spec
-    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
-        return f"pages of {spec.page_size_bytes} bytes hold no whole number of elements of {itemsize}"
-    return None
-
-
-_IMPLEMENTATIONS = select.Candidates(xla=_gather_xla, mosaic=_gather_mosaic, why_not_mosaic=_why_not_mosaic)
+_IMPLEMENTATIONS = select.Candidates(xla=_gather_xla, mosaic=_gather_mosaic, why_not_mosaic=why_not_whole_elements)

@@ -146,3 +146,11 @@ def from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if rows.dtype != dtype and dtype.itemsize > 1:
         rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)
+
+
+def why_not_whole_elements(cache: KVCache) -> str | None:
+    """Why a kernel cannot take the pages as rows of elements; `None` where it can."""
+    spec = cache.spec
+    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
+        return f"pages of {spec.page_size_bytes} bytes hold no whole number of elements of {itemsize}"
+    return None

@@ -15,7 +15,15 @@ from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache
-from kvjax.ops.rows import KEYS, VALUES, encode_rows, last_of_each_slot, scatter_rows
+from kvjax.ops.rows import (
+    KEYS,
+    VALUES,
+    encode_rows,
+    from_array_dtype,
+    last_of_each_slot,
+    scatter_rows,
+    why_not_whole_elements,
+)
 
 
 def reshape_and_cache_flash(
@@ -136,17 +144,14 @@ def _write_mosaic(
 ) -> jax.Array:
     if not key.size:
         return cache.kv
-    config = kernel.WriteConfig.choose(cache.spec, key.shape[0])
+    spec = cache.spec
+    config = kernel.WriteConfig.choose(spec, key.shape[0])
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
-    return kernel.write(flat_pages(cache), key, value, slot_mapping, *scales, cache.spec, config).reshape(
-        cache.kv.shape
-    )
+    pages = flat_pages(cache)
+    if spec.quant_mode is KVQuantMode.NONE:
+        pages = from_array_dtype(pages, spec.storage_dtype)
+    written = kernel.write(pages, key, value, slot_mapping, *scales, spec, config)
+    return lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
 
 
-def _why_not_mosaic(cache: KVCache) -> str | None:
-    if cache.spec.array_dtype != cache.spec.storage_dtype and cache.spec.quant_mode is KVQuantMode.NONE:
-        return f"it writes {cache.spec.dtype.value} into arrays of that dtype, not into a pool of bytes"
-    return None
-
-
-_IMPLEMENTATIONS = select.Candidates(xla=_write_xla, mosaic=_write_mosaic, why_not_mosaic=_why_not_mosaic)
+_IMPLEMENTATIONS = select.Candidates(xla=_write_xla, mosaic=_write_mosaic, why_not_mosaic=why_not_whole_elements)
