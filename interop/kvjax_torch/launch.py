@@ -72,11 +72,15 @@ class Kernel:
         """Puts a launch on torch's current stream of the device, without waiting for anything."""
         packed = self.pack(*arguments, num_programs)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        if getattr(_thread, "has_context", False) and torch._C._cuda_getDevice() == self.device:
+        is_torchs_device = torch._C._cuda_getDevice() == self.device
+        if is_torchs_device and getattr(_thread, "has_context", False):
             self.launch(self.function, stream, packed)
-        else:
-            with _current(self.context):
-                self.launch(self.function, stream, packed)
+            return
+        with _current(self.context):
+            self.launch(self.function, stream, packed)
+        if is_torchs_device:  # as torch would make it at the thread's first operation
+            _check(_driver().cuCtxSetCurrent(self.context))
+            _thread.has_context = True
 
 
 def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Kernel:
@@ -93,20 +97,22 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
     global _compilations
     if _MISSING is not None:
         raise LaunchUnavailableError(f"JAX {jax.__version__} lacks what this module imports of it: {_MISSING}")
-    with _compile_lock, torch.cuda.device(device):
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    context = _primary_context(index)
+    with _compile_lock, _current(context):
         module = _with_grid_from_caller(_kernel_module(function, args, device), len(args))
         plugin = _plugin()
+        _check(_driver().cuCtxSetCurrent(context))  # JAX, when it starts, makes contexts of its own choice current
         compiled = plugin.MosaicGpuCompile(module, len(module))
         if not compiled:
             raise LaunchUnavailableError(
                 "MosaicGpuCompile of JAX's CUDA plugin compiles no kernel in the form it has now"
             )
-        context = ctypes.c_void_p()
-        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
         _compilations += 1
         launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(compiled[1])
         pack = struct.Struct(f"={len(args) + 1}Q").pack
-        return Kernel(torch.cuda.current_device(), compiled[0], context, launch, pack)
+        return Kernel(index, compiled[0], context, launch, pack)
 
 
 def _kernel_module(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> bytes:
@@ -207,18 +213,22 @@ def _check(result: int) -> None:
         raise RuntimeError(f"the CUDA driver returned error {result}")
 
 
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """The CUDA context that torch uses on a device, and everyone else who asks for none of their own."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device))
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    return context
+
+
 @contextlib.contextmanager
 def _current(context: ctypes.c_void_p) -> Iterator[None]:
-    """Makes a CUDA context current: a thread begins with none, and with several GPUs another may be."""
+    """Makes a CUDA context current in this thread: it may have none yet or, with several GPUs, another."""
     before = ctypes.c_void_p()
     _check(_driver().cuCtxGetCurrent(ctypes.byref(before)))
-    if before.value == context.value:
+    _check(_driver().cuCtxSetCurrent(context))
+    try:
         yield
-    else:
-        _check(_driver().cuCtxSetCurrent(context))
-        try:
-            yield
-        finally:
-            if before.value is not None:
-                _check(_driver().cuCtxSetCurrent(before))
-    _thread.has_context = True
+    finally:
+        _check(_driver().cuCtxSetCurrent(before))
