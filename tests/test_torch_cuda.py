@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -207,18 +209,32 @@ def test_a_thread_that_has_done_nothing_on_the_gpu_before():
     assert_same(cache, expected)
 
 
-def test_tensors_of_a_second_gpu_are_written_there():
+def test_tensors_of_another_gpu_are_written_there():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    current = torch.cuda.current_device()
+    other = torch.device("cuda", (current + 1) % torch.cuda.device_count())
     first = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
-    cache, rows, slots = (tensor.to("cuda:1") for tensor in first)
+    cache, rows, slots = (tensor.to(other) for tensor in first)
     expected = written(rows, cache, slots, "nvfp4")
     write(rows, cache, slots, "nvfp4")
-    assert torch.cuda.current_device() == 0
-    torch.cuda.synchronize("cuda:1")
+    assert torch.cuda.current_device() == current
+    torch.cuda.synchronize(other)
     assert_same(cache, expected)
     write(first[1], first[0], first[2], "nvfp4")
     assert_same(first[0], expected)
+
+
+STARTS_JAX = """
+import torch, kvjax_torch
+torch.zeros(1, device="cuda:0")
+kvjax_torch.to_jax(torch.zeros(16))
+assert torch.cuda.current_device() == 0, torch.cuda.current_device()
+"""
+
+
+def test_torchs_current_gpu_stays_when_jax_starts():
+    subprocess.run([sys.executable, "-c", STARTS_JAX], check=True)
 
 
 def test_ten_thousand_calls_leave_no_memory_behind():

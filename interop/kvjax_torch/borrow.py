@@ -10,6 +10,7 @@ import torch
 import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import numpy_dtype
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
@@ -60,6 +61,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
       KVCacheValueError: it needs a copy (strides, alignment, conjugation), has a gradient, or JAX lacks its device.
     """
     _check_lendable(tensor)
+    start_jax()
     # A tensor of its own: the lender's may be given other storage (`set_`, `.data =`) while JAX reads this one.
     lent = tensor.detach()
     if lent.dtype is torch.float4_e2m1fn_x2:

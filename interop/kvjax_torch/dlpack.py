@@ -16,6 +16,7 @@ import torch
 from kvjax import UnsupportedError, kernels
 from kvjax_torch.borrow import ALIGNMENT
 from kvjax_torch.calls import Call
+from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 
@@ -25,6 +26,7 @@ def run(call: Call) -> None:
     Raises:
       UnsupportedError: JAX cannot borrow the memory as the kernel takes it.
     """
+    start_jax()
     arrays: list[jax.Array] = []
     numbers = list(call.counts)
     for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):

@@ -12,7 +12,6 @@ looked for when a kernel is compiled; where it is missing, `LaunchUnavailableErr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -26,6 +25,8 @@ from typing import Any
 import jax
 import torch
 from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from kvjax_torch import driver
 
 try:
     from jax._src.interpreters import mlir
@@ -76,10 +77,11 @@ class Kernel:
         if is_torchs_device and getattr(_thread, "has_context", False):
             self.launch(self.function, stream, packed)
             return
-        with _current(self.context):
+        with driver.unchanged_context():
+            driver.make_current(self.context)
             self.launch(self.function, stream, packed)
         if is_torchs_device:  # as torch would make it at the thread's first operation
-            _check(_driver().cuCtxSetCurrent(self.context))
+            driver.make_current(self.context)
             _thread.has_context = True
 
 
@@ -99,11 +101,12 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
         raise LaunchUnavailableError(f"JAX {jax.__version__} lacks what this module imports of it: {_MISSING}")
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
-    context = _primary_context(index)
-    with _compile_lock, _current(context):
+    context = driver.primary_context(index)
+    driver.start_jax()
+    with _compile_lock, driver.unchanged_context():
         module = _with_grid_from_caller(_kernel_module(function, args, device), len(args))
         plugin = _plugin()
-        _check(_driver().cuCtxSetCurrent(context))  # JAX, when it starts, makes contexts of its own choice current
+        driver.make_current(context)
         compiled = plugin.MosaicGpuCompile(module, len(module))
         if not compiled:
             raise LaunchUnavailableError(
@@ -201,34 +204,3 @@ def _plugin() -> ctypes.CDLL:
     raise LaunchUnavailableError(
         "JAX has no CUDA plugin here that exports MosaicGpuCompile: pip install 'kvjax[cuda13]'"
     )
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(result: int) -> None:
-    if result:
-        raise RuntimeError(f"the CUDA driver returned error {result}")
-
-
-@functools.cache
-def _primary_context(device: int) -> ctypes.c_void_p:
-    """The CUDA context that torch uses on a device, and everyone else who asks for none of their own."""
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(_driver().cuDeviceGet(ctypes.byref(handle), device))
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
-    return context
-
-
-@contextlib.contextmanager
-def _current(context: ctypes.c_void_p) -> Iterator[None]:
-    """Makes a CUDA context current in this thread: it may have none yet or, with several GPUs, another."""
-    before = ctypes.c_void_p()
-    _check(_driver().cuCtxGetCurrent(ctypes.byref(before)))
-    _check(_driver().cuCtxSetCurrent(context))
-    try:
-        yield
-    finally:
-        _check(_driver().cuCtxSetCurrent(before))
