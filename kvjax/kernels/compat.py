@@ -78,15 +78,32 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
     return loaded
 
 
-def finish_loads() -> None:
-    """Keeps the compiler from moving loads that stand before this behind it, to where it sees their first use."""
+def wait_for_threads() -> None:
+    """A barrier behind which all threads see what any of them has stored in shared memory before it.
+
+    `plgpu.commit_smem` would also make that visible to asynchronous copies, for a fence's time.
+    """
     if interpreting():
+        plgpu.commit_smem()
         return
 
-    def fence(_: Any) -> None:
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "", "~{memory}", has_side_effects=True)
+    def wait(_: Any) -> None:
+        _forbid_moving()
+        utils.warpgroup_barrier()
+        _forbid_moving()
 
-    plgpu.inline_mgpu()(fence)()
+    plgpu.inline_mgpu()(wait)()
+
+
+def finish_loads() -> None:
+    """Keeps the compiler from moving loads that stand before this behind it, to where it sees their first use."""
+    if not interpreting():
+        plgpu.inline_mgpu()(lambda _: _forbid_moving())()
+
+
+def _forbid_moving() -> None:
+    """Nothing, but the compiler takes it to read and write memory."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "", "~{memory}", has_side_effects=True)
 
 
 def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:

@@ -296,7 +296,8 @@ def any_count(
                 (key, value), rows, (k_scale, v_scale), (key_pages, value_pages), pages, strict=True
             )
         ]
-        for least, config in configs.items():
+        # That for the fewest tokens is last, where to store nothing is to end: ptxas moves loads behind other branches.
+        for least, config in reversed(configs.items()):
             above = [other for other in configs if other > least]
 
             @pl.when((num_tokens >= least) & (num_tokens < above[0] if above else True))
@@ -407,7 +408,7 @@ def _write_blocks(
     for half_blocks, half, stage in zip(blocks, halves, stages, strict=True):
         for stored, ref in zip(_encode_blocks(half_blocks, half.scale, dtype), stage, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], stored)
-    plgpu.commit_smem()  # also the barrier behind which every thread sees every stored byte
+    compat.wait_for_threads()
     for half, stage, pair, pair_positions in zip(halves, stages, scatters, positions, strict=True):
         for scatter, ref, position in zip(pair, stage, pair_positions, strict=True):
             scatter.store(ref, half.pages, position)
