@@ -291,6 +291,15 @@ def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeyp
         cuda._compiled.cache_clear()
 
 
+def test_slots_with_gaps_between_them():
+    metadata = torch.stack([new_slots(9, 4), torch.full((9,), 2, device="cuda")], dim=1)
+    for num_tokens in (1, 1, 9, 3):
+        cache, rows, slots = new_cache("fp8_e4m3", 8, 4), new_rows(num_tokens, 8), metadata[:num_tokens, 0]
+        expected = written(rows, cache, slots, "fp8_e4m3")
+        write(rows, cache, slots, "fp8_e4m3")
+        assert_same(cache, expected)
+
+
 WRONG = {
     "device": (lambda call: call | {"slots": call["slots"].cpu()}, KVCacheValueError, "slot_mapping: got device cpu"),
     "dtype": (lambda call: call | {"dtype": "fp8"}, KVCacheTypeError, "key_cache: got dtype torch.bfloat16"),
@@ -301,6 +310,8 @@ WRONG = {
         KVCacheValueError,
         "k_scale: got -1.0, expected a f",
     ),
+    "gradient": (lambda call: call | {"rows": call["rows"].requires_grad_()}, KVCacheTypeError, "requires_grad=True"),
+    "slots": (lambda call: call | {"slots": call["slots"][None]}, KVCacheValueError, "slot_mapping: got 2 dimensions"),
     "scale": (lambda call: call | {"scales": ("one", 1.0)}, KVCacheTypeError, "k_scale: got 'one'"),
 }
 
@@ -310,6 +321,7 @@ def test_what_is_refused_has_written_nothing(wrong: str):
     change, error, message = WRONG[wrong]
     cache = new_cache("bfloat16", 8, 4)
     call = {"rows": new_rows(9, 8), "cache": cache, "slots": new_slots(9, 4), "dtype": "bfloat16"}
+    write(**call | {"slots": torch.full_like(call["slots"], -1)})  # a kind of call that is remembered from here on
     with pytest.raises(error, match=message):
         write(**change(call))
     assert (cache.view(torch.uint8) == 0xAB).all()

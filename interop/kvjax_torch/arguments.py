@@ -146,8 +146,6 @@ def _write_plan(
     return WritePlan(
         cache,
         key.dtype,
-        (key.strides[0], key.strides[1]),
-        (value.strides[0], value.strides[1]),
         slot_mapping[0],
         _scale_sizes(k_scale, v_scale, cache.spec),
     )
@@ -178,8 +176,6 @@ def _gather_plan(
     return GatherPlan(
         cache,
         gathered_dtype(dtype, cache_dtype),
-        block_table[0],
-        seq_lens[0],
         _scale_sizes(k_scale, v_scale, cache.spec),
     )
 

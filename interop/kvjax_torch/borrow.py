@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import MappingProxyType
 from typing import Any
 
@@ -68,8 +69,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         lent = lent.view(torch.uint8)
     if lent.device.type == "cpu":
         _forbid_resizing(lent)
+    device = torch.cuda.device(lent.device) if lent.is_cuda else contextlib.nullcontext()
     try:
-        array = jax.dlpack.from_dlpack(lent, copy=False)
+        with device:  # torch lends of the current one
+            array = jax.dlpack.from_dlpack(lent, copy=False)
     except (BufferError, RuntimeError, ValueError) as error:
         raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
     _check_same_memory("tensor", lent.numel(), lent.data_ptr(), array.unsafe_buffer_pointer())

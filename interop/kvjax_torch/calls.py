@@ -15,8 +15,8 @@ ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Bytes that kernels are compiled for rows to begin at a multiple of."""
 
 COPIED_BELOW = 16
-"""Rows that would begin at a multiple of so many bytes if they were packed, and do not, are packed before they are
-written: a thread reads as many at once."""
+"""Rows that begin at a multiple of fewer bytes than they would if they were packed, up to so many, are packed before
+they are written: a thread reads as many at once."""
 
 PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once; pages that begin at a multiple of more gain nothing by it."""
@@ -54,7 +54,7 @@ def write_call(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> Call:
-    """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes; there is at least one."""
+    """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
     num_tokens = slot_mapping.shape[0]
     key, key_alignment = _runs(key, num_tokens)
     value, value_alignment = _runs(value, num_tokens)

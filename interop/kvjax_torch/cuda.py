@@ -8,6 +8,7 @@ differs in nothing but addresses and the number of tokens is launched straight a
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ _SHIFT, _BEYOND = kernels.NUMBER_SHIFT, kernels.BASE_ALIGNMENT - 1
 
 _REMEMBERED = 4096
 """Kinds of calls; a model has a few, and one more for each size of cache."""
+
+_one_at_a_time = threading.Lock()
+"""Held by calls that may have to compile, so that threads that make the same first call compile it once."""
 
 _through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
@@ -100,9 +104,12 @@ def write(
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    call = calls.write_call(plan, *tensors, k_scale, v_scale)
-    launcher = _run(call)
-    is_taken_as_it_comes = tuple(tensor.data_ptr() for tensor in call.tensors) == addresses
+    with _one_at_a_time:
+        call = calls.write_call(plan, *tensors, k_scale, v_scale)
+        launcher = _run(call)
+    # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
+    is_packed = slot_mapping.stride() == (1,)
+    is_taken_as_it_comes = is_packed and tuple(tensor.data_ptr() for tensor in call.tensors) == addresses
     if launcher is not None and is_taken_as_it_comes and k_scale.numel() == v_scale.numel() == 1:
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
@@ -124,8 +131,9 @@ def gather(
     _check_capability(key_cache.get_device())
     tensors = key_cache, value_cache, block_table, seq_lens
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    call = calls.gather_call(plan, *tensors, k_scale, v_scale)
-    _run(call)
+    with _one_at_a_time:
+        call = calls.gather_call(plan, *tensors, k_scale, v_scale)
+        _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
@@ -145,7 +153,7 @@ def _run(call: calls.Call) -> _Launcher | None:
                 " results; that costs the host more time and a compilation for each number of tokens, and"
                 " torch.cuda.graph cannot record it.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
         else:
             addresses = tuple(tensor.data_ptr() for tensor in call.tensors)

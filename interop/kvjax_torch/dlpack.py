@@ -29,13 +29,14 @@ def run(call: Call) -> None:
     start_jax()
     arrays: list[jax.Array] = []
     numbers = list(call.counts)
-    for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):
-        lent, beginning = _lent(tensor, argument)
-        arrays.append(jax.dlpack.from_dlpack(_AlreadyWaitedFor(lent) if arrays else lent, copy=False))
-        if argument.unit:
-            numbers.append(beginning)
-    written = _program(call.kernel)(tuple(numbers), call.amount, *arrays)
-    torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
+    with torch.cuda.device(call.device):  # of which torch lends, and whose stream it makes JAX wait for
+        for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):
+            lent, beginning = _lent(tensor, argument)
+            arrays.append(jax.dlpack.from_dlpack(_AlreadyWaitedFor(lent) if arrays else lent, copy=False))
+            if argument.unit:
+                numbers.append(beginning)
+        written = _program(call.kernel)(tuple(numbers), call.amount, *arrays)
+        torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
 
 
 class _AlreadyWaitedFor:

@@ -37,7 +37,6 @@ def make_current(context: ctypes.c_void_p) -> None:
 def unchanged_context() -> Iterator[None]:
     """Gives the thread back, at the end, the context that it has at the beginning, be it none."""
     before = ctypes.c_void_p()
-    call("cuInit", 0)
     call("cuCtxGetCurrent", ctypes.byref(before))
     try:
         yield
@@ -47,9 +46,13 @@ def unchanged_context() -> Iterator[None]:
 
 @functools.cache
 def start_jax() -> None:
-    """Starts JAX, which makes its last GPU current, and leaves the one that torch means."""
-    with unchanged_context() if library() is not None else contextlib.nullcontext():
-        jax.devices()
+    """Starts JAX, which makes its last GPU current if it has any, and leaves the one that torch means."""
+    before, cuda = ctypes.c_void_p(), library()
+    if cuda is not None:
+        cuda.cuCtxGetCurrent(ctypes.byref(before))  # fails before anybody has started the driver, and none is current
+    jax.devices()
+    if cuda is not None and jax.default_backend() == "gpu":
+        make_current(before)
 
 
 def call(function: str, *arguments: object) -> None:

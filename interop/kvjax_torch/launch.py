@@ -12,6 +12,7 @@ looked for when a kernel is compiled; where it is missing, `LaunchUnavailableErr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -104,7 +105,9 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
     context = driver.primary_context(index)
     driver.start_jax()
     with _compile_lock, driver.unchanged_context():
-        module = _with_grid_from_caller(_kernel_module(function, args, device), len(args))
+        lowered = _lower(function, args, device)
+        with _expecting_this_form():
+            module = _with_grid_from_caller(_kernel_module(lowered), len(args))
         plugin = _plugin()
         driver.make_current(context)
         compiled = plugin.MosaicGpuCompile(module, len(module))
@@ -118,10 +121,25 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
         return Kernel(index, compiled[0], context, launch, pack)
 
 
-def _kernel_module(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> bytes:
-    """The serialized module of the kernel in `function`, lowered for the device."""
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_Target.of(device))):
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+@contextlib.contextmanager
+def _expecting_this_form() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LaunchUnavailableError(
+            f"JAX {jax.__version__} makes Mosaic GPU kernels of another form: {error}"
+        ) from error
+
+
+def _lower(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
+    with _expecting_this_form():
+        mesh = AbstractMesh((), (), abstract_device=_Target.of(device))
+    with use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def _kernel_module(lowered: Any) -> bytes:
+    """The serialized module of the one kernel in a lowered program."""
     module = lowered.compiler_ir()
     with module.context:
         calls = [
@@ -196,7 +214,10 @@ def _plugin() -> ctypes.CDLL:
             path = importlib.import_module(name)._get_library_path()
         except (ImportError, AttributeError):
             continue
-        plugin = ctypes.CDLL(str(path))
+        try:
+            plugin = ctypes.CDLL(str(path))
+        except OSError:
+            continue
         if hasattr(plugin, "MosaicGpuCompile"):
             plugin.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
             plugin.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)

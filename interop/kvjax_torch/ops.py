@@ -72,10 +72,10 @@ def reshape_and_cache_flash(
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether no subclass, mode or transformation of torch's is to hear of an operation on these."""
-    if {*map(type, tensors)} != _PLAIN:
+    """Whether no subclass, mode or functorch transformation is to hear of an operation on these."""
+    if {*map(type, tensors)} != _PLAIN or torch._C._are_functorch_transforms_active():
         return False
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def gather_kv(
@@ -205,10 +205,10 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
 def _new_constant(what: str, scale: float, device: torch.device) -> torch.Tensor:
     """A number on a GPU, put there once, while the host waits, so that it is there for every stream."""
     check_scale_value(what, scale)  # of those on a GPU nobody looks at the values
-    if torch.cuda.is_current_stream_capturing():  # the host may not wait, nor may what a graph owns be kept
+    # In a capture the host may not wait, nor may what a graph owns be kept; and no constant ever goes, for graphs may
+    # read it.
+    if torch.cuda.is_current_stream_capturing() or len(_constants) >= MAX_CONSTANTS:
         return torch.full((), scale, dtype=torch.float32, device=device)
-    if len(_constants) >= MAX_CONSTANTS:
-        _constants.clear()
     constant = torch.tensor(scale, dtype=torch.float32, device=device)
     _constants[scale, constant.get_device()] = constant
     return constant

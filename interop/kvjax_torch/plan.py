@@ -68,16 +68,12 @@ class WritePlan:
     Attributes:
       cache: the cache it writes.
       dtype: element type of key and value.
-      key_strides: elements from token to token and from head to head of `key`; a head's are side by side.
-      value_strides: the same of `value`.
       slot_dtype: int32 or int64.
       scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
     """
 
     cache: CachePlan
     dtype: torch.dtype
-    key_strides: tuple[int, int]
-    value_strides: tuple[int, int]
     slot_dtype: torch.dtype
     scale_sizes: tuple[int, int]
 
@@ -89,13 +85,9 @@ class GatherPlan:
     Attributes:
       cache: the cache it reads.
       dtype: element type of the results.
-      block_dtype: int32 or int64, of the block table.
-      length_dtype: int32 or int64, of the sequences' lengths.
       scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
     """
 
     cache: CachePlan
     dtype: torch.dtype
-    block_dtype: torch.dtype
-    length_dtype: torch.dtype
     scale_sizes: tuple[int, int]

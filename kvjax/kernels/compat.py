@@ -24,7 +24,8 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 BASE_ALIGNMENT = 256
-"""Bytes that compiled kernels take the address of every argument to be a multiple of."""
+"""Bytes that compiled kernels take the address of every argument to be a multiple of; a single number, which is read as
+it is, may lie anywhere."""
 
 NUMBER_SHIFT = 8
 """A number that is passed as an address begins above the bits that `BASE_ALIGNMENT` says are zeros."""

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, Rows
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -72,6 +72,13 @@ class Half(NamedTuple):
     pages: Pages
     scale: Any
     dense: Any
+
+
+class Lengths(NamedTuple):
+    """How many tokens each sequence has: `ref[start + seq]`."""
+
+    ref: Any
+    start: Number = 0
 
 
 class Table(NamedTuple):
@@ -163,7 +170,7 @@ def gather(
             for regions, scale, ref in zip(spec.regions, (k_scale, v_scale), dense, strict=True)
         ]
         table = Table(block_table, max_blocks, max_blocks, last_block)
-        _gather_tokens(table, Rows(seq_lens), halves, spec, config, dtype)
+        _gather_tokens(table, Lengths(seq_lens), halves, spec, config, dtype)
 
     outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
     kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
@@ -247,7 +254,7 @@ def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtyp
 
 def _gather_tokens(
     table: Table,
-    seq_lens: Rows,
+    seq_lens: Lengths,
     halves: Sequence[Half],
     spec: AttentionSpec,
     config: GatherConfig,

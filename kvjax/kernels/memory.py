@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     ref: Any
     start: Number = 0
-    alignment: int = 256
+    alignment: int = compat.BASE_ALIGNMENT
 
 
 class Pages(NamedTuple):
