@@ -207,7 +207,7 @@ def any_count(
             )
         ]
         _gather_tokens(
-            Table(block_table, max_blocks, stride, last_block, start), Rows(*seq_lens), halves, spec, config, dtype
+            Table(block_table, max_blocks, stride, last_block, start), Lengths(*seq_lens), halves, spec, config, dtype
         )
 
     return AnyCount(
