@@ -1,0 +1,113 @@
+"""The kernels that take addresses and counts: compiled for GPUs that are not here, and interpreted with known numbers.
+
+`test_torch_cuda.py` launches them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_compile import TARGETS, compile_for, why_not
+from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, run_write, simple_spec
+from interpret_mode import interpret_mode
+
+from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+NUM_BLOCKS = 3
+
+
+def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
+    return keys, values
+
+
+def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64) -> kernels.AnyCount:
+    rows = [
+        kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
+    ]
+    return kernels.write_kernel(spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1))
+
+
+def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
+    return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
+
+
+def call_write(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+    return write_kernel(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).function(*arrays)
+
+
+def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+    return gather_kernel(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).function(*arrays)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+@pytest.mark.parametrize("operation", ["write", "gather"])
+@EACH_DTYPE
+def test_it_is_one_kernel_without_spills(dtype, operation, num_kv_heads, target):
+    make, call = {"write": (write_kernel, call_write), "gather": (gather_kernel, call_gather)}[operation]
+    args = make(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).args
+    program = compile_for(target, functools.partial(call, dtype, num_kv_heads), *args)
+    [kernel] = program.kernels
+    assert kernel.spill_bytes == 0
+
+
+def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Tokens as a fused projection has them, 64 other elements after each; for NVFP4 in words of two elements."""
+    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
+    if spec.quant_mode is not KVQuantMode.NVFP4:
+        return flat
+    return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@EACH_DTYPE
+def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens):
+    spec = simple_spec(dtype)
+    key, value = kv_tokens(spec, num_tokens, BFLOAT16)
+    slots = np.array([7, -1, 16, 3, 99], np.int32)[:num_tokens]
+    cache = poisoned(spec, NUM_BLOCKS)
+    scales = {"k_scale": np.float32(0.3), "v_scale": np.float32(1.7)}
+    expected = run_write("xla", key, value, cache, slots, **scales)
+    k_scale, v_scale = (jnp.full(1, scale, jnp.float32) for scale in scales.values())
+    pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
+    rows = [with_gaps(jnp.asarray(x), spec) for x in (key, value)]
+    last_slot = NUM_BLOCKS * spec.block_size - 1
+    with interpret_mode():
+        kernel = write_kernel(spec, np.int32)
+        written = kernel.with_numbers(
+            (num_tokens, last_slot, 0, 0, 0, 0, 0),
+            num_tokens,
+            jnp.asarray(slots),
+            *rows,
+            k_scale,
+            v_scale,
+            pages,
+            pages,
+        )
+        # Of keys and values each has its own copy of the pages here; put together, they are the cache.
+        changed = jnp.where(bits(written[1]) != bits(pages), bits(written[1]), bits(written[0]))
+        assert_same_bytes(np.asarray(changed).view(np.uint8).reshape(NUM_BLOCKS, -1), page_bytes(expected))
+
+        full = expected.kv.reshape(NUM_BLOCKS, -1)
+        table, lengths = jnp.array([2, 0, 1, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
+        kernel = gather_kernel(spec)
+        dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
+        read = kernel.with_numbers(
+            (2, 2, NUM_BLOCKS - 1, 0, 0, 0, 0), 4, table, lengths, k_scale, v_scale, full, full, *dense
+        )
+        jax.block_until_ready(read)
+    wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
+    for got, want in zip(read, wanted, strict=True):
+        assert_same_bytes(np.asarray(got).reshape(-1).view(np.uint8), np.asarray(want).reshape(-1).view(np.uint8))
+
+
+def bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
