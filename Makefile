@@ -33,9 +33,9 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 
 bench: $(DEV_ENV)/.installed ## times of writes, gathers and calls from torch (ARGS="--implementation=xla")
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.write_benchmark $(ARGS)
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.gather_benchmark $(ARGS)
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.torch_benchmark $(ARGS)
+	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.write $(ARGS)
+	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.gather $(ARGS)
+	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.bridge $(ARGS)
 
 lint: $(DEV_ENV)/.installed ## lint, format and type checks
 	$(DEV_ENV)/bin/ruff check .

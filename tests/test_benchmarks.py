@@ -40,7 +40,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
 
 def test_write_benchmark(tmp_path):
     flags = ["--cases=gpt-oss-20b", "--tokens=1,7", "--blocks=16,64", "--implementation=xla"]
-    measured = run_and_read(tmp_path, "write_benchmark", *flags)
+    measured = run_and_read(tmp_path, "write", *flags)
     cells, lines = measured["cache_sizes"], measured["token_counts"]
     dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
     assert [(cell["dtype"], cell["num_blocks"]) for cell in cells] == [
@@ -54,7 +54,7 @@ def test_write_benchmark(tmp_path):
 
 def test_gather_benchmark(tmp_path):
     # 20 tokens leave a part of the second block unread.
-    lines = run_and_read(tmp_path, "gather_benchmark", "--seqs=3", "--seq_len=20")["gathers"]
+    lines = run_and_read(tmp_path, "gather", "--seqs=3", "--seq_len=20")["gathers"]
     assert [(line["dtype"], line["num_seqs"], line["seq_len"]) for line in lines] == [
         (dtype.value, 3, 20) for dtype in shapes.TIMED_DTYPES
     ]
@@ -62,7 +62,7 @@ def test_gather_benchmark(tmp_path):
 
 def test_torch_benchmark(tmp_path):
     torch = pytest.importorskip("torch")
-    measured = run_and_read(tmp_path, "torch_benchmark", "--tokens=1,7")
+    measured = run_and_read(tmp_path, "bridge", "--tokens=1,7")
     calls = [(line["call"].split(",")[0], line["dtype"]) for line in measured["first_calls"]]
     timed = [BFLOAT16, *shapes.TIMED_DTYPES]  # the first is what starts JAX
     assert calls == [(name, dtype.value) for dtype in timed for name in ("write", "gather")]
@@ -79,7 +79,7 @@ def test_torch_benchmark(tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path):
     pytest.importorskip("torch")
-    measured = run_and_read(tmp_path, "torch_benchmark", "--tokens=64")
+    measured = run_and_read(tmp_path, "bridge", "--tokens=64")
     assert [line["waits"] for line in measured["host_times"]] == [False] * 4
     for line in measured["kernels"]:
         assert line["clock"] == timing.Clock.DEVICE
@@ -93,7 +93,7 @@ def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path
 
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_those_of_kernels(tmp_path):
-    measured = run_and_read(tmp_path, "write_benchmark", "--quick", "--tokens=7", "--blocks=64")
+    measured = run_and_read(tmp_path, "write", "--quick", "--tokens=7", "--blocks=64")
     for each in [*measured["cache_sizes"], *measured["token_counts"]]:
         assert each["clock"] == timing.Clock.DEVICE
     for line in measured["token_counts"]:
@@ -112,7 +112,7 @@ def test_on_a_gpu_times_are_those_of_kernels(tmp_path):
     ],
 )
 def test_a_wrong_flag_is_refused_with_what_is_right(flag, expected):
-    done = run("write_benchmark", flag)
+    done = run("write", flag)
     assert done.returncode != 0
     assert expected in done.stderr
 

@@ -1,6 +1,6 @@
 """How long `gather_kv` takes to read whole sequences back, dequantized to bfloat16, next to a copy.
 
-`python -m benchmarks.gather_benchmark --json=gather.json`, from the source tree; docs/benchmarks.md explains the table.
+`python -m benchmarks.gather --json=gather.json`, from the source tree; docs/benchmarks.md explains the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from absl import flags
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import bars, report, shapes, timing, workload
+from benchmarks import bars, output, shapes, timing, workload
 from benchmarks.peers.copy import copy_seconds
 from kvjax import AttentionSpec, KVCache, KVCacheDType, quant
 from kvjax.ops.rows import decode_rows, encode_rows
@@ -105,7 +105,7 @@ def time_gather(dtype: KVCacheDType, num_seqs: int, seq_len: int) -> GatherTime:
     block_table = random_block_table(num_seqs, seq_len)
     tokens = random_tokens(spec, block_table.size * spec.block_size)
     cache = filled_cache(spec, tokens, block_table)
-    gather = jax.jit(functools.partial(kvjax.gather_kv, dtype=OUT_DTYPE, implementation=report.IMPLEMENTATION.value))
+    gather = jax.jit(functools.partial(kvjax.gather_kv, dtype=OUT_DTYPE, implementation=output.IMPLEMENTATION.value))
     arguments = jax.device_put((cache, block_table, np.full(num_seqs, seq_len, np.int32)))
 
     def call(_: int) -> tuple[jax.Array, jax.Array]:
@@ -136,12 +136,12 @@ def bar_of(line: GatherTime) -> bars.Bar | None:
 class GatherBenchmark(absltest.TestCase):
     """Fails where values are wrong, never because of a time."""
 
-    results: ClassVar[report.Report]
+    results: ClassVar[output.Report]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.results = report.Report("benchmarks.gather_benchmark")
+        cls.results = output.Report("benchmarks.gather")
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -155,7 +155,7 @@ class GatherBenchmark(absltest.TestCase):
         for dtype in shapes.TIMED_DTYPES:
             with self.subTest(dtype=dtype.value):
                 lines.append(time_gather(dtype, num_seqs, seq_len))
-                report.progress(" ".join(line_words(lines[-1])))
+                output.progress(" ".join(line_words(lines[-1])))
         words = [line_words(line) for line in lines]
         self.results.add(
             "gathers",
@@ -164,7 +164,7 @@ class GatherBenchmark(absltest.TestCase):
             words,
             lines,
             note=f"{num_seqs} sequences of {seq_len:,} tokens, {CASE.num_kv_heads} KV heads of {CASE.head_size}, into"
-            f" bfloat16; by {report.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
+            f" bfloat16; by {output.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
         )
 
 
@@ -172,8 +172,8 @@ def line_words(line: GatherTime) -> list[str]:
     bar = bar_of(line)
     return [
         line.dtype.value,
-        *report.rate(line.seconds, line.bytes_moved),
-        report.share(line.copy_share),
+        *output.rate(line.seconds, line.bytes_moved),
+        output.share(line.copy_share),
         str(len(line.kernels) or "-"),
         str(bar or "-"),
         bars.verdict(bar, line.copy_share, line.clock),

@@ -1,6 +1,6 @@
 """What calls from torch cost: the host, the GPU, in a CUDA graph, and once when their kernels are compiled.
 
-`python -m benchmarks.torch_benchmark --json=torch.json`, from the source tree; docs/interop.md explains the tables.
+`python -m benchmarks.bridge --json=torch.json`, from the source tree; docs/interop.md explains the tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from absl.testing import absltest
 
 import kvjax_torch
-from benchmarks import bars, report, shapes, timing, workload
+from benchmarks import bars, output, shapes, timing, workload
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 from kvjax_torch import cuda
 
@@ -28,7 +28,7 @@ from kvjax_torch import cuda
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 CASE = shapes.LLAMA_8B
-NUM_TOKENS = report.define_numbers(
+NUM_TOKENS = output.define_numbers(
     "tokens", "tokens in the writes whose kernels are timed (default: 1 to 65,536; without a GPU, 1 and 64)", least=1
 )
 GPU_TOKENS, HOST_TOKENS = (1, 64, 256, 2_048, 16_384, 65_536), (1, 64)
@@ -341,7 +341,7 @@ def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected:
 
 def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> timing.Timing:
     """The same under `jit`, with the cache donated."""
-    write = workload.Write(cache, batches, report.IMPLEMENTATION.value)
+    write = workload.Write(cache, batches, output.IMPLEMENTATION.value)
     workload.check_first_write(write, expected)
     return timing.measure(write)
 
@@ -370,14 +370,14 @@ class TorchBenchmark(absltest.TestCase):
     slows down every launch, last.
     """
 
-    results: ClassVar[report.Report]
+    results: ClassVar[output.Report]
     replays: ClassVar[list[ReplayTime]]
     kernels: ClassVar[list[KernelTime]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.results = report.Report("benchmarks.torch_benchmark")
+        cls.results = output.Report("benchmarks.bridge")
         cls.replays, cls.kernels = [], []
 
     @classmethod
@@ -393,7 +393,7 @@ class TorchBenchmark(absltest.TestCase):
                 with self.subTest(case=case.name, dtype=dtype.value, call=name):
                     name = name if lines else f"{name}, the first call of the process"
                     lines.append(time_first_call(name, dtype, call))
-                    report.progress(" ".join(first_call_words(lines[-1])))
+                    output.progress(" ".join(first_call_words(lines[-1])))
         add_first_calls(self.results, lines)
 
     def test_eager_calls(self) -> None:
@@ -405,7 +405,7 @@ class TorchBenchmark(absltest.TestCase):
                 by_turns = {index_copy: calls[index_copy], "write through JAX (DLPack)": calls[with_tensors]}
                 lines += time_eager_calls(by_turns, bars.DLPACK_CALL)[1:]
         for line in lines:
-            report.progress(" ".join(host_words(line)))
+            output.progress(" ".join(host_words(line)))
         add_host_times(self.results, lines)
 
     def test_graphs(self) -> None:
@@ -416,21 +416,21 @@ class TorchBenchmark(absltest.TestCase):
             for dtype in shapes.TIMED_DTYPES:
                 with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                     self.replays.append(time_replay(tokens, dtype, num_tokens))
-                    report.progress(" ".join(replay_words(self.replays[-1])))
+                    output.progress(" ".join(replay_words(self.replays[-1])))
 
     def test_kernels(self) -> None:
-        counts = report.numbers(NUM_TOKENS) or (GPU_TOKENS if has_gpu() else HOST_TOKENS)
+        counts = output.numbers(NUM_TOKENS) or (GPU_TOKENS if has_gpu() else HOST_TOKENS)
         tokens = workload.make_tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)
             for dtype in shapes.TIMED_DTYPES:
                 with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                     self.kernels.append(time_kernels(tokens, batches, dtype))
-                    report.progress(" ".join(kernel_words(self.kernels[-1])))
+                    output.progress(" ".join(kernel_words(self.kernels[-1])))
         add_kernels(self.results, self.kernels)
 
 
-def add_first_calls(to: report.Report, lines: Sequence[FirstCall]) -> None:
+def add_first_calls(to: output.Report, lines: Sequence[FirstCall]) -> None:
     to.add(
         "first_calls",
         "Time of the first call, which compiles",
@@ -447,7 +447,7 @@ def first_call_words(line: FirstCall) -> list[str]:
     return [line.call, line.dtype.value, *(f"{s * 1e3:,.2f}" for s in (line.first_seconds, line.second_seconds))]
 
 
-def add_host_times(to: report.Report, lines: Sequence[HostTime]) -> None:
+def add_host_times(to: output.Report, lines: Sequence[HostTime]) -> None:
     words = [host_words(line) for line in lines]
     to.add(
         "host_times",
@@ -456,7 +456,7 @@ def add_host_times(to: report.Report, lines: Sequence[HostTime]) -> None:
         words,
         lines,
         note=f"{DECODE_TOKENS} tokens of {CASE.num_kv_heads} KV heads of {CASE.head_size}, {EAGER_DTYPE.value}, int64"
-        f" slots; by {report.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
+        f" slots; by {output.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
     )
 
 
@@ -466,7 +466,7 @@ def host_words(line: HostTime) -> list[str]:
         reached = f"the host waits: {bars.FALLS_SHORT}"
     return [
         line.call,
-        report.microseconds(line.seconds),
+        output.microseconds(line.seconds),
         f"{line.index_copy_ratio:.2f}",
         "-" if line.waits is None else "yes" if line.waits else "no",
         str(line.bar or "-"),
@@ -474,7 +474,7 @@ def host_words(line: HostTime) -> list[str]:
     ]
 
 
-def add_replays(to: report.Report, replays: Sequence[ReplayTime], kernels: Sequence[KernelTime]) -> None:
+def add_replays(to: output.Report, replays: Sequence[ReplayTime], kernels: Sequence[KernelTime]) -> None:
     """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
     seconds = {
         (line.dtype, line.num_tokens): line.torch_seconds for line in kernels if line.clock is timing.Clock.DEVICE
@@ -488,7 +488,7 @@ def add_replays(to: report.Report, replays: Sequence[ReplayTime], kernels: Seque
             ["dtype", "tokens", "us", "us a write", "kernel us", "x kernels", "bar", "reached"],
             words,
             lines,
-            note=f"Of one replay among {REPLAYS_IN_A_ROW}; by {report.clocks(lines)}."
+            note=f"Of one replay among {REPLAYS_IN_A_ROW}; by {output.clocks(lines)}."
             + bars.summary([line[-1] for line in words]),
         )
 
@@ -497,16 +497,16 @@ def replay_words(line: ReplayTime) -> list[str]:
     return [
         line.dtype.value,
         f"{line.num_tokens:,}",
-        report.microseconds(line.seconds),
-        report.microseconds(line.seconds / line.num_writes),
-        report.microseconds(line.kernel_seconds),
+        output.microseconds(line.seconds),
+        output.microseconds(line.seconds / line.num_writes),
+        output.microseconds(line.kernel_seconds),
         "-" if line.ratio is None else f"{line.ratio:.2f}",
         str(bars.REPLAY),
         bars.verdict(bars.REPLAY, line.ratio, line.clock),
     ]
 
 
-def add_kernels(to: report.Report, lines: Sequence[KernelTime]) -> None:
+def add_kernels(to: output.Report, lines: Sequence[KernelTime]) -> None:
     lines = sorted(lines, key=lambda line: shapes.TIMED_DTYPES.index(line.dtype))
     words = [kernel_words(line) for line in lines]
     to.add(
@@ -516,7 +516,7 @@ def add_kernels(to: report.Report, lines: Sequence[KernelTime]) -> None:
         words,
         lines,
         note=f"The same tokens, slots and pages; {CASE.num_kv_heads} KV heads of {CASE.head_size}, int32 slots; by"
-        f" {report.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
+        f" {output.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
     )
 
 
@@ -524,8 +524,8 @@ def kernel_words(line: KernelTime) -> list[str]:
     return [
         line.dtype.value,
         f"{line.num_tokens:,}",
-        report.microseconds(line.torch_seconds),
-        report.microseconds(line.jit_seconds),
+        output.microseconds(line.torch_seconds),
+        output.microseconds(line.jit_seconds),
         f"{line.ratio:.2f}",
         *(str(len(kernels) or "-") for kernels in (line.torch_kernels, line.jit_kernels)),
         str(bars.TORCH_KERNEL),

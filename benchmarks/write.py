@@ -1,6 +1,6 @@
 """How long `reshape_and_cache_flash` takes: whatever the cache's size, and next to a copy and to plain CUDA.
 
-`python -m benchmarks.write_benchmark --json=write.json`, from the source tree; docs/benchmarks.md explains the tables.
+`python -m benchmarks.write --json=write.json`, from the source tree; docs/benchmarks.md explains the tables.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import bars, report, shapes, timing, workload
+from benchmarks import bars, output, shapes, timing, workload
 from benchmarks.bars import WriteTime
 from benchmarks.peers import cuda
 from benchmarks.peers.copy import copy_seconds
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache, KVCacheDType
 
 CASES = flags.DEFINE_list("cases", list(shapes.CASES_BY_NAME), "shapes to time writes of")
-NUM_TOKENS = report.define_numbers(
+NUM_TOKENS = output.define_numbers(
     "tokens", "tokens in a write (default: those of each case; without a GPU, few)", least=1
 )
 QUICK = flags.DEFINE_bool("quick", False, "the first of the cases alone, NHD only, in few sizes")
@@ -35,7 +35,7 @@ CACHE_SIZE_CASE = shapes.Case("small", 2, 64)
 CACHE_SIZE_TOKENS = 256
 CACHE_SIZES = (64, 1_024, 16_384, 65_536)
 QUICK_CACHE_SIZES = (64, 4_096)
-NUM_BLOCKS = report.define_numbers(
+NUM_BLOCKS = output.define_numbers(
     "blocks",
     "pages of the caches whose size is varied (default: 64 to 65,536)",
     least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
@@ -65,7 +65,7 @@ def time_cache_size(dtype: KVCacheDType, num_blocks: int) -> CacheSizeTime:
     """Checks, then times a donated write of `CACHE_SIZE_TOKENS` tokens into a cache of so many pages."""
     spec = CACHE_SIZE_CASE.spec(dtype)
     tokens = workload.Tokens(CACHE_SIZE_CASE, CACHE_SIZE_TOKENS, num_blocks, workload.HOST_ROTATION_BYTES)
-    write = workload.Write(tokens.poisoned(spec), tokens.batches(CACHE_SIZE_TOKENS), report.IMPLEMENTATION.value)
+    write = workload.Write(tokens.poisoned(spec), tokens.batches(CACHE_SIZE_TOKENS), output.IMPLEMENTATION.value)
     workload.check_first_write(write, tokens.expected(spec, CACHE_SIZE_TOKENS))
     timed = timing.measure(write)
     return CacheSizeTime(
@@ -84,7 +84,7 @@ def selected_cases() -> list[shapes.Case]:
     cases = [shapes.CASES_BY_NAME[name] for name in CASES.value]
     if QUICK.value:
         cases = [dataclasses.replace(cases[0], layouts=(CacheLayout.NHD,), num_tokens=QUICK_TOKENS)]
-    num_tokens = report.numbers(NUM_TOKENS) or (None if workload.is_gpu() else HOST_TOKENS)
+    num_tokens = output.numbers(NUM_TOKENS) or (None if workload.is_gpu() else HOST_TOKENS)
     return [dataclasses.replace(case, num_tokens=num_tokens or case.num_tokens) for case in cases]
 
 
@@ -99,7 +99,7 @@ def time_write(
     spec = case.spec(dtype, layout)
     num_tokens = len(batches[0].slot_mapping)
     expected = tokens.expected(spec, num_tokens)
-    write = workload.Write(tokens.poisoned(spec), batches, report.IMPLEMENTATION.value)
+    write = workload.Write(tokens.poisoned(spec), batches, output.IMPLEMENTATION.value)
     workload.check_first_write(write, expected)
     timed = timing.measure(write)
     moved = workload.bytes_moved(spec, num_tokens)
@@ -143,12 +143,12 @@ def time_cuda(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCac
 class WriteBenchmark(absltest.TestCase):
     """Fails where bytes are wrong, never because of a time."""
 
-    results: ClassVar[report.Report]
+    results: ClassVar[output.Report]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.results = report.Report("benchmarks.write_benchmark")
+        cls.results = output.Report("benchmarks.write")
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -156,12 +156,12 @@ class WriteBenchmark(absltest.TestCase):
         super().tearDownClass()
 
     def test_cache_sizes(self) -> None:
-        sizes = report.numbers(NUM_BLOCKS) or (QUICK_CACHE_SIZES if QUICK.value else CACHE_SIZES)
+        sizes = output.numbers(NUM_BLOCKS) or (QUICK_CACHE_SIZES if QUICK.value else CACHE_SIZES)
         cells = []
         for dtype, num_blocks in itertools.product(STORED_KV_CACHE_DTYPES, sizes):
             with self.subTest(dtype=dtype.value, num_blocks=num_blocks):
                 cells.append(time_cache_size(dtype, num_blocks))
-                report.progress(f"{dtype.value}, {num_blocks:,} blocks: {report.microseconds(cells[-1].seconds)} us")
+                output.progress(f"{dtype.value}, {num_blocks:,} blocks: {output.microseconds(cells[-1].seconds)} us")
         add_cache_sizes(self.results, cells)
 
     def test_token_counts(self) -> None:
@@ -173,12 +173,12 @@ class WriteBenchmark(absltest.TestCase):
                 for dtype, layout in itertools.product(shapes.TIMED_DTYPES, case.layouts):
                     with self.subTest(case=case.name, dtype=dtype.value, layout=layout, num_tokens=num_tokens):
                         line = time_write(tokens, batches, case, dtype, layout)
-                        report.progress(" ".join([*line_words(line), *line_numbers(line)]))
+                        output.progress(" ".join([*line_words(line), *line_numbers(line)]))
                         lines.append(line)
         add_token_counts(self.results, lines)
 
 
-def add_cache_sizes(to: report.Report, cells: Sequence[CacheSizeTime]) -> None:
+def add_cache_sizes(to: output.Report, cells: Sequence[CacheSizeTime]) -> None:
     """Adds the table of times by the cache's size, a line for each dtype."""
     by_size = {(cell.dtype, cell.num_blocks): cell for cell in cells}
     sizes = list(dict.fromkeys(cell.num_blocks for cell in cells))
@@ -186,7 +186,7 @@ def add_cache_sizes(to: report.Report, cells: Sequence[CacheSizeTime]) -> None:
     def line(dtype: KVCacheDType) -> list[str]:
         line_cells = [by_size.get((dtype, size)) for size in sizes]
         temporary = max((cell.temporary_bytes for cell in line_cells if cell), default=0)
-        times = [report.microseconds(cell.seconds if cell else None) for cell in line_cells]
+        times = [output.microseconds(cell.seconds if cell else None) for cell in line_cells]
         return [dtype.value, *times, f"{temporary:,}"]
 
     case = CACHE_SIZE_CASE
@@ -197,11 +197,11 @@ def add_cache_sizes(to: report.Report, cells: Sequence[CacheSizeTime]) -> None:
         [line(dtype) for dtype in dict.fromkeys(cell.dtype for cell in cells)],
         cells,
         note=f"Microseconds for {CACHE_SIZE_TOKENS} tokens of {case.num_kv_heads} KV heads of {case.head_size},"
-        f" {shapes.BLOCK_SIZE} tokens a block; by {report.clocks(cells)}.",
+        f" {shapes.BLOCK_SIZE} tokens a block; by {output.clocks(cells)}.",
     )
 
 
-def add_token_counts(to: report.Report, lines: Sequence[WriteTime]) -> None:
+def add_token_counts(to: output.Report, lines: Sequence[WriteTime]) -> None:
     """Adds the table of times by case, layout, dtype and number of tokens."""
     cases, dtypes = [*shapes.CASES_BY_NAME], [*shapes.TIMED_DTYPES]
     lines = sorted(
@@ -216,7 +216,7 @@ def add_token_counts(to: report.Report, lines: Sequence[WriteTime]) -> None:
         [[*line_words(line), *line_numbers(line), *words] for line, words in zip(lines, bar_columns, strict=True)],
         lines,
         left=3,
-        note=f"bfloat16 tokens, random slots, {shapes.BLOCK_SIZE} tokens a block; by {report.clocks(lines)}."
+        note=f"bfloat16 tokens, random slots, {shapes.BLOCK_SIZE} tokens a block; by {output.clocks(lines)}."
         + bars.summary([reached for _, reached in bar_columns]),
     )
 
@@ -228,10 +228,10 @@ def line_words(line: WriteTime) -> list[str]:
 def line_numbers(line: WriteTime) -> list[str]:
     return [
         f"{line.num_tokens:,}",
-        *report.rate(line.seconds, line.bytes_moved),
-        report.share(line.copy_share),
-        report.microseconds(line.cuda_seconds),
-        report.microseconds(line.cuda_fitted_seconds),
+        *output.rate(line.seconds, line.bytes_moved),
+        output.share(line.copy_share),
+        output.microseconds(line.cuda_seconds),
+        output.microseconds(line.cuda_fitted_seconds),
         "-" if line.cuda_ratio is None else f"{line.cuda_ratio:.2f}",
         str(len(line.kernels) or "-"),
     ]
