@@ -22,14 +22,15 @@ SPECIALS = (
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
 
-_write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames="implementation", donate_argnames="cache")
-_write_diffkv = jax.jit(kvjax.reshape_and_cache_flash_diffkv, static_argnames="implementation", donate_argnames="cache")
+_STATIC = ("unique_slots", "implementation")
+_write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames=_STATIC, donate_argnames="cache")
+_write_diffkv = jax.jit(kvjax.reshape_and_cache_flash_diffkv, static_argnames=_STATIC, donate_argnames="cache")
 
 
-def run_write(implementation: str | None, key: Any, value: Any, cache: KVCache, slots: Any, **scales: Any) -> KVCache:
+def run_write(implementation: str | None, key: Any, value: Any, cache: KVCache, slots: Any, **options: Any) -> KVCache:
     """Writes under `jit` with the cache donated, as users do; every test of written bytes goes through here."""
     write = _write_diffkv if cache.spec.is_diffkv else _write
-    return write(key, value, cache, slots, implementation=implementation, **scales)
+    return write(key, value, cache, slots, implementation=implementation, **options)
 
 
 def can_write(implementation: str, spec: AttentionSpec) -> bool:

@@ -42,7 +42,7 @@ SHAPE_AXES = {
     "block_size": [1, 8, 16, 32, 64, 128, 784],
 }
 # Of tokens, 1,001 and 9,001 are more than one for each program, and leave the last program with fewer.
-WRITE_AXES = {"num_tokens": [0, 1, 2, 7, 127, 1001, 9001], "slots": ["permuted", "with_holes", "int64"]}
+WRITE_AXES = {"num_tokens": [0, 1, 2, 7, 127, 1001, 9001], "slots": ["permuted", "with_holes", "repeated", "int64"]}
 GATHER_AXES = {"sequences": ["one", "ragged", "none"], "indices": ["int32", "int64"]}
 
 OTHER_HEAD_SIZE = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 64}
@@ -106,13 +106,17 @@ def make_scales(case: Case) -> dict[str, np.ndarray]:
 
 
 def make_slots(kind: str, num_tokens: int, num_slots: int) -> np.ndarray:
-    """Distinct slots in no order, the first and the last of the cache among them; of some kinds every third is none."""
+    """Slots in no order, the first and the last of the cache among them; every third is by kind one as the others, none
+    or one that another token has too.
+    """
     rng = np.random.default_rng(2)
     inner = 1 + rng.permutation(num_slots - 2)
     slots = rng.permutation(np.concatenate([[num_slots - 1, 0], inner])[:num_tokens])
     if kind == "with_holes":
         least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
         slots[1::3] = np.resize([-1, num_slots, least, most, -num_slots, num_slots + 1], slots[1::3].shape)
+    elif kind == "repeated":
+        slots[1::3] = rng.choice(slots, slots[1::3].shape)
     elif kind == "int64":  # of most of these the low half is a slot
         least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         slots[1::3] = np.resize([2**32, 2**32 + 1, 1 - 2**32, 2**40, least, most, -1, num_slots], slots[1::3].shape)

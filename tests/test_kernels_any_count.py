@@ -83,7 +83,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
     with interpret_mode():
         kernel = write_kernel(spec, np.int32)
         written = kernel.with_numbers(
-            (num_tokens, last_slot, 0, 0, 0, 0, 0),
+            (num_tokens, last_slot, num_tokens, 0, 0, 0, 0, 0),
             num_tokens,
             jnp.asarray(slots),
             *rows,

@@ -17,6 +17,7 @@ from kvjax import (
     KVCache,
     KVCacheDType,
     gather_kv,
+    kernels,
     reshape_and_cache_flash_diffkv,
 )
 
@@ -75,9 +76,16 @@ def abstract_scales(case: dict) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStr
     return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
 
 
-def write(key, value, cache, slot_mapping, k_scale, v_scale):
+def write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots=False):
     return reshape_and_cache_flash_diffkv(
-        key, value, cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, implementation="mosaic"
+        key,
+        value,
+        cache,
+        slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        unique_slots=unique_slots,
+        implementation="mosaic",
     )
 
 
@@ -95,7 +103,9 @@ def compile_write(target: str, case: dict, donate_argnums: int | tuple[()] = 2) 
     )
     slots = jax.ShapeDtypeStruct((case["num_tokens"],), jnp.int32)
     args = key, value, abstract_cache(spec), slots, *abstract_scales(case)
-    return compile_for(target, write, *args, donate_argnums=donate_argnums)
+    # Of more tokens XLA finds the repeated slots, in kernels of its own.
+    write_once = functools.partial(write, unique_slots=case["num_tokens"] >= kernels.SEARCHED)
+    return compile_for(target, write_once, *args, donate_argnums=donate_argnums)
 
 
 def cache_bytes(case: dict) -> int:

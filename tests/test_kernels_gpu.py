@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import INPUT_DTYPES, poisoned, simple_spec
+from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, page_bytes, poisoned, run_write, simple_spec
 from kernel_cases import (
     GATHER_AXES,
     SHAPE_AXES,
@@ -44,6 +46,20 @@ def test_a_write_has_the_bytes_of_xla(case):
 @pytest.mark.parametrize("case", covering(SHAPE_AXES | GATHER_AXES), ids=name)
 def test_a_gather_has_the_bits_of_xla(case):
     check_gather(case)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("num_tokens", [64, 3000, 20_000])
+def test_of_eight_tokens_for_each_slot_the_last_is_written_whole(dtype, num_tokens):
+    spec, num_blocks = simple_spec(dtype, num_kv_heads=4, head_size=128), num_tokens // 64
+    key, value = kv_tokens(spec, num_tokens, jnp.bfloat16)
+    slots = np.random.default_rng(7).integers(0, num_tokens // 8, num_tokens, np.int32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = page_bytes(run_write("xla", key, value, poisoned(spec, num_blocks), slots))
+    caches = [poisoned(spec, num_blocks) for _ in range(20)]  # written one behind the other: the GPU is never idle
+    written = [run_write("mosaic", key, value, cache, slots) for cache in caches]
+    for cache in written:
+        assert_same_bytes(page_bytes(cache), expected)
 
 
 def numbers_next_to_roundings(dtype: KVCacheDType, source: np.dtype, scale: float) -> np.ndarray:

@@ -66,6 +66,19 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_of_several_tokens_for_a_slot_the_last_is_written_whole(dtype: str):
+    for num_tokens in (7, 300, 2000, 9001, 9001):
+        rows, num_blocks = new_rows(num_tokens, 8), 1 + num_tokens // 64
+        slots = torch.randint(-1, num_blocks * BLOCK_SIZE, (num_tokens,), device="cuda")
+        cache = new_cache(dtype, 8, num_blocks)
+        expected = written(rows, cache, slots, dtype)
+        for _ in range(5):
+            cache = new_cache(dtype, 8, num_blocks)
+            write(rows, cache, slots, dtype)
+            assert_same(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_heads", [1, 8])
 def test_one_compilation_serves_every_number_of_tokens(dtype: str, num_heads: int):
     num_blocks = 300

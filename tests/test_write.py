@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, reshape_and_cache_flash, unify_page_sizes
-from kvjax.ops.rows import last_of_each_slot
+from kvjax.ops.rows import MAX_TABLE_SLOTS, last_of_each_slot
 
 NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
 
@@ -165,48 +165,42 @@ def test_int64_slots_of_numpy_do_not_wrap_into_the_cache_where_x64_is_off():
     assert_same_bytes(page_bytes(written), page_bytes(cache))
 
 
-def write_to_one_slot(implementation: str, dtype: KVCacheDType) -> tuple[np.ndarray, np.ndarray]:
-    """Pages after a write of eight tokens to one slot; and, along a first axis, after that of each token alone."""
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_the_last_of_several_tokens_with_one_slot_is_written(implementation, dtype):
     spec = simple_spec(dtype, num_kv_heads=3)
-    key, value = kv_tokens(spec, 8)
-    cache = poisoned(spec, 2)
-    before = page_bytes(cache)
-    written = page_bytes(run_write(implementation, key, value, cache, np.full(8, 5, np.int32)))
-    slot = np.array([5])
-    alone = [reference.write(before, spec, key[i : i + 1], value[i : i + 1], slot, 1.0, 1.0) for i in range(8)]
-    return written, np.stack(alone)
-
-
-@pytest.mark.parametrize("implementation", ["xla"])  # the kernel's programs know nothing of each other's slots
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
-def test_one_of_two_tokens_with_one_slot_wins_whole(implementation, dtype):
-    written, alone = write_to_one_slot(implementation, dtype)
-    assert [np.array_equal(written, winner) for winner in alone].count(True) == 1
-
-
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
-def test_each_byte_of_a_slot_is_that_of_one_of_its_tokens(implementation, dtype):
-    written, alone = write_to_one_slot(implementation, dtype)
-    assert (written == alone).any(axis=0).all()
+    key, value = kv_tokens(spec, 9)
+    last = [5, 7]
+    expected = reference.write(page_bytes(poisoned(spec, 2)), spec, key[last], value[last], np.array([9, 5]), 1.0, 1.0)
+    slots = np.array([5, 5, 9, 5, -1, 9, 5, 5, 100], np.int32)
+    written = run_write(implementation, key, value, poisoned(spec, 2), slots)
+    assert_same_bytes(page_bytes(written), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("num_slots", [8, MAX_TABLE_SLOTS + 1])
 @given(st.sampled_from([0, 1, 2, 20]).flatmap(lambda size: st.lists(st.integers(-3, 9), min_size=size, max_size=size)))
-def test_the_last_token_of_each_slot_is_kept(dtype, slots):
+def test_the_last_token_of_each_slot_is_kept(num_slots, dtype, slots):
     slots = np.array(slots, dtype)
-    expected = [slot if slot not in slots[i + 1 :] else -1 for i, slot in enumerate(slots)]
+    expected = [slot if 0 <= slot < num_slots and slot not in slots[i + 1 :] else -1 for i, slot in enumerate(slots)]
     with jax.enable_x64(dtype is np.int64):
-        kept = jax.jit(last_of_each_slot)(jnp.asarray(slots))
-    assert_same_bytes(np.asarray(kept), np.array(expected, dtype))
+        keep = jax.jit(last_of_each_slot, static_argnames="num_slots")
+        kept = np.asarray(keep(jnp.asarray(slots), num_slots=num_slots))
+    kept = np.where((kept >= 0) & (kept < num_slots), kept, -1)
+    assert_same_bytes(kept, np.array(expected, dtype))
 
 
-@pytest.mark.parametrize(("platform", "sorts"), [("cpu", False), ("cuda", True)])
-def test_slots_are_sorted_where_a_scatter_may_mix_tokens(platform, sorts):
+def compares_slots(platform: str, **options: bool) -> bool:
     spec = simple_spec()
     key, value = kv_tokens(spec, 2)
-    write = jax.jit(functools.partial(reshape_and_cache_flash, implementation="xla"))
+    write = jax.jit(functools.partial(reshape_and_cache_flash, implementation="xla", **options))
     lowered = write.trace(key, value, poisoned(spec, 2), np.arange(2)).lower(lowering_platforms=(platform,))
-    assert ("stablehlo.sort" in lowered.as_text()) is sorts
+    return "stablehlo.maximum" in lowered.as_text()
+
+
+def test_slots_are_compared_where_a_scatter_may_mix_tokens():
+    assert compares_slots("cuda")
+    assert not compares_slots("cpu")
+    assert not compares_slots("cuda", unique_slots=True)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -53,6 +53,7 @@ def write_call(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
+    unique_slots: bool,
 ) -> Call:
     """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
     num_tokens = slot_mapping.shape[0]
@@ -68,8 +69,23 @@ def write_call(
         (_page_alignment(key_cache), _page_alignment(value_cache)),
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
+    searched = 0 if unique_slots else num_tokens
+    if searched >= kernels.SEARCHED:
+        slot_mapping, searched = only_last_tokens(slot_mapping, last_slot + 1), 0
     arrays = (slot_mapping.contiguous(), key, value, _scale(k_scale), _scale(v_scale), key_cache, value_cache)
-    return Call(kernel, (num_tokens, last_slot), arrays, num_tokens)
+    return Call(kernel, (num_tokens, last_slot, searched), arrays, num_tokens)
+
+
+def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Slots in which every token but the last of each slot has -1 instead, for a write of `kernels.SEARCHED` or more.
+
+    On torch's current stream, without waiting for it.
+    """
+    token = torch.arange(slot_mapping.shape[0], dtype=torch.int32, device=slot_mapping.device)
+    in_range = (slot_mapping >= 0) & (slot_mapping < num_slots)
+    index = torch.where(in_range, slot_mapping, num_slots).to(torch.int64)
+    last_token = token.new_empty(num_slots + 1).scatter_reduce_(0, index, token, reduce="amax", include_self=False)
+    return torch.where(in_range & (last_token[index] == token), slot_mapping, -1)
 
 
 def gather_call(

@@ -50,6 +50,7 @@ def write(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     v_scale_layout: str,
+    unique_slots: bool,
 ) -> None:
     """`reshape_and_cache_flash` of CUDA tensors."""
     addresses = (
@@ -99,17 +100,21 @@ def write(
             and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
             and not (key.requires_grad or value.requires_grad)
         ):
-            known.launch((num_tokens, known.last_slot), addresses, num_tokens)
+            searched = 0 if unique_slots else num_tokens
+            if searched >= kernels.SEARCHED:
+                slot_mapping, searched = calls.only_last_tokens(slot_mapping, known.last_slot + 1), 0
+                addresses = slot_mapping.data_ptr(), *addresses[1:]
+            known.launch((num_tokens, known.last_slot, searched), addresses, num_tokens)
             return
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
     with _one_at_a_time:
-        call = calls.write_call(plan, *tensors, k_scale, v_scale)
+        call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
         launcher = _run(call)
     # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
     is_packed = slot_mapping.stride() == (1,)
-    is_taken_as_it_comes = is_packed and tuple(tensor.data_ptr() for tensor in call.tensors) == addresses
+    is_taken_as_it_comes = is_packed and tuple(tensor.data_ptr() for tensor in call.tensors[1:]) == addresses[1:]
     if launcher is not None and is_taken_as_it_comes and k_scale.numel() == v_scale.numel() == 1:
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()

@@ -15,7 +15,8 @@ from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_siz
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 _LIBRARY.define(
     "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear') -> ()",
+    " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear',"
+    " bool unique_slots=False) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -36,10 +37,11 @@ def _write(
     v_scale: torch.Tensor,
     *,
     v_scale_layout: str = "linear",
+    unique_slots: bool = False,
 ) -> None:
     tensors = key, value, key_cache, value_cache, slot_mapping
     if key_cache.is_cuda:
-        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
         host.write(plan, *tensors, k_scale, v_scale)
@@ -75,6 +77,7 @@ def _write_fake(
     v_scale: torch.Tensor,
     *,
     v_scale_layout: str = "linear",
+    unique_slots: bool = False,
 ) -> None:
     refuse_gradient(key=key, value=value)  # compiled code runs without autograd: it could not say so later
     check_devices(

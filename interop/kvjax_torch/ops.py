@@ -29,6 +29,7 @@ def reshape_and_cache_flash(
     v_scale: Scale,
     *,
     v_scale_layout: str = "linear",
+    unique_slots: bool = False,
 ) -> None:
     """Writes tokens into the slots of a paged cache, in place, encoded as `kv_cache_dtype` says.
 
@@ -47,11 +48,13 @@ def reshape_and_cache_flash(
         before all its block scales.
       value_cache: the same for the values: `kv_cache[:, 1]`.
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
-        at or past `num_blocks * block_size` write nothing. Which of two tokens with one slot wins is unspecified.
+        at or past `num_blocks * block_size` write nothing. Of several tokens with one slot the last is written.
       kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors' own dtype.
       k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
+      unique_slots: promises that no two written tokens have one slot; on CUDA that saves the time to find out. If two
+        have, the bytes of that slot are undefined.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, stride, dtype, device, address or scale that does not fit, naming
@@ -65,10 +68,11 @@ def reshape_and_cache_flash(
     tensors = key, value, key_cache, value_cache, slot_mapping
     # torch's dispatcher takes as long as all the rest of a call; where nobody watches operations it is left out.
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
-        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         write = torch.ops.kvjax.reshape_and_cache_flash.default
-        write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout=v_scale_layout)
+        options = {"v_scale_layout": v_scale_layout, "unique_slots": unique_slots}
+        write(*tensors, kv_cache_dtype, k_scale, v_scale, **options)
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:

@@ -229,6 +229,7 @@ class KvjaxLayer(CacheLayerMixin):
             self.k_scale,
             self.v_scale,
             v_scale_layout=v_scale_layout,
+            unique_slots=True,
         )
         self.num_tokens = end
         keys, values = gather_kv(

@@ -10,12 +10,14 @@ from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import Argument as Argument
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
+from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
     "BASE_ALIGNMENT",
     "NUMBER_SHIFT",
+    "SEARCHED",
     "AnyCount",
     "Argument",
     "PageMemory",

@@ -19,6 +19,8 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from kvjax.kernels.registers import lane_layout
+
 # Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
 # without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
@@ -149,6 +151,38 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
     return loaded
 
 
+def any_thread(mask: jax.Array, bits: int) -> jax.Array:
+    """The lowest `bits` bits of int32 `mask`, one element a thread, or-ed over all; also a `wait_for_threads`."""
+    if interpreting():
+        plgpu.commit_smem()
+        return lax.reduce(mask, np.int32(0), lax.bitwise_or, (0,))
+
+    def run(_: Any, mask: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        [mine] = [_scalar(register) for register in mask.registers.flat]
+        result = mgpu.c(0, i32)
+        _forbid_moving()
+        for bit in range(bits):
+            one = arith.andi(arith.shrui(mine, mgpu.c(bit, i32)), mgpu.c(1, i32))
+            found = utils.inline_ptx(_ANY_THREAD, one, result_types=i32, has_side_effects=True)
+            result = arith.ori(result, arith.shli(found, mgpu.c(bit, i32)))
+        _forbid_moving()
+        return mgpu.FragmentedArray.splat(result, (), is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
+    found: jax.Array = plgpu.inline_mgpu(arg_types=(lane_layout(mask.shape, 1),), return_type=result)(run)(mask)
+    return found
+
+
+# Barrier 1 is that of `wait_for_threads`.
+_ANY_THREAD = """{
+  .reg .pred %mine, %any;
+  setp.ne.s32 %mine, $1, 0;
+  barrier.cta.red.or.pred %any, 1, 128, %mine;
+  selp.s32 $0, 1, 0, %any;
+}"""
+
+
 def copy_each(
     source: Any,
     starts: jax.Array,
@@ -202,13 +236,16 @@ def _per_scalar(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` of scalars for registers that may be vectors of one."""
 
     def of_registers(*registers: Any) -> Any:
-        scalars = [vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x for x in registers]
-        result = run(*scalars)
+        result = run(*map(_scalar, registers))
         if result is None or not isinstance(registers[0].type, ir.VectorType):
             return result
         return vector.broadcast(ir.VectorType.get((1,), result.type), result)
 
     return of_registers
+
+
+def _scalar(register: Any) -> Any:
+    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
 
 
 _ptx = Primitive("kvjax_ptx")

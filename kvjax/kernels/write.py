@@ -44,6 +44,14 @@ ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMod
 smaller ones leave threads idle or, where elements are encoded, compute again what a larger one shares. 4,096 elements
 are two NVFP4 blocks a thread."""
 
+SEARCHED = 16 * PROGRAMS
+"""A write of fewer tokens finds out by itself which tokens are not the last of their slots: every program reads all
+slots that come after its own. It costs most at 4,096 tokens of a program each, a tenth of the time; slots of more
+tokens are for the caller to make unique."""
+
+SEARCH_LOADS = 4
+"""Slots that a thread loads before it compares any: the slots of a decode step are loaded at once."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteConfig:
@@ -94,11 +102,15 @@ class Position(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Slots, of one or two int32 words each, the low one first; that of token `t` is number `start + t` in `ref`."""
+    """Slots, of one or two int32 words each, the low one first; that of token `t` is number `start + t` in `ref`.
+
+    `searched` is how many tokens to look through for later ones of the same slot; 0 for slots that are unique.
+    """
 
     ref: Any
     words: int
     last_slot: Number
+    searched: Number
     start: Number = 0
 
     def position(
@@ -112,6 +124,36 @@ class Slots(NamedTuple):
             written &= read(word + 1) == 0
         block_size = jnp.int32(spec.block_size)
         return Position(written, lax.div(slot, block_size), lax.rem(slot, block_size))
+
+    def repeated(self, first: jax.Array, tokens: int) -> jax.Array | None:
+        """A bit for each of up to 32 tokens, set where a thread sees a later token with its slot, written instead.
+
+        The bits of all threads together (`compat.any_thread`) say it of all later tokens; None if slots are unique.
+        """
+        if isinstance(self.searched, int) and self.searched < 2:
+            return None
+        width, loads = (8, 1) if compat.interpreting() else (THREADS, SEARCH_LOADS)
+        layout = lane_layout((width,), 1)
+        lane = plgpu.layout_cast(lax.iota(jnp.int32, width), layout)
+        own = [self.ref[(self.start + first + i) * self.words] for i in range(tokens)]
+
+        def search(step: jax.Array, mask: jax.Array) -> jax.Array:
+            others = [first + 1 + (step * loads + i) * width + lane for i in range(loads)]
+            words = [(self.start + jnp.minimum(other, self.searched - 1)) * self.words for other in others]
+            slots = [compat.load_each(self.ref, word, layout) for word in words]
+            counts = [other < self.searched for other in others]
+            if self.words == 2:
+                highs = [compat.load_each(self.ref, word + 1, layout) for word in words]
+                counts = [is_other & (high == 0) for is_other, high in zip(counts, highs, strict=True)]
+            for other, slot, is_other in zip(others, slots, counts, strict=True):
+                for i, slot_of_mine in enumerate(own):
+                    is_repeated = is_other & (slot == slot_of_mine) & (other > first + i)
+                    mask |= jnp.where(is_repeated, jnp.int32(1 << i), 0)
+            return mask
+
+        steps = lax.div(jnp.maximum(self.searched - first + width * loads - 2, 0), jnp.int32(width * loads))
+        none = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
+        return lax.fori_loop(0, steps, search, none)
 
 
 class Half(NamedTuple):
@@ -222,14 +264,18 @@ class Scatter:
         read = functools.partial(compat.load_each, slots.ref, layout=self.layout)
         return slots.position(read, token, is_piece, spec)
 
-    def store(self, stage: Any, pages: Pages, positions: Position) -> None:
-        """Stores all pieces of `stage` `[tokens, bytes]`."""
+    def store(self, stage: Any, pages: Pages, positions: Position, skipped: jax.Array | None) -> None:
+        """Stores all pieces of `stage` `[tokens, bytes]`, but not of tokens whose bit in `skipped` is set."""
         piece = self._indices()
+        written = positions.written
+        if skipped is not None:
+            token = lax.div(piece, jnp.int32(self.pieces))
+            written &= lax.shift_right_logical(lax.broadcast(skipped, token.shape), token) & 1 == 0
         byte = lax.rem(piece, jnp.int32(self.pieces)) * self.piece
         row, column = lax.div(byte, jnp.int32(self.move.columns)), lax.rem(byte, jnp.int32(self.move.columns))
         starts = pages.start + self.move.start(positions.token, row, column)
         compat.copy_each(
-            stage, piece * self.piece, pages.ref, positions.block, starts, positions.written, self.piece, self.layout
+            stage, piece * self.piece, pages.ref, positions.block, starts, written, self.piece, self.layout
         )
 
     def _indices(self) -> jax.Array:
@@ -245,10 +291,13 @@ def write(
     v_scale: jax.Array,
     spec: AttentionSpec,
     config: WriteConfig,
+    *,
+    unique_slots: bool,
 ) -> jax.Array:
     """Writes tokens into flat pages `[num_blocks, page_elements]`, in place where they are donated.
 
     `slot_mapping` is int32 `[num_tokens]`, or int64 where x64 is on; scales are float32, `[1]` or `[num_kv_heads]`.
+    Slots are unique if `unique_slots` says so and from `SEARCHED` tokens on; else the last token of a slot is written.
     """
     num_tokens, last_slot = key.shape[0], min(pages.shape[0] * spec.block_size, 1 << 31) - 1
     words = slot_mapping.dtype.itemsize // 4
@@ -260,7 +309,8 @@ def write(
             Half(Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
-        _write_tokens(Slots(slots, words, last_slot), halves, staged, spec, config, num_tokens, dtype)
+        searched = 0 if unique_slots or num_tokens >= SEARCHED else num_tokens
+        _write_tokens(Slots(slots, words, last_slot, searched), halves, staged, spec, config, num_tokens, dtype)
 
     dtype = key.dtype
     kernel = _kernel(body, spec, config.tokens, grid=-(-num_tokens // config.tokens))
@@ -282,13 +332,14 @@ def any_count(
 ) -> AnyCount:
     """The write into memory that somebody else owns, given for keys and for values.
 
-    The arrays are slots, keys, values, k_scale, v_scale, and the keys' and the values' pages.
+    Its number `searched` is that of the tokens where slots may repeat, which from `SEARCHED` tokens on they may not;
+    0 where they do not. The arrays are slots, keys, values, k_scale, v_scale, and the keys' and the values' pages.
     """
     configs = WriteConfig.ladder(spec)
     words = np.dtype(slot_dtype).itemsize // 4
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
-        num_tokens, last_slot = counts
+        num_tokens, last_slot, searched = counts
         (slots, start), key, value, k_scale, v_scale, key_pages, value_pages = arrays
         halves = [
             Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
@@ -301,9 +352,9 @@ def any_count(
             above = [other for other in configs if other > least]
 
             @pl.when((num_tokens >= least) & (num_tokens < above[0] if above else True))
-            def _(config: WriteConfig = config) -> None:
-                dtype = rows[0].dtype
-                _write_tokens(Slots(slots, words, last_slot, start), halves, staged, spec, config, num_tokens, dtype)
+            def _(config: WriteConfig = config, searched: Number = searched if least < SEARCHED else 0) -> None:
+                all_slots = Slots(slots, words, last_slot, searched, start)
+                _write_tokens(all_slots, halves, staged, spec, config, num_tokens, rows[0].dtype)
 
     leasts, tokens = list(configs), [config.tokens for config in configs.values()]
 
@@ -313,7 +364,7 @@ def any_count(
     return AnyCount(
         body,
         functools.partial(_kernel, spec=spec, tokens=max(tokens), grid=MOST),
-        ("num_tokens", "last_slot"),
+        ("num_tokens", "last_slot", "searched"),
         (
             Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
             *(_row_argument(memory, spec) for memory in rows),
@@ -378,10 +429,12 @@ def _write_tokens(
         moves.append((move, half, encode))
     loaded = [[move.load(half.rows, token) for move, half, _ in moves] for token in tokens]
     compat.finish_loads()  # rows are stored where slots say so, and would be loaded there, after the slots
+    repeated = slots.repeated(first, config.tokens)
     encoded = [[encode(row) for (*_, encode), row in zip(moves, rows, strict=True)] for rows in loaded]
-    for position, rows in zip(positions, encoded, strict=True):
+    skipped = 0 if repeated is None else compat.any_thread(repeated, config.tokens)
+    for i, (position, rows) in enumerate(zip(positions, encoded, strict=True)):
 
-        @pl.when(position.written)
+        @pl.when(position.written & ((skipped >> i) & 1 == 0))
         def _(position: Position = position, rows: list[jax.Array] = rows) -> None:
             for (move, half, _), row in zip(moves, rows, strict=True):
                 move.store(row, half.pages, position)
@@ -405,13 +458,16 @@ def _write_blocks(
         _load_blocks(half.rows, first, tokens, scales.shape[1], dtype)
         for half, (_, scales) in zip(halves, stages, strict=True)
     ]
+    repeated = slots.repeated(first, tokens)
     for half_blocks, half, stage in zip(blocks, halves, stages, strict=True):
         for stored, ref in zip(_encode_blocks(half_blocks, half.scale, dtype), stage, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], stored)
-    compat.wait_for_threads()
+    if repeated is None:
+        compat.wait_for_threads()
+    skipped = None if repeated is None else compat.any_thread(repeated, tokens)
     for half, stage, pair, pair_positions in zip(halves, stages, scatters, positions, strict=True):
         for scatter, ref, position in zip(pair, stage, pair_positions, strict=True):
-            scatter.store(ref, half.pages, position)
+            scatter.store(ref, half.pages, position, skipped)
 
 
 def _token_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -44,12 +44,21 @@ def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array
             return rows[0]
 
 
-def last_of_each_slot(slots: jax.Array) -> jax.Array:
+MAX_TABLE_SLOTS = 1 << 23
+"""Up to so many slots a table of them, 32 MiB then, is filled and looked up in less time than tokens are sorted."""
+
+
+def last_of_each_slot(slots: jax.Array, num_slots: int) -> jax.Array:
     """Slots `[num_tokens]` in which every token but the last of each slot has -1 instead, and so writes nothing."""
-    order = jnp.argsort(slots, stable=True)
-    in_order = slots[order]
-    is_last = jnp.append(in_order[1:] != in_order[:-1], True)[: slots.shape[0]]
-    return jnp.full_like(slots, -1).at[order].set(jnp.where(is_last, in_order, -1), unique_indices=True)
+    if num_slots > MAX_TABLE_SLOTS:
+        order = jnp.argsort(slots, stable=True)
+        in_order = slots[order]
+        is_last = jnp.append(in_order[1:] != in_order[:-1], True)[: slots.shape[0]]
+        return jnp.full_like(slots, -1).at[order].set(jnp.where(is_last, in_order, -1), unique_indices=True)
+    token = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    index = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots).astype(jnp.int32)
+    last_token = jnp.full(num_slots, -1, jnp.int32).at[index].max(token, mode="drop")
+    return jnp.where(last_token.at[index].get(mode="fill", fill_value=-1) == token, slots, -1)
 
 
 def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array) -> KVCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def reshape_and_cache_flash(
     *,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
+    unique_slots: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
     """Writes tokens into their slots, encoded as the cache's layer stores them.
@@ -49,10 +51,12 @@ def reshape_and_cache_flash(
       value: `[num_tokens, num_kv_heads, head_size]`, of `key`'s dtype.
       cache: the layer's cache.
       slot_mapping: int32 or int64 `[num_tokens]`: `block * block_size + offset` of each token. Negative slots and those
-        at or past `cache.num_slots` write nothing. Which of two tokens with one slot wins is unspecified.
+        at or past `cache.num_slots` write nothing. Of several tokens with one slot the last is written.
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
         `[num_kv_heads]`. Unquantized layers have no scale and ignore it.
       v_scale: the same for the values.
+      unique_slots: promises that no two written tokens have one slot, as `unique_indices` does in `jax.numpy`; saves
+        the time to find out. If two have, the bytes of that slot are undefined.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Raises:
@@ -67,7 +71,7 @@ def reshape_and_cache_flash(
             f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
             f" head_size_v={cache.spec.head_size_v}, expected equal ones; use reshape_and_cache_flash_diffkv"
         )
-    return _write(key, value, cache, slot_mapping, k_scale, v_scale, implementation)
+    return _write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots, implementation)
 
 
 def reshape_and_cache_flash_diffkv(
@@ -78,6 +82,7 @@ def reshape_and_cache_flash_diffkv(
     *,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
+    unique_slots: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
     """`reshape_and_cache_flash` for layers whose values have a head size of their own.
@@ -85,7 +90,7 @@ def reshape_and_cache_flash_diffkv(
     `value` is `[num_tokens, num_kv_heads, head_size_v]`; equal head sizes are served too. Everything else is as there.
     """
     check_cache(cache)
-    return _write(key, value, cache, slot_mapping, k_scale, v_scale, implementation)
+    return _write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots, implementation)
 
 
 def _write(
@@ -95,6 +100,7 @@ def _write(
     slot_mapping: ArrayLike,
     k_scale: ArrayLike,
     v_scale: ArrayLike,
+    unique_slots: bool,
     implementation: str | None,
 ) -> KVCache:
     spec = cache.spec
@@ -108,7 +114,8 @@ def _write(
 
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
     kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
-    return KVCache(serve(KVCache(kv, spec), key, value, as_slots(slot_mapping, cache.num_slots), *scales), spec)
+    slots = as_slots(slot_mapping, cache.num_slots)
+    return KVCache(serve(KVCache(kv, spec), key, value, slots, *scales, unique_slots=unique_slots), spec)
 
 
 @jax.custom_jvp
@@ -125,11 +132,20 @@ def _refuse_gradient(*_: Any) -> Any:
 
 
 def _write_xla(
-    cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+    cache: KVCache,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    unique_slots: bool,
 ) -> jax.Array:
     spec = cache.spec
-    # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
-    slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=last_of_each_slot)
+    if not unique_slots:
+        # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
+        only_last = functools.partial(last_of_each_slot, num_slots=cache.num_slots)
+        slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=only_last)
     block = slot_mapping // spec.block_size
     written = (slot_mapping >= 0) & (block < cache.num_blocks)
     block = jnp.where(written, block, cache.num_blocks).astype(jnp.int32)
@@ -140,17 +156,26 @@ def _write_xla(
 
 
 def _write_mosaic(
-    cache: KVCache, key: jax.Array, value: jax.Array, slot_mapping: jax.Array, k_scale: jax.Array, v_scale: jax.Array
+    cache: KVCache,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    unique_slots: bool,
 ) -> jax.Array:
     if not key.size:
         return cache.kv
+    if key.shape[0] >= kernel.SEARCHED and not unique_slots:
+        slot_mapping = last_of_each_slot(slot_mapping, cache.num_slots)
     spec = cache.spec
     config = kernel.WriteConfig.choose(spec, key.shape[0])
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:
         pages = from_array_dtype(pages, spec.storage_dtype)
-    written = kernel.write(pages, key, value, slot_mapping, *scales, spec, config)
+    written = kernel.write(pages, key, value, slot_mapping, *scales, spec, config, unique_slots=unique_slots)
     return lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
 
 
