@@ -82,10 +82,9 @@ def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor
     On torch's current stream, without waiting for it.
     """
     token = torch.arange(slot_mapping.shape[0], dtype=torch.int32, device=slot_mapping.device)
-    in_range = (slot_mapping >= 0) & (slot_mapping < num_slots)
-    index = torch.where(in_range, slot_mapping, num_slots).to(torch.int64)
-    last_token = token.new_empty(num_slots + 1).scatter_reduce_(0, index, token, reduce="amax", include_self=False)
-    return torch.where(in_range & (last_token[index] == token), slot_mapping, -1)
+    index = slot_mapping.clamp(-1, num_slots).to(torch.int64) + 1  # a place for all before, and one for all behind
+    last_token = token.new_empty(num_slots + 2).scatter_reduce_(0, index, token, reduce="amax", include_self=False)
+    return torch.where(last_token[index] == token, slot_mapping, -1)
 
 
 def gather_call(

@@ -136,10 +136,11 @@ class Slots(NamedTuple):
         layout = lane_layout((width,), 1)
         lane = plgpu.layout_cast(lax.iota(jnp.int32, width), layout)
         own = [self.ref[(self.start + first + i) * self.words] for i in range(tokens)]
+        last = jnp.maximum(self.searched - 1, 0)
 
         def search(step: jax.Array, mask: jax.Array) -> jax.Array:
             others = [first + 1 + (step * loads + i) * width + lane for i in range(loads)]
-            words = [(self.start + jnp.minimum(other, self.searched - 1)) * self.words for other in others]
+            words = [(self.start + jnp.minimum(other, last)) * self.words for other in others]
             slots = [compat.load_each(self.ref, word, layout) for word in words]
             counts = [other < self.searched for other in others]
             if self.words == 2:
@@ -153,7 +154,8 @@ class Slots(NamedTuple):
 
         steps = lax.div(jnp.maximum(self.searched - first + width * loads - 2, 0), jnp.int32(width * loads))
         none = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
-        return lax.fori_loop(0, steps, search, none)
+        # The first step, for most writes the only one, is outside the loop: its loads wait for nothing.
+        return lax.fori_loop(1, steps, search, search(jnp.int32(0), none))
 
 
 class Half(NamedTuple):
@@ -347,8 +349,7 @@ def any_count(
                 (key, value), rows, (k_scale, v_scale), (key_pages, value_pages), pages, strict=True
             )
         ]
-        # That for the fewest tokens is last, where to store nothing is to end: ptxas moves loads behind other branches.
-        for least, config in reversed(configs.items()):
+        for least, config in configs.items():
             above = [other for other in configs if other > least]
 
             @pl.when((num_tokens >= least) & (num_tokens < above[0] if above else True))
