@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import pytest
 
 import kvjax
@@ -99,6 +100,12 @@ def test_the_model_writes_on(result):
     assert continuation["dtype"] == result["rows"][-1]["dtype"]
     assert len(continuation["prompt"]) > 0
     assert len(continuation["text"]) > 0
+
+
+@pytest.mark.gpu
+def test_the_demo_runs_on_a_gpu(capsys):
+    assert main(["demo", *SMALL]) == 0
+    assert " ".join(["on", jax.devices("cuda")[0].device_kind]) in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):

@@ -158,6 +158,12 @@ TYPICAL = {
 }
 
 
+@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+def test_the_smallest_token(dtype):
+    program = compile_write("h100", TYPICAL | {"dtype": dtype.value, "heads": (1, 16), "num_tokens": 1})
+    assert_one_sound_kernel(program, "h100")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):

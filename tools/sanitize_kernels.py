@@ -57,10 +57,11 @@ def kinds(
 
 
 def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int) -> None:
-    """Writes all over a cache of as many slots, but for some tokens that have none of them, and reads all of it."""
+    """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it."""
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
     slots = rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32)
+    slots[4::7] = np.resize(slots[3::7], slots[4::7].shape)
     slots[5::7], slots[6::7] = -1, num_blocks * spec.block_size
     shape = num_tokens, spec.num_kv_heads, spec.head_size
     key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
