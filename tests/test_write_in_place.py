@@ -81,6 +81,19 @@ def test_a_donated_cache_keeps_its_buffer(implementation, spec, source):
     check_in_place(write, KVCache.allocate(spec, 8 * NUM_BLOCKS // spec.block_size), key, value, SLOTS)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("array", ARRAYS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_few_tokens_copy_no_cache(array, num_kv_heads, num_tokens):
+    for dtype in STORED_KV_CACHE_DTYPES if array != "swizzled" else [KVCacheDType.NVFP4]:
+        spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])
+        cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec)
+        tokens = kv_tokens(spec, num_tokens)
+        write = jax.jit(functools.partial(reshape_and_cache_flash_diffkv, implementation="xla"), donate_argnums=2)
+        memory = write.lower(*tokens, cache, SLOTS[:num_tokens]).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 2**14 < cache.kv.size, dtype
+
+
 def test_many_caches_in_one_jit(implementation):
     caches = {dtype.value: KVCache.allocate(simple_spec(dtype), NUM_BLOCKS) for dtype in STORED_KV_CACHE_DTYPES}
     key, value = kv_tokens(simple_spec(), len(SLOTS))

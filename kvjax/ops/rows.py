@@ -121,10 +121,15 @@ def _scatter_region(
         offsets = offsets[:, :1]
     offsets = lax.collapse(offsets, 1)
     indices = jnp.stack([jnp.broadcast_to(block[:, None], offsets.shape), offsets], axis=-1)
+    updates = rows.reshape(*offsets.shape, num_heads * row // offsets.shape[1])
+    if offsets.size == 1:
+        # Of a single one XLA on CPU makes a choice between the pages with it and without, and copies all of them.
+        indices = jnp.concatenate([indices, jnp.full_like(indices, pages.shape[0])])  # past the last page: dropped
+        updates = jnp.concatenate([updates, updates])
     return lax.scatter(
         pages,
         indices,
-        rows.reshape(*offsets.shape, num_heads * row // offsets.shape[1]),
+        updates,
         lax.ScatterDimensionNumbers(
             update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
         ),
