@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from absl import flags
 
@@ -19,9 +20,9 @@ def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | N
     return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that can be here)")
 
 
-def present[Job, Inputs](
-    results: output.Report, peers: Sequence[Peer[Job, Inputs]], names: Sequence[str] | None
-) -> list[Peer[Job, Inputs]]:
+def present[J, Inputs](
+    results: output.Report, peers: Sequence[Peer[J, Inputs]], names: Sequence[str] | None
+) -> list[Peer[J, Inputs]]:
     """Those of the peers that were asked for and can run here; says of the others why not."""
     found = []
     for peer in peers:
@@ -37,61 +38,101 @@ def present[Job, Inputs](
     return found
 
 
-def compare[Job, Inputs](
+class Job(Protocol):
+    """One thing to time."""
+
+    @property
+    def subject(self) -> Mapping[str, Any]:
+        """What the tables and files say of it."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that it must read and write."""
+
+
+def compare_all[J: Job, Inputs](
+    test: output.Program,
+    operation: str,
+    jobs: Sequence[J],
+    peers: Sequence[Peer[J, Inputs]],
+    make_inputs: Callable[[J], Inputs],
+    why_too_large: Callable[[J], str | None],
+) -> dict[J, dict[str, Measurement]]:
+    """Measures all peers that serve them on all jobs; of each job what was right, by the peers' names.
+
+    A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
+    kvjax itself fails, so does a subtest of `test`.
+    """
+    results = test.results
+    results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
+    measured: dict[J, dict[str, Measurement]] = {}
+    for job in jobs:
+        serving = [peer for peer in peers if peer.serves(job)]
+        what = f"{operation}: {', '.join(str(output.plain(value)) for value in job.subject.values())}"
+        with test.subTest(**job.subject):
+            reason = why_too_large(job)
+            if reason is None:
+                try:
+                    inputs = make_inputs(job)
+                except Exception as error:
+                    if not memory.is_exhausted(error):
+                        raise
+                    reason = f"too little memory: {error}"
+            if reason is not None:
+                results.skip(what, reason)
+                results.step("too large", len(serving))
+                continue
+            measured[job] = {}
+            _compare(results, operation, job, serving, inputs, measured[job])
+    return measured
+
+
+def _compare(
     results: output.Report,
     operation: str,
-    subject: Mapping[str, Any],
-    peers: Sequence[Peer[Job, Inputs]],
-    inputs: Inputs,
-    bytes_moved: int,
-) -> dict[str, Measurement]:
-    """Measures all these peers on the same inputs; by their names, those that were right.
-
-    A peer that fails is said to be skipped, and the others are measured all the same.
-
-    Raises:
-      Exception: what kvjax itself failed with, once all are through.
-    """
-    found: dict[str, Measurement] = {}
+    job: Job,
+    peers: Sequence[Peer[Any, Any]],
+    inputs: Any,
+    found: dict[str, Measurement],
+) -> None:
     failure: Exception | None = None
-    words = ", ".join(str(output.plain(value)) for value in subject.values() if value is not None)
     for peer in peers:
         try:
-            found[peer.name] = _measure(results, operation, subject, peer, inputs, bytes_moved)
+            found[peer.name] = _measure(results, operation, job, peer, inputs)
         except Exception as error:  # whatever a peer fails with, the others go on
-            kind = "wrong: " if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            results.skip(f"{peer.name} ({operation}: {words})", f"{kind}{error}")
+            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+            words = ", ".join(str(output.plain(value)) for value in job.subject.values())
+            results.skip(f"{peer.name} ({operation}: {words})", f"{kind}: {error}")
             results.step(peer.name)
             if peer.own and not memory.is_exhausted(error):
                 error.add_note(traceback.format_exc())
                 failure = failure or error.with_traceback(None)  # its frames would hold on to caches
     if failure:
         raise failure
-    return found
 
 
-def _measure(
-    results: output.Report,
-    operation: str,
-    subject: Mapping[str, Any],
-    peer: Peer[Any, Any],
-    inputs: Any,
-    bytes_moved: int,
-) -> Measurement:
+def _measure(results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any) -> Measurement:
     run = peer.prepare(inputs)
     first = run.call(0)
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
-    measurement = Measurement(operation, subject, peer.name, timed, bytes_moved, copy.measure(bytes_moved), facts)
+    copied = copy.measure(job.bytes_moved)
+    measurement = Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)
     results.add(measurement)
     return measurement
 
 
 def peer_table(
-    results: output.Report, title: str, measurements: Sequence[Measurement], columns: Sequence[str], *, note: str = ""
+    results: output.Report,
+    title: str,
+    measured: Mapping[Any, Mapping[str, Measurement]],
+    columns: Sequence[str],
+    *,
+    note: str = "",
 ) -> None:
     """Adds a table with a line for each measurement, of which `columns` are what it is about."""
+    measurements = [each for by_peer in measured.values() for each in by_peer.values()]
     words = [
         [
             *(_words(each.subject.get(column)) for column in columns),

@@ -55,7 +55,7 @@ def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[lis
     holder = flags.DEFINE_list(name, None, words)
     flags.register_validator(
         name,
-        lambda given: given is None or given and all(word.isdecimal() and int(word) >= least for word in given),
+        lambda given: given is None or (given and all(word.isdecimal() and int(word) >= least for word in given)),
         f"expected numbers of at least {least} with commas between them",
     )
     return holder
@@ -71,7 +71,7 @@ def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[li
     accepted = [*of]
     holder = flags.DEFINE_list(name, None, words)
     flags.register_validator(
-        name, lambda given: given is None or given and {*given} <= {*accepted}, f"expected some of {accepted}"
+        name, lambda given: given is None or (given and {*given} <= {*accepted}), f"expected some of {accepted}"
     )
     return holder
 

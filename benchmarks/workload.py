@@ -102,6 +102,7 @@ class WriteJob:
     @property
     def subject(self) -> dict[str, Any]:
         """What the tables and files say of it."""
+        cache = {} if self.num_blocks is None else {"cache_bytes": self.num_blocks * self.spec.page_size_bytes}
         return {
             "case": self.case.name,
             "num_kv_heads": self.case.num_kv_heads,
@@ -110,6 +111,7 @@ class WriteJob:
             "layout": self.layout,
             "slots": self.slots,
             "num_tokens": self.num_tokens,
+            **cache,
         }
 
     @property
@@ -120,17 +122,18 @@ class WriteJob:
         slots = self.num_tokens * np.dtype(np.int32).itemsize
         return slots + written * (elements * INPUT_DTYPE.itemsize + self.spec.bytes_per_token)
 
-    def pages(self, num_tokens: int) -> int:
-        """Pages of a cache that holds at least so many tokens."""
-        page = self.case.spec(KVCacheDType.BFLOAT16)
-        return self.num_blocks or max(sizes().cache_bytes // page.page_size_bytes, -(-num_tokens // page.block_size))
-
     def why_too_large(self, max_tokens: int) -> str | None:
         """Why memory is too small to measure this among jobs of `max_tokens` tokens at most, if it is."""
         # What is expected, the cache that is written and what comparing them takes, or a peer's own two caches.
-        caches = 3 * self.pages(max_tokens) * self.spec.page_size_bytes
+        caches = 3 * (self.num_blocks or default_pages(self.case, max_tokens)) * self.spec.page_size_bytes
         tokens = max(sizes().rotation_bytes, max_tokens * self.case.spec(KVCacheDType.BFLOAT16).bytes_per_token)
         return memory.why_too_large(caches + 3 * tokens, tokens)
+
+
+def default_pages(case: Case, max_tokens: int) -> int:
+    """How many pages this device's caches of a case have, to hold at least so many tokens."""
+    page = case.spec(KVCacheDType.BFLOAT16)
+    return max(sizes().cache_bytes // page.page_size_bytes, -(-max_tokens // page.block_size))
 
 
 class Tokens:
@@ -188,8 +191,7 @@ class Tokens:
 
 def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> Tokens:
     """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
-    pages = WriteJob(case, KVCacheDType.BFLOAT16, max_tokens).pages(max_tokens)
-    return Tokens(case, max_tokens, pages, sizes().rotation_bytes, slots)
+    return Tokens(case, max_tokens, default_pages(case, max_tokens), sizes().rotation_bytes, slots)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 from absl.testing import absltest
@@ -18,8 +17,7 @@ from benchmarks.bars import WriteTime
 from benchmarks.output import Measurement
 from benchmarks.peers import writes
 from benchmarks.peers.in_jax import KVJAX
-from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.inputs import measure
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
@@ -96,16 +94,6 @@ def jobs() -> list[WriteJob]:
     return [*dict.fromkeys(found)]
 
 
-def time_peers(
-    results: output.Report, peers: Sequence[Peer[WriteJob, WriteInputs]], inputs: WriteInputs, operation: str
-) -> dict[str, Measurement]:
-    """Has those of the peers that do such a write make it."""
-    job = inputs.job
-    extra = {} if job.num_blocks is None else {"cache_bytes": job.num_blocks * job.spec.page_size_bytes}
-    serving = [peer for peer in peers if peer.serves(job)]
-    return compare.compare(results, operation, {**job.subject, **extra}, serving, inputs, job.bytes_moved)
-
-
 class WriteBenchmark(output.Program):
     """Fails where bytes are wrong, never because of a time."""
 
@@ -118,63 +106,15 @@ class WriteBenchmark(output.Program):
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)
             for num_blocks, dtype in itertools.product(sizes, STORED_KV_CACHE_DTYPES)
         ]
-        measured = self.time_all(wanted, peers, "write by cache size")
+        measured = measure(self, "write by cache size", wanted, peers)
         add_cache_sizes(self.results, {job: each["kvjax"] for job, each in measured.items() if "kvjax" in each})
 
     def test_token_counts(self) -> None:
         peers = compare.present(self.results, writes.PEERS, PEERS.value)
-        measured = self.time_all(jobs(), peers, "write")
+        measured = measure(self, "write", jobs(), peers)
         add_token_counts(self.results, [line for job, each in measured.items() if (line := write_time(job, each))])
-        compare.peer_table(
-            self.results,
-            "Time of a write, by who makes it",
-            [each for by_peer in measured.values() for each in by_peer.values()],
-            ["case", "dtype", "layout", "slots", "num_tokens"],
-        )
-
-    def time_all(
-        self, wanted: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]], operation: str
-    ) -> dict[WriteJob, dict[str, Measurement]]:
-        """What was measured of each job."""
-        self.results.expect(sum(peer.serves(job) for job, peer in itertools.product(wanted, peers)))
-        make_inputs = inputs_of(wanted)
-        most = {same_tokens(job): 0 for job in wanted}
-        for job in wanted:
-            most[same_tokens(job)] = max(most[same_tokens(job)], job.num_tokens)
-        measured = {}
-        for job in wanted:
-            with self.subTest(**job.subject):
-                if reason := job.why_too_large(most[same_tokens(job)]):
-                    self.results.skip(f"{operation} of {job.num_tokens:,} tokens, {job.case.name}", reason)
-                    self.results.step("too large", sum(peer.serves(job) for peer in peers))
-                    continue
-                measured[job] = time_peers(self.results, peers, make_inputs(job), operation)
-        return measured
-
-
-def same_tokens(job: WriteJob) -> tuple[shapes.Case, Slots, int | None]:
-    """What two jobs have in common that take their tokens and slots from the same arrays."""
-    return job.case, job.slots, job.num_blocks
-
-
-def inputs_of(wanted: Sequence[WriteJob]) -> Callable[[WriteJob], WriteInputs]:
-    """Makes the inputs of each job; what it shares with the job before it is made once."""
-
-    @functools.lru_cache(maxsize=1)
-    def tokens(case: shapes.Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        jobs = [job for job in wanted if same_tokens(job) == (case, slots, num_blocks)]
-        most = max(job.num_tokens for job in jobs)
-        return workload.Tokens(case, most, jobs[0].pages(most), workload.sizes().rotation_bytes, slots)
-
-    @functools.lru_cache(maxsize=1)
-    def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
-        return of.batches(num_tokens)
-
-    def make(job: WriteJob) -> WriteInputs:
-        shared = tokens(*same_tokens(job))
-        return WriteInputs(job, shared, batches(job.num_tokens, shared))
-
-    return make
+        columns = ["case", "dtype", "layout", "slots", "num_tokens"]
+        compare.peer_table(self.results, "Time of a write, by who makes it", measured, columns)
 
 
 def write_time(job: WriteJob, measured: dict[str, Measurement]) -> WriteTime | None:
