@@ -17,7 +17,6 @@ from benchmarks.bars import WriteTime
 from benchmarks.output import Measurement
 from benchmarks.peers import writes
 from benchmarks.peers.in_jax import KVJAX
-from benchmarks.peers.inputs import measure
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
@@ -106,12 +105,12 @@ class WriteBenchmark(output.Program):
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)
             for num_blocks, dtype in itertools.product(sizes, STORED_KV_CACHE_DTYPES)
         ]
-        measured = measure(self, "write by cache size", wanted, peers)
+        measured = writes.measure(self, "write by cache size", wanted, peers)
         add_cache_sizes(self.results, {job: each["kvjax"] for job, each in measured.items() if "kvjax" in each})
 
     def test_token_counts(self) -> None:
         peers = compare.present(self.results, writes.PEERS, PEERS.value)
-        measured = measure(self, "write", jobs(), peers)
+        measured = writes.measure(self, "write", jobs(), peers)
         add_token_counts(self.results, [line for job, each in measured.items() if (line := write_time(job, each))])
         columns = ["case", "dtype", "layout", "slots", "num_tokens"]
         compare.peer_table(self.results, "Time of a write, by who makes it", measured, columns)

@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import compare, output, workload
-from benchmarks.output import Measurement
-from benchmarks.peers.peer import Peer
-from benchmarks.shapes import BLOCK_SIZE, Case, Slots
+from benchmarks import workload
+from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.workload import WriteJob
 from kvjax import KVCache, KVQuantMode
 
@@ -65,34 +63,3 @@ def check_paged(cache: KVCache, inputs: WriteInputs) -> dict[str, Any]:
         workload.check_same_bits(cache.kv, inputs.expected.kv)
         return {}
     return workload.check_codes(cache.kv, inputs.expected.kv)
-
-
-def measure(
-    test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
-) -> dict[WriteJob, dict[str, Measurement]]:
-    """Measures writes as `compare_all` does. What neighbouring jobs share is made once: their tokens and slots."""
-
-    def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
-        return job.case, job.slots, job.num_blocks
-
-    most: dict[tuple[Case, Slots, int | None], int] = {}
-    for job in jobs:
-        most[shared(job)] = max(job.num_tokens, most.get(shared(job), 0))
-
-    @functools.lru_cache(maxsize=1)
-    def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        max_tokens = most[case, slots, num_blocks]
-        pages = num_blocks or workload.default_pages(case, max_tokens)
-        return workload.Tokens(case, max_tokens, pages, workload.sizes().rotation_bytes, slots)
-
-    @functools.lru_cache(maxsize=1)
-    def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
-        return of.batches(num_tokens)
-
-    def make(job: WriteJob) -> WriteInputs:
-        return WriteInputs(job, tokens(*shared(job)), batches(job.num_tokens, tokens(*shared(job))))
-
-    def why_too_large(job: WriteJob) -> str | None:
-        return job.why_too_large(most[shared(job)])
-
-    return compare.compare_all(test, operation, jobs, peers, make, why_too_large)
