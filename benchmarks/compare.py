@@ -129,25 +129,30 @@ def peer_table(
     measured: Mapping[Any, Mapping[str, Measurement]],
     columns: Sequence[str],
     *,
+    facts: Sequence[str] = (),
     note: str = "",
 ) -> None:
-    """Adds a table with a line for each measurement, of which `columns` are what it is about."""
+    """Adds a table with a line for each measurement: `columns` are what it is about, `facts` what else was found."""
     measurements = [each for by_peer in measured.values() for each in by_peer.values()]
     words = [
         [
             *(_words(each.subject.get(column)) for column in columns),
             each.peer,
             output.microseconds(each.seconds),
-            output.spread(each.timing.samples),
+            output.spread(each.times.samples),
             *(output.rate(each.seconds, each.bytes_moved) if each.bytes_moved else ["-", "-"]),
             output.share(each.copy_share),
+            *(_words(each.facts.get(fact)) for fact in facts),
         ]
         for each in measurements
     ]
     header = [*(column.replace("num_", "") for column in columns), "by", "us", "5-95%", "MB moved", "GB/s", "of copy"]
+    header += [fact.replace("_", " ") for fact in facts]
     results.table(title, header, words, note=f"{note}By {output.clocks(measurements)}.", left=len(columns) + 1)
 
 
 def _words(value: Any) -> str:
     value = output.plain(value)
+    if value is None:
+        return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)

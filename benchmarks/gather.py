@@ -84,10 +84,10 @@ def line_words(job: GatherJob, line: Measurement) -> list[str]:
         str(job.num_seqs),
         f"{job.seq_len:,}",
         output.microseconds(line.seconds),
-        output.spread(line.timing.samples),
+        output.spread(line.times.samples),
         *output.rate(line.seconds, job.bytes_moved),
         output.share(line.copy_share),
-        str(len(line.timing.kernels) or "-"),
+        str(len(line.times.kernels) or "-"),
         str(bar or "-"),
         bars.verdict(bar, line.copy_share, line.clock),
     ]

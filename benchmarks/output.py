@@ -132,7 +132,7 @@ class Measurement:
       operation: what was timed.
       subject: the shape, dtype and sizes that it was timed for.
       peer: who did it.
-      timing: its times.
+      times: its times.
       bytes_moved: the fewest bytes that it must read and write.
       copy: a copy that moves as many, in the same run.
       facts: what else was found out about it.
@@ -141,7 +141,7 @@ class Measurement:
     operation: str
     subject: Mapping[str, Any]
     peer: str
-    timing: Timing
+    times: Timing
     bytes_moved: int | None = None
     copy: Timing | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -149,12 +149,12 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """The median."""
-        return self.timing.seconds
+        return self.times.seconds
 
     @property
     def clock(self) -> Clock:
         """What the times were read from."""
-        return self.timing.clock
+        return self.times.clock
 
     @property
     def copy_seconds(self) -> float | None:
@@ -174,10 +174,10 @@ class Measurement:
             "peer": self.peer,
             "clock": self.clock,
             "seconds": self.seconds,
-            "samples": self.timing.samples,
+            "samples": self.times.samples,
             "bytes_moved": self.bytes_moved,
             "copy_seconds": self.copy_seconds,
-            "kernels": self.timing.kernels,
+            "kernels": self.times.kernels,
             **self.facts,
         }
 

@@ -42,7 +42,7 @@ NUM_BLOCKS = output.define_numbers(
     least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
 )
 
-HOST_TOKENS, HOST_FEW_TOKENS = (1, 64, 256, 1_024), (256,)
+HOST_TOKENS, HOST_FEW_TOKENS = (1, 64, 1_024), (64,)
 """Without a GPU, in place of `shapes.ALL_TOKENS` and `shapes.FEW_TOKENS`."""
 
 
@@ -74,7 +74,7 @@ def matrices() -> list[Matrix]:
         Matrix(num_tokens=many, layouts=(NHD, HND)),
         Matrix(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
         Matrix(num_tokens=few, slots=(Slots.CONTIGUOUS, Slots.PADDED)),
-        Matrix((LLAMA_70B_SHARD,), num_tokens=many),
+        Matrix((LLAMA_70B_SHARD,), num_tokens=many if workload.is_gpu() else few),
         Matrix(OTHER_CASES, num_tokens=few),
     ]
 
@@ -131,9 +131,9 @@ def write_time(job: WriteJob, measured: dict[str, Measurement]) -> WriteTime | N
         slots=job.slots,
         num_tokens=job.num_tokens,
         seconds=own.seconds,
-        samples=own.timing.samples,
+        samples=own.times.samples,
         clock=own.clock,
-        kernels=own.timing.kernels,
+        kernels=own.times.kernels,
         bytes_moved=job.bytes_moved,
         copy_seconds=own.copy_seconds,
         cuda_seconds=cuda,
@@ -150,7 +150,7 @@ def add_cache_sizes(to: output.Report, cells: dict[WriteJob, Measurement]) -> No
         line_cells = [by_size.get((dtype, size)) for size in sizes]
         temporary = max((cell.facts["temporary_bytes"] for cell in line_cells if cell), default=0)
         times = [
-            f"{output.microseconds(cell.seconds)} ({output.spread(cell.timing.samples)})" if cell else "-"
+            f"{output.microseconds(cell.seconds)} ({output.spread(cell.times.samples)})" if cell else "-"
             for cell in line_cells
         ]
         return [dtype.value, *times, f"{temporary:,}"]

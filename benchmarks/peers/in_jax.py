@@ -41,7 +41,10 @@ KVJAX_IN_XLA = Peer[WriteJob, WriteInputs](
     own=True,
 )
 NOT_DONATED = Peer[WriteJob, WriteInputs](
-    "kvjax, cache not donated", lambda inputs: kvjax_run(inputs, implementation=None, donated=False), own=True
+    "kvjax, cache not donated",
+    lambda inputs: kvjax_run(inputs, implementation=None, donated=False),
+    serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # in any dtype it is the copy of a cache that takes time
+    own=True,
 )
 
 

@@ -107,3 +107,31 @@ INDEX_COPY = Peer[WriteJob, WriteInputs](
 INDEX_PUT = Peer[WriteJob, WriteInputs](
     "torch index_put_", index_put_run, serves=_serves_torch, why_missing=why_missing
 )
+
+
+def kvjax_run(inputs: WriteInputs) -> Run:
+    import kvjax_torch
+
+    cache = inputs.poisoned()
+    pages, scales = borrow(cache.kv), [borrow(scale) for scale in workload.scales().values()]
+    key_cache, value_cache = pages[:, 0], pages[:, 1]
+    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
+    dtype = inputs.job.dtype.value
+
+    def call(number: int) -> None:
+        key, value, slots = batches[inputs.batch_number(number)]
+        kvjax_torch.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, dtype, *scales)
+
+    def check(_: Any) -> None:
+        workload.check_same_bits(cache.kv, inputs.expected.kv)
+
+    return Run(call, check, wait)
+
+
+KVJAX = Peer[WriteJob, WriteInputs](
+    "kvjax_torch",
+    kvjax_run,
+    serves=lambda job: job.layout is CacheLayout.NHD,
+    why_missing=why_missing,
+    own=True,
+)
