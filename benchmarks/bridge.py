@@ -20,6 +20,7 @@ from absl.testing import absltest
 from benchmarks import bars, output, shapes, timing, workload
 from benchmarks.output import Measurement
 from benchmarks.peers import copy
+from benchmarks.peers.in_jax import why_no_kernel
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -459,6 +460,9 @@ class TorchBenchmark(output.Program):
                 self.replays.append(time_replay(tokens, dtype, num_tokens))
 
     def test_kernels(self) -> None:
+        if reason := why_no_kernel():
+            self.results.skip("kvjax under jit", reason, asked_for=True)
+            return
         default = (8,) if output.SMOKE.value else GPU_TOKENS if has_gpu() else HOST_TOKENS
         counts = output.numbers(NUM_TOKENS) or default
         self.results.expect(2 * len(counts) * len(shapes.TIMED_DTYPES))

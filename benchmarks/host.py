@@ -28,7 +28,7 @@ NUM_BLOCKS = output.define_numbers("blocks", "pages of the caches (default: 64, 
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 1 and 64)", least=1)
 PEERS = compare.define_peers(WRITERS)
 
-CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 512, 4_096), (4, 16)
+CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 512, 4_096), (4,)
 DEFAULT_TOKENS, SMOKE_TOKENS = (1, 64), (8,)
 
 

@@ -35,7 +35,7 @@ CACHE_SIZE_CASE = shapes.Case("small", 2, 64)
 """The largest of its caches takes 1 GiB in float32, which any machine has."""
 
 CACHE_SIZE_TOKENS = 256
-CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 1_024, 16_384, 65_536), (16, 64)
+CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 1_024, 16_384, 65_536), (16,)
 NUM_BLOCKS = output.define_numbers(
     "blocks",
     "pages of the caches whose size is varied (default: 64 to 65,536)",
