@@ -305,10 +305,13 @@ class Program(absltest.TestCase):
 
     def test_the_clock_tells_twice_the_work(self) -> None:
         """A harness that took no notice of how much is done would be worth nothing."""
-        once, twice = timing.once_and_twice()
-        ratio = min(twice.samples) / min(once.samples)  # whatever else runs here only adds
-        if not 1.4 < ratio < 2.8:
-            self.fail(f"twice the work took {ratio:.2f} times as long: no time of this run is worth reading")
+        ratio = 0.0
+        for _ in range(3):  # whatever else runs here only adds, and may pass
+            once, twice = timing.once_and_twice()
+            ratio = min(twice.samples) / min(once.samples)
+            if 1.4 < ratio < 2.8:
+                return
+        self.fail(f"twice the work took {ratio:.2f} times as long: no time of this run is worth reading")
 
     def test_what_was_asked_for_is_there(self) -> None:
         if self.results.missing:

@@ -95,7 +95,11 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def measure(
-    call: Callable[[int], Any], *, wait: Callable[[Any], Any] = jax.block_until_ready, max_seconds: float = 0.3
+    call: Callable[[int], Any],
+    *,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    max_seconds: float = 0.3,
+    calls: int | None = None,
 ) -> Timing:
     """Times `call(0)`, `call(1)` and so on, after a warm-up that takes the first of these numbers.
 
@@ -103,6 +107,7 @@ def measure(
       call: starts one call; its number is there to choose among inputs, so that no cache holds them.
       wait: waits for what the last `call` returned, and so for all before it.
       max_seconds: for how long to repeat, within `LIMITS`.
+      calls: how often to repeat instead.
     """
     numbers = itertools.count()
     wait(call(next(numbers)))  # compiles
@@ -110,7 +115,7 @@ def measure(
     while (elapsed := time.perf_counter() - start) < LIMITS.warm_up_seconds or not runs:
         wait(call(next(numbers)))
         runs += 1
-    calls = min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
+    calls = calls or min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
     return _measure_on_device(call, wait, numbers, calls) or _measure_by_wall_clock(call, wait, numbers, calls)
 
 
@@ -187,8 +192,8 @@ def once_and_twice() -> tuple[Timing, Timing]:
         once, twice = (measure(functools.partial(_ignore_number, work, array)) for array in arrays)
         return once, twice
     once, twice = (
-        measure(functools.partial(_ignore_number, time.sleep, seconds), wait=lambda _: None, max_seconds=0.1)
-        for seconds in (0.01, 0.02)
+        measure(functools.partial(_ignore_number, time.sleep, seconds), wait=lambda _: None, calls=15)
+        for seconds in (0.005, 0.01)
     )
     return once, twice
 
