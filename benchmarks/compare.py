@@ -11,7 +11,7 @@ from absl import flags
 
 from benchmarks import memory, output, timing
 from benchmarks.output import Measurement
-from benchmarks.peers import copy, cuda
+from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
 
 
@@ -33,8 +33,6 @@ def present[J, Inputs](
             results.skip(peer.name, reason, asked_for=explicit and peer.name != "kvjax xla")
         else:
             found.append(peer)
-    if any(peer.name.startswith("CUDA") for peer in found):
-        results.facts["cuda compiler"] = cuda.version()
     return found
 
 

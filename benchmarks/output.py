@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import jax
 from absl import flags
 from absl.testing import absltest
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing, workload
+from benchmarks.peers import cuda
 from benchmarks.timing import Clock, Timing
 from kvjax.ops.select import Implementation
 from kvjax.table import markdown_table
@@ -192,13 +192,14 @@ class Report:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
-    _bar: tqdm | None = None
-    _saved: float = 0.0
+    _bar: Any = dataclasses.field(default_factory=lambda: _progress_bar())
+    _expected: int = 0
+    _done: int = 0
+    _saved: float = dataclasses.field(default_factory=time.monotonic)
 
     def expect(self, count: int) -> None:
         """Says how many more measurements are to come."""
-        self._bar = self._bar or tqdm(total=0, unit=" times", disable=None, leave=False, dynamic_ncols=True)
-        self._bar.total += count
+        self._expected += count
 
     def add(self, measurement: Measurement) -> None:
         """Takes in what was measured."""
@@ -211,13 +212,12 @@ class Report:
             self.save(Path(JSON.value))
 
     def step(self, words: str, count: int = 1) -> None:
-        """Moves the progress bar on, or says the same where stderr is no terminal."""
+        """Moves the progress bar on, or says the same where there is none."""
+        self._done += count
         if self._bar is None:
-            return
-        if self._bar.disable:
-            self._bar.n += count
-            print(f"[{self._bar.n}/{self._bar.total}] {words}", file=sys.stderr, flush=True)
+            print(f"[{self._done}/{self._expected}] {words}", file=sys.stderr, flush=True)
         else:
+            self._bar.total = self._expected
             self._bar.set_postfix_str(words, refresh=False)
             self._bar.update(count)
 
@@ -228,7 +228,13 @@ class Report:
             self.missing.append(f"{what}: {first_line}")
         if what not in self.skipped:
             self.skipped[what] = reason
-            tqdm.write(f"skipped {what}: {first_line}", file=sys.stderr)
+            self._say(f"skipped {what}: {first_line}")
+
+    def _say(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(line, file=sys.stderr)
 
     def table(
         self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, note: str, left: int = 1
@@ -281,6 +287,15 @@ class Report:
         self._saved = time.monotonic()
 
 
+def _progress_bar() -> Any:
+    """tqdm's; `None` where stderr is no terminal, or tqdm not there."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(total=0, unit=" measurements", leave=False, dynamic_ncols=True, file=sys.stderr)
+
+
 class Program(absltest.TestCase):
     """What all programs share: a report, a look at the clock, and failing where what a flag asked for is missing.
 
@@ -300,6 +315,8 @@ class Program(absltest.TestCase):
 
     @classmethod
     def tearDownClass(cls) -> None:
+        if cuda.why_missing() is None:
+            cls.results.facts["cuda compiler"] = cuda.version()
         cls.results.finish()
         super().tearDownClass()
 
