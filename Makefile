@@ -32,10 +32,13 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 
-bench: $(DEV_ENV)/.installed ## times of writes, gathers and calls from torch (ARGS="--implementation=xla")
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.write $(ARGS)
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.gather $(ARGS)
-	$(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.bridge $(ARGS)
+# Each program leaves bench/<program>.json, which `python -m benchmarks.report` reads.
+bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
+	@mkdir -p bench
+	@failed=; for program in copies write gather pack bridge host; do \
+	  $(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
+	    || failed="$$failed $$program"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 lint: $(DEV_ENV)/.installed ## lint, format and type checks
 	$(DEV_ENV)/bin/ruff check .

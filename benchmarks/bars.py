@@ -20,9 +20,8 @@ class WriteTime:
     Attributes:
       seconds: median of a write.
       kernels: what a write launched; empty by the wall clock.
-      temporary_bytes: what the compiled write needs beside its arguments and its result.
       bytes_moved: fewest bytes that a write must read and write.
-      copy_seconds: a copy that moves as many, on a GPU.
+      copy_seconds: a copy that moves as many.
       cuda_seconds: the plain CUDA kernel with vLLM's number of threads, where there is one.
       cuda_fitted_seconds: the same with a thread for each 16 bytes.
     """
@@ -36,11 +35,12 @@ class WriteTime:
     seconds: float
     clock: Clock
     kernels: tuple[str, ...]
-    temporary_bytes: int
     bytes_moved: int
     copy_seconds: float | None
     cuda_seconds: float | None = None
     cuda_fitted_seconds: float | None = None
+    slots: shapes.Slots = shapes.Slots.SCATTERED
+    samples: tuple[float, ...] = ()
 
     @property
     def copy_share(self) -> float | None:
@@ -118,7 +118,9 @@ REPLAY = Bar(Measure.KERNELS, 1.1)
 
 
 def bar_of(line: WriteTime) -> Bar | None:
-    """The bar that a line is held to, if any."""
+    """The bar that a line is held to, if any: only writes of scattered slots are."""
+    if line.slots is not shapes.Slots.SCATTERED:
+        return None
     if line.layout is CacheLayout.HND:
         return Bar(Measure.NHD, 1.15)
     if (line.num_kv_heads, line.head_size) == (8, 128) and line.num_tokens <= SMALL_COUNT:
@@ -144,8 +146,8 @@ def value_of(measure: Measure, line: WriteTime, lines: Sequence[WriteTime]) -> f
 
 def _ratio(line: WriteTime, lines: Sequence[WriteTime], dtype: KVCacheDType, layout: CacheLayout) -> float | None:
     """A line's time over that of the same tokens in another dtype or layout."""
-    other = (line.case, line.num_tokens, dtype, layout)
-    found = (each for each in lines if (each.case, each.num_tokens, each.dtype, each.layout) == other)
+    other = (line.case, line.slots, line.num_tokens, dtype, layout)
+    found = (each for each in lines if (each.case, each.slots, each.num_tokens, each.dtype, each.layout) == other)
     return next((line.seconds / each.seconds for each in found), None)
 
 

@@ -1,6 +1,6 @@
 """What calls from torch cost: the host, the GPU, in a CUDA graph, and once when their kernels are compiled.
 
-`python -m benchmarks.bridge --json=torch.json`, from the source tree; docs/interop.md explains the tables.
+`python -m benchmarks.bridge --json=bridge.json`, from the source tree; docs/interop.md explains the tables.
 """
 
 from __future__ import annotations
@@ -8,24 +8,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-import statistics
+import itertools
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from absl.testing import absltest
 
-import kvjax_torch
 from benchmarks import bars, output, shapes, timing, workload
+from benchmarks.output import Measurement
+from benchmarks.peers import copy
+from benchmarks.peers.in_jax import why_no_kernel
+from benchmarks.peers.peer import why_not_importable
+from benchmarks.timing import Clock, Timing
+from benchmarks.workload import WriteJob
 from kvjax import AttentionSpec, KVCache, KVCacheDType
-from kvjax_torch import cuda
 
-# JAX takes three quarters of a GPU's memory when it is first used, torch what it needs when it needs it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if reason := why_not_importable("torch", "kvjax_torch"):
+    raise SystemExit(f"benchmarks.bridge measures calls from torch (pip install 'kvjax[torch]'): {reason}")
+import torch
+
+import kvjax_torch
+from kvjax_torch import cuda
 
 CASE = shapes.LLAMA_8B
 NUM_TOKENS = output.define_numbers(
@@ -45,7 +51,6 @@ EAGER_BLOCKS = 1024
 GRAPH_WRITES = 32
 GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
-REPLAY_SAMPLES = 30
 
 A_WHILE = 20_000_000
 """Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
@@ -60,12 +65,23 @@ Call = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class FirstCall:
-    """One line of the table of first calls: seconds until the results of a call are there, when first and then."""
+    """One line of the table of first calls: seconds until the results of a call are there, when first and then.
+
+    A process has but one first call of a kind, so there is one sample of it.
+    """
 
     call: str
+    case: shapes.Case
     dtype: KVCacheDType
     first_seconds: float
     second_seconds: float
+
+    def measurement(self) -> Measurement:
+        """The same for the file."""
+        subject = _subject(self.case, self.dtype, DECODE_TOKENS)
+        times = Timing((self.first_seconds,), Clock.WALL)
+        facts = {"call": self.call, "second_seconds": self.second_seconds}
+        return Measurement("bridge first call", subject, "kvjax_torch", times, facts=facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +90,14 @@ class HostTime:
 
     Attributes:
       call: what is called.
-      seconds: median time that a call keeps the host.
-      index_copy_ratio: that over the time of an `index_copy_`.
+      times: how long calls keep the host, each the mean of several in a row.
+      index_copy_ratio: their median over that of an `index_copy_`.
       bar: what it is held to.
       waits: whether the host waits for what was queued before the call; `None` where there is no GPU to wait for.
     """
 
     call: str
-    seconds: float
-    clock: timing.Clock
+    times: Timing
     index_copy_ratio: float
     bar: bars.Bar | None
     waits: bool | None
@@ -91,24 +106,35 @@ class HostTime:
     def value(self) -> float:
         """What the bar is about."""
         is_time = self.bar is not None and self.bar.measure is bars.Measure.MICROSECONDS
-        return self.seconds * 1e6 if is_time else self.index_copy_ratio
+        return self.times.seconds * 1e6 if is_time else self.index_copy_ratio
+
+    def measurement(self) -> Measurement:
+        """The same for the file."""
+        subject = _subject(CASE, EAGER_DTYPE, DECODE_TOKENS)
+        return Measurement("bridge host", subject, self.call, self.times, facts={"waits": self.waits})
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayTime:
-    """One line of the table of graphs: seconds of one replay and of one of its kernels, where those were timed."""
+    """One line of the table of graphs: times of a replay, and seconds of one of its kernels, where those were timed."""
 
     dtype: KVCacheDType
     num_tokens: int
     num_writes: int
-    seconds: float
-    clock: timing.Clock
+    times: Timing
     kernel_seconds: float | None
 
     @property
     def ratio(self) -> float | None:
         """The replay's time over that of its kernels."""
-        return None if self.kernel_seconds is None else self.seconds / (self.num_writes * self.kernel_seconds)
+        return None if self.kernel_seconds is None else self.times.seconds / (self.num_writes * self.kernel_seconds)
+
+    def measurement(self) -> Measurement:
+        """The same for the file."""
+        moved = self.num_writes * WriteJob(CASE, self.dtype, self.num_tokens).bytes_moved
+        subject = {**_subject(CASE, self.dtype, self.num_tokens), "num_writes": self.num_writes}
+        facts = {"kernel_seconds": self.kernel_seconds}
+        return Measurement("bridge replay", subject, "kvjax_torch", self.times, moved, copy.measure(moved), facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +143,31 @@ class KernelTime:
 
     dtype: KVCacheDType
     num_tokens: int
-    torch_seconds: float
-    jit_seconds: float
-    clock: timing.Clock
-    torch_kernels: tuple[str, ...]
-    jit_kernels: tuple[str, ...]
+    from_torch: Timing
+    under_jit: Timing
+
+    @property
+    def clock(self) -> Clock:
+        """What both were read from."""
+        return self.from_torch.clock if self.from_torch.clock is self.under_jit.clock else Clock.WALL
 
     @property
     def ratio(self) -> float:
         """Torch's time over that under `jit`."""
-        return self.torch_seconds / self.jit_seconds
+        return self.from_torch.seconds / self.under_jit.seconds
+
+    def measurements(self) -> list[Measurement]:
+        """The same for the file."""
+        job = WriteJob(CASE, self.dtype, self.num_tokens)
+        copied = copy.measure(job.bytes_moved)
+        return [
+            Measurement("bridge kernel", job.subject, peer, times, job.bytes_moved, copied)
+            for peer, times in (("kvjax_torch", self.from_torch), ("kvjax", self.under_jit))
+        ]
+
+
+def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[str, Any]:
+    return WriteJob(case, dtype, num_tokens).subject
 
 
 def has_gpu() -> bool:
@@ -177,7 +218,7 @@ def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
     }
 
 
-def time_first_call(name: str, dtype: KVCacheDType, call: Call) -> FirstCall:
+def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Call) -> FirstCall:
     """Times a call that was not made before, and then again."""
     seconds = []
     for _ in range(2):
@@ -186,26 +227,34 @@ def time_first_call(name: str, dtype: KVCacheDType, call: Call) -> FirstCall:
         call()
         synchronize()
         seconds.append(time.perf_counter() - start)
-    return FirstCall(name, dtype, *seconds)
+    return FirstCall(name, case, dtype, *seconds)
 
 
 def eager_calls() -> dict[str, Call]:
-    """The calls that the host's time is taken of, `index_copy_` of as many keys first."""
+    """The calls that the host's time is taken of, `index_copy_` of as many keys first; the last is JAX's own."""
     caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
     key, value = new_rows(CASE, DECODE_TOKENS)
     slots = new_slots(DECODE_TOKENS, EAGER_BLOCKS)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
     write = functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, EAGER_DTYPE.value)
     return {
-        "torch.Tensor.index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
-        "write, scales as tensors": functools.partial(write, *scale_tensors()),
-        "write, scales as floats": functools.partial(write, *SCALES),
+        "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
+        "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
+        "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
+        "kvjax under jit": jitted_write(),
     }
 
 
-def host_seconds(calls: Mapping[str, Call]) -> dict[str, float]:
-    """The median time that each call keeps the host, by turns, in rows of calls that the GPU keeps up with."""
-    rounds, in_a_row = (50, 100) if has_gpu() else (3, 3)
+def jitted_write() -> Call:
+    """The same write from JAX, with the cache donated."""
+    tokens = workload.Tokens(CASE, DECODE_TOKENS, EAGER_BLOCKS, rotation_bytes=0)
+    write = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
+    return lambda: write(0)
+
+
+def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
+    """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with."""
+    rounds, in_a_row = timing.LIMITS.min_calls, 100 if has_gpu() else 3
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -213,7 +262,8 @@ def host_seconds(calls: Mapping[str, Call]) -> dict[str, float]:
             synchronize()
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
     synchronize()
-    return {name: statistics.median(seconds[1:]) for name, seconds in samples.items()}  # the first round warms up
+    clock = Clock.HOST if has_gpu() else Clock.WALL
+    return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # the first round warms up
 
 
 @contextlib.contextmanager
@@ -252,15 +302,14 @@ def host_waits(call: Call) -> bool | None:
 
 def time_eager_calls(calls: Mapping[str, Call], bar: bars.Bar) -> list[HostTime]:
     """Times calls of which the first is what `Measure.INDEX_COPY` is about."""
-    seconds = host_seconds(calls)
-    index_copy, *_ = seconds
+    times = host_times(calls)
+    index_copy, *_ = times
     return [
         HostTime(
             call=name,
-            seconds=seconds[name],
-            clock=timing.Clock.HOST if has_gpu() else timing.Clock.WALL,
-            index_copy_ratio=seconds[name] / seconds[index_copy],
-            bar=None if name == index_copy else bar,
+            times=times[name],
+            index_copy_ratio=times[name].seconds / times[index_copy].seconds,
+            bar=bar if name.startswith("kvjax_torch") else None,
             waits=host_waits(call),
         )
         for name, call in calls.items()
@@ -310,17 +359,16 @@ def time_replay(tokens: workload.Tokens, dtype: KVCacheDType, num_tokens: int) -
         dtype=dtype,
         num_tokens=num_tokens,
         num_writes=len(writes),
-        seconds=event_seconds(graph.replay),
-        clock=timing.Clock.EVENTS,
+        times=event_times(graph.replay),
         kernel_seconds=None,
     )
 
 
-def event_seconds(call: Call) -> float:
-    """The median time that a call takes on the GPU when others come right before and after it."""
+def event_times(call: Call) -> Timing:
+    """How long a call takes on the GPU when others come right before and after it, each the mean of a row of them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     samples = []
-    for _ in range(REPLAY_SAMPLES):
+    for _ in range(timing.LIMITS.min_calls):
         torch.cuda._sleep(A_WHILE)  # until all of them are queued
         start.record()
         for _ in range(REPLAYS_IN_A_ROW):
@@ -328,10 +376,10 @@ def event_seconds(call: Call) -> float:
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
-    return statistics.median(samples)
+    return Timing(tuple(samples), Clock.EVENTS)
 
 
-def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> timing.Timing:
+def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:
     """Checks, then times the writes of `batches` from torch."""
     writes = torch_writes(cache, batches)
     writes[0]()
@@ -339,7 +387,7 @@ def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected:
     return timing.measure(lambda number: writes[number % len(writes)](), wait=synchronize)
 
 
-def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> timing.Timing:
+def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:
     """The same under `jit`, with the cache donated."""
     write = workload.Write(cache, batches, output.IMPLEMENTATION.value)
     workload.check_first_write(write, expected)
@@ -352,91 +400,88 @@ def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dty
     expected = tokens.expected(spec, num_tokens)
     from_torch = time_from_torch(tokens.poisoned(spec), batches, expected)
     under_jit = time_under_jit(tokens.poisoned(spec), batches, expected)
-    return KernelTime(
-        dtype=dtype,
-        num_tokens=num_tokens,
-        torch_seconds=from_torch.seconds,
-        jit_seconds=under_jit.seconds,
-        clock=from_torch.clock if from_torch.clock is under_jit.clock else timing.Clock.WALL,
-        torch_kernels=from_torch.kernels,
-        jit_kernels=under_jit.kernels,
-    )
+    return KernelTime(dtype, num_tokens, from_torch, under_jit)
 
 
-class TorchBenchmark(absltest.TestCase):
+class TorchBenchmark(output.Program):
     """Fails where bytes are wrong, never because of a time.
 
     The tests run in the order of their names: what compiles comes first, and CUPTI, which stays in the process and
     slows down every launch, last.
     """
 
-    results: ClassVar[output.Report]
+    name = "benchmarks.bridge"
     replays: ClassVar[list[ReplayTime]]
     kernels: ClassVar[list[KernelTime]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.results = output.Report("benchmarks.bridge")
         cls.replays, cls.kernels = [], []
 
     @classmethod
     def tearDownClass(cls) -> None:
         add_replays(cls.results, cls.replays, cls.kernels)
-        cls.results.finish()
         super().tearDownClass()
 
     def test_compilations(self) -> None:
         lines: list[FirstCall] = []
-        for case, dtype in [(FIRST_CASE, bars.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]:
+        timed = [(FIRST_CASE, bars.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
+        self.results.expect(2 * len(timed))
+        for case, dtype in timed:
             for name, call in first_calls(case, dtype).items():
                 with self.subTest(case=case.name, dtype=dtype.value, call=name):
                     name = name if lines else f"{name}, the first call of the process"
-                    lines.append(time_first_call(name, dtype, call))
-                    output.progress(" ".join(first_call_words(lines[-1])))
+                    lines.append(time_first_call(name, case, dtype, call))
+                    self.results.add(lines[-1].measurement())
         add_first_calls(self.results, lines)
 
     def test_eager_calls(self) -> None:
         calls = eager_calls()
         lines = time_eager_calls(calls, bars.EAGER_CALL)
         if has_gpu():
-            index_copy, with_tensors, _ = calls
+            index_copy, with_tensors, *_ = calls
             with self.subTest(call="through JAX"), through_jax():
-                by_turns = {index_copy: calls[index_copy], "write through JAX (DLPack)": calls[with_tensors]}
+                by_turns = {index_copy: calls[index_copy], "kvjax_torch through JAX (DLPack)": calls[with_tensors]}
                 lines += time_eager_calls(by_turns, bars.DLPACK_CALL)[1:]
+        self.results.expect(len(lines))
         for line in lines:
-            output.progress(" ".join(host_words(line)))
+            self.results.add(line.measurement())
         add_host_times(self.results, lines)
 
     def test_graphs(self) -> None:
         if not has_gpu():
-            self.skipTest("needs a GPU")
-        tokens = workload.make_tokens(CASE, GRAPH_WRITES * max(GRAPH_TOKENS))
-        for num_tokens in GRAPH_TOKENS:
-            for dtype in shapes.TIMED_DTYPES:
-                with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                    self.replays.append(time_replay(tokens, dtype, num_tokens))
-                    output.progress(" ".join(replay_words(self.replays[-1])))
+            self.results.skip("CUDA graphs", "need an NVIDIA GPU")
+            return
+        counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
+        tokens = workload.make_tokens(CASE, GRAPH_WRITES * max(counts))
+        for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
+            with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
+                self.replays.append(time_replay(tokens, dtype, num_tokens))
 
     def test_kernels(self) -> None:
-        counts = output.numbers(NUM_TOKENS) or (GPU_TOKENS if has_gpu() else HOST_TOKENS)
+        if reason := why_no_kernel():
+            self.results.skip("kvjax under jit", reason, asked_for=True)
+            return
+        default = (8,) if output.SMOKE.value else GPU_TOKENS if has_gpu() else HOST_TOKENS
+        counts = output.numbers(NUM_TOKENS) or default
+        self.results.expect(2 * len(counts) * len(shapes.TIMED_DTYPES))
         tokens = workload.make_tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)
             for dtype in shapes.TIMED_DTYPES:
                 with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                     self.kernels.append(time_kernels(tokens, batches, dtype))
-                    output.progress(" ".join(kernel_words(self.kernels[-1])))
+                    for each in self.kernels[-1].measurements():
+                        self.results.add(each)
         add_kernels(self.results, self.kernels)
 
 
 def add_first_calls(to: output.Report, lines: Sequence[FirstCall]) -> None:
-    to.add(
-        "first_calls",
+    to.table(
         "Time of the first call, which compiles",
         ["call", "dtype", "first ms", "second ms"],
         [first_call_words(line) for line in lines],
-        lines,
         left=2,
         note=f"Until the result is there, {DECODE_TOKENS} tokens; {CASE.num_kv_heads} KV heads of {CASE.head_size}, but"
         f" {FIRST_CASE.num_kv_heads} of {FIRST_CASE.head_size} in the first two lines; by the wall clock.",
@@ -449,24 +494,23 @@ def first_call_words(line: FirstCall) -> list[str]:
 
 def add_host_times(to: output.Report, lines: Sequence[HostTime]) -> None:
     words = [host_words(line) for line in lines]
-    to.add(
-        "host_times",
+    to.table(
         "Time that a call keeps the host",
-        ["call", "us", "x index_copy_", "host waits", "bar", "reached"],
+        ["call", "us", "5-95%", "x index_copy_", "host waits", "bar", "reached"],
         words,
-        lines,
         note=f"{DECODE_TOKENS} tokens of {CASE.num_kv_heads} KV heads of {CASE.head_size}, {EAGER_DTYPE.value}, int64"
-        f" slots; by {output.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
+        f" slots; by {output.clocks(line.times for line in lines)}.{bars.summary([line[-1] for line in words])}",
     )
 
 
 def host_words(line: HostTime) -> list[str]:
-    reached = bars.verdict(line.bar, line.value, line.clock)
+    reached = bars.verdict(line.bar, line.value, line.times.clock)
     if line.bar is not None and line.waits:
         reached = f"the host waits: {bars.FALLS_SHORT}"
     return [
         line.call,
-        output.microseconds(line.seconds),
+        output.microseconds(line.times.seconds),
+        output.spread(line.times.samples),
         f"{line.index_copy_ratio:.2f}",
         "-" if line.waits is None else "yes" if line.waits else "no",
         str(line.bar or "-"),
@@ -476,47 +520,44 @@ def host_words(line: HostTime) -> list[str]:
 
 def add_replays(to: output.Report, replays: Sequence[ReplayTime], kernels: Sequence[KernelTime]) -> None:
     """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
-    seconds = {
-        (line.dtype, line.num_tokens): line.torch_seconds for line in kernels if line.clock is timing.Clock.DEVICE
-    }
+    seconds = {(line.dtype, line.num_tokens): line.from_torch.seconds for line in kernels if line.clock is Clock.DEVICE}
     lines = [dataclasses.replace(line, kernel_seconds=seconds.get((line.dtype, line.num_tokens))) for line in replays]
     words = [replay_words(line) for line in lines]
-    if lines:
-        to.add(
-            "replays",
-            f"Time of a CUDA graph of {GRAPH_WRITES} writes",
-            ["dtype", "tokens", "us", "us a write", "kernel us", "x kernels", "bar", "reached"],
-            words,
-            lines,
-            note=f"Of one replay among {REPLAYS_IN_A_ROW}; by {output.clocks(lines)}."
-            + bars.summary([line[-1] for line in words]),
-        )
+    to.expect(len(lines))
+    for line in lines:
+        to.add(line.measurement())
+    to.table(
+        f"Time of a CUDA graph of {GRAPH_WRITES} writes",
+        ["dtype", "tokens", "us", "5-95%", "us a write", "kernel us", "x kernels", "bar", "reached"],
+        words,
+        note=f"Of one replay among {REPLAYS_IN_A_ROW}; by {output.clocks(line.times for line in lines)}."
+        + bars.summary([line[-1] for line in words]),
+    )
 
 
 def replay_words(line: ReplayTime) -> list[str]:
     return [
         line.dtype.value,
         f"{line.num_tokens:,}",
-        output.microseconds(line.seconds),
-        output.microseconds(line.seconds / line.num_writes),
+        output.microseconds(line.times.seconds),
+        output.spread(line.times.samples),
+        output.microseconds(line.times.seconds / line.num_writes),
         output.microseconds(line.kernel_seconds),
         "-" if line.ratio is None else f"{line.ratio:.2f}",
         str(bars.REPLAY),
-        bars.verdict(bars.REPLAY, line.ratio, line.clock),
+        bars.verdict(bars.REPLAY, line.ratio, line.times.clock),
     ]
 
 
 def add_kernels(to: output.Report, lines: Sequence[KernelTime]) -> None:
     lines = sorted(lines, key=lambda line: shapes.TIMED_DTYPES.index(line.dtype))
     words = [kernel_words(line) for line in lines]
-    to.add(
-        "kernels",
+    to.table(
         "Time of a write's kernels, from torch and under jit",
-        ["dtype", "tokens", "us", "us under jit", "x jit", "kernels", "under jit", "bar", "reached"],
+        ["dtype", "tokens", "us", "5-95%", "us under jit", "5-95%", "x jit", "kernels", "under jit", "bar", "reached"],
         words,
-        lines,
         note=f"The same tokens, slots and pages; {CASE.num_kv_heads} KV heads of {CASE.head_size}, int32 slots; by"
-        f" {output.clocks(lines)}.{bars.summary([line[-1] for line in words])}",
+        f" {output.clocks(line.from_torch for line in lines)}.{bars.summary([line[-1] for line in words])}",
     )
 
 
@@ -524,10 +565,12 @@ def kernel_words(line: KernelTime) -> list[str]:
     return [
         line.dtype.value,
         f"{line.num_tokens:,}",
-        output.microseconds(line.torch_seconds),
-        output.microseconds(line.jit_seconds),
+        output.microseconds(line.from_torch.seconds),
+        output.spread(line.from_torch.samples),
+        output.microseconds(line.under_jit.seconds),
+        output.spread(line.under_jit.samples),
         f"{line.ratio:.2f}",
-        *(str(len(kernels) or "-") for kernels in (line.torch_kernels, line.jit_kernels)),
+        *(str(len(times.kernels) or "-") for times in (line.from_torch, line.under_jit)),
         str(bars.TORCH_KERNEL),
         bars.verdict(bars.TORCH_KERNEL, line.ratio, line.clock),
     ]

@@ -1,12 +1,10 @@
-"""How long a call takes on its device: by the device's own timestamps where there are any, else by the wall clock.
-
-`python -m benchmarks.timing` times copies of known size, which shows whether the clock can be believed.
-"""
+"""How long a call takes on its device: by the device's own timestamps where there are any, else by the wall clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import statistics
 import time
@@ -15,56 +13,109 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-WARM_UP_SECONDS = 0.02
-"""A GPU that was idle, as it is while a kernel compiles, takes some milliseconds to raise its clocks."""
 
-MIN_CALLS, MAX_CALLS = 10, 100
+@dataclasses.dataclass
+class Limits:
+    """How often calls are repeated.
+
+    Attributes:
+      min_calls: at least so many calls are timed.
+      max_calls: and no more than these.
+      warm_up_seconds: for how long they are made before. A GPU that was idle, as it is while a kernel compiles, takes
+        some milliseconds to raise its clocks.
+    """
+
+    min_calls: int = 50
+    max_calls: int = 100
+    warm_up_seconds: float = 0.02
+
+
+LIMITS = Limits()
+
+
+def shorten() -> None:
+    """From now on repeats hardly at all: to see that a program runs, not how long anything takes."""
+    LIMITS.min_calls, LIMITS.max_calls, LIMITS.warm_up_seconds = 3, 3, 0.0
 
 
 class Clock(enum.StrEnum):
     """What a time was read from."""
 
-    DEVICE = "device timestamps of kernels (CUPTI)"
-    EVENTS = "CUDA's events around calls in a row"
-    HOST = "the host's clock around calls in a row that nobody waits for"
-    WALL = "wall clock around a call, dispatch included"
+    DEVICE = "CUPTI"
+    EVENTS = "events"
+    HOST = "host"
+    WALL = "wall"
+
+    @property
+    def words(self) -> str:
+        """The same for somebody who reads a table."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Clock.DEVICE: "device timestamps of kernels (CUPTI)",
+    Clock.EVENTS: "CUDA's events around calls in a row",
+    Clock.HOST: "the host's clock around calls in a row that nobody waits for",
+    Clock.WALL: "wall clock around a call, dispatch included",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The median of several calls.
+    """The times of several calls.
 
     Attributes:
-      seconds: the median; by the device's clock, of the sum of a call's kernels.
-      clock: what it was read from.
-      calls: how many calls were timed.
+      samples: seconds of each call; by the device's clock, the sum of its kernels.
+      clock: what they were read from.
       kernels: the kernels that each call launched; empty by the wall clock, which does not see them.
     """
 
-    seconds: float
+    samples: tuple[float, ...]
     clock: Clock
-    calls: int
     kernels: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
+
+    @property
+    def calls(self) -> int:
+        """How many calls were timed."""
+        return len(self.samples)
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Between which times nine of ten calls lie: the 5th and the 95th percentile."""
+    low, high = np.percentile(samples, (5, 95))
+    return float(low), float(high)
 
 
 def measure(
-    call: Callable[[int], Any], *, wait: Callable[[Any], Any] = jax.block_until_ready, max_seconds: float = 0.3
+    call: Callable[[int], Any],
+    *,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    max_seconds: float = 0.3,
+    calls: int | None = None,
 ) -> Timing:
     """Times `call(0)`, `call(1)` and so on, after a warm-up that takes the first of these numbers.
 
     Args:
       call: starts one call; its number is there to choose among inputs, so that no cache holds them.
       wait: waits for what the last `call` returned, and so for all before it.
-      max_seconds: for how long to repeat, within `MIN_CALLS` and `MAX_CALLS`.
+      max_seconds: for how long to repeat, within `LIMITS`.
+      calls: how often to repeat instead.
     """
     numbers = itertools.count()
     wait(call(next(numbers)))  # compiles
     start, runs = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < WARM_UP_SECONDS or not runs:
+    while (elapsed := time.perf_counter() - start) < LIMITS.warm_up_seconds or not runs:
         wait(call(next(numbers)))
         runs += 1
-    calls = min(max(int(max_seconds * runs / elapsed), MIN_CALLS), MAX_CALLS)
+    calls = calls or min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
     return _measure_on_device(call, wait, numbers, calls) or _measure_by_wall_clock(call, wait, numbers, calls)
 
 
@@ -88,7 +139,7 @@ def _measure_on_device(
     finally:
         records = cupti._cupti_get_timings(False)
     seconds, kernels = split_calls(records, calls)
-    return Timing(statistics.median(seconds), Clock.DEVICE, calls, kernels)
+    return Timing(tuple(seconds), Clock.DEVICE, kernels)
 
 
 def _cupti() -> Any | None:
@@ -130,10 +181,22 @@ def _measure_by_wall_clock(
         start = time.perf_counter()
         wait(call(number))
         seconds.append(time.perf_counter() - start)
-    return Timing(statistics.median(seconds), Clock.WALL, calls)
+    return Timing(tuple(seconds), Clock.WALL)
 
 
-if __name__ == "__main__":
-    from benchmarks.peers import copy
+def once_and_twice() -> tuple[Timing, Timing]:
+    """The times of some work and of twice as much, taken as every other: bytes that a GPU moves, else a sleep."""
+    if jax.default_backend() == "gpu":
+        work = jax.jit(jnp.invert)
+        arrays = [jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27)]  # 0.25 and 0.5 GiB, past any L2
+        once, twice = (measure(functools.partial(_ignore_number, work, array)) for array in arrays)
+        return once, twice
+    once, twice = (
+        measure(functools.partial(_ignore_number, time.sleep, seconds), wait=lambda _: None, calls=15)
+        for seconds in (0.005, 0.01)
+    )
+    return once, twice
 
-    copy.print_rates()
+
+def _ignore_number(call: Callable[[Any], Any], argument: Any, _: int) -> Any:
+    return call(argument)

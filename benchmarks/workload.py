@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from benchmarks.shapes import BLOCK_SIZE, Case
-from kvjax import AttentionSpec, KVCache, KVCacheDType
+from benchmarks import memory
+from benchmarks.shapes import BLOCK_SIZE, Case, Slots
+from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 INPUT_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
@@ -28,11 +30,38 @@ DISTINCT_ELEMENTS = (1 << 20) - 3
 """Random numbers are drawn this often and then repeated, for drawing takes longer than all else; a prime, so that no
 two tokens are the same."""
 
-GPU_CACHE_BYTES, HOST_CACHE_BYTES = 1 << 31, 1 << 25
-"""What the cache of a case takes in bfloat16: far more than an L2, so that slots are as cold as in a server."""
 
-GPU_ROTATION_BYTES, HOST_ROTATION_BYTES = 1 << 28, 1 << 22
-"""Keys and values that calls rotate through: several times the 50 to 126 MB of a GPU's L2, which would hold fewer."""
+@dataclasses.dataclass
+class Sizes:
+    """How much memory is worked on.
+
+    Attributes:
+      cache_bytes: what the cache of a case takes in bfloat16: on a GPU far more than its L2, so that slots are as cold
+        as in a server.
+      rotation_bytes: keys and values that calls rotate through: on a GPU several times the 50 to 126 MB of its L2,
+        which would hold fewer.
+    """
+
+    cache_bytes: int
+    rotation_bytes: int
+
+
+GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
+
+
+def sizes() -> Sizes:
+    """Those of this device."""
+    return GPU_SIZES if is_gpu() else HOST_SIZES
+
+
+def shrink() -> None:
+    """From now on works on next to nothing: to see that a program runs."""
+    for each in (GPU_SIZES, HOST_SIZES):
+        each.cache_bytes, each.rotation_bytes = 1 << 20, 1 << 18
+
+
+CODES_APART = 1e-3
+"""Share of codes that a peer may round the other way."""
 
 
 def is_gpu() -> bool:
@@ -54,21 +83,78 @@ class Batch(NamedTuple):
     slot_mapping: jax.Array
 
 
-class Tokens:
-    """Tokens of one layer in random slots of `num_blocks` pages: `max_tokens` of them, or as many more as fill memory.
+@dataclasses.dataclass(frozen=True)
+class WriteJob:
+    """One write to time; `num_blocks` is how many pages its cache has, `None` as many as this device's caches have."""
 
-    Both are normal numbers in bfloat16; `rotation_bytes` is what keys and values are to fill.
+    case: Case
+    dtype: KVCacheDType
+    num_tokens: int
+    layout: CacheLayout = CacheLayout.NHD
+    slots: Slots = Slots.SCATTERED
+    num_blocks: int | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The cache's spec."""
+        return self.case.spec(self.dtype, self.layout)
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """What the tables and files say of it."""
+        cache = {} if self.num_blocks is None else {"cache_bytes": self.num_blocks * self.spec.page_size_bytes}
+        return {
+            "case": self.case.name,
+            "num_kv_heads": self.case.num_kv_heads,
+            "head_size": self.case.head_size,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "slots": self.slots,
+            "num_tokens": self.num_tokens,
+            **cache,
+        }
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that this write reads and writes: tokens, slots and what is stored; none for padding."""
+        written = self.num_tokens - self.slots.num_padded(self.num_tokens)
+        elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
+        slots = self.num_tokens * np.dtype(np.int32).itemsize
+        return slots + written * (elements * INPUT_DTYPE.itemsize + self.spec.bytes_per_token)
+
+    def why_too_large(self, max_tokens: int) -> str | None:
+        """Why memory is too small to measure this among jobs of `max_tokens` tokens at most, if it is."""
+        # What is expected, the cache that is written and what comparing them takes, or a peer's own two caches.
+        caches = 3 * (self.num_blocks or default_pages(self.case, max_tokens)) * self.spec.page_size_bytes
+        tokens = max(sizes().rotation_bytes, max_tokens * self.case.spec(KVCacheDType.BFLOAT16).bytes_per_token)
+        return memory.why_too_large(caches + 3 * tokens, tokens)
+
+
+def default_pages(case: Case, max_tokens: int) -> int:
+    """How many pages this device's caches of a case have, to hold at least so many tokens."""
+    page = case.spec(KVCacheDType.BFLOAT16)
+    return max(sizes().cache_bytes // page.page_size_bytes, -(-max_tokens // page.block_size))
+
+
+class Tokens:
+    """Tokens of one layer and slots for them in `num_blocks` pages: `max_tokens`, or as many more as fill memory.
+
+    Keys and values are normal numbers in bfloat16; `rotation_bytes` is what they are to fill.
     """
 
-    def __init__(self, case: Case, max_tokens: int, num_blocks: int, rotation_bytes: int) -> None:
+    def __init__(
+        self, case: Case, max_tokens: int, num_blocks: int, rotation_bytes: int, slots: Slots = Slots.SCATTERED
+    ) -> None:
         rng = np.random.default_rng(0)
         a_token = 2 * case.num_kv_heads * case.head_size * INPUT_DTYPE.itemsize
         shape = (max(rotation_bytes // a_token, max_tokens), case.num_kv_heads, case.head_size)
-        self.max_tokens, self.num_blocks = max_tokens, num_blocks
+        self.max_tokens, self.num_blocks, self.pattern = max_tokens, num_blocks, slots
         self.key, self.value = (
             np.resize(rng.standard_normal(DISTINCT_ELEMENTS, np.float32).astype(INPUT_DTYPE), shape) for _ in range(2)
         )
-        self.slots = rng.permutation(np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32))
+        self.slots = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32)
+        if slots is not Slots.CONTIGUOUS:
+            self.slots = rng.permutation(self.slots)
 
     def batches(self, num_tokens: int) -> list[Batch]:
         """Batches of so many tokens each, on the device: all of different tokens, each with different slots."""
@@ -77,8 +163,12 @@ class Tokens:
 
     def _batch(self, start: int, num_tokens: int) -> Batch:
         tokens = slice(start, start + num_tokens)
-        slots = self.slots.take(np.arange(tokens.start, tokens.stop), mode="wrap")
-        return Batch(*jax.device_put((self.key[tokens], self.value[tokens], slots)))
+        return Batch(*jax.device_put((self.key[tokens], self.value[tokens], self._slots(start, num_tokens))))
+
+    def _slots(self, start: int, num_tokens: int) -> np.ndarray:
+        slots = self.slots.take(np.arange(start, start + num_tokens), mode="wrap")
+        slots[num_tokens - self.pattern.num_padded(num_tokens) :] = -1
+        return slots
 
     @functools.cached_property
     def longest(self) -> Batch:
@@ -90,37 +180,50 @@ class Tokens:
 
         The write is of `max_tokens` tokens, all but those of the batch padded away: one program for every number.
         """
-        batch = self.longest
-        slot_mapping = jnp.where(np.arange(self.max_tokens) < num_tokens, batch.slot_mapping, -1)
-        return write_in_xla(batch.key, batch.value, self.poisoned(spec), slot_mapping, **scales())
+        slot_mapping = np.full(self.max_tokens, -1, np.int32)
+        slot_mapping[:num_tokens] = self._slots(0, num_tokens)
+        return write_in_xla(self.longest.key, self.longest.value, self.poisoned(spec), slot_mapping, **scales())
 
     def poisoned(self, spec: AttentionSpec) -> KVCache:
         """A cache that shows every byte that was touched."""
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 
-def make_tokens(case: Case, max_tokens: int) -> Tokens:
+def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> Tokens:
     """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
-    page = case.spec(KVCacheDType.BFLOAT16)
-    cache_bytes = GPU_CACHE_BYTES if is_gpu() else HOST_CACHE_BYTES
-    num_blocks = max(cache_bytes // page.page_size_bytes, -(-max_tokens // page.block_size))
-    rotation_bytes = GPU_ROTATION_BYTES if is_gpu() else HOST_ROTATION_BYTES
-    return Tokens(case, max_tokens, num_blocks, rotation_bytes)
+    return Tokens(case, max_tokens, default_pages(case, max_tokens), sizes().rotation_bytes, slots)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
 
 
-class Write:
-    """Donated writes under `jit`, each into the cache that the one before returned."""
+@functools.cache
+def compiled_write(
+    spec: AttentionSpec, num_blocks: int, num_tokens: int, implementation: str | None, donated: bool = True
+) -> Any:
+    """A write under `jit`, compiled once for all caches and tokens of these sizes."""
+    write = jax.jit(
+        functools.partial(kvjax.reshape_and_cache_flash, implementation=implementation),
+        donate_argnames="cache" if donated else (),
+    )
+    rows, slots = (
+        jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE),
+        jax.ShapeDtypeStruct((num_tokens,), np.int32),
+    )
+    cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype), spec)  # type: ignore[arg-type]
+    return write.lower(rows, rows, cache, slots, **scales()).compile()
 
-    def __init__(self, cache: KVCache, batches: Sequence[Batch], implementation: str | None) -> None:
-        self.cache, self.batches = cache, batches
-        write = jax.jit(
-            functools.partial(kvjax.reshape_and_cache_flash, implementation=implementation), donate_argnames="cache"
-        )
-        first = batches[0]
-        self.compiled = write.lower(first.key, first.value, cache, first.slot_mapping, **scales()).compile()
+
+class Write:
+    """Writes under `jit`, each into the cache that the one before returned; `donated`, in place."""
+
+    def __init__(
+        self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, *, donated: bool = True
+    ) -> None:
+        self.cache, self.batches, self.donated = cache, batches, donated
+        self.first_pointer = cache.kv.unsafe_buffer_pointer()
+        sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
+        self.compiled = compiled_write(cache.spec, *sizes, implementation, donated)
 
     def __call__(self, number: int) -> jax.Array:
         """Starts write `number`."""
@@ -131,21 +234,32 @@ class Write:
     @property
     def temporary_bytes(self) -> int:
         """Memory that a write needs beside its arguments and its result."""
-        analysis: Any = self.compiled.memory_analysis()
-        return analysis.temp_size_in_bytes
+        return temporary_bytes(self.compiled)
+
+    def check(self, expected: KVCache) -> None:
+        """Compares every byte of the cache after the first write, and its place in memory.
+
+        Raises:
+          AssertionError: they differ.
+        """
+        if self.donated and self.cache.kv.unsafe_buffer_pointer() != self.first_pointer:
+            raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
+        check_same_bits(self.cache.kv, expected.kv)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Memory that a compiled program needs beside its arguments and its result."""
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def check_first_write(write: Write, expected: KVCache) -> None:
-    """Runs the first write and compares every byte of the cache, and its place in memory.
+    """Runs the first write and checks it.
 
     Raises:
-      AssertionError: they differ.
+      AssertionError: as `Write.check`.
     """
-    before = write.cache.kv.unsafe_buffer_pointer()
     write(0)
-    if write.cache.kv.unsafe_buffer_pointer() != before:
-        raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
-    check_same_bits(write.cache.kv, expected.kv)
+    write.check(expected)
 
 
 def check_same_bits(got: jax.Array, expected: jax.Array) -> None:
@@ -161,8 +275,38 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sum(differ, dtype=jnp.uint32)
 
 
-def bytes_moved(spec: AttentionSpec, num_tokens: int) -> int:
-    """The fewest bytes that a write of bfloat16 tokens reads and writes: tokens, slots and what is stored."""
-    elements = spec.num_kv_heads * (spec.head_size + spec.head_size_v)
-    slot = np.dtype(np.int32).itemsize
-    return num_tokens * (elements * INPUT_DTYPE.itemsize + slot + spec.bytes_per_token)
+def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[str, int]:
+    """Compares stored codes, of which a peer may round a few the other way: it divides by other means.
+
+    Args:
+      got: uint8, codes of `bits` bits each: a sign, and a magnitude in the order of what it stands for.
+      expected: the same.
+      bits: 8 for fp8, 4 for two e2m1 codes a byte.
+
+    Returns:
+      How many codes differ, all by a single step and no more than one in a thousand of those written.
+
+    Raises:
+      AssertionError: some differ by more, or more of them.
+    """
+    different, far, written = map(int, _count_different_codes(got, expected, bits))
+    if far or different > written * CODES_APART:
+        raise AssertionError(
+            f"{different:,} of {written:,} codes differ from what they must be, {far:,} by more than a step;"
+            f" expected at most {CODES_APART:.1%}, by one step"
+        )
+    return {"codes_apart": different}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _count_different_codes(got: jax.Array, expected: jax.Array, bits: int) -> list[jax.Array]:
+    def codes(stored: jax.Array) -> jax.Array:
+        return jnp.stack([stored & 0xF, stored >> 4]) if bits == 4 else stored
+
+    def in_order(codes: jax.Array) -> jax.Array:
+        sign, codes = 1 << (bits - 1), codes.astype(jnp.int32)
+        return jnp.where(codes & sign, -(codes & (sign - 1)), codes)
+
+    steps = jnp.abs(in_order(codes(got)) - in_order(codes(expected)))
+    different = codes(got) != codes(expected)
+    return [jnp.sum(each, dtype=jnp.uint32) for each in (different, steps > 1, codes(expected ^ POISON) != 0)]

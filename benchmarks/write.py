@@ -1,6 +1,6 @@
-"""How long `reshape_and_cache_flash` takes: whatever the cache's size, and next to a copy and to plain CUDA.
+"""How long `reshape_and_cache_flash` takes, next to what a user would pick instead and to a copy of as many bytes.
 
-`python -m benchmarks.write --json=write.json`, from the source tree; docs/benchmarks.md explains the tables.
+`python -m benchmarks.write --json=write.json`, from the source tree; benchmarks/README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -8,226 +8,202 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
 
-import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import bars, output, shapes, timing, workload
+from benchmarks import bars, compare, output, shapes, workload
 from benchmarks.bars import WriteTime
-from benchmarks.peers import cuda
-from benchmarks.peers.copy import copy_seconds
-from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache, KVCacheDType
+from benchmarks.output import Measurement
+from benchmarks.peers import writes
+from benchmarks.peers.in_jax import KVJAX, KVJAX_IN_XLA
+from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
+from benchmarks.workload import WriteJob
+from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
 
-CASES = flags.DEFINE_list("cases", list(shapes.CASES_BY_NAME), "shapes to time writes of")
-NUM_TOKENS = output.define_numbers(
-    "tokens", "tokens in a write (default: those of each case; without a GPU, few)", least=1
-)
-QUICK = flags.DEFINE_bool("quick", False, "the first of the cases alone, NHD only, in few sizes")
-flags.register_validator(
-    "cases", lambda names: names and {*names} <= {*shapes.CASES_BY_NAME}, f"expected some of {[*shapes.CASES_BY_NAME]}"
-)
+NHD, HND = CacheLayout
+
+CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time writes of")
+NUM_TOKENS = output.define_numbers("tokens", "tokens in a write", least=1)
+DTYPES = output.define_some("dtypes", [dtype.value for dtype in STORED_KV_CACHE_DTYPES], "dtypes of the caches")
+LAYOUTS = output.define_some("layouts", [*CacheLayout], "layouts of the caches")
+SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
+FULL = flags.DEFINE_bool("full", False, "every case with every dtype, layout, kind of slots and number of tokens")
+PEERS = compare.define_peers(writes.PEERS)
 
 CACHE_SIZE_CASE = shapes.Case("small", 2, 64)
 """The largest of its caches takes 1 GiB in float32, which any machine has."""
 
 CACHE_SIZE_TOKENS = 256
-CACHE_SIZES = (64, 1_024, 16_384, 65_536)
-QUICK_CACHE_SIZES = (64, 4_096)
+CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 4_096, 65_536), (16,)
 NUM_BLOCKS = output.define_numbers(
     "blocks",
     "pages of the caches whose size is varied (default: 64 to 65,536)",
     least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
 )
 
-QUICK_TOKENS = (1, 256, 16_384)
-HOST_TOKENS = (1, 64, 256)
+FOR_ONE_CASE = dataclasses.replace(KVJAX_IN_XLA, serves=lambda job: job.case is LLAMA_8B and job.layout is NHD)
+
+HOST_TOKENS, HOST_FEW_TOKENS = (1, 64, 1_024), (64,)
+"""Without a GPU, in place of `shapes.ALL_TOKENS` and `shapes.FEW_TOKENS`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheSizeTime:
-    """One cell of the table of cache sizes.
+class Matrix:
+    """Jobs: each of these with each."""
 
-    `temporary_bytes` is what the compiled write needs beside its arguments and its result.
-    """
+    cases: Sequence[shapes.Case] = (LLAMA_8B,)
+    slots: Sequence[Slots] = (Slots.SCATTERED,)
+    num_tokens: Sequence[int] = shapes.ALL_TOKENS
+    layouts: Sequence[CacheLayout] = (NHD,)
+    dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES
 
-    dtype: KVCacheDType
-    num_blocks: int
-    cache_bytes: int
-    num_tokens: int
-    seconds: float
-    clock: timing.Clock
-    temporary_bytes: int
-
-
-def time_cache_size(dtype: KVCacheDType, num_blocks: int) -> CacheSizeTime:
-    """Checks, then times a donated write of `CACHE_SIZE_TOKENS` tokens into a cache of so many pages."""
-    spec = CACHE_SIZE_CASE.spec(dtype)
-    tokens = workload.Tokens(CACHE_SIZE_CASE, CACHE_SIZE_TOKENS, num_blocks, workload.HOST_ROTATION_BYTES)
-    write = workload.Write(tokens.poisoned(spec), tokens.batches(CACHE_SIZE_TOKENS), output.IMPLEMENTATION.value)
-    workload.check_first_write(write, tokens.expected(spec, CACHE_SIZE_TOKENS))
-    timed = timing.measure(write)
-    return CacheSizeTime(
-        dtype=dtype,
-        num_blocks=num_blocks,
-        cache_bytes=num_blocks * spec.page_size_bytes,
-        num_tokens=CACHE_SIZE_TOKENS,
-        seconds=timed.seconds,
-        clock=timed.clock,
-        temporary_bytes=write.temporary_bytes,
-    )
+    def jobs(self) -> list[WriteJob]:
+        """Those of one case and of one number of tokens together."""
+        product = itertools.product(self.cases, self.slots, self.num_tokens, self.layouts, self.dtypes)
+        return [WriteJob(case, dtype, num_tokens, layout, slots) for case, slots, num_tokens, layout, dtype in product]
 
 
-def selected_cases() -> list[shapes.Case]:
-    """The cases that the flags ask for, each with the numbers of tokens and the layouts to time."""
-    cases = [shapes.CASES_BY_NAME[name] for name in CASES.value]
-    if QUICK.value:
-        cases = [dataclasses.replace(cases[0], layouts=(CacheLayout.NHD,), num_tokens=QUICK_TOKENS)]
-    num_tokens = output.numbers(NUM_TOKENS) or (None if workload.is_gpu() else HOST_TOKENS)
-    return [dataclasses.replace(case, num_tokens=num_tokens or case.num_tokens) for case in cases]
+def matrices() -> list[Matrix]:
+    """What is timed where no flag says otherwise: all sizes of one model, and two of all else."""
+    many, few = (shapes.ALL_TOKENS, shapes.FEW_TOKENS) if workload.is_gpu() else (HOST_TOKENS, HOST_FEW_TOKENS)
+    if output.SMOKE.value:
+        small = Matrix(cases=(shapes.GPT_OSS_20B,), num_tokens=(8,), layouts=(NHD, HND))
+        return [small, dataclasses.replace(small, slots=(Slots.PADDED,), layouts=(NHD,))]
+    if FULL.value:
+        return [Matrix(shapes.CASES, tuple(Slots), many, tuple(CacheLayout), STORED_KV_CACHE_DTYPES)]
+    return [
+        Matrix(num_tokens=many, layouts=(NHD, HND)),
+        Matrix(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
+        Matrix(num_tokens=few, slots=(Slots.CONTIGUOUS, Slots.PADDED)),
+        Matrix((LLAMA_70B_SHARD,), num_tokens=(1, *few, shapes.ALL_TOKENS[-1]) if workload.is_gpu() else few),
+        Matrix(OTHER_CASES, num_tokens=few),
+    ]
 
 
-def time_write(
-    tokens: workload.Tokens,
-    batches: Sequence[workload.Batch],
-    case: shapes.Case,
-    dtype: KVCacheDType,
-    layout: CacheLayout,
-) -> WriteTime:
-    """Checks, then times the writes of `batches` and all that they are held against."""
-    spec = case.spec(dtype, layout)
-    num_tokens = len(batches[0].slot_mapping)
-    expected = tokens.expected(spec, num_tokens)
-    write = workload.Write(tokens.poisoned(spec), batches, output.IMPLEMENTATION.value)
-    workload.check_first_write(write, expected)
-    timed = timing.measure(write)
-    moved = workload.bytes_moved(spec, num_tokens)
-    line = WriteTime(
-        case=case.name,
-        num_kv_heads=case.num_kv_heads,
-        head_size=case.head_size,
-        dtype=dtype,
-        layout=layout,
-        num_tokens=num_tokens,
-        seconds=timed.seconds,
-        clock=timed.clock,
-        kernels=timed.kernels,
-        temporary_bytes=write.temporary_bytes,
-        bytes_moved=moved,
-        copy_seconds=copy_seconds(moved),
-    )
-    if not (cuda.is_available() and cuda.serves(spec)):
-        return line
-    return dataclasses.replace(
-        line,
-        cuda_seconds=time_cuda(tokens.poisoned(spec), batches, expected, cuda.vllm_threads),
-        cuda_fitted_seconds=time_cuda(tokens.poisoned(spec), batches, expected, cuda.fitted_threads),
-    )
+def jobs() -> list[WriteJob]:
+    """What is timed: each flag that was given takes the place of what the matrices say."""
+    given = {
+        "cases": [shapes.CASES_BY_NAME[name] for name in CASES.value or ()],
+        "slots": [*map(Slots, SLOTS.value or ())],
+        "num_tokens": output.numbers(NUM_TOKENS),
+        "layouts": [*map(CacheLayout, LAYOUTS.value or ())],
+        "dtypes": [*map(KVCacheDType, DTYPES.value or ())],
+    }
+    changes = {name: values for name, values in given.items() if values}
+    found = itertools.chain.from_iterable(dataclasses.replace(each, **changes).jobs() for each in matrices())  # type: ignore[arg-type]
+    return [*dict.fromkeys(found)]
 
 
-def time_cuda(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache, threads: cuda.ThreadCount) -> float:
-    """Checks, then times the same writes by the plain CUDA kernel."""
-    scales = workload.scales()
-
-    def write(number: int) -> None:
-        cuda.reshape_and_cache(*batches[number % len(batches)], cache, **scales, threads=threads)
-
-    jax.block_until_ready((cache, batches, scales))
-    write(0)
-    cuda.synchronize()
-    workload.check_same_bits(cache.kv, expected.kv)
-    return timing.measure(write, wait=cuda.synchronize).seconds
-
-
-class WriteBenchmark(absltest.TestCase):
+class WriteBenchmark(output.Program):
     """Fails where bytes are wrong, never because of a time."""
 
-    results: ClassVar[output.Report]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.results = output.Report("benchmarks.write")
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        cls.results.finish()
-        super().tearDownClass()
+    name = "benchmarks.write"
 
     def test_cache_sizes(self) -> None:
-        sizes = output.numbers(NUM_BLOCKS) or (QUICK_CACHE_SIZES if QUICK.value else CACHE_SIZES)
-        cells = []
-        for dtype, num_blocks in itertools.product(STORED_KV_CACHE_DTYPES, sizes):
-            with self.subTest(dtype=dtype.value, num_blocks=num_blocks):
-                cells.append(time_cache_size(dtype, num_blocks))
-                output.progress(f"{dtype.value}, {num_blocks:,} blocks: {output.microseconds(cells[-1].seconds)} us")
-        add_cache_sizes(self.results, cells)
+        sizes = output.numbers(NUM_BLOCKS) or (SMOKE_CACHE_SIZES if output.SMOKE.value else CACHE_SIZES)
+        peers = compare.present(self.results, [KVJAX], None)
+        wanted = [
+            WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)
+            for num_blocks, dtype in itertools.product(sizes, STORED_KV_CACHE_DTYPES)
+        ]
+        measured = writes.measure(self, "write by cache size", wanted, peers)
+        add_cache_sizes(self.results, {job: each["kvjax"] for job, each in measured.items() if "kvjax" in each})
 
     def test_token_counts(self) -> None:
-        lines = []
-        for case in selected_cases():
-            tokens = workload.make_tokens(case, max(case.num_tokens))
-            for num_tokens in case.num_tokens:
-                batches = tokens.batches(num_tokens)
-                for dtype, layout in itertools.product(shapes.TIMED_DTYPES, case.layouts):
-                    with self.subTest(case=case.name, dtype=dtype.value, layout=layout, num_tokens=num_tokens):
-                        line = time_write(tokens, batches, case, dtype, layout)
-                        output.progress(" ".join([*line_words(line), *line_numbers(line)]))
-                        lines.append(line)
-        add_token_counts(self.results, lines)
+        peers = compare.present(self.results, writes.PEERS, PEERS.value)
+        if PEERS.value is None and not FULL.value:  # what kvjax would be without its kernel is told by one case
+            peers = [peer if peer is not KVJAX_IN_XLA else FOR_ONE_CASE for peer in peers]
+        measured = writes.measure(self, "write", jobs(), peers)
+        add_token_counts(self.results, [line for job, each in measured.items() if (line := write_time(job, each))])
+        columns = ["case", "dtype", "layout", "slots", "num_tokens"]
+        compare.peer_table(self.results, "Time of a write, by who makes it", measured, columns)
 
 
-def add_cache_sizes(to: output.Report, cells: Sequence[CacheSizeTime]) -> None:
+def write_time(job: WriteJob, measured: dict[str, Measurement]) -> WriteTime | None:
+    """What the bars are about; `None` where kvjax was not measured."""
+    if "kvjax" not in measured:
+        return None
+    own = measured["kvjax"]
+    cuda, fitted = (measured[name].seconds if name in measured else None for name in ("CUDA", "CUDA fitted"))
+    return WriteTime(
+        case=job.case.name,
+        num_kv_heads=job.case.num_kv_heads,
+        head_size=job.case.head_size,
+        dtype=job.dtype,
+        layout=job.layout,
+        slots=job.slots,
+        num_tokens=job.num_tokens,
+        seconds=own.seconds,
+        samples=own.times.samples,
+        clock=own.clock,
+        kernels=own.times.kernels,
+        bytes_moved=job.bytes_moved,
+        copy_seconds=own.copy_seconds,
+        cuda_seconds=cuda,
+        cuda_fitted_seconds=fitted,
+    )
+
+
+def add_cache_sizes(to: output.Report, cells: dict[WriteJob, Measurement]) -> None:
     """Adds the table of times by the cache's size, a line for each dtype."""
-    by_size = {(cell.dtype, cell.num_blocks): cell for cell in cells}
-    sizes = list(dict.fromkeys(cell.num_blocks for cell in cells))
+    by_size = {(job.dtype, job.num_blocks): cell for job, cell in cells.items()}
+    sizes = [*dict.fromkeys(job.num_blocks for job in cells if job.num_blocks)]
 
     def line(dtype: KVCacheDType) -> list[str]:
         line_cells = [by_size.get((dtype, size)) for size in sizes]
-        temporary = max((cell.temporary_bytes for cell in line_cells if cell), default=0)
-        times = [output.microseconds(cell.seconds if cell else None) for cell in line_cells]
+        temporary = max((cell.facts["temporary_bytes"] for cell in line_cells if cell), default=0)
+        times = [
+            f"{output.microseconds(cell.seconds)} ({output.spread(cell.times.samples)})" if cell else "-"
+            for cell in line_cells
+        ]
         return [dtype.value, *times, f"{temporary:,}"]
 
     case = CACHE_SIZE_CASE
-    to.add(
-        "cache_sizes",
+    to.table(
         "Time of a write, by the size of the cache",
         ["dtype", *(f"{size:,} blocks" for size in sizes), "temporary bytes"],
-        [line(dtype) for dtype in dict.fromkeys(cell.dtype for cell in cells)],
-        cells,
+        [line(dtype) for dtype in dict.fromkeys(job.dtype for job in cells)],
         note=f"Microseconds for {CACHE_SIZE_TOKENS} tokens of {case.num_kv_heads} KV heads of {case.head_size},"
-        f" {shapes.BLOCK_SIZE} tokens a block; by {output.clocks(cells)}.",
+        f" {shapes.BLOCK_SIZE} tokens a block, with what nine of ten calls lie between;"
+        f" by {output.clocks(cells.values())}.",
     )
 
 
 def add_token_counts(to: output.Report, lines: Sequence[WriteTime]) -> None:
-    """Adds the table of times by case, layout, dtype and number of tokens."""
-    cases, dtypes = [*shapes.CASES_BY_NAME], [*shapes.TIMED_DTYPES]
+    """Adds the table of kvjax's times by case, slots, layout, dtype and number of tokens, with the bars."""
+    cases, slots, layouts, dtypes = [*shapes.CASES_BY_NAME], [*Slots], [*CacheLayout], [*KVCacheDType]
     lines = sorted(
-        lines, key=lambda line: (cases.index(line.case), line.layout is CacheLayout.HND, dtypes.index(line.dtype))
+        lines,
+        key=lambda line: (
+            cases.index(line.case),
+            slots.index(line.slots),
+            layouts.index(line.layout),
+            dtypes.index(line.dtype),
+        ),
     )
     bar_columns = [bar_words(line, lines) for line in lines]
-    header = ["case", "dtype", "layout", "tokens", "us", "MB moved", "GB/s", "of copy", "CUDA us", "fitted us"]
-    to.add(
-        "token_counts",
+    header = ["case", "dtype", "layout", "slots", "tokens", "us", "5-95%", "MB moved", "GB/s", "of copy"]
+    to.table(
         "Time of a write, by the number of tokens",
-        [*header, "x CUDA", "kernels", "bar", "reached"],
-        [[*line_words(line), *line_numbers(line), *words] for line, words in zip(lines, bar_columns, strict=True)],
-        lines,
-        left=3,
-        note=f"bfloat16 tokens, random slots, {shapes.BLOCK_SIZE} tokens a block; by {output.clocks(lines)}."
+        [*header, "CUDA us", "fitted us", "x CUDA", "kernels", "bar", "reached"],
+        [[*line_words(line), *words] for line, words in zip(lines, bar_columns, strict=True)],
+        left=4,
+        note=f"kvjax, bfloat16 tokens, {shapes.BLOCK_SIZE} tokens a block; by"
+        f" {' and '.join(dict.fromkeys(line.clock.words for line in lines))}."
         + bars.summary([reached for _, reached in bar_columns]),
     )
 
 
 def line_words(line: WriteTime) -> list[str]:
-    return [line.case, line.dtype.value, line.layout.value]
-
-
-def line_numbers(line: WriteTime) -> list[str]:
     return [
+        line.case,
+        line.dtype.value,
+        line.layout.value,
+        line.slots.value,
         f"{line.num_tokens:,}",
+        output.microseconds(line.seconds),
+        output.spread(line.samples),
         *output.rate(line.seconds, line.bytes_moved),
         output.share(line.copy_share),
         output.microseconds(line.cuda_seconds),

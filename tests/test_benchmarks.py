@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import dataclasses
+import importlib.util
+import itertools
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from absl import flags
 
-from benchmarks import bars, shapes, timing, workload
-from benchmarks.peers import cuda
-from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache, KVCacheDType
+from benchmarks import bars, compare, memory, output, shapes, timing, workload, write
+from benchmarks.peers import copy as copy_peer
+from benchmarks.peers import cuda, libraries, packs, writes
+from benchmarks.peers.inputs import WriteInputs
+from benchmarks.peers.peer import Peer, Run
+from benchmarks.shapes import Slots
+from benchmarks.workload import WriteJob
+from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache, KVCacheDType, ModelKVConfig, quant
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
 NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
+
+
+PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies"]
+EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -30,91 +48,174 @@ def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     """Runs a program, checks that it wrote the tables that it printed, and returns its JSON."""
     json_path, markdown_path = tmp_path / "measured.json", tmp_path / "tables.md"
-    done = run(program, *flags, f"--json={json_path}", f"--markdown={markdown_path}")
+    done = run(program, *flags, f"--json={json_path}", f"--markdown={markdown_path}", "--commit=a-commit")
     assert done.returncode == 0, done.stderr
     assert markdown_path.read_text() in done.stdout
     written = json.loads(json_path.read_text())
+    assert (written["schema"], written["program"]) == (1, f"benchmarks.{program}")
     assert written["environment"]["command"].startswith(f"python -m benchmarks.{program} {flags[0]}")
-    return written["measured"]
+    assert written["environment"]["commit"] == "a-commit"
+    for each in written["measurements"]:
+        assert each.keys() >= EVERY_FIELD
+        low, high = min(each["samples"]), max(each["samples"])
+        assert 0 < low <= each["seconds"] <= high
+    for each in written["skipped"]:
+        assert each["what"]
+        assert each["reason"]
+    return written
 
 
-def test_write_benchmark(tmp_path):
-    flags = ["--cases=gpt-oss-20b", "--tokens=1,7", "--blocks=16,64", "--implementation=xla"]
-    measured = run_and_read(tmp_path, "write", *flags)
-    cells, lines = measured["cache_sizes"], measured["token_counts"]
-    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
-    assert [(cell["dtype"], cell["num_blocks"]) for cell in cells] == [
-        (name, size) for name in dtypes for size in (16, 64)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_runs(tmp_path, program):
+    if program == "bridge":
+        pytest.importorskip("torch")
+    written = run_and_read(tmp_path, program, "--smoke")
+    has_torch = importlib.util.find_spec("torch") is not None
+    measured = {(each["operation"], each["peer"], each.get("dtype")) for each in written["measurements"]}
+    skipped = {each["what"] for each in written["skipped"]}
+    expected = set(EXPECTED[program])
+    if has_torch:
+        expected |= set(EXPECTED_WITH_TORCH.get(program, ()))
+    assert measured >= expected
+    if program == "write":
+        assert skipped >= {"vLLM", "FlashInfer"}
+    if has_torch and program != "bridge":
+        assert not {what for what in skipped if "torch" in what}
+
+
+DTYPES = [dtype.value for dtype in shapes.TIMED_DTYPES]
+EXPECTED = {
+    "write": [
+        *(("write", "kvjax", dtype) for dtype in DTYPES),
+        *(("write by cache size", "kvjax", dtype.value) for dtype in STORED_KV_CACHE_DTYPES),
+        *(("write", "XLA scatter", dtype) for dtype in DTYPES[:2]),
+    ],
+    "gather": [("gather", "kvjax", dtype) for dtype in DTYPES] + [("gather", "XLA gather", d) for d in DTYPES[:2]],
+    "pack": [("pack", "kvjax", "nvfp4"), ("pack", "kvjax write", "nvfp4")],
+    "bridge": [
+        *(("bridge kernel", peer, dtype) for peer in ("kvjax", "kvjax_torch") for dtype in DTYPES),
+        *(("bridge first call", "kvjax_torch", dtype) for dtype in DTYPES),
+        ("bridge host", "kvjax under jit", "nvfp4"),
+        ("bridge host", "kvjax_torch, scales as floats", "nvfp4"),
+        ("bridge host", "torch index_copy_", "nvfp4"),
+    ],
+    "host": [
+        *(("host write", "kvjax", dtype) for dtype in DTYPES),
+        ("host write", "kvjax, cache not donated", "bfloat16"),
+        ("host write", "XLA scatter", "bfloat16"),
+    ],
+    "copies": [("copy", "copy", None)],
+}
+TORCH_WRITERS = ("torch index_copy_", "torch index_put_")
+EXPECTED_WITH_TORCH = {
+    "write": [("write", peer, dtype) for peer in TORCH_WRITERS for dtype in DTYPES[:2]],
+    "gather": [("gather", "torch index_select", dtype) for dtype in DTYPES[:2]],
+    "pack": [("pack", "torch eager", "nvfp4")],
+    "host": [
+        *(("host write", peer, dtype) for peer in TORCH_WRITERS for dtype in DTYPES[:2]),
+        *(("host write", "kvjax_torch", dtype) for dtype in DTYPES),
+    ],
+}
+
+
+def test_flags_choose_what_is_written(tmp_path):
+    flags = ["--smoke", "--cases=qwen3-32b-tp4", "--dtypes=float16,fp8_e5m2", "--layouts=HND", "--slots=padded"]
+    flags += ["--tokens=5", "--peers=kvjax", "--blocks=16", "WriteBenchmark.test_token_counts"]
+    written = run_and_read(tmp_path, "write", *flags)
+    lines = [
+        [each[name] for name in ("case", "dtype", "layout", "slots", "num_tokens", "peer")]
+        for each in written["measurements"]
     ]
-    assert [(line["dtype"], line["num_tokens"]) for line in lines] == [
-        (dtype.value, num_tokens) for dtype in shapes.TIMED_DTYPES for num_tokens in (1, 7)
-    ]
-    assert all(each["seconds"] > 0 for each in [*cells, *lines])
+    assert lines == [["qwen3-32b-tp4", dtype, "HND", "padded", 5, "kvjax"] for dtype in ("float16", "fp8_e5m2")]
 
 
-def test_gather_benchmark(tmp_path):
-    # 20 tokens leave a part of the second block unread.
-    lines = run_and_read(tmp_path, "gather", "--seqs=3", "--seq_len=20")["gathers"]
-    assert [(line["dtype"], line["num_seqs"], line["seq_len"]) for line in lines] == [
-        (dtype.value, 3, 20) for dtype in shapes.TIMED_DTYPES
-    ]
-
-
-def test_torch_benchmark(tmp_path):
-    torch = pytest.importorskip("torch")
-    measured = run_and_read(tmp_path, "bridge", "--tokens=1,7")
-    calls = [(line["call"].split(",")[0], line["dtype"]) for line in measured["first_calls"]]
-    timed = [BFLOAT16, *shapes.TIMED_DTYPES]  # the first is what starts JAX
-    assert calls == [(name, dtype.value) for dtype in timed for name in ("write", "gather")]
-    names = [line["call"] for line in measured["host_times"]]
-    assert names[:3] == ["torch.Tensor.index_copy_", "write, scales as tensors", "write, scales as floats"]
-    assert all(line["seconds"] > 0 for line in measured["host_times"])
-    assert [(line["dtype"], line["num_tokens"]) for line in measured["kernels"]] == [
-        (dtype.value, num_tokens) for dtype in shapes.TIMED_DTYPES for num_tokens in (1, 7)
-    ]
-    assert all(line["torch_seconds"] > 0 < line["jit_seconds"] for line in measured["kernels"])
-    assert ("replays" in measured) == torch.cuda.is_available()
+def test_what_cannot_be_had_is_said_and_the_rest_runs(tmp_path):
+    flags = ["--smoke", "--implementation=mosaic", "--cases=gpt-oss-20b", f"--json={tmp_path / 'measured.json'}"]
+    done = run("pack", *flags)
+    if jax.default_backend() == "gpu":
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1
+    line = "skipped kvjax write: --implementation=mosaic: got cpu, expected an NVIDIA GPU (sm_90 or later)"
+    assert line in done.stderr.splitlines()
+    written = json.loads((tmp_path / "measured.json").read_text())
+    assert "kvjax" in [each["peer"] for each in written["measurements"]]
+    assert [each["what"] for each in written["skipped"]] == ["kvjax write"]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path):
     pytest.importorskip("torch")
-    measured = run_and_read(tmp_path, "bridge", "--tokens=64")
-    assert [line["waits"] for line in measured["host_times"]] == [False] * 4
-    for line in measured["kernels"]:
-        assert line["clock"] == timing.Clock.DEVICE
-        for kernels in (line["torch_kernels"], line["jit_kernels"]):
-            assert [("reshape_and_cache_flash" in name) for name in kernels] == [True]
-    assert len(measured["replays"]) == 6
-    for line in measured["replays"]:
-        assert line["clock"] == timing.Clock.EVENTS
-        assert (line["kernel_seconds"] is not None) == (line["num_tokens"] == 64)
+    measured = run_and_read(tmp_path, "bridge", "--tokens=64")["measurements"]
+    of = {operation: [m for m in measured if m["operation"] == f"bridge {operation}"] for operation in BRIDGE}
+    assert [each["waits"] for each in of["host"]] == [False] * 5
+    for each in of["kernel"]:
+        assert each["clock"] == timing.Clock.DEVICE
+        assert [("reshape_and_cache_flash" in name) for name in each["kernels"]] == [True]
+    assert len(of["replay"]) == 6
+    for each in of["replay"]:
+        assert each["clock"] == timing.Clock.EVENTS
+        assert (each["kernel_seconds"] is not None) == (each["num_tokens"] == 64)
+
+
+BRIDGE = ["host", "kernel", "replay"]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_those_of_kernels(tmp_path):
-    measured = run_and_read(tmp_path, "write", "--quick", "--tokens=7", "--blocks=64")
-    for each in [*measured["cache_sizes"], *measured["token_counts"]]:
+    flags = ["--cases=llama-3.1-8b", "--layouts=NHD", "--slots=scattered", "--tokens=7", "--blocks=64"]
+    measured = run_and_read(tmp_path, "write", *flags)["measurements"]
+    for each in measured:
         assert each["clock"] == timing.Clock.DEVICE
-    for line in measured["token_counts"]:
-        assert line["kernels"]
-        assert line["copy_seconds"] > 0
-        assert (line["cuda_seconds"] is not None) == (cuda.nvcc() is not None and line["dtype"] != "nvfp4")
+        assert each["kernels"]
+        assert each["copy_seconds"] > 0
+        assert len(each["samples"]) >= 50
+    for name in ("kvjax", "kvjax xla"):
+        assert {each["dtype"] for each in measured if each["peer"] == name} >= {*DTYPES}
+    by_cuda = {each["dtype"] for each in measured if each["peer"] == "CUDA"}
+    assert by_cuda == ({"bfloat16", "fp8_e4m3"} if cuda.nvcc() else set())
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"),
+    ("flag", "given", "expected"),
     [
-        ("--cases=llama-9", "gpt-oss-20b"),
-        ("--tokens=0", "at least 1"),
-        ("--blocks=64,many", "at least 16"),
-        ("--implementation=triton", "mosaic|xla"),
+        (write.CASES, "llama-9", "gpt-oss-20b"),
+        (write.NUM_TOKENS, "0", "at least 1"),
+        (write.NUM_BLOCKS, "64,many", "at least 16"),
+        (output.IMPLEMENTATION, "triton", "mosaic|xla"),
+        (write.PEERS, "numpy", "'XLA scatter'"),
+        (write.DTYPES, "int4", "'nvfp4'"),
+        (write.SLOTS, "", "'padded'"),
+    ],
+    ids=lambda value: value.name if isinstance(value, flags.FlagHolder) else None,
+)
+def test_a_wrong_flag_is_refused_with_what_is_right(flag, given, expected):
+    values = flags.FlagValues()
+    values[flag.name] = copy.deepcopy(flags.FLAGS[flag.name])
+    with pytest.raises(flags.IllegalFlagValueError, match=re.escape(expected)):
+        values(["a program", f"--{flag.name}={given}"])
+
+
+def test_a_program_says_what_is_wrong_with_a_flag():
+    done = run("write", "--cases=llama-9")
+    assert done.returncode == 1
+    assert "expected some of ['llama-3.1-8b'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor_parallel", "name"),
+    [
+        ("Llama-3.1-8B-Instruct", 1, "llama-3.1-8b"),
+        ("Qwen3-32B-NVFP4", 4, "qwen3-32b-tp4"),
+        ("gpt-oss-20b", 1, "gpt-oss-20b"),
     ],
 )
-def test_a_wrong_flag_is_refused_with_what_is_right(flag, expected):
-    done = run("write", flag)
-    assert done.returncode != 0
-    assert expected in done.stderr
+def test_cases_are_those_of_the_models_they_are_named_after(config, tensor_parallel, name):
+    read = json.loads((ROOT / f"tests/data/configs/{config}.json").read_text())
+    layers = ModelKVConfig.from_hf_config(read).shard(tensor_parallel).layers
+    case = shapes.CASES_BY_NAME[name]
+    assert {(layer.num_kv_heads, layer.head_size) for layer in layers} == {(case.num_kv_heads, case.head_size)}
 
 
 @pytest.fixture
@@ -150,11 +251,136 @@ def test_batches_share_neither_tokens_nor_slots(tokens):
     assert tokens.num_blocks * 16 > slots.max() >= 0 <= slots.min()
 
 
+@pytest.mark.parametrize("slots", Slots)
+def test_slots_are_of_their_kind(slots):
+    tokens = workload.Tokens(SMALL, max_tokens=8, num_blocks=4, rotation_bytes=4096, slots=slots)
+    found = [np.asarray(batch.slot_mapping) for batch in tokens.batches(8)]
+    written = [[*each[: 8 - slots.num_padded(8)]] for each in found]
+    assert all((each[8 - slots.num_padded(8) :] == -1).all() for each in found)
+    assert min(map(min, written)) >= 0
+    in_order = [sorted(each) == each and each[-1] - each[0] == len(each) - 1 for each in written]
+    assert all(in_order) if slots is Slots.CONTIGUOUS else not any(in_order)
+
+
+@pytest.mark.parametrize(("bits", "codes"), [(8, 1 << 12), (4, 1 << 13)])
+def test_a_peer_may_round_a_few_codes_the_other_way(bits, codes):
+    expected = jnp.full(1 << 12, 0x12, jnp.uint8)
+    a_step = expected.at[: codes // 1000].set(0x13)
+    assert workload.check_codes(a_step, expected, bits=bits) == {"codes_apart": codes // 1000}
+    for got in (expected.at[0].set(0x15), expected.at[: codes // 1000 + 1].set(0x13), expected.at[0].set(0x92)):
+        with pytest.raises(AssertionError, match="codes differ"):
+            workload.check_codes(got, expected, bits=bits)
+
+
+def test_codes_around_zero_are_neighbours():
+    expected = jnp.full(1 << 12, 0x80, jnp.uint8)  # -0, next to the smallest number of either sign
+    for code in (0x00, 0x01, 0x81):
+        assert workload.check_codes(expected.at[0].set(code), expected) == {"codes_apart": 1}
+
+
+def run_peer(prepare, inputs) -> dict:
+    """Makes a peer's first call and has its result checked."""
+    ready = prepare(inputs)
+    first = ready.call(0)
+    ready.wait(first)
+    return ready.check(first) or {}
+
+
+JOBS_OF_PEERS = [
+    pytest.param(peer, job, id="-".join([peer.name, job.dtype.value, job.layout, job.slots]))
+    for peer in (writes.XLA_SCATTER, writes.INDEX_COPY, writes.INDEX_PUT, writes.VLLM, writes.FLASHINFER)
+    for dtype, layout, slots in itertools.product(STORED_KV_CACHE_DTYPES, CacheLayout, Slots)
+    if peer.serves(job := WriteJob(SMALL, dtype, 8, layout, slots))
+]
+
+
+@pytest.mark.parametrize(("peer", "job"), JOBS_OF_PEERS)
+def test_every_peer_writes_what_kvjax_writes(peer, job, libraries_of_torch):
+    tokens = workload.Tokens(SMALL, max_tokens=8, num_blocks=4, rotation_bytes=4096, slots=job.slots)
+    inputs = WriteInputs(job, tokens, tokens.batches(8))
+    facts = run_peer(peer.prepare, inputs)
+    assert facts.get("codes_apart", 0) <= 1
+    ready = peer.prepare(inputs)
+    ready.wait(ready.call(1))  # other tokens
+    with pytest.raises(AssertionError, match="differ"):
+        ready.check(None)
+
+
+@pytest.fixture
+def libraries_of_torch(monkeypatch):
+    """Stands for vLLM and FlashInfer on a machine without them: their operations as torch would write them."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("kvjax_torch")
+
+    def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+        assert slot_mapping.dtype is torch.int64
+        assert key_cache.shape[1] == shapes.BLOCK_SIZE
+        assert k_scale.shape == v_scale.shape == (1,)
+        fp8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(kv_cache_dtype)
+        written = slot_mapping >= 0
+        index = slot_mapping[written] // shapes.BLOCK_SIZE, slot_mapping[written] % shapes.BLOCK_SIZE
+        for x, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+            rows = x[written] if fp8 is None else (x[written].float() / scale).to(fp8).view(torch.uint8)
+            cache.index_put_(index, rows)
+
+    def append_paged_kv_cache(
+        append_key, append_value, batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout
+    ):
+        assert kv_last_page_len.shape == (1,)
+        pages = cache if kv_layout == "NHD" else cache.transpose(2, 3)
+        first = kv_indptr[batch_indices.long()].long()
+        page = kv_indices[first + positions.long() // shapes.BLOCK_SIZE].long()
+        for half, x in enumerate((append_key, append_value)):
+            pages[:, half].index_put_((page, positions.long() % shapes.BLOCK_SIZE), x)
+
+    def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+        append_key, append_value, slot_mapping, caches, scale_caches, k_scale, v_scale, kv_layout
+    ):
+        written = slot_mapping >= 0
+        slots = slot_mapping[written].long()
+        index = slots // shapes.BLOCK_SIZE, slots % shapes.BLOCK_SIZE
+        for x, cache, scale_cache, scale in zip(
+            (append_key, append_value), caches, scale_caches, (k_scale, v_scale), strict=True
+        ):
+            data, block_scales = packs.torch_pack(x[written], scale)
+            for into, rows in ((cache, data), (scale_cache.view(torch.uint8), block_scales)):
+                (into if kv_layout == "NHD" else into.transpose(1, 2)).index_put_(index, rows)
+
+    modules = {"vllm": "_custom_ops", "flashinfer": "page"}
+    operations = (
+        [reshape_and_cache_flash],
+        [append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping],
+    )
+    for (package, name), functions in zip(modules.items(), operations, strict=True):
+        module = types.SimpleNamespace(**{function.__name__: function for function in functions})
+        monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(**{name: module}))
+        monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
+
+
+def test_libraries_that_are_not_there_are_missed():
+    for peer in (libraries.VLLM, libraries.FLASHINFER):
+        reason = peer.why_missing()
+        assert reason is None or reason.startswith(("not importable: ", "needs an NVIDIA GPU"))
+
+
+def test_packing_in_torch_is_packing():
+    torch = pytest.importorskip("torch")
+    ends = [0.0, -0.0, 448.0, 3e38, -1e-30, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, 1e-3, -7.0]
+    rows = np.stack([np.float32(ends), *np.random.default_rng(0).standard_normal((500, 16), np.float32)])
+    for scale in (0.037, 1.0):
+        expected = quant.encode_nvfp4(jnp.asarray(rows), np.float32(scale))
+        data, block_scales = packs.torch_pack(torch.from_numpy(rows), float(np.float32(scale)))
+        np.testing.assert_array_equal(data.numpy(), expected[0])
+        np.testing.assert_array_equal(block_scales.numpy(), np.asarray(expected[1]).view(np.uint8))
+
+
 def test_the_wall_clock_times_calls_of_different_numbers():
     numbers = []
     timed = timing.measure(numbers.append, wait=lambda _: None, max_seconds=0.01)
     assert numbers == list(range(len(numbers)))
-    assert timing.MIN_CALLS <= timed.calls <= timing.MAX_CALLS < len(numbers)
+    assert 50 <= timing.LIMITS.min_calls <= timed.calls <= timing.LIMITS.max_calls < len(numbers)
+    low, high = timing.spread(timed.samples)
+    assert min(timed.samples) <= low <= timed.seconds <= high <= max(timed.samples)
     assert timed.clock is timing.Clock.WALL
 
 
@@ -182,7 +408,135 @@ def test_device_timestamps_leave_out_the_warm_up(monkeypatch):
     profiler = Profiler()
     monkeypatch.setattr(timing, "_cupti", lambda: profiler)
     timed = timing.measure(profiler.call, wait=lambda _: None)
-    assert timed == timing.Timing(0.003, timing.Clock.DEVICE, timing.MAX_CALLS, ("cast", "scatter"))
+    samples = (0.003,) * timing.LIMITS.max_calls
+    assert timed == timing.Timing(samples, timing.Clock.DEVICE, ("cast", "scatter"))
+
+
+def test_a_call_that_does_twice_as_much_is_said_to_take_twice_as_long(monkeypatch, results):
+    profiler = Profiler()
+    monkeypatch.setattr(timing, "_cupti", lambda: profiler)
+    monkeypatch.setattr(copy_peer, "measure", lambda _: timing.Timing((0.001,), timing.Clock.DEVICE))
+    peers = [
+        fake_peer("once", profiler.call),
+        fake_peer("twice", lambda number: [profiler.call(number) for _ in range(2)]),
+    ]
+    [measured] = compare_all(results, peers).values()
+    assert measured["twice"].seconds == 2 * measured["once"].seconds
+    assert len(measured["twice"].times.kernels) == 4
+    assert measured["twice"].copy_share == measured["once"].copy_share / 2
+
+
+@pytest.mark.parametrize(("seconds", "blind"), [((0.01, 0.02), False), ((0.01, 0.011), True), ((0.01, 0.04), True)])
+def test_a_clock_that_does_not_tell_twice_the_work_fails_the_program(monkeypatch, seconds, blind):
+    timings = tuple(timing.Timing((each,) * 3, timing.Clock.WALL) for each in seconds)
+    monkeypatch.setattr(timing, "once_and_twice", lambda: timings)
+    program = output.Program("test_the_clock_tells_twice_the_work")
+    with pytest.raises(AssertionError, match="no time of this run") if blind else contextlib.nullcontext():
+        program.test_the_clock_tells_twice_the_work()
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeJob:
+    subject: dict = dataclasses.field(default_factory=lambda: {"case": "a case", "num_tokens": 3}, hash=False)
+    bytes_moved: int = 4096
+
+
+def fake_peer(name, call, check=lambda _: None, **fields) -> Peer:
+    return Peer(name, lambda _: Run(call, check, wait=lambda _: None), **fields)
+
+
+@pytest.fixture
+def results():
+    flags.FLAGS.mark_as_parsed()
+    return output.Report("benchmarks.fake")
+
+
+def compare_all(results, peers, why_too_large=lambda _: None, make_inputs=lambda _: None):
+    program = output.Program("test_what_was_asked_for_is_there")
+    program.results = results
+    return compare.compare_all(program, "fake", [FakeJob()], peers, make_inputs, why_too_large)
+
+
+def fail(error):
+    raise error
+
+
+def test_a_peer_that_is_wrong_or_fails_is_not_timed_and_the_rest_is(results, capsys):
+    wrong = fake_peer("wrong", lambda _: None, lambda _: fail(AssertionError("3 elements differ\nand more")))
+    broken = fake_peer("broken", lambda _: fail(ValueError("no such op")))
+    right = fake_peer("right", lambda _: None, lambda _: {"codes_apart": 1})
+    elsewhere = fake_peer("elsewhere", lambda _: None, serves=lambda job: False)
+    [measured] = compare_all(results, [wrong, broken, elsewhere, right]).values()
+    assert [*measured] == ["right"]
+    assert measured["right"].facts == {"codes_apart": 1}
+    assert results.skipped == {
+        "wrong (fake: a case, 3)": "wrong: 3 elements differ\nand more",
+        "broken (fake: a case, 3)": "ValueError: no such op",
+    }
+    said = capsys.readouterr().err
+    assert "skipped wrong (fake: a case, 3): wrong: 3 elements differ\n" in said
+    assert "and more" not in said
+
+
+def test_where_kvjax_is_wrong_the_program_fails_once_the_others_are_through(results):
+    own = fake_peer("kvjax", lambda _: None, lambda _: fail(AssertionError("it differs")), own=True)
+    with pytest.raises(AssertionError, match="it differs"):
+        compare_all(results, [own, fake_peer("another", lambda _: None)])
+    assert [each.peer for each in results.measurements] == ["another"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "cuda"])
+def test_what_does_not_fit_into_memory_is_skipped(results, error):
+    error = RuntimeError("CUDA out of memory. Tried to allocate") if error == "cuda" else error
+    own = fake_peer("kvjax", lambda _: fail(error), own=True)
+    compare_all(results, [own])
+    assert compare_all(results, [own], make_inputs=lambda _: fail(error)) == {}
+    assert [*results.skipped] == ["kvjax (fake: a case, 3)", "fake: a case, 3"]
+
+
+def test_what_would_not_fit_into_memory_is_not_tried(results):
+    assert memory.why_too_large(1, 1) is None
+    assert compare_all(results, [], lambda _: memory.why_too_large(1 << 60)) == {}
+    assert re.match(r"too little memory: needs 1,0.*GiB on the device", results.skipped["fake: a case, 3"])
+    huge = WriteJob(shapes.LLAMA_8B, BFLOAT16, 1 << 40)
+    assert "too little memory" in huge.why_too_large(1 << 40)
+
+
+def test_a_peer_that_a_flag_names_has_to_be_there(results):
+    absent = fake_peer("absent", lambda _: None, why_missing=lambda: "not importable: no such module")
+    there = fake_peer("there", lambda _: None)
+    assert compare.present(results, [absent, there], None) == [there]
+    assert results.missing == []
+    assert compare.present(results, [absent, there], ["absent"]) == []
+    assert results.missing == ["absent: not importable: no such module"]
+
+
+def test_a_file_has_every_sample_of_what_was_measured(results, tmp_path):
+    times = timing.Timing((0.001, 0.003, 0.002), timing.Clock.WALL)
+    results.measurements.append(output.Measurement("fake", {"dtype": NVFP4}, "kvjax", times, 10, times, {"more": 1}))
+    results.skip("vLLM", "not importable")
+    results.save(tmp_path / "file.json")
+    written = json.loads((tmp_path / "file.json").read_text())
+    assert written["measurements"] == [
+        {
+            "operation": "fake",
+            "dtype": "nvfp4",
+            "peer": "kvjax",
+            "clock": "wall",
+            "seconds": 0.002,
+            "samples": [0.001, 0.003, 0.002],
+            "bytes_moved": 10,
+            "copy_seconds": 0.002,
+            "kernels": [],
+            "more": 1,
+        }
+    ]
+    assert written["copy_rates"][0]["samples"] == [0.001, 0.003, 0.002]
+    assert written["skipped"] == [{"what": "vLLM", "reason": "not importable"}]
+
+
+def test_a_folder_without_git_has_no_commit(tmp_path):
+    assert output.commit(tmp_path) == "unknown"
 
 
 def test_the_wall_clock_serves_where_another_profiler_is_attached(monkeypatch):
@@ -221,7 +575,6 @@ def write_time(dtype=BFLOAT16, layout=NHD, *, heads=(8, 128), **changes) -> bars
         seconds=1.0,
         clock=timing.Clock.DEVICE,
         kernels=("write",),
-        temporary_bytes=0,
         bytes_moved=1,
         copy_seconds=0.9,
     )
@@ -241,6 +594,7 @@ def write_time(dtype=BFLOAT16, layout=NHD, *, heads=(8, 128), **changes) -> bars
         (write_time(NVFP4, num_tokens=256), "<= 1.25 x bf16"),
         (write_time(NVFP4, HND, num_tokens=256), "<= 1.15 x NHD"),
         (write_time(BFLOAT16, num_tokens=2_048), "None"),
+        (write_time(BFLOAT16, num_tokens=1, slots=Slots.PADDED), "None"),
         (write_time(BFLOAT16, num_tokens=16_384, heads=(1, 128)), "None"),
     ],
 )
@@ -288,8 +642,9 @@ def test_bars_are_counted():
 
 
 def test_bytes_moved():
+    assert WriteJob(SMALL, NVFP4, 7, slots=Slots.PADDED).bytes_moved == 6 * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4
     # Seven tokens of two heads of 32, keys and values: bfloat16 in, a slot, two codes a byte and a scale for 16 out.
-    assert workload.bytes_moved(SMALL.spec(NVFP4), 7) == 7 * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4
+    assert WriteJob(SMALL, NVFP4, 7).bytes_moved == 7 * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4
 
 
 @pytest.mark.skipif(cuda.nvcc() is None, reason="needs CUDA's compiler")

@@ -6,41 +6,56 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import timing
 from benchmarks.peers import cuda
-from kvjax.table import markdown_table
 
-BUFFER_BYTES = 1 << 30
-"""Copies rotate through two buffers of this size, far more than a last-level cache holds."""
+GPU_BUFFER_BYTES, HOST_BUFFER_BYTES = 1 << 30, 1 << 26
+"""Copies rotate through two buffers of this size: on a GPU far more than its last-level cache holds."""
 
 
 @functools.cache
-def copy_seconds(bytes_moved: int) -> float | None:
-    """Seconds of a copy that reads one half of `bytes_moved` and writes the other: the fastest of all ways to copy.
-
-    `None` without a GPU: the time of a copy on the host is that of its page faults and of what else runs there.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    return min(all_copy_seconds(bytes_moved).values())
+def measure(bytes_moved: int) -> timing.Timing:
+    """Times a copy that reads one half of `bytes_moved` and writes the other: the fastest of all ways to copy."""
+    return min(all_ways(bytes_moved).values(), key=lambda timed: timed.seconds)
 
 
-def all_copy_seconds(bytes_moved: int) -> dict[str, float]:
-    """Seconds of that copy, by the way it is made; with plain CUDA where that can be built, else in XLA."""
+def all_ways(bytes_moved: int) -> dict[str, timing.Timing]:
+    """Times of that copy, by the way it is made; on a GPU with plain CUDA where that can be built, else in XLA."""
     num_bytes = -(-bytes_moved // 2 // cuda.COPY_BYTES) * cuda.COPY_BYTES
-    if not cuda.is_available():
-        return {"XLA": _measure_in_xla(num_bytes).seconds}
-    source, target = _buffers(max(num_bytes, BUFFER_BYTES))
+    if jax.default_backend() != "gpu":
+        return {"memcpy": _measure_on_host(num_bytes)}
+    if cuda.why_missing():
+        return {"XLA": _measure_in_xla(num_bytes)}
+    source, target = _device_buffers(max(num_bytes, GPU_BUFFER_BYTES))
     return {
-        "a CUDA kernel": cuda.measure_copy_by_kernel(source, target, num_bytes).seconds,
-        "cudaMemcpyAsync": cuda.memcpy_seconds(source, target, num_bytes),
+        "a CUDA kernel": cuda.measure_copy_by_kernel(source, target, num_bytes),
+        "cudaMemcpyAsync": cuda.measure_memcpy(source, target, num_bytes),
     }
 
 
 @functools.lru_cache(maxsize=1)
-def _buffers(num_bytes: int) -> tuple[jax.Array, jax.Array]:
-    return jax.block_until_ready((jnp.full(num_bytes, 1, jnp.uint8), jnp.full(num_bytes, 2, jnp.uint8)))
+def _device_buffers(num_bytes: int) -> tuple[jax.Array, jax.Array]:
+    random = jax.random.bits(jax.random.key(0), (num_bytes,), jnp.uint8)
+    return jax.block_until_ready((random, jnp.full(num_bytes, 2, jnp.uint8)))
+
+
+@functools.lru_cache(maxsize=1)
+def _host_buffers(num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Buffers whose pages are all there: what first touches a page takes longer than the copy."""
+    return np.random.default_rng(0).integers(256, size=num_bytes, dtype=np.uint8), np.full(num_bytes, 2, np.uint8)
+
+
+def _measure_on_host(num_bytes: int) -> timing.Timing:
+    source, target = _host_buffers(max(num_bytes, HOST_BUFFER_BYTES))
+    rotation = len(source) // num_bytes
+
+    def call(number: int) -> None:
+        part = slice(number % rotation * num_bytes, (number % rotation + 1) * num_bytes)
+        np.copyto(target[part], source[part])
+
+    return timing.measure(call, wait=lambda _: None)
 
 
 def _measure_in_xla(num_bytes: int) -> timing.Timing:
@@ -48,16 +63,3 @@ def _measure_in_xla(num_bytes: int) -> timing.Timing:
     source = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     invert = jax.jit(jnp.invert)
     return timing.measure(lambda _: invert(source))
-
-
-def print_rates() -> None:
-    """Prints the rate of copies of known size, which is the device's memory bandwidth past the size of its caches."""
-    device = jax.devices()[0]
-    clock = timing.measure(jax.jit(lambda number: number + 1)).clock
-    print(f"{device.device_kind}; {clock}; bytes read plus bytes written\n")
-    rows = [
-        [f"{megabytes} MiB", way, f"{seconds * 1e6:,.2f}", f"{(megabytes << 20) / seconds / 1e9:,.0f}"]
-        for megabytes in (1, 32, 128, 512)
-        for way, seconds in all_copy_seconds(megabytes << 20).items()
-    ]
-    print(markdown_table(["moved", "copied by", "us", "GB/s"], rows, left=2))

@@ -42,9 +42,25 @@ def nvcc() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def is_available() -> bool:
-    """Whether the kernels can be built and run here."""
-    return jax.default_backend() == "gpu" and nvcc() is not None
+@functools.cache
+def why_missing() -> str | None:
+    """Why the kernels cannot be built and run here; `None` where they can, and then they are built."""
+    if jax.default_backend() != "gpu":
+        return "needs an NVIDIA GPU"
+    try:
+        _library()
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
+
+
+def version() -> str:
+    """What CUDA's compiler calls itself."""
+    compiler = nvcc()
+    if compiler is None:
+        return "none"
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return next((line.strip() for line in said.splitlines() if "release" in line), "unknown")
 
 
 def build(library: Path) -> None:
@@ -149,10 +165,12 @@ def measure_copy_by_kernel(source: jax.Array, target: jax.Array, num_bytes: int)
     return timing.measure(call, wait=synchronize)
 
 
-def memcpy_seconds(source: jax.Array, target: jax.Array, num_bytes: int) -> float:
-    """Seconds of one `cudaMemcpyAsync` among several in a row, by CUDA's events: CUPTI's kernel records lack it."""
-    seconds = ctypes.c_float()
+def measure_memcpy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:
+    """Times `cudaMemcpyAsync`, each sample one of several in a row by CUDA's events: CUPTI's kernel records lack it."""
     pointers = [array.unsafe_buffer_pointer() for array in (source, target)]
-    rotation = source.nbytes // num_bytes
-    _check(_library().time_memcpy(*pointers, num_bytes, rotation, MEMCPY_CALLS, ctypes.byref(seconds)))
-    return seconds.value
+    rotation, samples = source.nbytes // num_bytes, []
+    for _ in range(timing.LIMITS.min_calls):
+        seconds = ctypes.c_float()
+        _check(_library().time_memcpy(*pointers, num_bytes, rotation, MEMCPY_CALLS, ctypes.byref(seconds)))
+        samples.append(seconds.value)
+    return timing.Timing(tuple(samples), timing.Clock.EVENTS)

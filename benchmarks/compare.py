@@ -1,0 +1,156 @@
+"""Has every peer do the same thing, one after the other: made ready, checked, then timed."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from absl import flags
+
+from benchmarks import memory, output, timing
+from benchmarks.output import Measurement
+from benchmarks.peers import copy
+from benchmarks.peers.peer import Peer
+
+
+def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
+    """The flag that says which peers to time."""
+    return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that can be here)")
+
+
+def present[J, Inputs](
+    results: output.Report, peers: Sequence[Peer[J, Inputs]], names: Sequence[str] | None
+) -> list[Peer[J, Inputs]]:
+    """Those of the peers that were asked for and can run here; says of the others why not."""
+    found = []
+    for peer in peers:
+        if names is not None and peer.name not in names:
+            continue
+        if reason := peer.why_missing():
+            explicit = names is not None or (peer.own and output.IMPLEMENTATION.value is not None)
+            results.skip(peer.name, reason, asked_for=explicit and peer.name != "kvjax xla")
+        else:
+            found.append(peer)
+    return found
+
+
+class Job(Protocol):
+    """One thing to time."""
+
+    @property
+    def subject(self) -> Mapping[str, Any]:
+        """What the tables and files say of it."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that it must read and write."""
+
+
+def compare_all[J: Job, Inputs](
+    test: output.Program,
+    operation: str,
+    jobs: Sequence[J],
+    peers: Sequence[Peer[J, Inputs]],
+    make_inputs: Callable[[J], Inputs],
+    why_too_large: Callable[[J], str | None],
+) -> dict[J, dict[str, Measurement]]:
+    """Measures all peers that serve them on all jobs; of each job what was right, by the peers' names.
+
+    A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
+    kvjax itself fails, so does a subtest of `test`.
+    """
+    results = test.results
+    results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
+    measured: dict[J, dict[str, Measurement]] = {}
+    for job in jobs:
+        serving = [peer for peer in peers if peer.serves(job)]
+        what = f"{operation}: {', '.join(str(output.plain(value)) for value in job.subject.values())}"
+        with test.subTest(**job.subject):
+            reason = why_too_large(job)
+            if reason is None:
+                try:
+                    inputs = make_inputs(job)
+                except Exception as error:
+                    if not memory.is_exhausted(error):
+                        raise
+                    reason = f"too little memory: {error}"
+            if reason is not None:
+                results.skip(what, reason)
+                results.step("too large", len(serving))
+                continue
+            measured[job] = {}
+            _compare(results, operation, job, serving, inputs, measured[job])
+    return measured
+
+
+def _compare(
+    results: output.Report,
+    operation: str,
+    job: Job,
+    peers: Sequence[Peer[Any, Any]],
+    inputs: Any,
+    found: dict[str, Measurement],
+) -> None:
+    failure: Exception | None = None
+    for peer in peers:
+        try:
+            found[peer.name] = _measure(results, operation, job, peer, inputs)
+        except Exception as error:  # whatever a peer fails with, the others go on
+            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+            words = ", ".join(str(output.plain(value)) for value in job.subject.values())
+            results.skip(f"{peer.name} ({operation}: {words})", f"{kind}: {error}")
+            results.step(peer.name)
+            if peer.own and not memory.is_exhausted(error):
+                error.add_note(traceback.format_exc())
+                failure = failure or error.with_traceback(None)  # its frames would hold on to caches
+    if failure:
+        raise failure
+
+
+def _measure(results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any) -> Measurement:
+    run = peer.prepare(inputs)
+    first = run.call(0)
+    run.wait(first)
+    facts = {**run.facts, **(run.check(first) or {})}
+    timed = timing.measure(run.call, wait=run.wait)
+    copied = copy.measure(job.bytes_moved)
+    measurement = Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)
+    results.add(measurement)
+    return measurement
+
+
+def peer_table(
+    results: output.Report,
+    title: str,
+    measured: Mapping[Any, Mapping[str, Measurement]],
+    columns: Sequence[str],
+    *,
+    facts: Sequence[str] = (),
+    note: str = "",
+) -> None:
+    """Adds a table with a line for each measurement: `columns` are what it is about, `facts` what else was found."""
+    measurements = [each for by_peer in measured.values() for each in by_peer.values()]
+    words = [
+        [
+            *(_words(each.subject.get(column)) for column in columns),
+            each.peer,
+            output.microseconds(each.seconds),
+            output.spread(each.times.samples),
+            *(output.rate(each.seconds, each.bytes_moved) if each.bytes_moved else ["-", "-"]),
+            output.share(each.copy_share),
+            *(_words(each.facts.get(fact)) for fact in facts),
+        ]
+        for each in measurements
+    ]
+    header = [*(column.replace("num_", "") for column in columns), "by", "us", "5-95%", "MB moved", "GB/s", "of copy"]
+    header += [fact.replace("_", " ") for fact in facts]
+    results.table(title, header, words, note=f"{note}By {output.clocks(measurements)}.", left=len(columns) + 1)
+
+
+def _words(value: Any) -> str:
+    value = output.plain(value)
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,220 @@
+"""Who reads whole sequences back from a paged cache: kvjax, and what a user would pick instead. `PEERS` lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from benchmarks import memory, output, workload
+from benchmarks.peers import in_torch
+from benchmarks.peers.in_jax import why_no_kernel
+from benchmarks.peers.peer import Peer, Run
+from benchmarks.shapes import BLOCK_SIZE, Case
+from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode, quant
+from kvjax.ops.rows import decode_rows, encode_rows
+
+OUT_DTYPE = workload.INPUT_DTYPE
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherJob:
+    """One gather to time: so many sequences of one length."""
+
+    case: Case
+    dtype: KVCacheDType
+    layout: CacheLayout
+    num_seqs: int
+    seq_len: int
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The cache's spec."""
+        return self.case.spec(self.dtype, self.layout)
+
+    @property
+    def blocks_a_seq(self) -> int:
+        """Pages of one sequence."""
+        return -(-self.seq_len // BLOCK_SIZE)
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """What the tables and files say of it."""
+        return {
+            "case": self.case.name,
+            "num_kv_heads": self.case.num_kv_heads,
+            "head_size": self.case.head_size,
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "num_seqs": self.num_seqs,
+            "seq_len": self.seq_len,
+            "num_tokens": self.num_seqs * self.seq_len,
+        }
+
+    @property
+    def dense_bytes(self) -> int:
+        """What the result takes."""
+        elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
+        return self.num_seqs * self.blocks_a_seq * BLOCK_SIZE * elements * OUT_DTYPE.itemsize
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that it reads and writes: what is stored, the pages' numbers, the dense result."""
+        numbers = (self.blocks_a_seq + 1) * np.dtype(np.int32).itemsize
+        return self.num_seqs * (self.seq_len * self.spec.bytes_per_token + numbers) + self.dense_bytes
+
+    @property
+    def num_tables(self) -> int:
+        """How many sets of such sequences calls rotate through, so that no cache holds what they read."""
+        return min(max(workload.sizes().rotation_bytes // self.dense_bytes, 1), workload.MAX_BATCHES)
+
+    def why_too_large(self) -> str | None:
+        """Why memory is too small for it, if it is: tokens, cache, and results in float32 before they are rounded."""
+        tokens = self.num_tables * self.dense_bytes
+        return memory.why_too_large(3 * tokens + 6 * self.dense_bytes, 2 * tokens)
+
+
+class GatherInputs:
+    """What all peers of one job are given: a full cache, and where its sequences are."""
+
+    def __init__(self, job: GatherJob) -> None:
+        self.job, spec = job, job.spec
+        shape = (job.num_tables, job.num_seqs, job.blocks_a_seq)
+        tables = np.random.default_rng(1).permutation(int(np.prod(shape))).reshape(shape).astype(np.int32)
+        self.tokens = _random_tokens(spec, tables.size * BLOCK_SIZE)
+        slots = (tables[..., None] * BLOCK_SIZE + np.arange(BLOCK_SIZE, dtype=np.int32)).reshape(-1)
+        cache = KVCache.allocate(spec, tables.size)
+        self.cache = workload.write_in_xla(*self.tokens, cache, slots, **workload.scales())
+        self.tables: list[jax.Array] = jax.device_put([*tables])
+        self.seq_lens = jax.device_put(np.full(job.num_seqs, job.seq_len, np.int32))
+
+    def table(self, number: int) -> int:
+        """Which table call `number` reads."""
+        return number % len(self.tables)
+
+    def check(self, gathered: Any) -> None:
+        """Compares the first table's keys and values with what the encoding of their tokens decodes to.
+
+        No page is involved in what they are compared with.
+
+        Raises:
+          AssertionError: they differ.
+        """
+        job, scales = self.job, workload.scales().values()
+        for got, x, scale in zip(gathered, self.tokens, scales, strict=True):
+            rows = x[: job.num_seqs * job.blocks_a_seq * BLOCK_SIZE]
+            expected = _decoded(rows, scale, job.spec).reshape(got.shape)
+            workload.check_same_bits(got, expected.at[:, job.seq_len :].set(0))
+
+
+def _random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of so many tokens, normal numbers in bfloat16."""
+    distinct = np.random.default_rng(0).standard_normal(workload.DISTINCT_ELEMENTS, np.float32)
+    key = np.resize(distinct.astype(workload.INPUT_DTYPE), (num_tokens, spec.num_kv_heads, spec.head_size))
+    return jax.device_put((key, key[::-1]))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _encoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    return encode_rows(x, spec, scale)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _rounded(rows: tuple[jax.Array, ...], scale: jax.Array, spec: AttentionSpec) -> jax.Array:
+    return quant.cast(decode_rows(rows, spec, scale), OUT_DTYPE)
+
+
+def _decoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """What is left of tokens once stored; in two programs, so that no conversion there and back is taken for none."""
+    return _rounded(_encoded(x, scale, spec), scale, spec)
+
+
+def kvjax_run(inputs: GatherInputs, *, implementation: str | None) -> Run:
+    gather = jax.jit(functools.partial(kvjax.gather_kv, dtype=OUT_DTYPE, implementation=implementation))
+    compiled = gather.lower(inputs.cache, inputs.tables[0], inputs.seq_lens, **workload.scales()).compile()
+
+    def call(number: int) -> Any:
+        return compiled(inputs.cache, inputs.tables[inputs.table(number)], inputs.seq_lens, **workload.scales())
+
+    return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+
+
+def xla_gather_run(inputs: GatherInputs) -> Run:
+    spec = inputs.job.spec
+
+    def gather(kv: jax.Array, table: jax.Array, k_scale: jax.Array, v_scale: jax.Array) -> list[jax.Array]:
+        pages = kv[table]  # [num_seqs, blocks, 2, ...]
+        if spec.layout is CacheLayout.HND:
+            pages = jnp.swapaxes(pages, 3, 4)
+        halves = [pages[:, :, half].reshape(table.shape[0], -1, *pages.shape[-2:]) for half in range(2)]
+        if spec.quant_mode is KVQuantMode.NONE:
+            return [half.astype(OUT_DTYPE) for half in halves]
+        codes = [lax.bitcast_convert_type(half, spec.storage_dtype).astype(jnp.float32) for half in halves]
+        return [(half * scale).astype(OUT_DTYPE) for half, scale in zip(codes, (k_scale, v_scale), strict=True)]
+
+    compiled = jax.jit(gather).lower(inputs.cache.kv, inputs.tables[0], *workload.scales().values()).compile()
+
+    def call(number: int) -> Any:
+        return compiled(inputs.cache.kv, inputs.tables[inputs.table(number)], *workload.scales().values())
+
+    return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+
+
+def torch_run(inputs: GatherInputs) -> Run:
+    job, decode = inputs.job, _torch_decode(inputs.job.spec)
+    pages = in_torch.borrow(inputs.cache.kv)
+    if job.layout is CacheLayout.HND:
+        pages = pages.transpose(2, 3)
+    tables = [in_torch.borrow(table).long().flatten() for table in inputs.tables]
+    shape = (job.num_seqs, -1, job.case.num_kv_heads, job.case.head_size)
+    halves = [*zip((pages[:, 0], pages[:, 1]), in_torch.float_scales(), strict=True)]
+
+    def call(number: int) -> list[Any]:
+        table = tables[inputs.table(number)]
+        return [decode(half.index_select(0, table), scale).reshape(shape) for half, scale in halves]
+
+    def check(gathered: list[Any]) -> None:
+        in_torch.wait()
+        inputs.check([jax.dlpack.from_dlpack(half.contiguous()) for half in gathered])
+
+    return Run(call, check, in_torch.wait)
+
+
+def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:
+    import torch
+
+    if spec.quant_mode is KVQuantMode.NONE:
+        return lambda x, _: x.to(torch.bfloat16)
+    dtype = getattr(torch, spec.storage_dtype.name)
+    return lambda x, scale: (x.view(dtype).float() * scale).to(torch.bfloat16)
+
+
+def _is_simple(job: GatherJob) -> bool:
+    """Whether indexing pages is all that there is to it: no packed codes, and no tokens to leave out."""
+    return job.dtype is not KVCacheDType.NVFP4 and job.seq_len % BLOCK_SIZE == 0
+
+
+KVJAX = Peer[GatherJob, GatherInputs](
+    "kvjax",
+    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value),
+    why_missing=why_no_kernel,
+    own=True,
+)
+KVJAX_IN_XLA = Peer[GatherJob, GatherInputs](
+    "kvjax xla",
+    lambda inputs: kvjax_run(inputs, implementation="xla"),
+    why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
+    own=True,
+)
+XLA_GATHER = Peer[GatherJob, GatherInputs]("XLA gather", xla_gather_run, serves=_is_simple)
+INDEX_SELECT = Peer[GatherJob, GatherInputs](
+    "torch index_select", torch_run, serves=_is_simple, why_missing=in_torch.why_missing
+)
+PEERS = (KVJAX, KVJAX_IN_XLA, XLA_GATHER, INDEX_SELECT)

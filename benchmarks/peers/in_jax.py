@@ -1,0 +1,103 @@
+"""Writes in JAX: kvjax's, and the scatter that a JAX user writes today."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks import output, workload
+from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.peer import Peer, Run
+from benchmarks.workload import WriteJob
+from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode
+
+
+def kvjax_run(inputs: WriteInputs, *, implementation: str | None, donated: bool = True) -> Run:
+    write = workload.Write(inputs.poisoned(), inputs.batches, implementation, donated=donated)
+    return Run(write, lambda _: write.check(inputs.expected), facts={"temporary_bytes": write.temporary_bytes})
+
+
+def why_no_kernel() -> str | None:
+    """Why the implementation that a flag asks for cannot run here."""
+    if output.IMPLEMENTATION.value == "mosaic" and not workload.is_gpu():
+        return f"--implementation=mosaic: got {jax.devices()[0].platform}, expected an NVIDIA GPU (sm_90 or later)"
+    return None
+
+
+KVJAX = Peer[WriteJob, WriteInputs](
+    "kvjax",
+    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value),
+    why_missing=why_no_kernel,
+    own=True,
+)
+KVJAX_IN_XLA = Peer[WriteJob, WriteInputs](
+    "kvjax xla",
+    lambda inputs: kvjax_run(inputs, implementation="xla"),
+    why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
+    own=True,
+)
+NOT_DONATED = Peer[WriteJob, WriteInputs](
+    "kvjax, cache not donated",
+    lambda inputs: kvjax_run(inputs, implementation=None, donated=False),
+    serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # in any dtype it is the copy of a cache that takes time
+    own=True,
+)
+
+
+def _scatter(
+    caches: tuple[jax.Array, jax.Array],
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    spec: AttentionSpec,
+) -> list[jax.Array]:
+    # JAX counts negative indices from the end, so padding has to be led past it.
+    slots = jnp.where(slot_mapping < 0, caches[0].shape[0], slot_mapping)
+    rows = ((key, k_scale), (value, v_scale))
+    return [
+        cache.at[slots].set(_stored(x, scale, spec), mode="drop")
+        for cache, (x, scale) in zip(caches, rows, strict=True)
+    ]
+
+
+def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
+    info = spec.dtype.info
+    if spec.quant_mode is KVQuantMode.NONE:
+        return x.astype(info.storage_dtype)
+    codes = jnp.clip(x.astype(jnp.float32) / scale, -info.max, info.max).astype(info.storage_dtype)
+    return lax.bitcast_convert_type(codes, spec.array_dtype)  # a scatter of floats of 8 bits is slow on CPU
+
+
+@functools.cache
+def _compiled_scatter(spec: AttentionSpec, num_slots: int, num_tokens: int) -> Any:
+    row = (spec.num_kv_heads, spec.head_size)
+    caches = [jax.ShapeDtypeStruct((num_slots, *row), spec.array_dtype)] * 2
+    rows = [jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)] * 2
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    scatter = jax.jit(functools.partial(_scatter, spec=spec), donate_argnums=0)
+    return scatter.lower(caches, *rows, slots, *workload.scales().values()).compile()
+
+
+def scatter_run(inputs: WriteInputs) -> Run:
+    spec = inputs.job.spec
+    caches = dense_poisoned(inputs)
+    compiled = _compiled_scatter(spec, caches[0].shape[0], inputs.job.num_tokens)
+
+    def call(number: int) -> list[jax.Array]:
+        caches[:] = compiled(caches, *inputs.batches[inputs.batch_number(number)], *workload.scales().values())
+        return caches
+
+    return Run(
+        call, lambda _: check_dense(caches, inputs), facts={"temporary_bytes": workload.temporary_bytes(compiled)}
+    )
+
+
+XLA_SCATTER = Peer[WriteJob, WriteInputs](
+    "XLA scatter", scatter_run, serves=lambda job: job.dtype is not KVCacheDType.NVFP4 and job.layout is CacheLayout.NHD
+)

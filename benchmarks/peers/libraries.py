@@ -1,0 +1,118 @@
+"""Writes by vLLM's and FlashInfer's own operations, where they are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks import workload
+from benchmarks.peers import in_torch
+from benchmarks.peers.in_torch import borrow, float_scales
+from benchmarks.peers.inputs import WriteInputs, check_paged
+from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.shapes import BLOCK_SIZE, Slots
+from benchmarks.workload import WriteJob
+from kvjax import CacheLayout, KVCacheDType, KVQuantMode, nvfp4_split_views
+
+NVFP4 = KVCacheDType.NVFP4
+
+
+def vllm_run(inputs: WriteInputs) -> Run:
+    from vllm import _custom_ops as ops  # type: ignore[import-not-found]
+
+    spec, cache = inputs.job.spec, inputs.poisoned()
+    pages = borrow(cache.kv)
+    if inputs.job.layout is CacheLayout.HND:
+        pages = pages.transpose(2, 3)
+    dtype = "auto" if spec.quant_mode is KVQuantMode.NONE else spec.dtype.value
+    scales = [borrow(scale).reshape(1) for scale in workload.scales().values()]
+    key_cache, value_cache = pages[:, 0], pages[:, 1]
+    batches = [(borrow(b.key), borrow(b.value), borrow(b.slot_mapping).long()) for b in inputs.batches]
+
+    def call(number: int) -> None:
+        key, value, slots = batches[inputs.batch_number(number)]
+        ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, dtype, *scales)
+
+    return Run(call, lambda _: check_paged(cache, inputs), in_torch.wait)
+
+
+VLLM = Peer[WriteJob, WriteInputs](
+    "vLLM",
+    vllm_run,
+    serves=lambda job: job.dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
+    why_missing=lambda: _why_no_library("vllm._custom_ops"),
+)
+
+
+def flashinfer_run(inputs: WriteInputs) -> Run:
+    return (_flashinfer_nvfp4 if inputs.job.dtype is NVFP4 else _flashinfer_append)(inputs)
+
+
+def _flashinfer_append(inputs: WriteInputs) -> Run:
+    """One request that owns every page in order, so that a token's position is its slot."""
+    import torch
+    from flashinfer import page  # type: ignore[import-not-found]
+
+    cache = inputs.poisoned()
+    pages = borrow(cache.kv)
+
+    def numbers(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device=pages.device)
+
+    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=pages.device)
+    owners = table, numbers(0, cache.num_blocks), numbers(BLOCK_SIZE)
+    first_request = torch.zeros(inputs.job.num_tokens, dtype=torch.int32, device=pages.device)
+    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
+
+    def call(number: int) -> None:
+        key, value, slots = batches[inputs.batch_number(number)]
+        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=inputs.job.layout.value)
+
+    return Run(call, lambda _: check_paged(cache, inputs), in_torch.wait)
+
+
+def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
+    import torch
+    from flashinfer import page
+
+    job = inputs.job
+    expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # data and scales of keys, then of values
+    arrays = [[jnp.full(each.shape, workload.POISON, jnp.uint8) for each in half] for half in expected]
+    halves = [[borrow(each) for each in half] for half in arrays]
+    data, scales = ([half[which] for half in halves] for which in range(2))
+    caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
+    k_scale, v_scale = float_scales()
+    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
+
+    def call(number: int) -> None:
+        key, value, slots = batches[inputs.batch_number(number)]
+        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            key, value, slots, *caches, k_scale, v_scale, kv_layout=job.layout.value
+        )
+
+    def check(_: Any) -> dict[str, Any]:
+        apart = 0
+        for (data, block_scales), (expected_data, expected_scales) in zip(arrays, expected, strict=True):
+            stored_scales = lax.bitcast_convert_type(expected_scales, jnp.uint8)
+            apart += workload.check_codes(block_scales, stored_scales)["codes_apart"]
+            apart += workload.check_codes(data, expected_data, bits=4)["codes_apart"]
+        return {"codes_apart": apart}
+
+    return Run(call, check, in_torch.wait)
+
+
+def _why_no_library(*modules: str) -> str | None:
+    reason = why_not_importable(*modules)
+    if reason is None and not workload.is_gpu():
+        return "needs an NVIDIA GPU"
+    return reason or in_torch.why_missing()
+
+
+FLASHINFER = Peer[WriteJob, WriteInputs](
+    "FlashInfer",
+    flashinfer_run,
+    serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
+    why_missing=lambda: _why_no_library("flashinfer.page"),
+)

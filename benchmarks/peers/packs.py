@@ -1,0 +1,96 @@
+"""Who packs keys and values as NVFP4, with or without a cache to put them in. `PEERS` lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import workload
+from benchmarks.peers import in_torch
+from benchmarks.peers.in_jax import KVJAX
+from benchmarks.peers.inputs import WriteInputs
+from benchmarks.peers.peer import Peer, Run
+from benchmarks.workload import WriteJob
+from kvjax import nvfp4_split_views, quant
+
+
+def check_packed(packed: Sequence[Sequence[jax.Array]], inputs: WriteInputs) -> None:
+    """Compares data and scales of keys, then of values, with those that lie in the cache after the first write.
+
+    Its slots are one after the other from the first on, so that they are the cache's first rows.
+    """
+    expected = zip(*nvfp4_split_views(inputs.expected), strict=True)
+    for got_half, expected_half in zip(packed, expected, strict=True):
+        for got, rows in zip(got_half, expected_half, strict=True):
+            as_bytes = lax.bitcast_convert_type(rows, jnp.uint8)
+            workload.check_same_bits(got, as_bytes.reshape(-1, *rows.shape[2:])[: inputs.job.num_tokens])
+
+
+@functools.cache
+def _compiled_pack(shape: tuple[int, ...]) -> Any:
+    def pack(key: jax.Array, value: jax.Array, k_scale: jax.Array, v_scale: jax.Array) -> Any:
+        return quant.encode_nvfp4(key, k_scale), quant.encode_nvfp4(value, v_scale)
+
+    rows = jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE)
+    return jax.jit(pack).lower(rows, rows, *workload.scales().values()).compile()
+
+
+def kvjax_run(inputs: WriteInputs) -> Run:
+    compiled = _compiled_pack(inputs.batches[0].key.shape)
+
+    def call(number: int) -> Any:
+        batch = inputs.batches[inputs.batch_number(number)]
+        return compiled(batch.key, batch.value, *workload.scales().values())
+
+    def check(packed: Any) -> None:
+        check_packed([[data, lax.bitcast_convert_type(scales, jnp.uint8)] for data, scales in packed], inputs)
+
+    return Run(call, check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+
+
+def torch_pack(x: Any, scale: float) -> tuple[Any, Any]:
+    """NVFP4 data and block scales of a tensor, as one writes it in torch."""
+    import torch
+
+    blocks = x.float().unflatten(-1, (-1, 16))
+    largest = blocks.abs().amax(-1)
+    block_scales = (largest / np.float32(quant.E2M1_MAX * np.float32(scale)).item()).clamp_(max=quant.E4M3_MAX)
+    block_scales = block_scales.to(torch.float8_e4m3fn)
+    decoded = block_scales.float() * scale
+    inverse = torch.where(decoded == 0, 0.0, 1 / decoded)
+    scaled = blocks * inverse[..., None]
+    magnitude, codes = scaled.abs(), torch.zeros_like(scaled, dtype=torch.uint8)
+    for upper in range(1, len(quant.E2M1_VALUES)):  # a midpoint belongs to the even one of its neighbours
+        midpoint = (quant.E2M1_VALUES[upper - 1] + quant.E2M1_VALUES[upper]) / 2
+        codes += magnitude > midpoint if upper % 2 else magnitude >= midpoint
+    codes = (codes | torch.signbit(scaled).to(torch.uint8) << 3).flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, block_scales.view(torch.uint8)
+
+
+def torch_run(inputs: WriteInputs) -> Run:
+    batches = [[in_torch.borrow(x) for x in (batch.key, batch.value)] for batch in inputs.batches]
+    scales = in_torch.float_scales()
+
+    def call(number: int) -> Any:
+        rows = batches[inputs.batch_number(number)]
+        return [torch_pack(x, scale) for x, scale in zip(rows, scales, strict=True)]
+
+    def check(packed: Any) -> None:
+        in_torch.wait()
+        check_packed([[jax.dlpack.from_dlpack(each.contiguous()) for each in half] for half in packed], inputs)
+
+    return Run(call, check, in_torch.wait)
+
+
+PEERS = (
+    Peer[WriteJob, WriteInputs]("kvjax", kvjax_run, own=True),
+    dataclasses.replace(KVJAX, name="kvjax write"),
+    Peer[WriteJob, WriteInputs]("torch eager", torch_run, why_missing=in_torch.why_missing),
+)

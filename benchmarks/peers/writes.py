@@ -1,0 +1,79 @@
+"""Who writes tokens into a paged cache: kvjax, and what a user would pick instead. `PEERS` lists them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks import compare, output, workload
+from benchmarks.output import Measurement
+from benchmarks.peers import cuda
+from benchmarks.peers.in_jax import KVJAX, KVJAX_IN_XLA, XLA_SCATTER
+from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
+from benchmarks.peers.inputs import WriteInputs
+from benchmarks.peers.libraries import FLASHINFER, VLLM
+from benchmarks.peers.peer import Peer, Run
+from benchmarks.shapes import Case, Slots
+from benchmarks.workload import WriteJob
+
+
+def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
+    cache, scales = inputs.poisoned(), workload.scales()
+    jax.block_until_ready((cache, inputs.batches, scales))
+
+    def call(number: int) -> None:
+        cuda.reshape_and_cache(*inputs.batches[inputs.batch_number(number)], cache, **scales, threads=threads)
+
+    def check(_: Any) -> None:
+        workload.check_same_bits(cache.kv, inputs.expected.kv)
+
+    return Run(call, check, cuda.synchronize)
+
+
+CUDA = Peer[WriteJob, WriteInputs](
+    "CUDA",
+    functools.partial(cuda_run, threads=cuda.vllm_threads),
+    serves=lambda job: cuda.serves(job.spec),
+    why_missing=cuda.why_missing,
+)
+CUDA_FITTED = dataclasses.replace(
+    CUDA, name="CUDA fitted", prepare=functools.partial(cuda_run, threads=cuda.fitted_threads)
+)
+
+
+PEERS = (KVJAX, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, VLLM, FLASHINFER)
+
+
+def measure(
+    test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
+) -> dict[WriteJob, dict[str, Measurement]]:
+    """Measures writes as `compare_all` does. What neighbouring jobs share is made once: their tokens and slots."""
+
+    def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
+        return job.case, job.slots, job.num_blocks
+
+    most: dict[tuple[Case, Slots, int | None], int] = {}
+    for job in jobs:
+        most[shared(job)] = max(job.num_tokens, most.get(shared(job), 0))
+
+    @functools.lru_cache(maxsize=1)
+    def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
+        max_tokens = most[case, slots, num_blocks]
+        pages = num_blocks or workload.default_pages(case, max_tokens)
+        return workload.Tokens(case, max_tokens, pages, workload.sizes().rotation_bytes, slots)
+
+    @functools.lru_cache(maxsize=1)
+    def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
+        return of.batches(num_tokens)
+
+    def make(job: WriteJob) -> WriteInputs:
+        return WriteInputs(job, tokens(*shared(job)), batches(job.num_tokens, tokens(*shared(job))))
+
+    def why_too_large(job: WriteJob) -> str | None:
+        return job.why_too_large(most[shared(job)])
+
+    return compare.compare_all(test, operation, jobs, peers, make, why_too_large)
