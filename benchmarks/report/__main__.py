@@ -1,0 +1,88 @@
+"""Turns the JSON files of benchmark runs into docs/benchmarks.md and its plots, and a part of README.md.
+
+`python -m benchmarks.report write.json gather.json`, from the source tree; needs the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from benchmarks.report import pages, results
+from benchmarks.report.pages import Report
+from benchmarks.report.records import ResultsError
+
+BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
+
+OUTPUT = flags.DEFINE_string("output", "docs/benchmarks.md", "Markdown file to write")
+PLOTS = flags.DEFINE_string("plots", "docs/plots", "folder to put the plots in")
+README = flags.DEFINE_string(
+    "readme", None, "Markdown file to put a plot and a table of the first device into, between its benchmarks markers"
+)
+
+
+def replaced(readme: Path, part: str) -> str:
+    """The text of a README, with a new part between its markers.
+
+    Raises:
+      ResultsError: it has not each of them once, one after the other.
+      OSError: it cannot be read.
+    """
+    text = readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end or text.count(BEGIN) + text.count(END) > 2:
+        raise ResultsError(f"{readme}: expected one line {BEGIN.strip()}, and below it one {END.strip()}")
+    return f"{before}{begin}{part}{end}{after}"
+
+
+def write(report: Report, readme: Path | None) -> list[Path]:
+    """Writes the plots, the page and README's part; nothing where one of the texts cannot be made.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ResultsError: matplotlib is missing, or README cannot take its part.
+      OSError: a file cannot be read or written.
+    """
+    try:
+        from benchmarks.report import plots
+    except ModuleNotFoundError as error:
+        raise ResultsError(f"plots need matplotlib, of the extra `bench`: {error}") from error
+    texts = {report.output: pages.page(report)}
+    if readme is not None:
+        texts[readme] = replaced(readme, pages.readme_part(report, readme))
+    styles = plots.styles(each.peer for each in report.measurements)
+    for folder in (report.plots, report.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for operation in (each for device in report.devices for each in report.operations(device)):
+        for case, found in report.slices(operation).items():
+            drawn.append(report.plots / operation.plot_name(case))
+            plots.save(plots.draw(found, styles, operation.plot_title(case, found)), drawn[-1])
+    for path, text in texts.items():
+        path.write_text(text)
+    return [*drawn, *texts]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    try:
+        devices = results.read([Path(name) for name in argv[1:]])
+        report = Report(devices, Path(OUTPUT.value), Path(PLOTS.value))
+        written = write(report, Path(README.value) if README.value else None)
+    except (ResultsError, OSError, UnicodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(*written, sep="\n")
+    for path in sorted({*report.plots.glob("*.png")} - {*written}):
+        print(f"of another report: {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)

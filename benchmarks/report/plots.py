@@ -1,0 +1,193 @@
+"""Plots of measured times: against a size, a panel for each dtype, a line for each peer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from PIL import Image
+
+from benchmarks.report.results import OWN, Measurement, Word
+from benchmarks.report.slices import Slice, label
+
+OWN_COLOUR, COPY_COLOUR = "#0072B2", "#808080"
+COLOURS = ("#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#882255", "#999933")
+"""Those of Okabe and Ito that show on white and two of Tol's, which people with any colour vision tell apart."""
+
+OWN_MARKER, MARKERS = "o", ("s", "^", "D", "v", "P", "X", "<", "*", ">", "h", "p")
+
+COPY_LABEL = "copy of as many bytes"
+
+
+PANELS_ACROSS = 3
+WIDTH_INCHES, PANEL_INCHES, MARGIN_INCHES = 10.0, 2.3, 1.1
+DOTS_AN_INCH, NUM_COLOURS = 160, 256
+
+FEW_SIZES = 4
+"""Up to so many sizes each has its tick."""
+
+FEW_DECADES = 100.0
+"""Of times that differ by less than this factor, more than the powers of ten have ticks."""
+
+type Style = Mapping[str, str]
+
+
+def styles(peers: Iterable[str]) -> dict[str, Style]:
+    """The look of each peer's lines. Once the colours are used up they come again, dashed and with other markers."""
+    styles: dict[str, Style] = {OWN: {"color": OWN_COLOUR, "marker": OWN_MARKER, "linestyle": "-"}}
+    others = [peer for peer in dict.fromkeys(peers) if peer != OWN]
+    for number, peer in enumerate(others):
+        styles[peer] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": "-" if number < len(COLOURS) else "--",
+        }
+    return styles
+
+
+def draw(of: Slice, style: Mapping[str, Style], title: str) -> Figure:
+    """Times, and below them shares of the copy's rate where there are any, against the size of a slice.
+
+    Args:
+      of: what is drawn.
+      style: the look of each peer.
+      title: stands above all panels.
+    """
+    with _own_settings():
+        has_copies = any(each.copy_seconds for each in of.measurements)
+        kinds = (_draw_times, _draw_shares) if has_copies else (_draw_times,)
+        bands = [*itertools.batched(of.dtypes, PANELS_ACROSS)]
+        down, across = len(bands) * len(kinds), len(bands[0])
+        figure = Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + PANEL_INCHES * down), layout="constrained")
+        figure.suptitle(title, fontsize=11)
+        panels = figure.subplots(down, across, squeeze=False, sharex=True)
+        for row, column in itertools.product(range(down), range(across)):
+            panel, band, kind = panels[row, column], bands[row // len(kinds)], row % len(kinds)
+            if column >= len(band):
+                panel.set_axis_off()
+                continue
+            if (row, column) != (kind, 0):
+                panel.sharey(panels[kind, 0])
+            kinds[kind](panel, of, band[column], style)
+            _label(panel, of, left=column == 0, bottom=kind == len(kinds) - 1)
+            if kind == 0 and band[column] is not None:
+                panel.set_title(str(band[column]), fontsize="medium")
+        _set_ticks(panels[0, 0], of)
+        if has_copies:
+            panels[1, 0].set_ylim(bottom=0.0)
+        _add_legend(figure, [*style, COPY_LABEL])
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG that holds no date and no version, with few colours: a third of the bytes, and it looks the same."""
+    drawn = io.BytesIO()
+    with _own_settings():
+        figure.savefig(drawn, format="png", dpi=DOTS_AN_INCH)
+    with Image.open(drawn) as image:
+        image.convert("RGB").quantize(NUM_COLOURS, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
+
+
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """Matplotlib's defaults and ours, whatever files of settings lie about."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "text.parse_math": False,
+                "axes.grid": True,
+                "grid.alpha": 0.3,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+            }
+        )
+        yield
+
+
+def _draw_times(panel: Axes, of: Slice, dtype: Word | None, style: Mapping[str, Style]) -> None:
+    panel.set_yscale("log")
+    panel.set_ylabel("microseconds")
+    copies: dict[int, float] = {}
+    for line in of.lines(dtype):
+        sizes = of.sizes_of(line)
+        low, high = (_microseconds(bound) for bound in zip(*(each.spread for each in line), strict=True))
+        panel.fill_between(sizes, low, high, color=style[line[0].peer]["color"], alpha=0.15, linewidth=0)
+        _plot(panel, sizes, _microseconds(each.seconds for each in line), line, style)
+        copies |= {size: each.copy_seconds for size, each in zip(sizes, line, strict=True) if each.copy_seconds}
+    if copies:
+        seconds = _microseconds(copies[size] for size in sorted(copies))
+        panel.plot(sorted(copies), seconds, color=COPY_COLOUR, linestyle=":", label=COPY_LABEL)
+
+
+def _draw_shares(panel: Axes, of: Slice, dtype: Word | None, style: Mapping[str, Style]) -> None:
+    panel.set_ylabel("share of the copy's rate")
+    panel.yaxis.set_major_formatter(FuncFormatter(_percent))
+    for line in of.lines(dtype):
+        with_copies = [each for each in line if each.copy_seconds]
+        _plot(panel, of.sizes_of(with_copies), [each.copy_share or 0.0 for each in with_copies], line, style)
+
+
+def _plot(
+    panel: Axes, sizes: Sequence[int], heights: Sequence[float], line: Sequence[Measurement], style: Mapping[str, Style]
+) -> None:
+    peer = line[0].peer
+    own = peer == OWN
+    panel.plot(
+        sizes,
+        heights,
+        label=peer,
+        linewidth=2.2 if own else 1.2,
+        markersize=5.5 if own else 4.5,
+        zorder=3 if own else 2,
+        **style[peer],  # type: ignore[arg-type]
+    )
+
+
+def _microseconds(seconds: Iterable[float]) -> list[float]:
+    return [each * 1e6 for each in seconds]
+
+
+def _label(panel: Axes, of: Slice, *, left: bool, bottom: bool) -> None:
+    panel.set_xscale("log")
+    panel.set_xlabel(label(of.size) if bottom else "")
+    panel.set_ylabel(panel.get_ylabel() if left else "")
+    panel.tick_params(labelleft=left, labelbottom=bottom)
+
+
+def _set_ticks(times: Axes, of: Slice) -> None:
+    """Sets those of all panels, which share them with this one."""
+    few = len(of.sizes) <= FEW_SIZES and of.sizes[-1] < 1e6
+    times.xaxis.set_major_locator(FixedLocator(of.sizes) if few else _powers(*times.get_xlim()))
+    times.xaxis.set_minor_locator(NullLocator())
+    times.xaxis.set_major_formatter(FuncFormatter(_short))
+    times.yaxis.set_major_locator(_powers(*times.get_ylim()))
+    times.yaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def _powers(low: float, high: float) -> LogLocator:
+    return LogLocator() if high / low > FEW_DECADES else LogLocator(subs=(1.0, 2.0, 5.0))
+
+
+def _short(value: float, _: int) -> str:
+    for power, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= max(power, 1e4) and (value % power == 0 or value >= 1e6):
+            return f"{value / power:.4g}{letter}"
+    return f"{value:,.10g}"
+
+
+def _percent(value: float, _: int) -> str:
+    return f"{value * 100:.3g}%"
+
+
+def _add_legend(figure: Figure, order: Sequence[str]) -> None:
+    lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_lines()}
+    shown = [name for name in order if name in lines]
+    figure.legend([lines[name] for name in shown], shown, loc="outside lower center", ncols=min(len(shown), 5))

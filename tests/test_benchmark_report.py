@@ -1,0 +1,496 @@
+"""The report of benchmark runs tells every measurement, draws it, and says which file it cannot take, and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from absl.testing import flagsaver
+
+from benchmarks.report import __main__ as report_program
+from benchmarks.report import pages, results
+from benchmarks.report.records import ResultsError
+from benchmarks.report.slices import densest
+
+ROOT = Path(__file__).parents[1]
+US = 1e-6
+
+
+def measurement(peer: str, num_tokens: int, dtype: str = "bfloat16", *, us: float = 10.0, **changes: object) -> dict:
+    """A measurement whose samples lie evenly around `us` microseconds, a tenth of it to each side."""
+    samples = [us * US * share for share in (0.9, 0.95, 1.0, 1.05, 1.1)]
+    return {
+        "operation": "write",
+        "case": "llama-3.1-8b",
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "dtype": dtype,
+        "layout": "NHD",
+        "slots": "scattered",
+        "num_tokens": num_tokens,
+        "peer": peer,
+        "clock": "CUPTI",
+        "seconds": us * US,
+        "samples": samples,
+        "bytes_moved": 8_000 * num_tokens,
+        "copy_seconds": 5 * US,
+        "kernels": ["a_kernel"],
+        "unknown to readers": {"of": [1, None]},
+    } | changes
+
+
+def contents(*measurements: dict, device: str = "NVIDIA H200", **changes: object) -> dict:
+    environment = {"device": device, "driver": "575.1", "date": "2026-11-21", "command": "python -m benchmarks.write"}
+    file = {"schema": 1, "program": "benchmarks.write", "environment": environment, "measurements": [*measurements]}
+    return file | changes
+
+
+def writes() -> dict:
+    """Two dtypes in three sizes, by one to three peers."""
+    found = [
+        measurement(peer, num_tokens, dtype, us=base + num_tokens / 100)
+        for num_tokens in (1, 64, 1_024)
+        for dtype, peers in (("bfloat16", {"kvjax": 10.0, "vLLM": 20.0, "copy_": 40.0}), ("nvfp4", {"kvjax": 8.0}))
+        for peer, base in peers.items()
+    ]
+    copies = [{"bytes_moved": 8_000, "seconds": 2 * US, "samples": [2 * US]}]
+    skipped = [{"what": "FlashInfer", "reason": "not importable: <module>\nat line 3"}]
+    return contents(*found, copy_rates=copies, skipped=skipped)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    def save(file: object, name: str = "write.json") -> Path:
+        path = tmp_path / name
+        path.write_text(file if isinstance(file, str) else json.dumps(file))
+        return path
+
+    return save
+
+
+def report_of(*paths: Path) -> pages.Report:
+    folder = paths[0].parent
+    return pages.Report(results.read(paths), folder / "docs/benchmarks.md", folder / "docs/plots")
+
+
+def rows_below(page: str, *words: str) -> list[list[str]]:
+    """The cells of the first table after these words, each found after the one before."""
+    for word in words:
+        page = page[page.index(word) + len(word) :]
+    table = re.search(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    header, _, *rows = ([cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table[0].splitlines())
+    return [header, *rows]
+
+
+def test_the_page_of_a_small_file(save):
+    file = contents(
+        measurement("kvjax", 1),
+        measurement("vLLM", 1, us=15.0),
+        measurement("kvjax", 64, us=20.0, copy_seconds=None),
+        measurement("vLLM", 64, us=5.0, bytes_moved=None),
+        skipped=[{"what": "FlashInfer", "reason": "not importable: <module>\nat line 3"}],
+    )
+    page = pages.page(report_of(save(file)))
+    link = f"{Path('..', *['..'] * (len(save(file).parent.parts) - 1))}{ROOT}/benchmarks/README.md"
+    assert f"[The method]({link})" in page
+    assert page.split("one stand in one table |\n\n")[1] == (
+        """\
+## NVIDIA H200
+
+```console
+$ python -m benchmarks.write
+```
+
+|        | measured with |
+| ------ | ------------- |
+| driver | 575.1         |
+| date   | 2026-11-21    |
+
+### In short
+
+Write: llama-3.1-8b, KV heads 8, head size 128, layout NHD, slots scattered; clock CUPTI.
+Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster.
+
+| dtype    | tokens | kvjax, microseconds |  GB/s (share) |  vLLM |
+| -------- | -----: | ------------------: | ------------: | ----: |
+| bfloat16 |      1 |                10.0 | 0.800 (50.0%) | 1.50x |
+| bfloat16 |     64 |                20.0 |          25.6 | 0.25x |
+
+### Write
+
+Medians of 5 calls each; clock CUPTI.
+
+![write, llama-3.1-8b, NVIDIA H200](plots/nvidia-h200-write-llama-3.1-8b.png)
+
+<details><summary>llama-3.1-8b: 4 times</summary>
+
+KV heads 8, head size 128, layout NHD, slots scattered.
+
+Microseconds:
+
+| dtype    | tokens |            kvjax |             vLLM |
+| -------- | -----: | ---------------: | ---------------: |
+| bfloat16 |      1 | 10.0 (9.10-10.9) | 15.0 (13.7-16.4) |
+| bfloat16 |     64 | 20.0 (18.2-21.8) | 5.00 (4.55-5.45) |
+
+GB/s (share):
+
+| dtype    | tokens | MB moved | copy |         kvjax |          vLLM |
+| -------- | -----: | -------: | ---: | ------------: | ------------: |
+| bfloat16 |      1 |  0.00800 | 5.00 | 0.800 (50.0%) | 0.533 (33.3%) |
+| bfloat16 |     64 |    0.512 | 5.00 |          25.6 |             - |
+
+</details>
+
+### Not measured
+
+- FlashInfer: not importable: &lt;module&gt; (write)
+"""
+    )
+
+
+def test_every_measurement_is_on_the_page_once(save):
+    file = writes()
+    for number, layout in enumerate(("NHD", "HND")):
+        for slots in ("padded", "contiguous"):
+            file["measurements"] += [
+                measurement("kvjax", count, us=100.0 + 7 * number + count, layout=layout, slots=slots)
+                for count in (1, 64)
+            ]
+    file["measurements"] += [
+        measurement("kvjax", 7, us=333.0, case="a|b"),
+        measurement("CUDA", 7, us=444.0, case="a|b"),
+    ]
+    page = pages.page(report_of(save(file)))
+    times = []
+    for case in ("llama-3.1-8b", "a\\|b"):
+        header, *rows = rows_below(page, f"<details><summary>{case}", "Microseconds")
+        times += [cell.split()[0] for row in rows for cell in row[header.index("kvjax") :] if cell != "-"]
+    expected = [f"{each['seconds'] / US:.3g}" for each in file["measurements"]]
+    assert sorted(f"{float(time):.3g}" for time in times) == sorted(expected)
+
+
+def test_shares_and_rates_are_those_of_the_samples(save):
+    file = writes()
+    header, *rows = rows_below(pages.page(report_of(save(file))), "<details>", "GB/s (share)")
+    assert header == ["dtype", "tokens", "MB moved", "copy", "kvjax", "vLLM", "copy_"]
+    told = {
+        (row[0], int(row[1].replace(",", "")), peer): row[column] for row in rows for column, peer in enumerate(header)
+    }
+    for each in file["measurements"]:
+        seconds = statistics.median(each["samples"])
+        rate, share = re.fullmatch(
+            r"([\d.]+) \(([\d.]+)%\)", told[each["dtype"], each["num_tokens"], each["peer"]]
+        ).groups()
+        assert float(rate) == pytest.approx(each["bytes_moved"] / seconds / 1e9, rel=0.01)
+        assert float(share) == pytest.approx(100 * each["copy_seconds"] / seconds, abs=0.06)
+
+
+def test_tiny_shares_are_not_zero(save):
+    slow = measurement("kvjax", 1, us=16_000.0)
+    assert "0.000500 (0.03%)" in pages.page(report_of(save(contents(slow))))
+
+
+def test_a_file_of_each_program_makes_one_section_of_a_device(save):
+    gather = contents(measurement("XLA gather", 7, operation="gather"), program="benchmarks.gather")
+    gather["environment"] |= {"torch": "2.15", "driver": "576.2", "command": "python -m benchmarks.gather"}
+    cpu = contents(measurement("kvjax", 1, clock="wall"), device="a CPU")
+    page = pages.page(report_of(save(writes()), save(gather, "gather.json"), save(cpu, "cpu.json")))
+    assert re.findall("^##+ .*", page, re.MULTILINE) == [
+        *("## NVIDIA H200", "### In short", "### Write", "### Gather", "### Copies", "### Not measured"),
+        *("## a CPU", "### Write"),
+    ]
+    assert "$ python -m benchmarks.write\n$ python -m benchmarks.gather\n" in page
+    rows = dict(rows_below(page, "## NVIDIA H200")[1:])
+    assert rows == {
+        "driver": "575.1 (write); 576.2 (gather)",
+        "date": "2026-11-21",
+        "torch": "- (write); 2.15 (gather)",
+    }
+
+
+def test_times_by_two_clocks_never_stand_in_one_table(save):
+    file = contents(measurement("kvjax", 1), measurement("kvjax", 1, clock="host", us=50.0))
+    page = pages.page(report_of(save(file)))
+    assert re.findall("^### .*", page, re.MULTILINE) == ["### Write by CUPTI", "### Write by host"]
+    assert rows_below(page, "### Write by CUPTI")[1:] == [["bfloat16", "1", "10.0 (9.10-10.9)"]]
+    assert rows_below(page, "### Write by host")[1:] == [["bfloat16", "1", "50.0 (45.5-54.5)"]]
+
+
+def test_what_does_not_apply_may_be_missing(save):
+    calls = {"operation": "bridge host", "peer": "a call", "clock": "host", "seconds": 1.0, "samples": [1.0]}
+    page = pages.page(report_of(save(contents(calls))))
+    assert rows_below(page, "### Bridge host") == [["a call"], ["1,000,000 (1,000,000-1,000,000)"]]
+    assert "GB/s (share):" not in page
+
+
+def test_further_fields_tell_measurements_apart_where_nothing_else_does(save):
+    sizes = [
+        measurement("kvjax", 64, us=us, cache_bytes=size, temporary_bytes=size // 1_000, note="same")
+        for size, us in ((1_000, 10.0), (1_000_000, 11.0))
+    ]
+    found = results.read([save(contents(*sizes, *[each | {"operation": "pack"} for each in sizes[:1]]))])
+    by_size, _, pack = (each.subject for run in found["NVIDIA H200"] for each in run.measurements)
+    assert by_size["cache_bytes"] == 1_000
+    assert {"temporary_bytes", "note"}.isdisjoint(by_size)
+    assert "cache_bytes" not in pack
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([{"num_tokens": 1}, {"num_tokens": 64}], ("num_tokens", [1, 64], {}, ())),
+        ([{"num_tokens": 1}, {"num_tokens": 1, "slots": "padded"}], None),
+        (
+            [{"layout": "HND"}, {"num_tokens": 64}, {"num_tokens": 1}],
+            ("num_tokens", [1, 64], {"layout": "NHD"}, ()),
+        ),
+        (
+            [{"num_tokens": 64, "num_seqs": 8}, {"num_tokens": 128, "num_seqs": 2}],
+            ("num_tokens", [64, 128], {}, ("num_seqs",)),
+        ),
+        (
+            [*({"num_seqs": seqs, "num_tokens": 2} for seqs in (2, 4, 8)), {"num_seqs": 8, "num_tokens": 1}],
+            ("num_seqs", [2, 4, 8], {"num_tokens": 2}, ()),
+        ),
+    ],
+)
+def test_what_is_drawn_against_what(save, sizes, expected):
+    found = results.read([save(contents(*(measurement("kvjax", **({"num_tokens": 7} | size)) for size in sizes)))])
+    drawn = densest(found["NVIDIA H200"][0].measurements)
+    assert (drawn and (drawn.size, drawn.sizes, drawn.fixed, drawn.along)) == expected
+
+
+def test_only_dtypes_measured_in_most_sizes_are_drawn(save):
+    file = writes()
+    file["measurements"].append(measurement("kvjax", 64, "float32"))
+    report = report_of(save(file))
+    [operation] = report.operations("NVIDIA H200")
+    assert report.slices(operation)["llama-3.1-8b"].dtypes == ["bfloat16", "nvfp4"]
+
+
+@pytest.fixture
+def plots():
+    pytest.importorskip("matplotlib")
+    from benchmarks.report import plots
+
+    return plots
+
+
+def test_a_plot_has_a_line_for_each_dtype_and_peer(save, plots):
+    report = report_of(save(writes()))
+    [operation] = report.operations("NVIDIA H200")
+    drawn = report.slices(operation)["llama-3.1-8b"]
+    figure = plots.draw(drawn, plots.styles(["kvjax", "vLLM", "copy_"]), "a title")
+    times, nvfp4_times, shares, nvfp4_shares = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["bfloat16", "nvfp4", "", ""]
+
+    def lines(panel) -> dict:
+        return {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in panel.get_lines()}
+
+    assert set(lines(times)) == {"kvjax", "vLLM", "copy_", plots.COPY_LABEL}
+    assert set(lines(nvfp4_times)) == {"kvjax", plots.COPY_LABEL}
+    assert (set(lines(shares)), set(lines(nvfp4_shares))) == ({"kvjax", "vLLM", "copy_"}, {"kvjax"})
+    assert lines(times)["vLLM"] == pytest.approx({1: 20.01, 64: 20.64, 1_024: 30.24})
+    assert lines(times)[plots.COPY_LABEL] == pytest.approx({1: 5.0, 64: 5.0, 1_024: 5.0})
+    assert lines(shares)["kvjax"] == pytest.approx({1: 5 / 10.01, 64: 5 / 10.64, 1_024: 5 / 20.24})
+    assert {panel.get_xscale() for panel in figure.axes} == {times.get_yscale()} == {"log"}
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["kvjax", "vLLM", "copy_", plots.COPY_LABEL]
+    figure.draw_without_rendering()
+    assert all(legend.get_window_extent().y1 <= panel.get_window_extent().y0 for panel in figure.axes)
+    assert {line.get_color() for panel in figure.axes for line in panel.get_lines() if line.get_label() == "vLLM"} == {
+        plots.styles(["kvjax", "vLLM"])["vLLM"]["color"]
+    }
+
+
+def test_panels_that_no_dtype_needs_stay_empty(save, plots):
+    dtypes = ("float32", "float16", "bfloat16", "nvfp4")
+    file = contents(*(measurement("kvjax", count, dtype) for count in (1, 64) for dtype in dtypes))
+    report = report_of(save(file))
+    [operation] = report.operations("NVIDIA H200")
+    figure = plots.draw(report.slices(operation)["llama-3.1-8b"], plots.styles([]), "a title")
+    assert len(figure.axes) == 12
+    assert [panel.get_title() for panel in figure.axes if panel.get_title()] == [*dtypes]
+    assert [panel.axison for panel in figure.axes] == [True] * 7 + [False] * 2 + [True] + [False] * 2
+
+
+def test_no_two_peers_look_alike(plots):
+    names = [f"peer {number}" for number in range(20)]
+    looks = {tuple(style.items()) for style in plots.styles(["kvjax", *names, "kvjax"]).values()}
+    assert len(looks) == 21
+    assert plots.styles(names)["peer 0"] == plots.styles(["kvjax", *names])["peer 0"]
+
+
+def run_program(*names: Path, **changes: object) -> int:
+    with flagsaver.flagsaver(**{name: str(value) for name, value in changes.items()}):
+        return report_program.main(["benchmarks.report", *map(str, names)])
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    if not report_program.flags.FLAGS.is_parsed():
+        report_program.flags.FLAGS(["benchmarks.report"])
+
+
+def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
+    image = pytest.importorskip("PIL.Image")
+    readme, output, folder = tmp_path / "README.md", tmp_path / "docs/page.md", tmp_path / "docs/plots"
+    readme.write_text("before\n\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
+    path = save(writes())
+    assert run_program(path, output=output, plots=folder, readme=readme) == 0
+    [plot] = folder.iterdir()
+    assert plot.name == "nvidia-h200-write-llama-3.1-8b.png"
+    with image.open(plot) as drawn:
+        drawn.load()
+        assert drawn.format == "PNG"
+        assert drawn.width == 1600
+        assert len(drawn.convert("RGB").getcolors(1 << 20)) > 20
+    assert "Software" not in drawn.info
+    text = readme.read_text()
+    assert text.startswith("before\n\n<!-- benchmarks: begin -->\nNVIDIA H200. Write: llama-3.1-8b, ")
+    assert text.endswith("<!-- benchmarks: end -->\nafter\n")
+    assert "![write, llama-3.1-8b, NVIDIA H200](docs/plots/nvidia-h200-write-llama-3.1-8b.png)" in text
+    assert "```console\n$ python -m benchmarks.write\n```" in text
+    assert "[All times](docs/page.md)" in text
+    assert rows_below(text, "above 1")[1] == ["bfloat16", "1", "10.0", "0.799 (50.0%)", "2.00x", "4.00x"]
+
+    first = {path: path.read_bytes() for path in (plot, output, readme)}
+    (folder / "old.png").write_bytes(b"")
+    capsys.readouterr()
+    assert run_program(path, output=output, plots=folder, readme=readme) == 0
+    assert {path: path.read_bytes() for path in first} == first
+    assert "old.png" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(save, tmp_path, plots):
+    odd = {"operation": "a|b <c>", "case": r"$\frac$"}
+    file = contents(*(measurement(peer, count, **odd) for peer in ("kvjax", r"$\x|$") for count in (1, 64)))
+    assert run_program(save(file), output=tmp_path / "page.md", plots=tmp_path / "plots") == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "### A\\|b &lt;c&gt;" in page
+    assert rows_below(page, "Microseconds")[0][2:] == ["kvjax", r"$\x\|$"]
+    assert [plot.name for plot in (tmp_path / "plots").iterdir()] == ["nvidia-h200-a-b-c-frac.png"]
+
+
+def broken(change: Callable[[dict], object]) -> dict:
+    file = copy.deepcopy(writes())
+    change(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("{", "write.json: not JSON: Expecting property name"),
+        ("[" * 100_000, "write.json: not JSON: "),
+        ([], "write.json: got [], expected an object"),
+        (broken(lambda file: file.pop("schema")), "write.json: 'schema' is missing"),
+        (broken(lambda file: file.update(schema=2)), "write.json: schema: got 2, expected 1"),
+        (
+            broken(lambda file: file.update(schema="1")),
+            "write.json: 'schema': got \"1\", expected a positive whole number",
+        ),
+        (
+            broken(lambda file: file.update(schema=True)),
+            "write.json: 'schema': got true, expected a positive whole number",
+        ),
+        (broken(lambda file: file["environment"].pop("device")), "write.json: environment: 'device' is missing"),
+        (broken(lambda file: file.update(measurements={})), "'measurements': got {}, expected a list"),
+        (broken(lambda file: file.update(measurements=[])), "no measurements in "),
+        (broken(lambda file: file["measurements"][3].pop("peer")), "write.json: measurements[3]: 'peer' is missing"),
+        (
+            broken(lambda file: file["measurements"][1].update(num_tokens=-1)),
+            "write.json: measurements[1]: 'num_tokens': got -1, expected a positive whole number",
+        ),
+        (
+            broken(lambda file: file["measurements"][1].update(bytes_moved=10**400)),
+            "write.json: measurements[1]: 'bytes_moved': got 1000",
+        ),
+        (
+            broken(lambda file: file["measurements"][1].update(samples=[])),
+            "write.json: measurements[1]: 'samples': got none, expected the seconds of each repetition",
+        ),
+        (
+            broken(lambda file: file["measurements"][1]["samples"].append(float("nan"))),
+            "write.json: measurements[1]: samples[5]: got NaN, expected a positive number",
+        ),
+        (
+            broken(lambda file: file["measurements"][2].update(seconds=4e-05)),
+            "write.json: measurements[2]: 'seconds': got 4e-05, expected 4.001e-05, the median of 5 samples",
+        ),
+        (
+            broken(lambda file: file["copy_rates"][0].update(seconds=1.0)),
+            "write.json: copy_rates[0]: 'seconds': got 1, expected 2e-06, the median of 1 samples",
+        ),
+        (
+            broken(lambda file: file["measurements"].append(file["measurements"][1])),
+            "write.json: measurements[12]: NVIDIA H200 has a measurement of the same already,",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_reported_is_named_with_what_is_wrong(save, file, message):
+    with pytest.raises(ResultsError) as caught:
+        results.read([save(file)])
+    assert message in str(caught.value)
+
+
+def test_a_median_may_be_rounded(save):
+    file = writes()
+    file["measurements"][2]["seconds"] = 4.0012e-05
+    assert results.read([save(file)])
+
+
+def test_files_that_do_not_go_together(save, tmp_path, capsys):
+    one, two = save(writes()), save(writes(), "again.json")
+    assert run_program(one, one.parent / "." / one.name) == 1
+    assert f"error: {one}: given twice\n" == capsys.readouterr().err
+    assert run_program(one, two) == 1
+    assert re.fullmatch(
+        rf"error: {two}: measurements\[0\]: NVIDIA H200 has a measurement of the same already, {one}: "
+        r"measurements\[0\] \(write, .*, kvjax, by CUPTI\); expected one run of each\n",
+        capsys.readouterr().err,
+    )
+    assert run_program() == 1
+    assert capsys.readouterr().err == "error: expected JSON files of benchmark runs, got none\n"
+    assert run_program(tmp_path) == 1
+    assert "Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no markers",
+        "<!-- benchmarks: begin -->\n",
+        "<!-- benchmarks: end -->\n<!-- benchmarks: begin -->\n",
+        "<!-- benchmarks: begin -->\n<!-- benchmarks: end -->\n" * 2,
+    ],
+)
+def test_nothing_is_written_where_readme_has_no_place_for_it(save, tmp_path, plots, capsys, text):
+    readme, output = tmp_path / "README.md", tmp_path / "docs/page.md"
+    readme.write_text(text)
+    assert run_program(save(writes()), output=output, plots=tmp_path / "docs/plots", readme=readme) == 1
+    assert "expected one line <!-- benchmarks: begin -->, and below it one" in capsys.readouterr().err
+    assert readme.read_text() == text
+    assert not output.parent.exists()
+
+
+def test_readme_needs_a_comparison(save, tmp_path, plots, capsys):
+    readme = tmp_path / "README.md"
+    alone = contents(measurement("kvjax", 1), measurement("kvjax", 64))
+    assert run_program(save(alone), output=tmp_path / "page.md", plots=tmp_path / "plots", readme=readme) == 1
+    assert "no operation on NVIDIA H200 has kvjax next to another" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong_in_a_line(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path / "absent.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path / 'absent.json'}: No such file or directory\n"
