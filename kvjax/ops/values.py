@@ -19,6 +19,8 @@ MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
 
 # Part of the key of every trace and program that JAX keeps: none made without the checks is run with them.
 _checked = jax.make_user_context(False)
+# Whether any thread ever asked. Until then to look costs a third, of which a call from torch would take notice.
+_ever_entered = False
 
 
 def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -43,12 +45,14 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """
     if not isinstance(enabled, bool):
         raise KVCacheTypeError(f"enabled: got {enabled!r} of type {type(enabled).__name__}, expected a bool")
+    global _ever_entered
+    _ever_entered = True
     return _checked(enabled)
 
 
 def is_checked() -> bool:
     """Whether this thread is inside `checked`."""
-    return _checked.value
+    return _ever_entered and _checked.value
 
 
 def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
