@@ -84,9 +84,12 @@ class KVCache:
             )
         expected = self.spec.cache_shape(self.kv.shape[0] if self.kv.ndim else 0)
         if self.kv.shape != expected:
+            [other] = set(CacheLayout) - {self.spec.layout}
+            fits_other = dataclasses.replace(self.spec, layout=other).cache_shape(expected[0]) == self.kv.shape
+            hint = f" (the shape is that of layout={other.value!r})" if fits_other else ""
             raise KVCacheValueError(
                 f"{what}.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
-                f" for {self.spec}"
+                f" for {self.spec}{hint}"
             )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
-from kvjax import AttentionSpec, KVCache, KVCacheDType, KVCacheValueError, swap_blocks
+from kvjax import AttentionSpec, KVCache, KVCacheDType, KVCacheMemoryError, KVCacheValueError, memory, swap_blocks
 
 DEVICES = jax.devices()
 MESHES = [jax.make_mesh((4,), ("heads",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
@@ -78,9 +78,24 @@ def main() -> None:
         message = f"{name}: got an array on {DEVICES[2]}, expected {DEVICES[1]}, where the cache is; move it there"
         assert str(raised.value).startswith(message), raised.value
     assert_same_bytes(page_bytes(cache), before)
+    with pytest.raises(ValueError, match="incompatible devices"):  # JAX's own, which comes first
+        jax.jit(kvjax.reshape_and_cache_flash)(elsewhere[0], elsewhere[1], cache, slots)
     # What was put nowhere in particular goes where the cache is, and a swap takes its pairs from anywhere.
     kvjax.reshape_and_cache_flash(jax.numpy.asarray(key), value, cache, jax.numpy.asarray(slots))
     swap_blocks(cache, poisoned(spec, 4), jax.device_put(OUT, DEVICES[2]))
+
+    check_what_would_fit()
+
+
+def check_what_would_fit() -> None:
+    """Of a cache that is spread, every device holds a part: the one with the least left decides."""
+    spec = simple_spec(num_kv_heads=8)
+    memory._free_bytes = lambda device: (100 + device.id) * spec.page_size_bytes
+    for axes, pages, device in ((P(None, None, None, "heads"), 400, 0), (P("heads"), 400, 0), (P(), 100, 0)):
+        with pytest.raises(KVCacheMemoryError) as raised:
+            KVCache.allocate(spec, 2**40, sharding=NamedSharding(MESHES[0], axes))
+        assert f"expected at most {pages}, for which " in str(raised.value), raised.value
+        assert f"are left on {DEVICES[device]}." in str(raised.value), raised.value
 
 
 if __name__ == "__main__":

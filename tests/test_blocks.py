@@ -52,7 +52,9 @@ SPECS = [
 ]
 EACH_SPEC = pytest.mark.parametrize("spec", SPECS)
 EACH_KIND = pytest.mark.parametrize(
-    "spec", [simple_spec(), simple_spec(KVCacheDType.FP8_E4M3), simple_spec(NVFP4, page_size_padded=9001)], ids=str
+    "spec",
+    [simple_spec(), simple_spec(KVCacheDType.FP8_E4M3), simple_spec(NVFP4, page_size_padded=9001)],
+    ids=["bfloat16", "fp8_e4m3", "nvfp4-pool"],
 )
 NUM_BLOCKS = 8
 # A chain, two pages that change places, padding of every kind, and one page that goes to several.
@@ -335,3 +337,12 @@ def test_a_jax_without_cpu_has_no_host_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "local_devices", no_cpu)
     with pytest.raises(UnsupportedError, match=r"^host_sharding: got jax_platforms=.*, expected 'cpu' among them"):
         kvjax.host_sharding()
+
+
+@EACH_KIND
+def test_torchs_own_indexing_copies_the_same_pages(spec):
+    torch = pytest.importorskip("torch")
+    cache, pairs = poisoned(spec, NUM_BLOCKS), np.array([[0, 1], [1, 2], [5, 0]])
+    pages = torch.from_numpy(page_bytes(cache))
+    pages[pairs[:, 1]] = pages[pairs[:, 0]]
+    assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), pages.numpy())

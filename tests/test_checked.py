@@ -15,6 +15,7 @@ from helpers import assert_same_bytes, can_write, kv_tokens, page_bytes, poisone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kvjax
 from kvjax import (
@@ -204,6 +205,24 @@ def test_a_checked_step_is_in_place_and_leaves_out_what_it_refuses(implementatio
         error, written = step(cache, slots)
     assert error.get().startswith("slot_mapping[0]: got 2048, expected less than num_slots=2048")
     assert_same_bytes(page_bytes(written), expected)
+
+
+def test_a_checked_program_for_a_gpu_holds_the_kernel():
+    arguments = poisoned(FP8, NUM_BLOCKS), {"slot_mapping": GOOD_SLOTS}
+    with kvjax.checked():
+        lowered = checkified(write).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("slots", [GOOD_SLOTS, with_entry(GOOD_SLOTS, 3, 31)], ids=["allowed", "taken"])
+def test_a_checked_kernel_interpreted(slots):
+    """The checks see the kernel's program as any other, with the refs that it writes through."""
+    plain = page_bytes(write(poisoned(FP8, NUM_BLOCKS), slot_mapping=np.where(slots == 31, -1, slots)))
+    step = functools.partial(write, implementation="mosaic")
+    with kvjax.checked(), plgpu.force_gpu_interpret_mode():
+        error, written = checkified(step)(poisoned(FP8, NUM_BLOCKS), {"slot_mapping": slots})
+    assert (error.get() is None) is (slots is GOOD_SLOTS)
+    assert_same_bytes(page_bytes(written)[:3], plain[:3])  # which of two tokens has slot 31 is unspecified
 
 
 def test_inside_scan_and_vmap():

@@ -50,7 +50,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
     To take pages off a GPU and bring them back, keep a cache of the same spec on the host,
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, as they
     are, byte for byte. `source` is left as it is. **`destination` is donated**, and so written in place: use the cache
-    that is returned. A call does not wait for the pages; whoever reads them does.
+    that is returned.
 
     Traced, as inside `jit`, it is a copy between caches of one device, in place where the caller donates `destination`.
 
@@ -58,8 +58,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
       source: the cache to read.
       destination: the cache to write, with the same spec. Spread over devices, it is by a `NamedSharding`.
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, at best a NumPy
-        array: one on a device is waited for. As in `copy_blocks`, a pair with a block outside its cache copies
-        nothing, and every number of pairs is compiled for once.
+        array: one on a device has to come to the host first. As in `copy_blocks`, a pair with a block outside its cache
+        copies nothing, and every number of pairs is compiled for once.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice.
