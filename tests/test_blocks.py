@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
     KVCache,
     KVCacheDType,
     KVCacheTypeError,
@@ -83,8 +84,9 @@ def copied(source: np.ndarray, destination: np.ndarray, pairs: np.ndarray) -> np
     return after
 
 
-def on_the_host(cache: KVCache) -> KVCache:
-    return jax.device_put(cache, kvjax.host_sharding())
+def poisoned_on_the_host(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.device_put(poisoned(spec, num_blocks, seed), kvjax.host_sharding())
 
 
 @EACH_SPEC
@@ -178,7 +180,7 @@ def test_caches_of_a_batch_and_of_a_scan():
 
 @EACH_SPEC
 def test_pages_go_to_the_host_and_back_as_they_are(device, spec):
-    cache, host = poisoned(spec, NUM_BLOCKS), on_the_host(poisoned(spec, 5, seed=1))
+    cache, host = poisoned(spec, NUM_BLOCKS), poisoned_on_the_host(spec, 5, seed=1)
     # Not of these: NumPy may keep what it read of an array, which JAX then copies instead of writing in place.
     before, host_before = page_bytes(poisoned(spec, NUM_BLOCKS)), page_bytes(poisoned(spec, 5, seed=1))
     out = np.array([[0, 4], [7, 0], [-1, 1], [3, -1], [8, 2], [1, 5], [2, 3]], np.int32)
