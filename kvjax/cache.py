@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout
+from kvjax.memory import zeroed_pages
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -43,6 +44,7 @@ class KVCache:
 
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` is no positive int, or `spec` no `AttentionSpec`.
+          KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
         """
         if not isinstance(spec, AttentionSpec):
             raise KVCacheTypeError(f"spec: got {spec!r} of type {type(spec).__name__}, expected an AttentionSpec")
@@ -52,7 +54,7 @@ class KVCache:
             )
         if num_blocks <= 0:
             raise KVCacheValueError(f"num_blocks: got {num_blocks}, expected a positive int")
-        return cls(jnp.zeros(spec.cache_shape(num_blocks), spec.array_dtype, device=sharding), spec)
+        return cls(zeroed_pages(spec, num_blocks, sharding), spec)
 
     @property
     def num_blocks(self) -> int:
@@ -64,24 +66,30 @@ class KVCache:
         """Tokens that all pages hold together."""
         return self.num_blocks * self.spec.block_size
 
-    def check(self) -> None:
-        """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not the array that `spec` describes."""
+    def check(self, what: str = "cache") -> None:
+        """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not the array that `spec` describes.
+
+        `what` is the name of this cache in the message.
+        """
         if not isinstance(self.kv, jax.Array):
-            raise KVCacheTypeError(f"cache.kv: got a {type(self.kv).__name__}, expected a jax.Array")
+            raise KVCacheTypeError(f"{what}.kv: got a {type(self.kv).__name__}, expected a jax.Array")
         if not isinstance(self.kv, jax.core.Tracer) and self.kv.is_deleted():
             raise KVCacheValueError(
-                "cache.kv: got an array that was donated to an earlier call, expected the one that call returned:"
+                f"{what}.kv: got an array that was donated to an earlier call, expected the one that call returned:"
                 " `cache = write(key, value, cache, slot_mapping)`"
             )
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
-                f"cache.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
+                f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
             )
         expected = self.spec.cache_shape(self.kv.shape[0] if self.kv.ndim else 0)
         if self.kv.shape != expected:
+            [other] = set(CacheLayout) - {self.spec.layout}
+            fits_other = dataclasses.replace(self.spec, layout=other).cache_shape(expected[0]) == self.kv.shape
+            hint = f" (the shape is that of layout={other.value!r})" if fits_other else ""
             raise KVCacheValueError(
-                f"cache.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
-                f" for {self.spec}"
+                f"{what}.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
+                f" for {self.spec}{hint}"
             )
 
 
@@ -106,8 +114,10 @@ def nvfp4_split_views(
     a swizzled cache come swizzled. JAX has no views: outside `jit` each is a copy.
 
     Raises:
-      KVCacheValueError: the cache is not an NVFP4 one.
+      KVCacheValueError, KVCacheTypeError: the cache is not an NVFP4 one, or was donated.
     """
+    if not isinstance(cache, KVCache):
+        raise KVCacheTypeError(f"cache: got a {type(cache).__name__}, expected a KVCache")
     if cache.spec.quant_mode is not KVQuantMode.NVFP4:
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()

@@ -22,6 +22,10 @@ class KVCacheTypeError(KVCacheError, TypeError):
     """An argument of the wrong kind or element type."""
 
 
+class KVCacheMemoryError(KVCacheError, MemoryError):
+    """A cache that no device has the memory for."""
+
+
 class KVCacheWarning(UserWarning):
     """Something was passed over that a caller may want to know of; what is returned is documented and usable."""
 

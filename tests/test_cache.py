@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from kvjax import (
     STORED_KV_CACHE_DTYPES,
     KVCache,
     KVCacheDType,
+    KVCacheMemoryError,
     KVCacheTypeError,
     KVCacheValueError,
     SlidingWindowSpec,
+    memory,
     nvfp4_kv_cache_full_dim,
     nvfp4_split_views,
 )
@@ -73,6 +76,69 @@ def test_allocate_refuses(spec, num_blocks, error, message):
     with pytest.raises(error) as raised:
         KVCache.allocate(spec or simple_spec(), num_blocks)
     assert str(raised.value) == message
+
+
+SPEC = simple_spec(NVFP4)
+TOO_MANY = 2**37  # more bytes than a process has addresses, so that nothing tries to be large
+
+
+def test_a_cache_that_does_not_fit_says_what_was_asked_for():
+    with pytest.raises(KVCacheMemoryError) as raised:
+        KVCache.allocate(SPEC, TOO_MANY)
+    message = str(raised.value)
+    asked = (
+        f"num_blocks: got {TOO_MANY}, which take {TOO_MANY * 1152:,} bytes (147,456.00 GiB), more memory than there is"
+    )
+    assert message.startswith(asked)
+    assert message.endswith(f"Each is a page of 1152 bytes of {SPEC}")
+    assert isinstance(raised.value, MemoryError)
+    assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_more_bytes_than_there_are_numbers_for_do_not_fit_either():
+    with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which take {2**60 * 1152:,} bytes"):
+        KVCache.allocate(SPEC, 2**60)
+
+
+def test_a_cache_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch):
+    device = jax.local_devices()[0]
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 100 * SPEC.page_size_bytes + 17)
+    expected = (
+        f"; expected at most 100, for which 115,217 bytes (0.00 GiB) are left on {device}. Each is a page of 1152"
+    )
+    for sharding in (None, jax.sharding.SingleDeviceSharding(device)):
+        with pytest.raises(KVCacheMemoryError) as raised:
+            KVCache.allocate(SPEC, TOO_MANY, sharding=sharding)
+        assert expected in str(raised.value)
+    for default in (device, "cpu"):
+        with jax.default_device(default), pytest.raises(KVCacheMemoryError, match="expected at most 100, for which"):
+            KVCache.allocate(SPEC, TOO_MANY)
+
+
+def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(memory.jnp, "zeros", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        KVCache.allocate(SPEC, 2)
+
+
+@pytest.mark.gpu
+def test_a_cache_that_does_not_fit_on_a_gpu_says_how_many_pages_would():
+    device = jax.local_devices(backend="cuda")[0]
+    limit = device.memory_stats()["bytes_limit"]
+    too_many = 2 * limit // SPEC.page_size_bytes
+    with jax.default_device(device):
+        with pytest.raises(KVCacheMemoryError) as raised:
+            KVCache.allocate(SPEC, too_many)
+        fits = re.search(r"expected at most (\d+), for which [\d,]+ bytes \(.*\) are left on ", str(raised.value))
+        assert 0 < int(fits[1]) <= limit // SPEC.page_size_bytes
+        assert not page_bytes(KVCache.allocate(SPEC, 2)).any()
+
+
+def test_a_cache_is_allocated_inside_jit_too():
+    assert not page_bytes(jax.jit(lambda: KVCache.allocate(SPEC, 2))()).any()
 
 
 @EACH_DTYPE

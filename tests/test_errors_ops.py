@@ -21,7 +21,9 @@ from kvjax import (
     KVCacheTypeError,
     KVCacheValueError,
     UnsupportedError,
+    copy_blocks,
     gather_kv,
+    nvfp4_split_views,
     paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
@@ -30,6 +32,7 @@ from kvjax.ops import select
 
 FP8, NVFP4 = simple_spec(KVCacheDType.FP8_E4M3), simple_spec(KVCacheDType.NVFP4)
 TOKENS, SLOTS = np.zeros((3, 2, 64), np.float32), np.arange(3, dtype=np.int32)
+PAIRS = np.zeros((1, 2), np.int32)
 TABLE, LENS = np.zeros((4, 2), np.int32), np.zeros(4, np.int32)
 QUERY = np.zeros((4, 6, 64), np.float32)
 
@@ -149,6 +152,7 @@ def test_arguments_are_refused(operation, arguments, error, message):
 
 
 OPERATIONS = {
+    "copy": lambda cache: copy_blocks(cache, PAIRS),
     "write": lambda cache: reshape_and_cache_flash(cache=cache, **WRITE),
     "write diffkv": lambda cache: reshape_and_cache_flash_diffkv(cache=cache, **WRITE),
     "gather": lambda cache: gather_kv(cache, **READ),
@@ -174,6 +178,70 @@ def test_caches_are_refused(operation):
         with pytest.raises(error) as raised:
             run(cache)
         assert str(raised.value).startswith(message)
+    # A jitted function looks at its arguments before any of kvjax runs.
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        jax.jit(run)(donated)
+
+
+def test_views_of_what_is_no_cache_are_refused():
+    donated = KVCache.allocate(NVFP4, 2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(donated)
+    for cache, error, message in [
+        (np.zeros(3), TYPE, "cache: got a ndarray, expected a KVCache"),
+        (donated, VALUE, "cache.kv: got an array that was donated to an earlier call, expected the one that call ret"),
+    ]:
+        with pytest.raises(error) as raised:
+            nvfp4_split_views(cache)
+        assert str(raised.value).startswith(message)
+
+
+def test_the_message_of_a_donated_cache_shows_what_to_write_instead():
+    cache = KVCache.allocate(FP8, 2)
+    written = jax.jit(reshape_and_cache_flash, donate_argnums=2)(TOKENS, TOKENS, cache, SLOTS)
+    with pytest.raises(KVCacheValueError, match=r"`cache = write\(key, value, cache, slot_mapping\)`"):
+        reshape_and_cache_flash(TOKENS, TOKENS, cache, SLOTS)
+    written.check()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_array_of_the_other_layout_is_named_as_such(operation):
+    hnd = dataclasses.replace(FP8, layout="HND")
+    mislabelled = KVCache(KVCache.allocate(hnd, 2).kv, FP8)
+    message = "cache.kv: got shape (2, 2, 2, 8, 64), expected [num_blocks, 2, 8, 2, 64] for "
+    check_refused(OPERATIONS[operation], mislabelled, VALUE, message)
+    with pytest.raises(KVCacheValueError, match=r"\(the shape is that of layout='HND'\)$"):
+        mislabelled.check()
+    with pytest.raises(KVCacheValueError, match=r"layout='NHD'\)$"):
+        KVCache(KVCache.allocate(FP8, 2).kv, hnd).check()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache, n: KVCache.allocate(FP8, n), "num_blocks: got "),
+        (lambda cache, n: simple_spec(block_size=n), "FullAttentionSpec.block_size: got "),
+        (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, sliding_window=n), "sliding_window: got "),
+    ],
+    ids=["num_blocks", "block_size", "sliding_window"],
+)
+def test_what_a_program_is_made_of_has_to_be_known_when_it_is_traced(call, message):
+    cache = poisoned(FP8, 2)
+    call(cache, 4)
+    with pytest.raises(KVCacheTypeError, match=rf"^{message}.*Tracer.*, expected an int"):
+        jax.jit(call)(cache, 4)
+
+
+def test_what_may_be_traced_or_concrete_gives_the_same_bytes():
+    cache, scale = poisoned(FP8, 2), np.float32(0.5)
+    key = np.ones_like(TOKENS)
+    expected = page_bytes(reshape_and_cache_flash(key, key, cache, SLOTS, k_scale=scale))
+    for traced in ("cache", "slot_mapping", "k_scale", "key"):
+        given = {"key": key, "cache": cache, "slot_mapping": SLOTS, "k_scale": scale}
+
+        def run(x, traced=traced, given=given):
+            return reshape_and_cache_flash(value=key, **{**given, traced: x})
+
+        assert_same_bytes(page_bytes(jax.jit(run)(given[traced])), expected)
 
 
 @pytest.mark.parametrize("spec", [simple_spec(), NVFP4], ids=lambda spec: spec.dtype.value)

@@ -22,6 +22,7 @@ LAYERS = (
     "layouts",
     "pages",
     "spec",
+    "memory",
     "checkpoint",
     "model_config",
     "resolve",

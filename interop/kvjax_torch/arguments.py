@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from kvjax import MIN_SCALE, AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode
+import kvjax
+from kvjax import MIN_SCALE, AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError
 from kvjax_torch.caches import Facts, cache_plan, check_caches
 from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resolve_cache_dtype, row_head_size
 from kvjax_torch.plan import GatherPlan, WritePlan
@@ -62,6 +63,9 @@ def write_plan(
             )
     _check_addresses(tensors)
     check_scale_values(scales)
+    if kvjax.is_checked():
+        slots = _on_host("slot_mapping", slot_mapping).numpy()
+        kvjax.check_slots(slots, key_cache.shape[0] * plan.cache.spec.block_size)
     return plan
 
 
@@ -101,6 +105,9 @@ def gather_plan(
         )
     _check_addresses(tensors)
     check_scale_values(scales)
+    if kvjax.is_checked():
+        blocks, lengths = _on_host("block_table", block_table), _on_host("seq_lens", seq_lens)
+        kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], plan.cache.spec.block_size)
     return plan
 
 
@@ -228,11 +235,26 @@ def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
-    """Raises `KVCacheValueError` where a scale that lies on the host is not finite or too small."""
+    """Raises `KVCacheValueError` where a scale that lies on the host is not finite or too small.
+
+    In `kvjax.checked` also one that lies on a GPU; to read it makes the host wait.
+    """
     for name, scale in scales.items():
-        if scale.device.type == "cpu":  # to read one from a GPU would make the host wait
+        if scale.device.type == "cpu" or kvjax.is_checked():
+            scale = _on_host(name, scale)
             for value in [scale.item()] if scale.numel() == 1 else scale.tolist():
                 check_scale_value(name, value)
+
+
+def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"kvjax.checked() reads {name} on the host, which cannot wait while a CUDA graph is captured; leave it for"
+            " the capture, with kvjax.checked(False)"
+        )
+    return tensor.cpu()
 
 
 def check_scale_value(name: str, value: float) -> None:

@@ -58,8 +58,10 @@ def reshape_and_cache_flash(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, stride, dtype, device, address or scale that does not fit, naming
-        it. Scales on a GPU are not read back, so their values are not checked.
-      UnsupportedError: tensors on a device that has no implementation.
+        it. Scales on a GPU are not read back, so their values are not checked, nor are those of slots; in
+        `kvjax.checked` they all are, and a call waits for them.
+      UnsupportedError: tensors on a device that has no implementation; in `kvjax.checked`, while a CUDA graph is
+        captured.
     """
     if not isinstance(k_scale, torch.Tensor):
         k_scale = _as_tensor("k_scale", k_scale, key_cache)

@@ -13,15 +13,13 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.ops.values import MAX_SCALE, MIN_SCALE, check_scale, is_checked
 from kvjax.spec import AttentionSpec
 
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 """Element types that keys, values, queries and dequantized results may have."""
 
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
-
-MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
-"""Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
 
 
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
@@ -38,11 +36,30 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
         raise KVCacheValueError(f"{what}: got shape {tuple(array.shape)}, expected [{expected}]")
 
 
-def check_cache(cache: Any) -> None:
+def check_cache(cache: Any, what: str = "cache") -> None:
     """Raises where `cache` is not a `KVCache` whose array is there and is the one that its spec describes."""
     if not isinstance(cache, KVCache):
-        raise KVCacheTypeError(f"cache: got a {type(cache).__name__}, expected a KVCache")
-    cache.check()
+        raise KVCacheTypeError(f"{what}: got a {type(cache).__name__}, expected a KVCache")
+    cache.check(what)
+
+
+def check_devices(cache: KVCache, **arrays: Any) -> None:
+    """Raises where an array was put on other devices than the cache; traced ones show where they are on compiling."""
+    if isinstance(cache.kv, jax.core.Tracer):
+        return
+    devices = cache.kv.devices()
+    for what, array in arrays.items():
+        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or not array.committed:
+            continue
+        if (got := array.devices()) != devices:
+            raise KVCacheValueError(
+                f"{what}: got an array on {_names(got)}, expected {_names(devices)}, where the cache is;"
+                f" move it there with jax.device_put"
+            )
+
+
+def _names(devices: set[jax.Device]) -> str:
+    return ", ".join(str(device) for device in sorted(devices, key=lambda device: device.id))
 
 
 def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
@@ -73,4 +90,6 @@ def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
         for value in np.ravel(scale).tolist():
             if not MIN_SCALE <= value <= MAX_SCALE:
                 raise KVCacheValueError(f"{what}: got {value}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}")
+    elif is_checked():
+        check_scale(what, array)
     return array[:, None] if per_head else array

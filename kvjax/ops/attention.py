@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.gather import gather_kv
 
 
@@ -53,6 +53,7 @@ def paged_attention(
     check_cache(cache)
     spec = cache.spec
     check_array("query", query, [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)], INPUT_DTYPES)
+    check_devices(cache, query=query)
     query = jnp.asarray(query)
     if query.shape[1] % spec.num_kv_heads or not query.shape[1]:
         raise KVCacheValueError(

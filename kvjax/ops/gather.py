@@ -15,8 +15,9 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
 from kvjax.kernels import gather as kernel
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache, check_devices
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows, why_not_whole_elements
+from kvjax.ops.values import check_sequences, is_checked
 
 
 def gather_kv(
@@ -53,8 +54,11 @@ def gather_kv(
     check_cache(cache)
     spec = cache.spec
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
+    check_devices(cache, block_table=block_table, seq_lens=seq_lens, k_scale=k_scale, v_scale=v_scale)
+    check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
+    if is_checked():
+        check_sequences(block_table, seq_lens, cache.num_blocks, spec.block_size)
     block_table = jnp.asarray(block_table)
-    check_array("seq_lens", seq_lens, [("num_seqs", block_table.shape[0])], INDEX_DTYPES)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
     if dtype is None:
         out = jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype

@@ -15,7 +15,7 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache, check_devices
 from kvjax.ops.rows import (
     KEYS,
     VALUES,
@@ -25,6 +25,7 @@ from kvjax.ops.rows import (
     scatter_rows,
     why_not_whole_elements,
 )
+from kvjax.ops.values import check_slots, is_checked
 
 
 def reshape_and_cache_flash(
@@ -110,6 +111,9 @@ def _write(
     num_tokens = ("num_tokens", key.shape[0])
     check_array("value", value, [num_tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
     check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
+    check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    if is_checked():
+        check_slots(slot_mapping, cache.num_slots)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
 
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)

@@ -1,0 +1,95 @@
+"""The memory of a cache: zeroed pages, what is said where there is not enough, and where pages on the host live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from kvjax.errors import KVCacheMemoryError, UnsupportedError
+from kvjax.spec import AttentionSpec
+
+MAX_BYTES = 2**63 - 1
+"""XLA counts bytes in 64 bits, and more of them as some other number."""
+
+
+def host_sharding() -> SingleDeviceSharding:
+    """The host's memory, as a `sharding` for `KVCache.allocate`: pages that `swap_blocks` moves off a GPU live there.
+
+    It is that of JAX's CPU device, where a donated array is written in place. XLA copies arrays of memory kind
+    `"pinned_host"` whole to write a part of them.
+
+    Raises:
+      UnsupportedError: JAX was told to use no CPU, as by `JAX_PLATFORMS=cuda`.
+    """
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"host_sharding: got jax_platforms={jax.config.jax_platforms!r}, expected 'cpu' among them, as in"
+            " JAX_PLATFORMS=cuda,cpu"
+        ) from error
+    return SingleDeviceSharding(device)
+
+
+def zeroed_pages(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> jax.Array:
+    """The array of a cache of `num_blocks` pages, all zero, once it is there.
+
+    Raises:
+      KVCacheMemoryError: a device has not that much memory.
+    """
+    if num_blocks * spec.page_size_bytes > MAX_BYTES:
+        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, sharding))
+    try:
+        pages = jnp.zeros(spec.cache_shape(num_blocks), spec.array_dtype, device=sharding)
+        # Dispatch is asynchronous, and the error of an allocation may come to whoever waits for it.
+        return pages if isinstance(pages, jax.core.Tracer) else pages.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, sharding)) from error
+
+
+def _what_was_asked(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> str:
+    return (
+        f"num_blocks: got {num_blocks}, which take {_bytes(num_blocks * spec.page_size_bytes)}, more memory than there"
+        f" is{_what_fits(spec, num_blocks, sharding)}. Each is a page of {spec.page_size_bytes} bytes of {spec}"
+    )
+
+
+def _what_fits(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> str:
+    """How many pages the fullest device has memory left for; nothing where devices do not say."""
+    shape = spec.cache_shape(num_blocks)
+    if sharding is None:
+        devices, shard = _default_devices(), shape
+    else:
+        devices, shard = sorted(sharding.addressable_devices, key=lambda d: d.id), sharding.shard_shape(shape)
+    free = {device: left for device in devices if (left := _free_bytes(device)) is not None}
+    if not free:
+        return ""
+    device = min(free, key=lambda device: free[device])
+    # A shard holds some of the pages, and of each page a part.
+    part = math.prod(shard[1:]) * spec.array_dtype.itemsize
+    fits = free[device] // part * (num_blocks // shard[0])
+    return f"; expected at most {fits}, for which {_bytes(free[device])} are left on {device}"
+
+
+def _default_devices() -> Sequence[jax.Device]:
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        return jax.local_devices(backend=default)[:1]
+    return [default]
+
+
+def _free_bytes(device: jax.Device) -> int | None:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**30:,.2f} GiB)"

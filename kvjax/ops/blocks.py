@@ -1,0 +1,158 @@
+"""Copying whole pages: within a cache, `copy_blocks`, and between two, on the device and off it, `swap_blocks`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
+
+from kvjax.cache import KVCache
+from kvjax.errors import KVCacheValueError, UnsupportedError
+from kvjax.ops import select
+from kvjax.ops.arguments import INDEX_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.values import check_pairs, is_checked
+
+
+def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None = None) -> KVCache:
+    """Copies whole pages of a cache to others of its pages, bytes as they are, block scales and padding included.
+
+    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) it is in place and costs
+    what the pages cost, whatever the cache's size. Every page is read before any is written: a pair copies what its
+    source held before the call, also where another pair writes to it, and two pairs may exchange pages.
+
+    Args:
+      cache: the layer's cache, or the pool that layers share.
+      pairs: int32 or int64 `[num_pairs, 2]`: source block and destination block of each copy. A pair with a negative
+        block, or with one at or past `cache.num_blocks`, copies nothing: fill up with -1 to a number of pairs that is
+        compiled already. With two pairs of one destination it is unspecified what that page holds.
+      implementation: `"xla"`, or `None` to choose.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape or dtype that does not fit, naming it.
+      UnsupportedError: the implementation asked for cannot serve this call.
+    """
+    check_cache(cache)
+    _check_pairs(pairs, cache, cache)
+    check_devices(cache, pairs=pairs)
+    serve = select.choose("copy_blocks", implementation, _COPY, cache)
+    return KVCache(serve(cache, *_as_blocks(pairs, cache, cache)), cache.spec)
+
+
+def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCache:
+    """Copies whole pages of one cache to pages of another, which may be elsewhere: on the host, on another GPU.
+
+    To take pages off a GPU and bring them back, keep a cache of the same spec on the host,
+    `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, as they
+    are, byte for byte. `source` is left as it is. **`destination` is donated**, and so written in place: use the cache
+    that is returned.
+
+    Traced, as inside `jit`, it is a copy between caches of one device, in place where the caller donates `destination`.
+
+    Args:
+      source: the cache to read.
+      destination: the cache to write, with the same spec. Spread over devices, it is by a `NamedSharding`.
+      pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, at best a NumPy
+        array: one on a device has to come to the host first. As in `copy_blocks`, a pair with a block outside its cache
+        copies nothing, and every number of pairs is compiled for once.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice.
+      UnsupportedError: a cache in another memory of a device than its own, or a destination spread over devices by
+        another kind of sharding.
+    """
+    check_cache(source, "source")
+    check_cache(destination, "destination")
+    if source.kv is destination.kv:
+        raise KVCacheValueError("destination: got the cache that is the source; within one cache use copy_blocks")
+    for field in dataclasses.fields(source.spec):
+        got, expected = getattr(destination.spec, field.name), getattr(source.spec, field.name)
+        if got != expected:
+            raise KVCacheValueError(
+                f"destination.spec: got {field.name}={_word(got)}, expected {_word(expected)}, as source.spec has it"
+            )
+    _check_pairs(pairs, source, destination)
+    if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs)):
+        from_blocks, to_blocks = _as_blocks(pairs, source, destination)
+        return KVCache(_put(destination.kv, _take(source.kv, from_blocks), to_blocks), destination.spec)
+    for name, cache in (("source", source), ("destination", destination)):
+        _check_memory(name, cache.kv)
+    sharding = _sharding_of_pages(destination.kv)
+    from_blocks, to_blocks = _as_blocks(np.asarray(pairs), source, destination)
+    pages = jax.device_put(_take_jit(source.kv, from_blocks), sharding)
+    return KVCache(_put_jit(destination.kv, pages, to_blocks), destination.spec)
+
+
+def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
+    check_array("pairs", pairs, [("num_pairs", None), ("blocks", 2)], INDEX_DTYPES)
+    if is_checked():
+        check_pairs(pairs, source.num_blocks, destination.num_blocks)
+
+
+def _word(value: Any) -> str:
+    return repr(getattr(value, "value", value))
+
+
+def _check_memory(name: str, kv: jax.Array) -> None:
+    kind = kv.sharding.memory_kind
+    device: Any = next(iter(kv.sharding.addressable_devices))
+    if kind not in (None, own := device.default_memory().kind):
+        raise UnsupportedError(
+            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r}: XLA would copy all of it for each call."
+            " On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
+        )
+
+
+def _sharding_of_pages(kv: jax.Array) -> Sharding:
+    """How some pages are spread to lie where those of a whole cache lie; pages that are spread come to each device."""
+    sharding = kv.sharding
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    if len(sharding.device_set) > 1:
+        raise UnsupportedError(f"destination: got a cache spread by {sharding}, expected a NamedSharding or one device")
+    return sharding
+
+
+def _as_blocks(pairs: Any, source: KVCache, destination: KVCache) -> tuple[ArrayLike, ArrayLike]:
+    """Blocks to read and blocks to write: of a pair that copies nothing, some block and one past the last.
+
+    Those of NumPy stay on the host: JAX's programs take them where they run, and keep but the low half of an int64.
+    """
+    xp: Any = np if isinstance(pairs, np.ndarray) else jnp
+    from_blocks, to_blocks = pairs[:, 0], pairs[:, 1]
+    copied = (from_blocks >= 0) & (from_blocks < source.num_blocks)
+    copied &= (to_blocks >= 0) & (to_blocks < destination.num_blocks)
+    blocks = xp.where(copied, from_blocks, 0), xp.where(copied, to_blocks, destination.num_blocks)
+    return blocks[0].astype(np.int32), blocks[1].astype(np.int32)
+
+
+def _take(kv: jax.Array, blocks: ArrayLike) -> jax.Array:
+    sharding = jax.typeof(kv).sharding
+    # Of pages that are spread over an explicit axis JAX asks where they are to come together.
+    together = (
+        None if sharding.spec[0] is None else NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    )
+    # As integers: XLA adds up what devices hold of the pages, and floats' -0.0 would become 0.0, and NaNs others.
+    stored = lax.bitcast_convert_type(kv, f"uint{8 * kv.dtype.itemsize}")
+    return lax.bitcast_convert_type(stored.at[blocks].get(mode="clip", out_sharding=together), kv.dtype)
+
+
+def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike) -> jax.Array:
+    sharding = jax.typeof(kv).sharding
+    return kv.at[blocks].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
+
+
+_take_jit = jax.jit(_take)
+_put_jit = jax.jit(_put, donate_argnums=0)
+
+
+def _copy_xla(cache: KVCache, from_blocks: ArrayLike, to_blocks: ArrayLike) -> jax.Array:
+    return _put(cache.kv, _take(cache.kv, from_blocks), to_blocks)
+
+
+_COPY = select.Candidates(xla=_copy_xla)

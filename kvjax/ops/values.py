@@ -1,0 +1,195 @@
+"""Checked mode: slots, block tables, lengths, scales and pairs are looked at by value, where a caller asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
+
+MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
+"""Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
+
+# Part of the key of every trace and program that JAX keeps: none made without the checks is run with them.
+_checked = jax.make_user_context(False)
+# Whether any thread ever asked. Until then to look costs a third, of which a call from torch would take notice.
+_ever_entered = False
+
+
+def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Within this context, this thread's operations check the values of what they are given, too.
+
+    A slot at or past `num_slots`, which would write nothing; two tokens with one slot; a block outside the cache that a
+    sequence needs; a length that its block table does not hold; a scale that is not between `MIN_SCALE` and
+    `MAX_SCALE`; pairs of blocks past the cache or with one destination. What is negative on purpose, padding of slots
+    and pairs, is none of these.
+
+    Arrays are read on the host, which waits for them, before anything is written. What is traced is checked by
+    `jax.experimental.checkify`: a jitted step is then `jax.jit(checkify.checkify(step), ...)`, which returns an error
+    to `throw` beside its result; without `checkify` JAX refuses to compile it. A program that was compiled outside the
+    context is compiled again inside, with the checks, and the other way round.
+
+    Args:
+      enabled: whether to check; `checked(False)` within a checked context leaves it.
+
+    Raises:
+      KVCacheValueError: by an operation inside, naming the first offender; by `throw` it is JAX's
+        `checkify.JaxRuntimeError` with that message.
+    """
+    if not isinstance(enabled, bool):
+        raise KVCacheTypeError(f"enabled: got {enabled!r} of type {type(enabled).__name__}, expected a bool")
+    global _ever_entered
+    _ever_entered = True
+    return _checked(enabled)
+
+
+def is_checked() -> bool:
+    """Whether this thread is inside `checked`."""
+    return _ever_entered and _checked.value
+
+
+def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
+    """Checks that slots `[num_tokens]` are less than `num_slots`, and that no two tokens share one.
+
+    Raises:
+      KVCacheValueError: names the first token whose slot is past the cache or taken.
+    """
+    xp, slots = _readable(slot_mapping)
+    num_tokens = slots.shape[0]
+    if not num_tokens:
+        return
+    past = slots > min(num_slots - 1, np.iinfo(slots.dtype).max)
+    token = xp.argmax(past)
+    _refuse(
+        past.any(),
+        f"slot_mapping[{{token}}]: got {{slot}}, expected less than num_slots={num_slots}, or negative for padding",
+        token=token,
+        slot=slots[token],
+    )
+    first, second = _first_repeated(xp, slots)
+    _refuse(
+        second < num_tokens,
+        "slot_mapping[{second}]: got {slot}, expected a slot of its own: slot_mapping[{first}] has it too",
+        first=first,
+        second=second,
+        slot=slots[xp.minimum(second, num_tokens - 1)],
+    )
+
+
+def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int, block_size: int) -> None:
+    """Checks that `[num_seqs]` lengths fit `[num_seqs, max_blocks]` tables, and that the blocks they need exist.
+
+    Entries past a sequence's last block may be anything.
+
+    Raises:
+      KVCacheValueError: names the first length, or else the first entry.
+    """
+    xp, table, lens = _readable(block_table, seq_lens)
+    num_seqs, max_blocks = table.shape
+    if not num_seqs:
+        return
+    wrong = (lens < 0) | (lens > max_blocks * block_size)
+    seq = xp.argmax(wrong)
+    _refuse(
+        wrong.any(),
+        f"seq_lens[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, what the"
+        f" {max_blocks} blocks of {block_size} tokens in its block table hold",
+        seq=seq,
+        length=lens[seq],
+    )
+    if not max_blocks:
+        return
+    needed = np.arange(max_blocks) * block_size < lens[:, None]
+    wrong = (needed & ((table < 0) | (table >= num_blocks))).reshape(-1)
+    entry = xp.argmax(wrong)
+    _refuse(
+        wrong.any(),
+        f"block_table[{{seq}}, {{column}}]: got {{block}}, expected between 0 and {num_blocks - 1}: the"
+        " {length} tokens of its sequence need this block",
+        seq=entry // max_blocks,
+        column=entry % max_blocks,
+        block=table.reshape(-1)[entry],
+        length=lens[entry // max_blocks],
+    )
+
+
+def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None:
+    """Checks that `[num_pairs, 2]` blocks are in their caches or negative, and that no two go to one destination.
+
+    Raises:
+      KVCacheValueError: names the first pair.
+    """
+    xp, blocks = _readable(pairs)
+    num_pairs = blocks.shape[0]
+    if not num_pairs:
+        return
+    copied = (blocks >= 0).all(axis=1)
+    for side, name, count in ((0, "source", num_source), (1, "destination", num_destination)):
+        past = copied & (blocks[:, side] >= count)
+        pair = xp.argmax(past)
+        _refuse(
+            past.any(),
+            f"pairs[{{pair}}]: got {name} block {{block}}, expected less than num_blocks={count}, or a negative one"
+            " to copy nothing",
+            pair=pair,
+            block=blocks[pair, side],
+        )
+    destination = xp.where(copied, blocks[:, 1], -1)
+    first, second = _first_repeated(xp, destination)
+    _refuse(
+        second < num_pairs,
+        "pairs[{second}]: got destination block {block}, expected one of its own: pairs[{first}] has it too",
+        first=first,
+        second=second,
+        block=destination[xp.minimum(second, num_pairs - 1)],
+    )
+
+
+def check_scale(what: str, scale: ArrayLike) -> None:
+    """Checks that the values of a scale lie between `MIN_SCALE` and `MAX_SCALE`.
+
+    Raises:
+      KVCacheValueError: names the first that does not.
+    """
+    xp, scales = _readable(scale)
+    scales = scales.reshape(-1)
+    wrong = ~((scales >= MIN_SCALE) & (scales <= MAX_SCALE))
+    head = xp.argmax(wrong)
+    _refuse(
+        wrong.any(),
+        f"{what}: got {{value}}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}",
+        value=scales[head],
+    )
+
+
+def _readable(*arrays: ArrayLike) -> tuple[ModuleType, *tuple[Any, ...]]:
+    """NumPy and the arrays on the host; where one of them is traced, jax.numpy and them as they are."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return jnp, *map(jnp.asarray, arrays)
+    return np, *map(np.asarray, arrays)
+
+
+def _refuse(wrong: Any, message: str, **values: Any) -> None:
+    if isinstance(wrong, jax.core.Tracer):
+        checkify.check(~wrong, message, **values)
+    elif wrong:
+        raise KVCacheValueError(message.format(**values))
+
+
+def _first_repeated(xp: ModuleType, indices: Any) -> tuple[Any, Any]:
+    """The first element that an earlier one equals, after that one; negative ones aside. `len(indices)` for none."""
+    none = indices.shape[0]
+    order = xp.argsort(indices, stable=True)
+    in_order = indices[order]
+    repeated = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0)
+    if not repeated.shape[0]:
+        return none, none
+    place = xp.argmin(xp.where(repeated, order[1:], none))
+    return order[place], xp.where(repeated[place], order[place + 1], none)

@@ -1,0 +1,350 @@
+"""Whole pages copied within a cache and between caches: bytes, padding, overlap, memory, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_compile import TARGETS, compile_for
+from helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    UnsupportedError,
+    copy_blocks,
+    swap_blocks,
+)
+
+NVFP4 = KVCacheDType.NVFP4
+ARRAYS: dict[str, dict[str, Any]] = {
+    "NHD": {},
+    "HND": {"layout": "HND"},
+    "NHD-diffkv": {"head_size_v": 32},
+    "HND-diffkv": {"head_size_v": 32, "layout": "HND"},
+    "one head": {"num_kv_heads": 1},
+    "one-token blocks": {"block_size": 1},
+    "pool": {"page_size_padded": 9001},
+    "swizzled": {"v_scale_layout": "swizzled"},
+}
+EVERY_ARRAY = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, NVFP4)
+SPECS = [
+    pytest.param(simple_spec(dtype, **changes), id=f"{dtype.value}-{name}")
+    for dtype in STORED_KV_CACHE_DTYPES
+    for name, changes in ARRAYS.items()
+    if (dtype is NVFP4 if name == "swizzled" else dtype in EVERY_ARRAY or not changes)
+]
+EACH_SPEC = pytest.mark.parametrize("spec", SPECS)
+EACH_KIND = pytest.mark.parametrize(
+    "spec",
+    [simple_spec(), simple_spec(KVCacheDType.FP8_E4M3), simple_spec(NVFP4, page_size_padded=9001)],
+    ids=["bfloat16", "fp8_e4m3", "nvfp4-pool"],
+)
+NUM_BLOCKS = 8
+# A chain, two pages that change places, padding of every kind, and one page that goes to several.
+PAIRS = np.array(
+    [[0, 1], [1, 2], [4, 3], [3, 4], [-1, 5], [6, -1], [-1, -1], [8, 6], [7, 8], [2**31 - 1, 6], [2, 0], [2, 7]],
+    np.int32,
+)
+
+_copy = jax.jit(copy_blocks, static_argnames="implementation", donate_argnames="cache")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest):
+    """Where the caches of a test are that are not on the host."""
+    device = jax.local_devices(backend=request.param)[0]
+    with jax.default_device(device):
+        yield device
+
+
+def copied(source: np.ndarray, destination: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """What the pages `[num_blocks, page_size_bytes]` of the destination hold after a copy."""
+    after = destination.copy()
+    for read, write in pairs.tolist():
+        if 0 <= read < len(source) and 0 <= write < len(destination):
+            after[write] = source[read]
+    return after
+
+
+def poisoned_on_the_host(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.device_put(poisoned(spec, num_blocks, seed), kvjax.host_sharding())
+
+
+@EACH_SPEC
+def test_pages_are_copied_as_they_are(device, spec):
+    before = page_bytes(poisoned(spec, NUM_BLOCKS))
+    after = copied(before, before, PAIRS)
+    assert_same_bytes(page_bytes(_copy(poisoned(spec, NUM_BLOCKS), PAIRS)), after)
+    cache = poisoned(spec, NUM_BLOCKS)
+    assert_same_bytes(page_bytes(copy_blocks(cache, PAIRS)), after)
+    assert_same_bytes(page_bytes(cache), before)
+
+
+blocks = st.integers(-2, NUM_BLOCKS + 1)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(blocks, blocks), max_size=12, unique_by=lambda pair: pair[1]))
+def test_any_pairs_read_what_was_there_before(pairs):
+    # One number of pairs, filled up, as an engine would: one compilation.
+    pairs = np.array([*pairs, *[(-1, -1)] * (12 - len(pairs))], np.int32)
+    before = page_bytes(poisoned(simple_spec(), NUM_BLOCKS))
+    assert_same_bytes(page_bytes(_copy(poisoned(simple_spec(), NUM_BLOCKS), pairs)), copied(before, before, pairs))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("as_jax", [False, True])
+def test_integers_of_either_size_and_home(dtype, as_jax):
+    cache, pairs = poisoned(simple_spec(), 4), np.array([[0, 3], [1, 0]], dtype)
+    with jax.enable_x64(dtype == np.int64):
+        pairs = jnp.asarray(pairs) if as_jax else pairs
+        assert pairs.dtype == dtype
+        for copy in (copy_blocks, jax.jit(copy_blocks)):
+            written = page_bytes(copy(cache, pairs))
+            assert_same_bytes(written, copied(page_bytes(cache), page_bytes(cache), np.asarray(pairs)))
+
+
+@pytest.mark.parametrize("pair", [[2**32, 1], [1, 2**32], [-(2**32), 1], [1, 1 - 2**32], [2**63 - 1, 0]])
+def test_an_int64_past_the_cache_is_not_read_as_its_low_half(pair):
+    cache, host = poisoned(simple_spec(), 4), poisoned(simple_spec(), 4, seed=1)
+    before, host_before = page_bytes(cache), page_bytes(host)
+    pairs = np.array([pair], np.int64)
+    assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), before)
+    assert_same_bytes(page_bytes(swap_blocks(cache, host, pairs)), host_before)
+
+
+@EACH_KIND
+def test_no_pairs_copy_nothing(spec):
+    cache, none = poisoned(spec, 4), np.zeros((0, 2), np.int32)
+    before = page_bytes(cache)
+    assert_same_bytes(page_bytes(copy_blocks(cache, none)), before)
+    assert_same_bytes(page_bytes(swap_blocks(poisoned(spec, 4, seed=1), cache, none)), before)
+
+
+@EACH_SPEC
+def test_a_donated_cache_keeps_its_buffer_and_only_the_copied_pages_take_memory(device, spec):
+    cache = poisoned(spec, 256)
+    compiled = jax.jit(copy_blocks, donate_argnums=0).lower(cache, PAIRS).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == cache.kv.nbytes
+    pages = len(PAIRS) * spec.page_size_bytes
+    assert pages <= memory.temp_size_in_bytes <= pages + 1024 < cache.kv.nbytes / 4
+    pointer = cache.kv.unsafe_buffer_pointer()
+    written = compiled(cache, PAIRS)
+    assert written.kv.unsafe_buffer_pointer() == pointer
+    assert cache.kv.is_deleted()
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("target", TARGETS)
+@EACH_KIND
+def test_on_a_gpu_pages_are_read_then_written_in_place(target, spec):
+    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, 4096))
+    program = compile_for(target, copy_blocks, cache, PAIRS, donate_argnums=0)
+    assert program.device_ops == ("fusion", "fusion")
+    assert program.alias_size == 4096 * spec.page_size_bytes
+    assert program.temp_size <= len(PAIRS) * spec.page_size_bytes + 1024
+
+
+def test_caches_of_a_batch_and_of_a_scan():
+    before = page_bytes(poisoned(simple_spec(), NUM_BLOCKS))
+    cache, pairs = poisoned(simple_spec(), NUM_BLOCKS), np.stack([PAIRS, PAIRS[::-1]])
+    stacked = jax.tree.map(lambda kv: jnp.stack([kv, kv]), cache)
+    batch = jax.jit(jax.vmap(copy_blocks))(stacked, pairs)
+    for i in range(2):
+        written = page_bytes(jax.tree.map(lambda kv, i=i: kv[i], batch))
+        assert_same_bytes(written, copied(before, before, pairs[i]))
+    scanned, _ = jax.lax.scan(lambda cache, pairs: (copy_blocks(cache, pairs), None), cache, pairs)
+    once = copied(before, before, pairs[0])
+    assert_same_bytes(page_bytes(scanned), copied(once, once, pairs[1]))
+
+
+@EACH_SPEC
+def test_pages_go_to_the_host_and_back_as_they_are(device, spec):
+    cache, host = poisoned(spec, NUM_BLOCKS), poisoned_on_the_host(spec, 5, seed=1)
+    # Not of these: NumPy may keep what it read of an array, which JAX then copies instead of writing in place.
+    before, host_before = page_bytes(poisoned(spec, NUM_BLOCKS)), page_bytes(poisoned(spec, 5, seed=1))
+    out = np.array([[0, 4], [7, 0], [-1, 1], [3, -1], [8, 2], [1, 5], [2, 3]], np.int32)
+    pointer = host.kv.unsafe_buffer_pointer()
+    swapped = swap_blocks(cache, host, out)
+    assert swapped.kv.sharding.device_set == kvjax.host_sharding().device_set
+    assert swapped.kv.unsafe_buffer_pointer() == pointer
+    assert host.kv.is_deleted()
+    expected = copied(before, host_before, out)
+    assert_same_bytes(page_bytes(swapped), expected)
+    assert_same_bytes(page_bytes(cache), before)
+
+    cache = jax.jit(lambda cache: jax.tree.map(jnp.zeros_like, cache), donate_argnums=0)(cache)
+    pointer = cache.kv.unsafe_buffer_pointer()
+    back = swap_blocks(swapped, cache, out[:, ::-1])
+    assert back.kv.sharding.device_set == {device}
+    assert back.kv.unsafe_buffer_pointer() == pointer
+    assert_same_bytes(page_bytes(back), copied(expected, np.zeros_like(before), out[:, ::-1]))
+    assert_same_bytes(page_bytes(swapped), expected)
+
+
+def test_a_swap_moves_and_makes_no_more_than_its_pages(monkeypatch: pytest.MonkeyPatch):
+    """By the arrays that are handed from one device to the other, and by the memory of the programs around them."""
+    spec, moved = simple_spec(), []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, where: moved.append(x.nbytes) or put(x, where))
+    cache, host = poisoned(spec, 256), poisoned(spec, 512)
+    pairs = np.array([[1, 2], [3, 400]], np.int32)
+    swap_blocks(cache, host, pairs)
+    assert moved == [2 * spec.page_size_bytes]
+    traced = jax.jit(swap_blocks, donate_argnums=1).lower(cache, poisoned(spec, 512), pairs).compile()
+    memory = traced.memory_analysis()
+    assert memory.alias_size_in_bytes == 512 * spec.page_size_bytes
+    assert memory.temp_size_in_bytes <= 2 * spec.page_size_bytes + 1024
+
+
+@EACH_KIND
+def test_a_traced_swap_copies_between_two_caches(spec):
+    cache, other = poisoned(spec, 6), poisoned(spec, 4, seed=1)
+    pairs = np.array([[5, 0], [2, 3], [6, 1], [1, 4]], np.int32)
+    expected = copied(page_bytes(cache), page_bytes(other), pairs)
+    assert_same_bytes(page_bytes(jax.jit(swap_blocks)(cache, other, pairs)), expected)
+    assert_same_bytes(page_bytes(jax.jit(lambda pairs: swap_blocks(cache, other, pairs))(pairs)), expected)
+    assert not other.kv.is_deleted()
+
+
+def test_between_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    program = Path(__file__).with_name("blocks_between_devices.py")
+    ran = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+
+VALUE, TYPE = KVCacheValueError, KVCacheTypeError
+PAIRS_ERRORS = [
+    ([[0, 1]], TYPE, "pairs: got a list, expected an array"),
+    (np.zeros(2, np.int32), VALUE, "pairs: got shape (2,), expected [num_pairs, blocks=2]"),
+    (np.zeros((2, 3), np.int32), VALUE, "pairs: got shape (2, 3), expected [num_pairs, blocks=2]"),
+    (np.zeros((3, 2), np.uint32), TYPE, "pairs: got dtype uint32, expected one of int32, int64"),
+    (np.zeros((3, 2), np.float32), TYPE, "pairs: got dtype float32, expected one of int32, int64"),
+]
+
+
+@pytest.mark.parametrize(("pairs", "error", "message"), PAIRS_ERRORS)
+def test_pairs_are_refused(pairs, error, message):
+    cache, other = poisoned(simple_spec(), 4), poisoned(simple_spec(), 4, seed=1)
+    copies = [copy_blocks, _copy, lambda cache, pairs: swap_blocks(other, cache, pairs)]
+    for copy in copies if error is VALUE else (copies[0], copies[2]):
+        with pytest.raises(error) as raised:
+            copy(cache, pairs)
+        assert str(raised.value) == message
+    assert not cache.kv.is_deleted()
+
+
+def test_copy_blocks_has_no_kernel():
+    cache = poisoned(simple_spec(), 4)
+    assert_same_bytes(
+        page_bytes(copy_blocks(cache, PAIRS[:3], implementation="xla")), page_bytes(_copy(cache, PAIRS[:3]))
+    )
+    with pytest.raises(UnsupportedError, match=r"^copy_blocks: implementation 'mosaic' cannot .* it has no kernel"):
+        copy_blocks(poisoned(simple_spec(), 4), PAIRS, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "HND"}, "destination.spec: got layout='HND', expected 'NHD', as source.spec has it"),
+        ({"dtype": KVCacheDType.FLOAT16}, "destination.spec: got dtype='float16', expected 'bfloat16', as"),
+        ({"block_size": 16}, "destination.spec: got block_size=16, expected 8, as source.spec has it"),
+        (
+            {"page_size_padded": 9000},
+            "destination.spec: got page_size_padded=9000, expected None, as source.spec has it",
+        ),
+    ],
+)
+def test_caches_of_different_specs_are_refused(change, message):
+    spec = simple_spec()
+    source, destination = poisoned(spec, 4), poisoned(dataclasses.replace(spec, **change), 4)
+    with pytest.raises(KVCacheValueError) as raised:
+        swap_blocks(source, destination, PAIRS)
+    assert str(raised.value).startswith(message)
+    assert not destination.kv.is_deleted()
+
+
+def test_one_cache_for_both_is_refused():
+    cache = poisoned(simple_spec(), 4)
+    with pytest.raises(KVCacheValueError, match=r"^destination: got the cache that is the source; .* use copy_blocks"):
+        swap_blocks(cache, cache, PAIRS)
+    assert not cache.kv.is_deleted()
+
+
+def test_memory_that_xla_does_not_write_in_place_is_refused(device):
+    cache = poisoned(simple_spec(), 4)
+    pinned = KVCache(jax.device_put(cache.kv, cache.kv.sharding.with_memory_kind("pinned_host")), cache.spec)
+    for name, caches in (("source", (pinned, cache)), ("destination", (cache, pinned))):
+        with pytest.raises(UnsupportedError) as raised:
+            swap_blocks(*caches, PAIRS)
+        assert str(raised.value).startswith(f"{name}: got a cache in memory of kind 'pinned_host', expected 'device'")
+        assert "kvjax.host_sharding()" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["source", "destination"])
+def test_caches_of_a_swap_are_refused(name):
+    spec = simple_spec()
+    donated = KVCache.allocate(spec, 2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(donated)
+    wrong = KVCache(jnp.zeros((2, 3), jnp.bfloat16), spec)
+    for cache, error, message in [
+        (np.zeros(3), TYPE, f"{name}: got a ndarray, expected a KVCache"),
+        (wrong, VALUE, f"{name}.kv: got shape (2, 3), expected [num_blocks, 2, 8, 2, 64]"),
+        (
+            donated,
+            VALUE,
+            f"{name}.kv: got an array that was donated to an earlier call, expected the one that call ret",
+        ),
+    ]:
+        caches = {"source": poisoned(spec, 2), "destination": poisoned(spec, 2), name: cache}
+        with pytest.raises(error) as raised:
+            swap_blocks(**caches, pairs=PAIRS)
+        assert str(raised.value).startswith(message)
+
+
+def test_the_cache_that_a_swap_took_says_so_when_it_is_used():
+    cache, host = poisoned(simple_spec(), 4), poisoned(simple_spec(), 4)
+    swap_blocks(cache, host, PAIRS)
+    with pytest.raises(KVCacheValueError, match="was donated to an earlier call"):
+        swap_blocks(cache, host, PAIRS)
+
+
+def test_a_jax_without_cpu_has_no_host_cache(monkeypatch: pytest.MonkeyPatch):
+    def no_cpu(backend: str) -> list[Any]:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", no_cpu)
+    with pytest.raises(UnsupportedError, match=r"^host_sharding: got jax_platforms=.*, expected 'cpu' among them"):
+        kvjax.host_sharding()
+
+
+@EACH_KIND
+def test_torchs_own_indexing_copies_the_same_pages(spec):
+    torch = pytest.importorskip("torch")
+    cache, pairs = poisoned(spec, NUM_BLOCKS), np.array([[0, 1], [1, 2], [5, 0]])
+    pages = torch.from_numpy(page_bytes(cache))
+    pages[pairs[:, 1]] = pages[pairs[:, 0]]
+    assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), pages.numpy())
