@@ -331,6 +331,7 @@ def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call
             kvjax_torch.to_torch(batch.slot_mapping),
             dtype,
             *scales,
+            unique_slots=True,
         )
         for batch in batches
     ]

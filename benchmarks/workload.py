@@ -199,11 +199,16 @@ write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implemen
 
 @functools.cache
 def compiled_write(
-    spec: AttentionSpec, num_blocks: int, num_tokens: int, implementation: str | None, donated: bool = True
+    spec: AttentionSpec,
+    num_blocks: int,
+    num_tokens: int,
+    implementation: str | None,
+    donated: bool = True,
+    unique_slots: bool = True,
 ) -> Any:
     """A write under `jit`, compiled once for all caches and tokens of these sizes."""
     write = jax.jit(
-        functools.partial(kvjax.reshape_and_cache_flash, implementation=implementation),
+        functools.partial(kvjax.reshape_and_cache_flash, unique_slots=unique_slots, implementation=implementation),
         donate_argnames="cache" if donated else (),
     )
     rows, slots = (
@@ -215,15 +220,24 @@ def compiled_write(
 
 
 class Write:
-    """Writes under `jit`, each into the cache that the one before returned; `donated`, in place."""
+    """Writes under `jit`, each into the cache that the one before returned; `donated`, in place.
+
+    By default with the promise of unique slots, which the slots of an engine are.
+    """
 
     def __init__(
-        self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, *, donated: bool = True
+        self,
+        cache: KVCache,
+        batches: Sequence[Batch],
+        implementation: str | None,
+        *,
+        donated: bool = True,
+        unique_slots: bool = True,
     ) -> None:
         self.cache, self.batches, self.donated = cache, batches, donated
         self.first_pointer = cache.kv.unsafe_buffer_pointer()
         sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
-        self.compiled = compiled_write(cache.spec, *sizes, implementation, donated)
+        self.compiled = compiled_write(cache.spec, *sizes, implementation, donated, unique_slots)
 
     def __call__(self, number: int) -> jax.Array:
         """Starts write `number`."""

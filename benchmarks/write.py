@@ -16,7 +16,9 @@ from benchmarks import bars, compare, output, shapes, workload
 from benchmarks.bars import WriteTime
 from benchmarks.output import Measurement
 from benchmarks.peers import writes
-from benchmarks.peers.in_jax import KVJAX, KVJAX_IN_XLA
+from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA
+from benchmarks.peers.inputs import WriteInputs
+from benchmarks.peers.peer import Peer
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
@@ -42,7 +44,8 @@ NUM_BLOCKS = output.define_numbers(
     least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
 )
 
-FOR_ONE_CASE = dataclasses.replace(KVJAX_IN_XLA, serves=lambda job: job.case is LLAMA_8B and job.layout is NHD)
+VARIANTS = (KVJAX_ANY_SLOTS, KVJAX_IN_XLA)
+"""What kvjax would be without a promise or without its kernel; one case tells."""
 
 HOST_TOKENS, HOST_FEW_TOKENS = (1, 64, 1_024), (64,)
 """Without a GPU, in place of `shapes.ALL_TOKENS` and `shapes.FEW_TOKENS`."""
@@ -112,12 +115,16 @@ class WriteBenchmark(output.Program):
 
     def test_token_counts(self) -> None:
         peers = compare.present(self.results, writes.PEERS, PEERS.value)
-        if PEERS.value is None and not FULL.value:  # what kvjax would be without its kernel is told by one case
-            peers = [peer if peer is not KVJAX_IN_XLA else FOR_ONE_CASE for peer in peers]
+        if PEERS.value is None and not FULL.value:
+            peers = [for_one_case(peer) if peer in VARIANTS else peer for peer in peers]
         measured = writes.measure(self, "write", jobs(), peers)
         add_token_counts(self.results, [line for job, each in measured.items() if (line := write_time(job, each))])
         columns = ["case", "dtype", "layout", "slots", "num_tokens"]
         compare.peer_table(self.results, "Time of a write, by who makes it", measured, columns)
+
+
+def for_one_case(peer: Peer[WriteJob, WriteInputs]) -> Peer[WriteJob, WriteInputs]:
+    return dataclasses.replace(peer, serves=lambda job: job.case is LLAMA_8B and job.layout is NHD)
 
 
 def write_time(job: WriteJob, measured: dict[str, Measurement]) -> WriteTime | None:

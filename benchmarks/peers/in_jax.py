@@ -16,8 +16,8 @@ from benchmarks.workload import WriteJob
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode
 
 
-def kvjax_run(inputs: WriteInputs, *, implementation: str | None, donated: bool = True) -> Run:
-    write = workload.Write(inputs.poisoned(), inputs.batches, implementation, donated=donated)
+def kvjax_run(inputs: WriteInputs, *, implementation: str | None, **options: bool) -> Run:
+    write = workload.Write(inputs.poisoned(), inputs.batches, implementation, **options)
     return Run(write, lambda _: write.check(inputs.expected), facts={"temporary_bytes": write.temporary_bytes})
 
 
@@ -31,6 +31,12 @@ def why_no_kernel() -> str | None:
 KVJAX = Peer[WriteJob, WriteInputs](
     "kvjax",
     lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value),
+    why_missing=why_no_kernel,
+    own=True,
+)
+KVJAX_ANY_SLOTS = Peer[WriteJob, WriteInputs](
+    "kvjax, any slots",
+    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value, unique_slots=False),
     why_missing=why_no_kernel,
     own=True,
 )

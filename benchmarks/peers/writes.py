@@ -12,7 +12,7 @@ import jax
 from benchmarks import compare, output, workload
 from benchmarks.output import Measurement
 from benchmarks.peers import cuda
-from benchmarks.peers.in_jax import KVJAX, KVJAX_IN_XLA, XLA_SCATTER
+from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.libraries import FLASHINFER, VLLM
@@ -45,7 +45,7 @@ CUDA_FITTED = dataclasses.replace(
 )
 
 
-PEERS = (KVJAX, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, VLLM, FLASHINFER)
+PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, VLLM, FLASHINFER)
 
 
 def measure(
