@@ -452,6 +452,9 @@ def _write_blocks(
     dtype: Any,
 ) -> None:
     """What a program does whose rows are NVFP4 blocks."""
+    # Of few tokens the search is hidden behind their loads; of many it would take registers from programs beside it.
+    if tokens > 1:
+        repeated = slots.repeated(first, tokens)
     stages = list(zip(staged[::2], staged[1::2], strict=True))
     scatters = [[Scatter(RowMove.of(spec, half.pages, which, 1), tokens) for which in range(2)] for half in halves]
     positions = [[scatter.positions(slots, first, program_first, spec) for scatter in pair] for pair in scatters]
@@ -459,7 +462,8 @@ def _write_blocks(
         _load_blocks(half.rows, first, tokens, scales.shape[1], dtype)
         for half, (_, scales) in zip(halves, stages, strict=True)
     ]
-    repeated = slots.repeated(first, tokens)
+    if tokens == 1:
+        repeated = slots.repeated(first, tokens)
     for half_blocks, half, stage in zip(blocks, halves, stages, strict=True):
         for stored, ref in zip(_encode_blocks(half_blocks, half.scale, dtype), stage, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], stored)
