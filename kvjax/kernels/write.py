@@ -431,6 +431,8 @@ def _write_tokens(
     loaded = [[move.load(half.rows, token) for move, half, _ in moves] for token in tokens]
     compat.finish_loads()  # rows are stored where slots say so, and would be loaded there, after the slots
     repeated = slots.repeated(first, config.tokens)
+    if repeated is None:
+        compat.wait_for_threads()  # ptxas would move loads there, too, but not past a barrier
     encoded = [[encode(row) for (*_, encode), row in zip(moves, rows, strict=True)] for rows in loaded]
     skipped = 0 if repeated is None else compat.any_thread(repeated, config.tokens)
     for i, (position, rows) in enumerate(zip(positions, encoded, strict=True)):
