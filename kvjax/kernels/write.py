@@ -154,6 +154,8 @@ class Slots(NamedTuple):
 
         steps = lax.div(jnp.maximum(self.searched - first + width * loads - 2, 0), jnp.int32(width * loads))
         none = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
+        if tokens > 1:  # a write of many, where nothing may be searched
+            return lax.fori_loop(0, steps, search, none)
         # The first step, for most writes the only one, is outside the loop: its loads wait for nothing.
         return lax.fori_loop(1, steps, search, search(jnp.int32(0), none))
 
