@@ -36,8 +36,9 @@ test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the n
 
 fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random configurations (FUZZ_SECONDS=300 of each)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py $(ARGS)
+	@mkdir -p build
 	JAX_PLATFORMS=cpu $(FUZZ_ENV)/bin/python tools/fuzz_parsers.py \
-		-max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096
+		-max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=build/
 
 # Each program leaves bench/<program>.json, which `python -m benchmarks.report` reads.
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
