@@ -449,5 +449,5 @@ def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str):
         many = settings(fuzz, max_examples=10, stateful_step_count=60, phases=[Phase.generate])
         run_state_machine_as_test(machine, settings=many)
         jax.clear_caches()  # of kernels that no later example has
-    tried = ", ".join(f"{count:,} {what}" for what, count in DONE.items())
+    tried = ", ".join(f"{count:,} {what}" for what, count in sorted(DONE.items()))
     print(f"\n{name}: {time.monotonic() - start:.0f} s: {tried}")
