@@ -3,6 +3,7 @@
 # The demo has an environment of its own: it stays small, and jax must not meet there the CUDA plugin that tests use.
 DEMO_ENV := .venv-demo
 DEV_ENV := .venv
+FUZZ_ENV := .venv-fuzz
 COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
@@ -18,8 +19,9 @@ BENCH_PLATFORM := $(if $(GPUS),,JAX_PLATFORMS=cpu)
 PYTHON ?= python3
 
 ARGS ?=
+FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-gpu test-compat bench lint format wheel clean distclean help
+.PHONY: demo test test-gpu test-compat fuzz bench lint format wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
@@ -31,6 +33,12 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop $(PYTHON) -m pytest -n 8 -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
+
+fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random configurations (FUZZ_SECONDS=300 of each)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py $(ARGS)
+	@mkdir -p build
+	JAX_PLATFORMS=cpu $(FUZZ_ENV)/bin/python tools/fuzz_parsers.py \
+		-max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=build/
 
 # Each program leaves bench/<program>.json, which `python -m benchmarks.report` reads.
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
@@ -56,7 +64,7 @@ clean: ## remove what was built and every cache
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean ## clean, and remove the virtual environments
-	rm -rf $(DEMO_ENV) $(DEV_ENV) $(COMPAT_JAX:%=.venv-jax-%)
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(COMPAT_JAX:%=.venv-jax-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -67,6 +75,10 @@ $(DEMO_ENV)/.installed: pyproject.toml
 
 $(DEV_ENV)/.installed: pyproject.toml
 	@tools/setup_env.sh $(DEV_ENV) -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
+	@touch $@
+
+$(FUZZ_ENV)/.installed: pyproject.toml
+	@tools/setup_env.sh $(FUZZ_ENV) -e '.[test,fuzz]'
 	@touch $@
 
 .PHONY: $(COMPAT_JAX:%=test-jax-%)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> Dec
         return None
     if not isinstance(quantization_config, Mapping):
         raise KVCacheTypeError(
-            f"quantization_config: got {quantization_config!r} of type {type(quantization_config).__name__},"
+            f"quantization_config: got {shown(quantization_config)} of type {type(quantization_config).__name__},"
             " expected a mapping or None"
         )
     if _is_modelopt(quantization_config):
@@ -53,8 +53,8 @@ def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> Dec
 
 
 def _is_modelopt(config: Mapping[str, Any]) -> bool:
-    if method := config.get("quant_method"):
-        return str(method).lower().startswith("modelopt")
+    if method := _lower(config.get("quant_method")):
+        return isinstance(method, str) and method.startswith("modelopt")
     # hf_quant_config.json names no method; these keys are ModelOpt's own.
     return any(key in config for key in ("producer", "quantization", "kv_cache_quant_algo"))
 
@@ -73,7 +73,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> DeclaredKVCache | None:
         case "nvfp4":
             return DeclaredKVCache(KVCacheDType.NVFP4)
     warnings.warn(
-        f"ModelOpt KV cache algorithm {declared!r} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
+        f"ModelOpt KV cache algorithm {shown(declared)} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
         " the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose another",
         KVCacheWarning,
         skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
@@ -85,7 +85,7 @@ def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
     """Reads compressed-tensors' `QuantizationArgs`; whatever changes how bytes decode and is not known is refused."""
     dynamic, strategy = (_lower(scheme.get(key)) for key in ("dynamic", "strategy"))
     if dynamic not in (None, False, "local"):
-        raise _unsupported(scheme, f"dynamic={dynamic} leaves the checkpoint without scales")
+        raise _unsupported(scheme, f"dynamic={shown(dynamic)} leaves the checkpoint without scales")
     if scheme.get("symmetric") is False:
         raise _unsupported(scheme, "symmetric=False needs zero points")
     match scheme.get("num_bits"), _lower(scheme.get("type")), strategy:
@@ -98,8 +98,8 @@ def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
 
 def _unsupported(scheme: object, why: str) -> KVCacheValueError:
     return KVCacheValueError(
-        f"kv_cache_scheme: got {scheme!r}: {why}; expected num_bits 8 and type float (strategy tensor or attn_head),"
-        " or num_bits 4 and type float (strategy tensor_group), with static scales;"
+        f"kv_cache_scheme: got {shown(scheme)}: {why}; expected num_bits 8 and type float (strategy tensor or"
+        " attn_head), or num_bits 4 and type float (strategy tensor_group), with static scales;"
         " ask for a kv_cache_dtype to pass over the checkpoint's"
     )
 

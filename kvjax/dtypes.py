@@ -6,6 +6,7 @@ enum. No other module may list dtype strings of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
 
 NVFP4_BLOCK_SIZE = 16
 """Elements along the head dimension that share one NVFP4 block scale."""
@@ -115,7 +116,7 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
         return name
     if not isinstance(name, str):
         raise KVCacheTypeError(
-            f"kv_cache_dtype: got {name!r} of type {type(name).__name__}, expected a string or KVCacheDType"
+            f"kv_cache_dtype: got {shown(name)} of type {type(name).__name__}, expected a string or KVCacheDType"
         )
     try:
         return _BY_NAME[name]
@@ -142,7 +143,10 @@ def parse_model_dtype(dtype: object) -> KVCacheDType:
 def _dtype_name(dtype: object) -> str:
     if isinstance(dtype, str):
         return dtype
-    try:
-        return np.dtype(dtype).name  # type: ignore[call-overload]  # anything at all is tried
-    except (TypeError, ValueError):
+    # Of lists and dicts numpy would make structured dtypes, or errors of many types.
+    if isinstance(dtype, (np.dtype, type)):
+        with contextlib.suppress(TypeError, ValueError):
+            return np.dtype(dtype).name
+    with contextlib.suppress(ValueError, RecursionError):  # ints of thousands of digits, lists nested as deep
         return str(dtype)  # a torch.dtype prints its name
+    return ""

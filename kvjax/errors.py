@@ -30,12 +30,25 @@ class KVCacheWarning(UserWarning):
     """Something was passed over that a caller may want to know of; what is returned is documented and usable."""
 
 
+MOST_SHOWN = 500
+"""Characters of a value that a message holds: a whole quantization scheme, not a whole configuration."""
+
+
+def shown(value: object) -> str:
+    """`repr` of what came, for a message: cut where it is long, and never an error of its own."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python prints no int of thousands of digits, and nothing nested as deep
+        return f"{type(value).__name__} too large to print"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+
+
 def got_expected(what: str, got: object, accepted: Iterable[object]) -> str:
     """Words `got X, expected one of ...`, with the nearest accepted string where `got` looks like a typo."""
     choices = [str(choice) for choice in accepted]
-    message = f"{what}: got {got!r}, expected one of {', '.join(choices)}"
+    message = f"{what}: got {shown(got)}, expected one of {', '.join(choices)}"
     if isinstance(got, str):
-        near = difflib.get_close_matches(got.strip().lower(), choices, n=1)
+        near = difflib.get_close_matches(got[:MOST_SHOWN].strip().lower(), choices, n=1)
         if near:
             message += f" (did you mean {near[0]!r}?)"
     return message

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from kvjax.dtypes import KVCacheDType, parse_model_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
+from kvjax.spec import MAX_SIZE, as_int
+
+MAX_LAYERS = 10_000
+"""Layers of a model that is read: many times those of any known, and a bound on what a mistaken number allocates."""
 
 
 class AttentionKind(enum.StrEnum):
@@ -77,18 +81,23 @@ class ModelKVConfig:
         Raises:
           KVCacheValueError: a key that is missing or that no cache can be made from, naming it and what is accepted;
             or a model that keeps something else than each layer's keys and values (latent attention, linear
-            attention, layers that share a cache).
+            attention, layers that share a cache), or has more than `MAX_LAYERS` layers.
           KVCacheTypeError: `config` is no mapping.
         """
         if not isinstance(config, Mapping):
-            raise KVCacheTypeError(f"config: got {config!r} of type {type(config).__name__}, expected a mapping")
+            raise KVCacheTypeError(f"config: got {shown(config)} of type {type(config).__name__}, expected a mapping")
         facts = _facts(config)
         _refuse_other_caches(facts)
-        windows = _sliding_windows(facts, _positive_int(facts, "num_hidden_layers"))
+        num_layers = _positive_int(facts, "num_hidden_layers")
+        if num_layers > MAX_LAYERS:
+            raise KVCacheValueError(
+                f"config.num_hidden_layers: got {num_layers}, expected an int of at most {MAX_LAYERS}"
+            )
+        windows = _sliding_windows(facts, num_layers)
         return cls(
             layers=tuple(_layer(facts, window) for window in windows),
             dtype=_dtype(config, facts) if model_dtype is None else parse_model_dtype(model_dtype),
-            quantization_config=copy.deepcopy(
+            quantization_config=_copy(
                 facts.get("quantization_config") if quantization_config is None else quantization_config
             ),
         )
@@ -98,8 +107,19 @@ class ModelKVConfig:
 
         Raises:
           KVCacheValueError: a layer's heads divide into no equal shares.
+          KVCacheTypeError: `tensor_parallel` is no int.
         """
-        return dataclasses.replace(self, layers=tuple(_shard_layer(layer, tensor_parallel) for layer in self.layers))
+        devices = as_int("tensor_parallel", tensor_parallel)
+        return dataclasses.replace(self, layers=tuple(_shard_layer(layer, devices) for layer in self.layers))
+
+
+def _copy(quantization_config: Any) -> Any:
+    try:
+        return copy.deepcopy(quantization_config)
+    except RecursionError:
+        raise KVCacheValueError(
+            "config.quantization_config: got one nested too deeply to copy, expected what a checkpoint declares"
+        ) from None
 
 
 # What transformers' classes fill in where `config.json` leaves it out.
@@ -141,14 +161,15 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     stated: dict[str, Any] = {}
     for part in (config, text if isinstance(text, Mapping) else {}):
         stated |= {key: value for key, value in part.items() if value is not None}
-    return {**_MODEL_TYPE_DEFAULTS.get(str(stated.get("model_type")), {}), **stated}
+    model_type = stated.get("model_type")
+    return {**_MODEL_TYPE_DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **stated}
 
 
 def _refuse_other_caches(facts: Mapping[str, Any]) -> None:
     for key, why in _OTHER_CACHES.items():
         if facts.get(key):
             raise KVCacheValueError(
-                f"config: got {key}={facts[key]!r}: {why}; expected a model whose layers each keep keys and values"
+                f"config: got {key}={shown(facts[key])}: {why}; expected a model whose layers each keep keys and values"
             )
 
 
@@ -217,7 +238,7 @@ def _read_per_layer(facts: Mapping[str, Any], key: str, num_layers: int, meaning
     # More entries than layers describe the layers of a draft head, which has a cache of its own.
     if not isinstance(entries, (list, tuple)) or len(entries) < num_layers:
         raise KVCacheValueError(
-            f"config.{key}: got {entries!r}, expected a list with an entry for each of {num_layers} layers"
+            f"config.{key}: got {shown(entries)}, expected a list with an entry for each of {num_layers} layers"
         )
     for index, entry in enumerate(entries[:num_layers]):
         if not isinstance(entry, (str, int)) or entry not in meaning:
@@ -238,7 +259,9 @@ def _first_int(facts: Mapping[str, Any], *keys: str, minimum: int = 1) -> int | 
         if key in facts:
             value = facts[key]
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise KVCacheValueError(f"config.{key}: got {value!r}, expected an int of at least {minimum}")
+                raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected an int of at least {minimum}")
+            if value > MAX_SIZE:
+                raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected an int of at most {MAX_SIZE}")
             return value
     return None
 
@@ -247,6 +270,7 @@ def _shard_layer(layer: LayerKVConfig, tensor_parallel: int) -> LayerKVConfig:
     heads = layer.num_kv_heads
     if tensor_parallel < 1 or (heads % tensor_parallel and tensor_parallel % heads):
         raise KVCacheValueError(
-            f"tensor_parallel: got {tensor_parallel}, expected a divisor or a multiple of a layer's {heads} KV heads"
+            f"tensor_parallel: got {shown(tensor_parallel)}, expected a divisor or a multiple of a layer's {heads} KV"
+            " heads"
         )
     return dataclasses.replace(layer, num_kv_heads=max(1, heads // tensor_parallel))

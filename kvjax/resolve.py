@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 from kvjax.checkpoint import read_declared_kv_cache
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype, parse_model_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
 from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -130,7 +130,7 @@ def _layer_spec(layer: LayerKVConfig, **fields: Any) -> AttentionSpec:
 
 def _skipped_layers(skip_layers: Iterable[int | str], kinds: Sequence[AttentionKind]) -> frozenset[int]:
     if isinstance(skip_layers, str) or not isinstance(skip_layers, Iterable):
-        raise KVCacheTypeError(f"skip_layers: got {skip_layers!r}, expected a sequence of layer indices and kinds")
+        raise KVCacheTypeError(f"skip_layers: got {shown(skip_layers)}, expected a sequence of layer indices and kinds")
     accepted = [f"a layer index from 0 to {len(kinds) - 1}", *dict.fromkeys(kinds)]
     skipped: set[int] = set()
     for entry in skip_layers:
@@ -145,9 +145,11 @@ def _skipped_layers(skip_layers: Iterable[int | str], kinds: Sequence[AttentionK
 def _as_index(entry: object) -> int | None:
     """The layer index that an int or a decimal string stands for; None for any other string."""
     if isinstance(entry, str):
-        return int(entry) if entry.isascii() and entry.isdecimal() else None
+        # No layer has an index of many digits, and Python reads no int of thousands.
+        return int(entry) if entry.isascii() and entry.isdecimal() and len(entry) < 20 else None
     if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
         raise KVCacheTypeError(
-            f"skip_layers: got {entry!r} of type {type(entry).__name__}, expected an int or a string for each layer"
+            f"skip_layers: got {shown(entry)} of type {type(entry).__name__}, expected an int or a string for each"
+            " layer"
         )
     return operator.index(entry)

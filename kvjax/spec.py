@@ -5,6 +5,7 @@ Everything here is exact integer arithmetic on a spec's fields: no arrays, no de
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
+
+MAX_SIZE = 2**63 - 1
+"""What any size may be: more than there is memory for, and little enough for products of them to be shown as floats."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class AttentionSpec:
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
         for name in self._sizes():
-            size = _as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=1)
+            size = as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=1, most=MAX_SIZE)
             object.__setattr__(self, name, size)
         if not isinstance(self.dtype, KVCacheDType):
             raise KVCacheTypeError(
@@ -234,10 +238,12 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
     """
     if not specs:
         raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")
-    budget = _as_int("budget_bytes", budget_bytes, least=0)
+    budget = as_int("budget_bytes", budget_bytes, least=0)
+
+    layers = collections.Counter((spec.block_size, spec.page_size_bytes) for spec in specs)
 
     def cost(num_tokens: int) -> int:
-        return sum(-(-num_tokens // spec.block_size) * spec.page_size_bytes for spec in specs)
+        return sum(-(-num_tokens // block_size) * page * count for (block_size, page), count in layers.items())
 
     # Bisection by hand: a range that bisect searches holds at most sys.maxsize numbers.
     fits, most = 0, min(budget // spec.page_size_bytes * spec.block_size for spec in specs)
@@ -247,10 +253,13 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
     return fits
 
 
-def _as_int(what: str, value: object, *, least: int) -> int:
+def as_int(what: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
     """`value` as Python's int, which no product of sizes overflows as numpy's would."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise KVCacheTypeError(f"{what}: got {value!r} of type {type(value).__name__}, expected an int")
-    if value < least:
-        raise KVCacheValueError(f"{what}: got {value}, expected an int of at least {least}")
-    return int(value)
+        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type(value).__name__}, expected an int")
+    size = int(value)
+    if least is not None and size < least:
+        raise KVCacheValueError(f"{what}: got {shown(size)}, expected an int of at least {least}")
+    if most is not None and size > most:
+        raise KVCacheValueError(f"{what}: got {shown(size)}, expected an int of at most {most}")
+    return size

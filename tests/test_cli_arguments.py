@@ -19,6 +19,7 @@ from kvjax.cli.arguments import at_least, memory, word_of
         *(("40 GiB", 40 * 2**30), (" 40gib ", 40 * 2**30), ("1.5GiB", 3 * 2**29), ("0.1KiB", 102)),
         # As a float, the last digits would be lost.
         ("123456789.123456789GB", 123456789123456789),
+        (f"{2**63 - 1}", 2**63 - 1),
     ],
 )
 def test_memory(word: str, size: int):
@@ -35,6 +36,12 @@ def test_memory_that_is_refused(word: str):
         memory(word)
 
 
+@pytest.mark.parametrize(("word", "size"), [(f"{2**63}", 2**63), ("8388608TiB", 2**63), ("9" * 400, int("9" * 400))])
+def test_more_memory_than_there_is_anywhere_is_refused(word: str, size: int):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^got {size}, expected at most {2**63 - 1}$"):
+        memory(word)
+
+
 def test_at_least():
     assert [at_least(1)(word) for word in ("1", "16")] == [1, 16]
 
@@ -46,6 +53,7 @@ def test_at_least():
         ("-8", "got -8, expected at least 1"),
         ("many", "got 'many', expected a whole number of at least 1"),
         ("1.5", "got '1.5', expected a whole number of at least 1"),
+        (f"{2**63}", f"got {2**63}, expected at most {2**63 - 1}"),
     ],
 )
 def test_numbers_that_are_refused(word: str, message: str):

@@ -319,6 +319,15 @@ def test_files_that_cannot_be_read_are_named(capsys, tmp_path):
     assert refusal(capsys, "--config", str(tmp_path)) == (
         f"argument --config: cannot read {str(tmp_path / 'config.json')!r}: No such file or directory"
     )
+    assert (
+        refusal(capsys, "--config", "x" * 5000) == f"argument --config: cannot read {'x' * 5000!r}: File name too long"
+    )
+
+
+def test_json_that_is_nested_too_deeply_is_named(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"[" * 100_000)
+    assert refusal(capsys, "--config", str(path)) == f"argument --config: {str(path)!r} is nested too deeply to read"
 
 
 @pytest.mark.parametrize("content", [b"", b'{"num_hidden_layers": 32', b"\xff\xfe\xff"])

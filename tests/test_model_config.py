@@ -11,13 +11,24 @@ from typing import Any
 import pytest
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
 from kvjax.resolve import DTypeSource, resolve_layer_dtypes, resolve_layer_specs
 from kvjax.spec import FullAttentionSpec, SlidingWindowSpec
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 BF16, FP8 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3
+
+
+UNPRINTABLE = 10**5000
+"""Python refuses to print an int of so many digits."""
+
+
+def nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
 
 
 def load(name: str) -> dict[str, Any]:
@@ -283,13 +294,27 @@ def test_models_are_values():
         ({"kv_lora_rank": 512, "v_head_dim": 128}, "kv_lora_rank=512: multi-head latent attention"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: some layers read another layer's cache"),
         ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention"),
+        ({"num_hidden_layers": 10_001}, "config.num_hidden_layers: got 10001, expected an int of at most 10000"),
+        ({"num_hidden_layers": 10**12}, "config.num_hidden_layers: got 1000000000000, expected an int of at most"),
+        ({"head_dim": 2**63}, f"config.head_dim: got {2**63}, expected an int of at most {2**63 - 1}"),
+        ({"head_dim": UNPRINTABLE}, "config.head_dim: got int too large to print, expected an int of at most"),
+        ({"kv_lora_rank": UNPRINTABLE}, "config: got kv_lora_rank=int too large to print: multi-head"),
+        ({"layer_types": nested(20_000)}, "config.layer_types: got list too large to print, expected a list"),
+        ({"layer_types": ["x" * 600] * 4}, "config.layer_types[0]: got 'xxx"),
+        ({"torch_dtype": UNPRINTABLE}, "model dtype: got int too large to print, expected one of float32"),
+        ({"quantization_config": {"ignore": nested(20_000)}}, "config.quantization_config: got one nested too deeply"),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_what_cannot_be_read_is_named(changes: dict[str, Any], message: str):
     with pytest.raises(KVCacheValueError) as raised:
         read(**changes)
     assert message in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_model_type_may_be_anything():
+    assert read(model_type=UNPRINTABLE) == read(model_type=["llama"]) == read()
 
 
 @pytest.mark.parametrize("config", [None, "config.json", [BASE]], ids=repr)
@@ -315,6 +340,12 @@ def test_a_shard_holds_its_share_of_the_heads(tensor_parallel: int, full: int, s
     model = ModelKVConfig((layer(4, 192, 128), layer(8, 192, 128, window=128)), BF16, SCHEME)
     shard = ModelKVConfig((layer(full, 192, 128), layer(sliding, 192, 128, window=128)), BF16, SCHEME)
     assert model.shard(tensor_parallel) == shard
+
+
+@pytest.mark.parametrize("tensor_parallel", ["2", 2.0, True, None])
+def test_a_number_of_devices_is_an_int(tensor_parallel: Any):
+    with pytest.raises(KVCacheTypeError, match=f"^tensor_parallel: got {tensor_parallel!r} of type "):
+        read().shard(tensor_parallel)
 
 
 @pytest.mark.parametrize("tensor_parallel", [0, -1, 3, 6, 12])

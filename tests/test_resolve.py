@@ -260,7 +260,21 @@ def test_a_skipped_layer_keeps_the_model_dtype_where_the_checkpoint_chose():
 
 @pytest.mark.parametrize(
     "entry",
-    [12, -1, "12", "-1", "1.0", "0x1", " 1", "", "sliding", "Full_Attention", "all", "\N{ARABIC-INDIC DIGIT ONE}"],
+    [
+        12,
+        -1,
+        "12",
+        "-1",
+        "1.0",
+        "0x1",
+        " 1",
+        "",
+        "sliding",
+        "Full_Attention",
+        "all",
+        "\N{ARABIC-INDIC DIGIT ONE}",
+        "1" * 20,
+    ],
     ids=repr,
 )
 def test_a_layer_that_the_model_has_not_is_refused_by_name(entry: int | str):
@@ -268,6 +282,13 @@ def test_a_layer_that_the_model_has_not_is_refused_by_name(entry: int | str):
         resolve_layer_specs(MODEL, "fp8", skip_layers=[0, entry])
     accepted = "a layer index from 0 to 11, sliding_window, full_attention"
     assert f"skip_layers: got {entry!r}, expected one of {accepted}" in str(raised.value)
+
+
+def test_an_index_that_python_does_not_read_is_refused():
+    with pytest.raises(
+        KVCacheValueError, match=r"^skip_layers: got '999.*\.\.\. \(5,002 characters\), expected one of"
+    ):
+        resolve_layer_specs(MODEL, "fp8", skip_layers=["9" * 5000])
 
 
 def test_a_kind_that_no_layer_has_is_refused_by_name():

@@ -174,6 +174,15 @@ def test_sizes_below_one_are_refused_by_name(field, value):
 
 
 @pytest.mark.parametrize("field", SIZE_FIELDS)
+def test_sizes_that_no_memory_has_are_refused(field):
+    message = re.escape(
+        f"SlidingWindowSpec.{field}: got int too large to print, expected an int of at most {2**63 - 1}"
+    )
+    with pytest.raises(KVCacheValueError, match=f"^{message}$"):
+        dataclasses.replace(sliding(BFLOAT16), **{field: 10**5000})
+
+
+@pytest.mark.parametrize("field", SIZE_FIELDS)
 @pytest.mark.parametrize("value", [16.0, "16", True, np.float32(16), [16]], ids=repr)
 def test_sizes_that_are_no_ints_are_refused_by_type(field, value):
     message = re.escape(f"SlidingWindowSpec.{field}: got {value!r} of type {type(value).__name__}, expected an int")

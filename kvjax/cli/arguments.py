@@ -8,6 +8,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import kvjax
+from kvjax.errors import shown
+from kvjax.spec import MAX_SIZE
 
 _UNITS = {
     "B": 1,
@@ -29,7 +31,7 @@ def word_of[T](parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of a whole number that is not below `least`."""
+    """The type of a whole number that is not below `least`, nor above `MAX_SIZE`."""
 
     def read(word: str) -> int:
         try:
@@ -37,8 +39,8 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {word!r}, expected a whole number of at least {least}") from None
         if value < least:
-            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}")
-        return value
+            raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at least {least}")
+        return _at_most(value)
 
     return read
 
@@ -51,4 +53,10 @@ def memory(word: str) -> int:
         raise argparse.ArgumentTypeError(
             f"got {word!r}, expected a number of bytes, or a number and one of {', '.join(_UNITS)}, as in 40GiB"
         )
-    return int(Fraction(match[1]) * size)
+    return _at_most(int(Fraction(match[1]) * size))
+
+
+def _at_most(value: int) -> int:
+    if value > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at most {MAX_SIZE}")
+    return value

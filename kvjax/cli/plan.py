@@ -148,17 +148,17 @@ def _read_config(word: str) -> tuple[Any, Any]:
     if word == "-":
         return _parse("standard input", sys.stdin.buffer.read()), None
     path = Path(word)
-    if not path.is_dir():
-        return _read(path), None
-    beside = path / "hf_quant_config.json"
-    return _read(path / "config.json"), _read(beside) if beside.exists() else None
+    try:
+        if not path.is_dir():
+            return _read(path), None
+        beside = path / "hf_quant_config.json"
+        return _read(path / "config.json"), _read(beside) if beside.exists() else None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {error.filename!r}: {error.strerror}") from None
 
 
 def _read(path: Path) -> Any:
-    try:
-        return _parse(repr(str(path)), path.read_bytes())
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    return _parse(repr(str(path)), path.read_bytes())
 
 
 def _parse(name: str, text: bytes) -> Any:
@@ -166,6 +166,8 @@ def _parse(name: str, text: bytes) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{name} is not JSON: {error}") from None
+    except RecursionError:
+        raise argparse.ArgumentTypeError(f"{name} is nested too deeply to read") from None
 
 
 @contextlib.contextmanager

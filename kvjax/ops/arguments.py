@@ -72,6 +72,13 @@ def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
     return jnp.asarray(slot_mapping)
 
 
+def as_lengths(seq_lens: ArrayLike) -> jax.Array:
+    """`seq_lens` as a JAX array, in which a NumPy int64 past what int32 holds is as long as one can be."""
+    if isinstance(seq_lens, np.ndarray):
+        seq_lens = np.clip(seq_lens, 0, np.iinfo(np.int32).max)
+    return jnp.asarray(seq_lens)
+
+
 def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
     """A decode scale as float32 that broadcasts against `[..., num_kv_heads, head_size]`.
 

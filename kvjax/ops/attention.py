@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_lengths, check_array, check_cache, check_devices
 from kvjax.ops.gather import gather_kv
 
 
@@ -98,7 +98,7 @@ def _attention_xla(
     num_seqs, num_heads, head_size = query.shape
     num_kv_heads = cache.spec.num_kv_heads
     grouped = query.astype(jnp.float32).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
-    lens = jnp.asarray(seq_lens)[:, None]
+    lens = as_lengths(seq_lens)[:, None]
     position = jnp.arange(keys.shape[1])
     seen = position < lens
     if window is not None:

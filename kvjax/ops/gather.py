@@ -15,7 +15,15 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
 from kvjax.kernels import gather as kernel
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, check_array, check_cache, check_devices
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    as_lengths,
+    as_scale,
+    check_array,
+    check_cache,
+    check_devices,
+)
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows, why_not_whole_elements
 from kvjax.ops.values import check_sequences, is_checked
 
@@ -67,7 +75,7 @@ def gather_kv(
     if out not in INPUT_DTYPES:
         raise KVCacheTypeError(f"dtype: got {out}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
     serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
-    keys, values = serve(cache, block_table, jnp.asarray(seq_lens), *scales, dtype=out)
+    keys, values = serve(cache, block_table, as_lengths(seq_lens), *scales, dtype=out)
     return keys, values
 
 

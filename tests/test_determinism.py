@@ -1,0 +1,76 @@
+"""Two runs of one program store the same bytes: in one process, compiled anew, and in processes of their own.
+
+`python tests/test_determinism.py xla` prints what such a process stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases
+import numpy as np
+import pytest
+from helpers import INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
+from interpret_mode import interpret_mode
+
+from kvjax import STORED_KV_CACHE_DTYPES
+
+ROOT = Path(__file__).parents[1]
+CONTEXTS = {"xla": contextlib.nullcontext, "mosaic": contextlib.nullcontext, "interpreted": interpret_mode}
+ON_GPU = pytest.param("mosaic", marks=pytest.mark.gpu)
+
+
+def digests(name: str) -> list[str]:
+    """Of each dtype, the bytes after two writes, the second over some of the first, and those that are then read."""
+    implementation = "xla" if name == "xla" else "mosaic"
+    found = []
+    for i, dtype in enumerate(STORED_KV_CACHE_DTYPES):
+        spec, dense = simple_spec(dtype, layout=("NHD", "HND")[i % 2]), list(INPUT_DTYPES)[i % 3]
+        cache, scales = poisoned(spec, 3), {"k_scale": np.float32(0.037), "v_scale": np.float32(0.052)}
+        key, value = kernel_cases.make_kv(spec, 11, np.dtype(INPUT_DTYPES[dense]))
+        with CONTEXTS[name]():
+            for step in (1, -1):
+                slots = np.random.default_rng(step + 1).permutation(24)[: len(key)].astype(np.int32)
+                cache = run_write(implementation, key[::step], value[::step], cache, slots, **scales)
+            tables = np.array([[2, 0, 1]], np.int32), np.array([23], np.int32)
+            read = kernel_cases.read(implementation, cache, *tables, dense, **scales)
+        stored = b"".join(np.ascontiguousarray(x).tobytes() for x in (page_bytes(cache), *read))
+        found.append(f"{dtype.value} {hashlib.sha256(stored).hexdigest()}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["xla", "interpreted", ON_GPU])
+def test_two_runs_store_the_same_bytes(name):
+    first = digests(name)
+    assert len(set(first)) == len(STORED_KV_CACHE_DTYPES)
+    assert digests(name) == first
+
+
+@pytest.mark.parametrize("name", ["xla", ON_GPU])
+def test_two_processes_store_the_same_bytes(name):
+    """Each compiles for itself, with a hash seed of its own; one of them has a single core."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, name, *options],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed, options in (("1", ["--one-core"]), ("2", []))
+    ]
+    expected = digests(name)
+    printed = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert [out.splitlines() for out, _ in printed] == [expected, expected]
+
+
+if __name__ == "__main__":
+    if sys.argv[2:] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before jax starts its threads
+    print("\n".join(digests(sys.argv[1])))

@@ -1,0 +1,453 @@
+"""Random caches under random calls, each byte held to a dictionary of what was written (tests/cache_model.py).
+
+Every test run tries the same examples. `FUZZ_SECONDS=900 pytest -s tests/test_fuzz_cache.py` tries others for that many
+seconds with each implementation (`make fuzz`), and says how many.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_model import CacheModel, Rows, Scales, encode, holds
+from helpers import (
+    INPUT_DTYPES,
+    SPECIALS,
+    assert_same_bytes,
+    assert_same_floats,
+    cache_from_bytes,
+    can_write,
+    page_bytes,
+)
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from interpret_mode import interpret_mode
+from reference import ELEMENT, KEYS, VALUES
+
+import kvjax
+from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, SlidingWindowSpec
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+DONE: collections.Counter[str] = collections.Counter()
+"""What was tried, for the report of a longer run."""
+
+HEAD_SIZES = [(16, 16), (64, 64), (80, 80), (128, 128), (64, 96), (192, 128), (32, 16)]
+ODD_HEAD_SIZES = [(1, 1), (5, 5), (12, 12), (7, 20)]
+"""What NVFP4 does not take."""
+
+OFF_RANGE = [-1, -2, -1000, np.iinfo(np.int32).max, np.iinfo(np.int32).min]
+OFF_INT32 = [2**32, 2**32 + 1, 1 - 2**32, np.iinfo(np.int64).max, np.iinfo(np.int64).min]
+"""Slots of no cache; the low half of most of these is one."""
+
+KINDS = ["normal", "bits", "specials", "halfway", "ends", "zeros", "one"]
+
+
+@st.composite
+def layer(draw: st.DrawFn) -> AttentionSpec:
+    dtype = draw(st.sampled_from(STORED_KV_CACHE_DTYPES))
+    nvfp4 = dtype is KVCacheDType.NVFP4
+    size, size_v = draw(st.sampled_from(HEAD_SIZES if nvfp4 else HEAD_SIZES + ODD_HEAD_SIZES))
+    block_size = draw(st.sampled_from([1, 4, 8, 16, 3]))
+    swizzled = nvfp4 and block_size % 4 == 0 and draw(st.booleans())
+    window = draw(st.sampled_from([None, 8]))
+    make: Any = FullAttentionSpec if window is None else SlidingWindowSpec
+    return make(
+        block_size=block_size,
+        num_kv_heads=draw(st.sampled_from([1, 2, 3, 8])),
+        head_size=size,
+        head_size_v=size_v,
+        dtype=dtype,
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        v_scale_layout="swizzled" if swizzled else "linear",
+        sliding_window=window,
+    )
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[AttentionSpec, ...]:
+    """Layers that share a cache: most often one with pages of its own, else one or more in a pool."""
+    kind = draw(st.sampled_from(["own", "own", "padded", "pool"]))
+    if kind == "pool":
+        return kvjax.unify_page_sizes(draw(st.lists(layer(), min_size=2, max_size=3)))
+    spec = draw(layer())
+    if kind == "own":
+        return (spec,)
+    padding = draw(st.sampled_from([0, 1, 16, 40]))
+    return (dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding),)
+
+
+def numbers(seed: int, kinds: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Tokens, each of them one of `KINDS`."""
+    rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
+    info = jnp.finfo(dtype)
+    ends = [float(x) for x in (info.max, info.tiny, info.smallest_subnormal, info.eps)]
+    x = np.zeros(shape, dtype)
+    for i in range(len(x)):
+        size = x[i].shape
+        with np.errstate(all="ignore"):
+            match kinds[i % len(kinds)]:
+                case "normal":
+                    x[i] = (rng.standard_normal(size) * np.exp2(rng.integers(-8, 9))).astype(dtype)
+                case "bits":
+                    x[i] = rng.integers(0, 256, (*size, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+                case "specials":
+                    x[i] = rng.choice(np.array(SPECIALS), size).astype(dtype)
+                case "halfway":
+                    x[i] = (rng.integers(-64, 65, size) / 16 * np.exp2(rng.integers(-12, 12))).astype(dtype)
+                case "ends":
+                    x[i] = (rng.choice([-1, 1], size) * rng.choice(ends, size)).astype(dtype)
+                case "zeros":
+                    x[i] = rng.choice([0.0, -0.0], size).astype(dtype)
+                case "one":
+                    x[i].reshape(-1)[rng.integers(x[i].size)] = rng.standard_normal()
+    return x
+
+
+@st.composite
+def slots(draw: st.DrawFn, count: int, num_slots: int, *, int64: bool, duplicates: bool) -> np.ndarray:
+    """Slots in some order, distinct but where `duplicates` are asked for; some of none."""
+    start, stride = draw(st.integers(0, num_slots - 1)), draw(st.sampled_from([1, 1, -1, 2, 3]))
+    if draw(st.booleans()):
+        order = np.random.default_rng(draw(st.integers(0, 2**16))).permutation(num_slots)[:count]
+    else:
+        order = (start + stride * np.arange(count)) % num_slots
+    drawn = np.full(count, -1, np.int64)
+    drawn[: len(order)] = order
+    _, first = np.unique(drawn, return_index=True)
+    drawn[np.setdiff1d(np.arange(count), first)] = -1  # more tokens than slots
+    if count:
+        nowhere = st.sampled_from([num_slots, num_slots + 1, *OFF_RANGE, *(OFF_INT32 if int64 else [])])
+        for at, slot in draw(st.dictionaries(st.integers(0, count - 1), nowhere, max_size=3)).items():
+            drawn[at] = slot
+        if duplicates:
+            for at, same in draw(st.lists(st.tuples(*[st.integers(0, count - 1)] * 2), max_size=4)):
+                drawn[at] = drawn[same]
+    return drawn if int64 else drawn.astype(np.int32)
+
+
+@st.composite
+def scales(draw: st.DrawFn, spec: AttentionSpec) -> Scales:
+    scale = st.sampled_from([1.0, 0.0173, 1.9, 2.0**-100, 2.0**100, 2.0**-20, 3e-5])
+    if spec.dtype.value.startswith("fp8") and draw(st.booleans()):
+        heads = st.lists(scale, min_size=spec.num_kv_heads, max_size=spec.num_kv_heads)
+        return tuple(np.array(draw(heads), np.float32) for _ in range(2))
+    return draw(scale), draw(scale)
+
+
+FUNCTIONS = {False: kvjax.reshape_and_cache_flash, True: kvjax.reshape_and_cache_flash_diffkv}
+WRITES = {
+    (is_diffkv, donate): jax.jit(
+        write, static_argnames=("unique_slots", "implementation"), donate_argnames="cache" if donate else None
+    )
+    for is_diffkv, write in FUNCTIONS.items()
+    for donate in (False, True)
+}
+GATHER = jax.jit(kvjax.gather_kv, static_argnames=("dtype", "implementation"))
+COPY = jax.jit(kvjax.copy_blocks, donate_argnames="cache")
+STASH_BLOCKS = 2
+
+
+class Arrays:
+    """kvjax's own operations, by one implementation."""
+
+    copies = True
+
+    def __init__(self, implementation: str, context: Callable[[], Any] = contextlib.nullcontext):
+        self.implementation, self.context = implementation, context
+
+    def load(self, spec: AttentionSpec, pages: np.ndarray | None, num_blocks: int, *, x64: bool) -> None:
+        """Takes pages as they are, or for None allocates; and allocates a cache to swap with."""
+        self.x64 = x64
+        self.cache = KVCache.allocate(spec, num_blocks) if pages is None else cache_from_bytes(pages, spec, num_blocks)
+        self.stash = KVCache.allocate(spec, STASH_BLOCKS, sharding=kvjax.host_sharding())
+
+    def pages(self) -> np.ndarray:
+        return page_bytes(self.cache)
+
+    def stashed_pages(self) -> np.ndarray:
+        return page_bytes(self.stash)
+
+    def write(
+        self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool
+    ) -> None:
+        before = None if donate else self.pages()
+        write = self._undivided(slots, WRITES[spec.is_diffkv, donate], FUNCTIONS[spec.is_diffkv])
+        written = self._run(write, spec, key, value, self._as(spec), slots, by=by, unique_slots=unique)
+        if before is not None:
+            assert_same_bytes(self.pages(), before)
+        self.cache = written
+
+    def gather(self, spec: AttentionSpec, table: Any, lengths: Any, by: Scales, dtype: Any) -> list[np.ndarray]:
+        gather = self._undivided(lengths, GATHER, kvjax.gather_kv)
+        return [np.asarray(x) for x in self._run(gather, spec, self._as(spec), table, lengths, by=by, dtype=dtype)]
+
+    def copy(self, pairs: np.ndarray) -> None:
+        copy = self._undivided(pairs, COPY, kvjax.copy_blocks)
+        with jax.enable_x64(self.x64):
+            self.cache = copy(self.cache, pairs)
+
+    def swap(self, pairs: np.ndarray, *, out: bool) -> None:
+        stash = dataclasses.replace(self.stash, spec=self.cache.spec)
+        with jax.enable_x64(self.x64):
+            if out:
+                self.stash = kvjax.swap_blocks(self.cache, stash, pairs)
+            else:
+                self.cache = kvjax.swap_blocks(stash, self.cache, pairs)
+
+    def _as(self, spec: AttentionSpec) -> KVCache:
+        return dataclasses.replace(self.cache, spec=spec)
+
+    def _undivided[F](self, indices: np.ndarray, jitted: F, function: F) -> F:
+        """What JAX hands int64 to as it is: as arguments of `jit` it halves them where x64 is off."""
+        return jitted if self.x64 or indices.dtype == np.int32 else function
+
+    def _run(self, call: Any, spec: AttentionSpec, *args: Any, by: Scales, **options: Any) -> Any:
+        asked = self.implementation if can_write(self.implementation, spec) else None
+        with jax.enable_x64(self.x64), self.context():
+            return jax.block_until_ready(call(*args, k_scale=by[0], v_scale=by[1], implementation=asked, **options))
+
+
+class Tensors:
+    """`kvjax_torch` on a torch caller's tensors, in every form that they come in."""
+
+    copies = False
+
+    def __init__(self, device: str):
+        self.device, self.calls = device, 0
+
+    def load(self, spec: AttentionSpec, pages: np.ndarray | None, num_blocks: int, *, x64: bool) -> None:
+        self.held = np.zeros((num_blocks, spec.page_size_bytes), np.uint8) if pages is None else pages.copy()
+
+    def pages(self) -> np.ndarray:
+        return self.held.copy()
+
+    def write(
+        self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool
+    ) -> None:
+        import kvjax_torch
+
+        with self._lent(spec) as (key_cache, value_cache):
+            kvjax_torch.reshape_and_cache_flash(
+                *map(self._tensor, (key, value)),
+                key_cache,
+                value_cache,
+                self._tensor(slots),
+                spec.dtype.value,
+                *self._scales(by),
+                v_scale_layout=spec.v_scale_layout.value,
+                unique_slots=unique,
+            )
+
+    def gather(self, spec: AttentionSpec, table: Any, lengths: Any, by: Scales, dtype: Any) -> list[np.ndarray]:
+        import torch_helpers
+
+        import kvjax_torch
+        from kvjax_torch.dtypes import torch_dtype
+
+        with self._lent(spec) as (key_cache, value_cache):
+            dense = kvjax_torch.gather_kv(
+                key_cache,
+                value_cache,
+                *map(self._tensor, (table, lengths)),
+                spec.dtype.value,
+                *self._scales(by),
+                v_scale_layout=spec.v_scale_layout.value,
+                dtype=torch_dtype(np.dtype(dtype)),
+            )
+        return [torch_helpers.to_numpy(x, dtype).reshape(tuple(x.shape)) for x in dense]
+
+    @contextlib.contextmanager
+    def _lent(self, spec: AttentionSpec):
+        from torch_helpers import FORMS, torch_cache
+
+        self.calls += 1
+        forms = [form for form in FORMS if form != "two_tensors" or not spec.is_diffkv]
+        form = "padded_pages" if spec.page_size_padded else forms[self.calls % len(forms)]
+        real = spec.real_page_size_bytes
+        lent = torch_cache(
+            self.held[:, :real], dataclasses.replace(spec, page_size_padded=None), form=form, device=self.device
+        )
+        yield lent.key, lent.value
+        self.held[:, :real] = lent.pages()
+
+    def _tensor(self, x: np.ndarray):
+        from torch_helpers import from_numpy
+
+        return from_numpy(np.asarray(x)).to(self.device)
+
+    def _scales(self, scales: Scales):
+        return [scale if isinstance(scale, float) else self._tensor(scale) for scale in scales]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A cache and its model, side by side."""
+
+    make_driver: Callable[[], Arrays | Tensors]
+
+    @initialize(
+        specs=layers(),
+        num_blocks=st.sampled_from([1, 2, 5]),
+        poison=st.none() | st.integers(0, 2**16),
+        counts=st.tuples(*[st.sampled_from([0, 1, 2, 5, 16, 33])] * 2),
+        dtypes=st.tuples(*[st.sampled_from(list(INPUT_DTYPES))] * 2),
+        tables=st.sampled_from([(1, 1), (2, 3), (3, 2), (0, 2)]),
+        unique=st.booleans(),
+        x64=st.booleans(),
+    )
+    def allocate(self, specs, num_blocks, poison, counts, dtypes, tables, unique, x64):
+        """A cache of zeros or of random bytes; and the few shapes that its calls have, for each is compiled."""
+        self.specs, self.num_blocks, self.counts, self.dtypes, self.tables = specs, num_blocks, counts, dtypes, tables
+        self.unique = unique
+        shape = num_blocks, specs[0].page_size_bytes
+        pages = None if poison is None else np.random.default_rng(poison).integers(0, 256, shape, np.uint8)
+        self.driver = self.make_driver()
+        self.driver.load(specs[0], pages, num_blocks, x64=x64)
+        self.model = CacheModel(np.zeros(shape, np.uint8) if pages is None else pages)
+        self.stash_model = CacheModel(np.zeros((STASH_BLOCKS, shape[1]), np.uint8))
+        DONE["caches"] += 1
+
+    @invariant()
+    def every_byte_is_the_models(self):
+        held = [(self.driver.pages(), self.model)]
+        if self.driver.copies:
+            held.append((self.driver.stashed_pages(), self.stash_model))
+        for pages, model in held:
+            assert_same_bytes(pages, model.pages())
+            DONE["bytes compared"] += pages.size
+
+    @rule(data=st.data(), seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    def write(self, data, seed, kinds):
+        draw = data.draw
+        spec, count, dtype = (draw(st.sampled_from(choices)) for choices in (self.specs, self.counts, self.dtypes))
+        int64, donate, num_slots = draw(st.booleans()), draw(st.booleans()), self.num_blocks * spec.block_size
+        where = draw(slots(count, num_slots, int64=int64, duplicates=not self.unique))
+        by = draw(scales(spec))
+        key, value = (
+            numbers(seed + half, kinds, (count, spec.num_kv_heads, size), INPUT_DTYPES[dtype])
+            for half, size in enumerate((spec.head_size, spec.head_size_v))
+        )
+        self.driver.write(spec, key, value, where, by, unique=self.unique, donate=donate)
+        self.model.write(spec, where, self.winners(spec, where, encode(spec, key, value, by)))
+        DONE["writes"] += 1
+        DONE["tokens written"] += count
+
+    def winners(self, spec: AttentionSpec, where: np.ndarray, rows: list[Rows]) -> list[Rows]:
+        """Of each token the rows of the one that won its slot, whole."""
+        if len(set(where.tolist())) == len(where):
+            return rows
+        pages, won = self.driver.pages(), list(rows)
+        for i, slot in enumerate(where.tolist()):
+            rivals = [rows[j] for j in np.flatnonzero(where == slot)]
+            if len(rivals) > 1 and 0 <= slot < self.num_blocks * spec.block_size:
+                block, token = divmod(slot, spec.block_size)
+                whole = [rival for rival in rivals if holds(pages[block], spec, token, rival)]
+                assert whole, f"slot {slot} holds none of its {len(rivals)} tokens whole"
+                won[i] = whole[0]
+                DONE["tokens with another's slot"] += 1
+        return won
+
+    @rule(data=st.data(), seed=st.integers(0, 2**16), int64=st.booleans())
+    def gather(self, data, seed, int64):
+        spec, dtype = (data.draw(st.sampled_from(choices)) for choices in (self.specs, self.dtypes))
+        num_seqs, max_blocks = self.tables
+        most = max_blocks * spec.block_size
+        length = st.integers(0, most) | st.sampled_from([most + 1, 10**6, -1, *([2**32 + 1] if int64 else [])])
+        lengths = np.array(data.draw(st.lists(length, min_size=num_seqs, max_size=num_seqs)), np.int64)
+        table = np.random.default_rng(seed).integers(0, self.num_blocks, (num_seqs, max_blocks))
+        unused = np.arange(max_blocks) * spec.block_size >= lengths[:, None]
+        table[unused] = np.resize([-7, 2**31 - 1, *([2**40] if int64 else [])], unused.sum())
+        if not int64:
+            table, lengths = table.astype(np.int32), lengths.astype(np.int32)
+        by, out = data.draw(scales(spec)), np.dtype(INPUT_DTYPES[dtype])
+        for half, dense in enumerate(self.driver.gather(spec, table, lengths, by, out)):
+            expected = self.model.read(spec, (KEYS, VALUES)[half], table, lengths, by[half], out)
+            same = assert_same_bytes if out == ELEMENT.get(spec.dtype) else assert_same_floats
+            same(dense, expected)
+            DONE["numbers gathered"] += dense.size
+        DONE["gathers"] += 1
+
+    @precondition(lambda self: self.driver.copies)
+    @rule(data=st.data())
+    def copy(self, data):
+        pairs = data.draw(block_pairs(self.num_blocks, self.num_blocks))
+        self.driver.copy(pairs)
+        self.model.copy(self.model, pairs)
+        DONE["copies"] += 1
+
+    @precondition(lambda self: self.driver.copies)
+    @rule(data=st.data(), out=st.booleans())
+    def swap(self, data, out):
+        sizes = (self.num_blocks, STASH_BLOCKS)[:: 1 if out else -1]
+        pairs = data.draw(block_pairs(*sizes))
+        self.driver.swap(pairs, out=out)
+        source, destination = (self.model, self.stash_model)[:: 1 if out else -1]
+        destination.copy(source, pairs)
+        DONE["swaps"] += 1
+
+
+@st.composite
+def block_pairs(draw: st.DrawFn, num_sources: int, num_destinations: int) -> np.ndarray:
+    """Pairs with destinations of their own; some with a block outside its cache."""
+    dtype = draw(st.sampled_from([np.int32, np.int64]))
+    nowhere = st.sampled_from([-1, -5, 10**6, *([2**32, 1 - 2**32] if dtype is np.int64 else [])])
+    source, destination = (
+        st.integers(0, size - 1) | st.integers(0, size - 1) | st.just(size) | nowhere
+        for size in (num_sources, num_destinations)
+    )
+    count = draw(st.sampled_from([0, 1, 4]))
+    pairs = np.array(draw(st.lists(st.tuples(source, destination), min_size=count, max_size=count)), dtype)
+    pairs = pairs.reshape(-1, 2)
+    _, first = np.unique(pairs[:, 1], return_index=True)
+    pairs[np.setdiff1d(np.arange(count), first), 1] = -1
+    return pairs
+
+
+DRIVERS: dict[str, Callable[[], Arrays | Tensors]] = {
+    "xla": lambda: Arrays("xla"),
+    "mosaic": lambda: Arrays("mosaic"),
+    "interpreted": lambda: Arrays("mosaic", interpret_mode),
+    "torch": lambda: Tensors("cpu"),
+    "torch-cuda": lambda: Tensors("cuda"),
+}
+ON_GPU = ("mosaic", "torch-cuda")
+EXAMPLES = {"xla": 25, "mosaic": 25, "interpreted": 10, "torch": 25, "torch-cuda": 25}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in DRIVERS]
+)
+def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str):
+    if name.startswith("torch"):
+        pytest.importorskip("torch")
+    machine = type(f"CacheMachine[{name}]", (CacheMachine,), {"make_driver": staticmethod(DRIVERS[name])})
+    fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    if not SECONDS:
+        few = settings(fuzz, derandomize=True, max_examples=EXAMPLES[name], stateful_step_count=8)
+        run_state_machine_as_test(machine, settings=few)
+        return
+    DONE.clear()
+    start = time.monotonic()
+    while time.monotonic() - start < SECONDS:
+        # Calls that fail are printed as they came: to find fewer, hypothesis would compile anew for minutes.
+        many = settings(fuzz, max_examples=10, stateful_step_count=60, phases=[Phase.generate])
+        run_state_machine_as_test(machine, settings=many)
+        jax.clear_caches()  # of kernels that no later example has
+    tried = ", ".join(f"{count:,} {what}" for what, count in sorted(DONE.items()))
+    print(f"\n{name}: {time.monotonic() - start:.0f} s: {tried}")

@@ -1,0 +1,251 @@
+"""Whatever JSON a configuration holds, reading it gives a result or one of the documented errors, in bounded time.
+
+`make fuzz` runs the same properties for longer, led by what they cover in kvjax (tools/fuzz_parsers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_resolution_laws import JSON
+
+import kvjax
+from kvjax import KVCacheTypeError, KVCacheValueError, KVCacheWarning, ModelKVConfig
+from kvjax.cli import main
+from kvjax.dtypes import parse_model_dtype
+from kvjax.model_config import MAX_LAYERS
+
+CONFIGS = Path(__file__).parent / "data/configs"
+REAL = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
+LONGEST_MESSAGE = 2000
+
+fuzz = settings(derandomize=True, max_examples=300, suppress_health_check=list(HealthCheck))
+
+
+@functools.cache
+def nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Each `(container, key)` of a JSON document."""
+    if isinstance(document, (dict, list)):
+        for key in document if isinstance(document, dict) else range(len(document)):
+            yield document, key
+            yield from places(document[key])
+
+
+class Unprinted:
+    """Holds what hypothesis should not print: it may be endless, or `repr` may raise."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+QUANTIZATION = [real for real in REAL if "quantization" in real]
+QUANTIZATION += [real["quantization_config"] for real in REAL if "quantization_config" in real]
+VALUES = [document[key] for real in REAL for document, key in places(real)]
+NAMES = sorted({key for document in REAL for _, key in places(document) if isinstance(key, str)})
+# What kvjax reads and no configuration here holds.
+NAMES += ["compress_ratios", "kv_lora_rank", "sliding_window_pattern", "quantization", "swa_head_dim", "strategy"]
+
+INTEGERS = [0, 1, -1, 2, 3, 16, 17, 10**4, 10**9, 2**31, 2**63, 10**30, -(10**30)]
+OTHERS = [
+    None,
+    True,
+    False,
+    1.0,
+    0.5,
+    float("nan"),
+    float("inf"),
+    1e308,
+    "",
+    "0",
+    "auto",
+    "\ud800",
+    "x" * 10**5,
+    [],
+    {},
+]
+LARGE = st.builds(pow, st.just(10), st.sampled_from([400, 5000]))  # Python prints no number of 5,000 digits
+ANYTHING = st.sampled_from(VALUES) | st.sampled_from([*INTEGERS, *OTHERS]) | LARGE | JSON
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Any:
+    return copy.deepcopy(draw(ANYTHING))
+
+
+def place(draw: st.DrawFn, document: Any) -> tuple[Any, Any]:
+    """Container and key of some entry of a document that has one."""
+    while True:
+        key = draw(st.sampled_from(list(document) if isinstance(document, dict) else range(len(document))))
+        if not isinstance(document[key], (dict, list)) or not document[key] or draw(st.booleans()):
+            return document, key
+        document = document[key]
+
+
+@st.composite
+def changed(draw: st.DrawFn, kind: str) -> Any:
+    """A real configuration with a few of its entries replaced, removed, put in or moved; or anything at all."""
+    documents = {"model": REAL, "quantization": QUANTIZATION}[kind]
+    if draw(st.integers(0, 9)) == 0:
+        return draw(anything() | st.builds(nested, st.sampled_from([5, 500, 20_000])))
+    document = copy.deepcopy(draw(st.sampled_from(documents)))
+    if draw(st.integers(0, 7)) == 0:
+        document = {"text_config": document}
+    for _ in range(draw(st.integers(0, 5))):
+        if not document:
+            break
+        container, key = place(draw, document)
+        match draw(st.sampled_from(["replace", "remove", "put", "move"])):
+            case "replace":
+                container[key] = draw(anything())
+            case "remove":
+                del container[key]
+            case "put":
+                into = container if isinstance(container, dict) else document
+                into[draw(st.sampled_from(NAMES))] = draw(anything())
+            case "move":
+                other, other_key = place(draw, document)
+                container[key] = copy.deepcopy(other[other_key])
+    if document and draw(st.integers(0, 19)) == 0:
+        container, key = place(draw, document)
+        container[key] = nested(draw(st.sampled_from([100, 500, 20_000])))
+    return document
+
+
+@st.composite
+def skip_layers(draw: st.DrawFn) -> Any:
+    entry = st.sampled_from([0, 1, "0", "2", "9" * 5000, "sliding_window", "full_attention"])
+    return draw(st.lists(entry | anything(), max_size=3) | anything())
+
+
+@st.composite
+def dtype(draw: st.DrawFn) -> Any:
+    return draw(st.sampled_from([*kvjax.ACCEPTED_KV_CACHE_DTYPES, "torch.bfloat16", "float64"]) | anything())
+
+
+@st.composite
+def size(draw: st.DrawFn) -> Any:
+    return draw(st.sampled_from([1, 4, 16, 784]) | anything())
+
+
+REFUSED = "refused"
+
+
+def outcome[Result](call: Callable[[], Result]) -> Result | str:
+    """What a call returns, or `REFUSED` where it refuses as documented. Any other error or warning goes through."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", KVCacheWarning)
+        try:
+            return call()
+        except (KVCacheValueError, KVCacheTypeError) as error:
+            message = str(error)
+    assert len(message) <= LONGEST_MESSAGE
+    return REFUSED
+
+
+def parse(data: st.DataObject) -> dict[str, Any]:
+    """Runs all that reads what users and checkpoints state, in a program's order; says what came of each."""
+
+    def draw(strategy: st.SearchStrategy[Any]) -> Any:
+        return data.draw(strategy.map(Unprinted)).value
+
+    results: dict[str, Any] = {}
+    requested, model_dtype, declared = draw(dtype()), draw(dtype()), draw(changed("quantization"))
+    results["dtype"] = outcome(lambda: kvjax.parse_kv_cache_dtype(requested))
+    results["model dtype"] = outcome(lambda: parse_model_dtype(model_dtype))
+    results["resolved"] = outcome(
+        lambda: kvjax.resolve_kv_cache_dtype(requested, model_dtype="bfloat16", quantization_config=declared)
+    )
+    config, instead = draw(changed("model")), draw(st.sampled_from([{}, {"quantization_config": declared}]))
+    results["model"] = model = outcome(lambda: ModelKVConfig.from_hf_config(config, **instead))
+    if model is REFUSED:
+        return results
+    assert len(model.layers) <= MAX_LAYERS
+    tensor_parallel, skipped = draw(size()), draw(skip_layers())
+    results["shard"] = shard = outcome(lambda: model.shard(tensor_parallel))
+    model = model if shard is REFUSED else shard
+    block_size, layout = draw(size()), draw(st.sampled_from(["NHD", "HND"]) | anything())
+    results["specs"] = specs = outcome(
+        lambda: kvjax.resolve_layer_specs(model, requested, skip_layers=skipped, block_size=block_size, layout=layout)
+    )
+    if specs is not REFUSED:
+        unified, budget = kvjax.unify_page_sizes(specs), draw(st.sampled_from([-1, 2**40]) | size())
+        assert len({spec.page_size_bytes for spec in unified}) == 1
+        results["tokens"] = outcome(lambda: kvjax.max_tokens(unified, budget))
+    return results
+
+
+@fuzz
+@given(st.data())
+def test_parsers_give_a_result_or_a_documented_error(data: st.DataObject):
+    parse(data)
+
+
+def test_what_is_drawn_reaches_results_and_refusals():
+    seen: set[tuple[str, bool]] = set()
+
+    @settings(fuzz, database=None)
+    @given(st.data())
+    def collect(data: st.DataObject) -> None:
+        seen.update((name, result is REFUSED) for name, result in parse(data).items())
+
+    collect()
+    names = ["dtype", "model dtype", "resolved", "model", "shard", "specs", "tokens"]
+    assert seen == {(name, refused) for name in names for refused in (True, False)}
+
+
+def as_file(document: Any) -> bytes:
+    """A document as a file would hold it, and other such for those that JSON's own writer refuses."""
+    try:
+        return json.dumps(document).encode()
+    except ValueError:
+        return b'{"num_hidden_layers": 1%s}' % (b"0" * 5000)
+    except RecursionError:
+        return b"[" * 100_000
+
+
+WORDS = st.sampled_from(
+    ["0", "1", "8", "16", "-1", "x", "40GiB", "1.5 TB", "9" * 400, "9" * 5000, "nvfp4", "bfloat16", "sliding_window"]
+)
+OPTIONS = st.sampled_from(
+    ["--kv-cache-dtype", "--model-dtype", "--skip-layers", "--memory", "--block-size", "--tensor-parallel", "--layout"]
+)
+ARGUMENTS = st.lists(st.tuples(OPTIONS, WORDS) | st.just(("--json",)), max_size=3)
+
+
+@fuzz
+@given(changed("model").map(Unprinted) | st.binary(), ARGUMENTS)
+def test_plan_prints_a_plan_or_one_line_of_error(config: Unprinted | bytes, arguments: list[tuple[str, ...]]):
+    argv = ["plan", "--config", "-", *(word for words in arguments for word in words)]
+    text = config if isinstance(config, bytes) else as_file(config.value)
+    out, err = io.StringIO(), io.StringIO()
+    stdin = io.TextIOWrapper(io.BytesIO(text))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.object(sys, "stdin", stdin):
+        try:
+            status = main(argv)
+        except SystemExit as exit:
+            status = exit.code
+    if status == 0:
+        assert (json.loads(out.getvalue())["num_layers"] > 0) if ("--json",) in arguments else out.getvalue()
+    else:
+        assert (status, out.getvalue()) == (2, "")
+        assert err.getvalue().splitlines()[-1].startswith("kvjax plan: error: ")
