@@ -12,8 +12,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from interpret_mode import interpret_mode
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kvjax
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
     AttentionSpec,
@@ -33,11 +36,13 @@ from kvjax import (
     KVCacheDType,
     KVCacheValueError,
     UnsupportedError,
+    copy_blocks,
     gather_kv,
     nvfp4_split_views,
     paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
+    swap_blocks,
 )
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
@@ -473,6 +478,28 @@ def check_sequences_elsewhere_are_empty() -> None:
         gather_kv(cache, table[:3], lens[:3], **scales)
 
 
+def check_copies() -> None:
+    """Whole pages: within a cache, without communication where blocks are not divided, and to the host and back."""
+    pairs = np.array([[1, 6], [6, 2], [-1, 3], [7, 0]], np.int32)
+    for name, division in (("nvfp4-NHD", "heads"), ("nvfp4-NHD", "both"), ("bfloat16-HND", "blocks")):
+        cache, _, _, _ = small(name, division)
+        expected = page_bytes(cache)
+        expected[[6, 2, 0]] = expected[[1, 6, 7]]
+        if division == "heads":
+            compile_without_collectives(copy_blocks, cache, pairs)
+        copied = jax.jit(copy_blocks)(cache, pairs)
+        assert (copied.spec, copied.sharding) == (cache.spec, cache.sharding)
+        assert copied.kv.sharding.is_equivalent_to(cache.kv.sharding, cache.kv.ndim)
+        assert_same_bytes(page_bytes(copied), expected)
+
+        host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        host = swap_blocks(copied, host, np.array([[6, 0], [0, 5]]))
+        empty = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=cache.sharding)
+        back = swap_blocks(host, empty, np.array([[0, 6], [5, 0]]))
+        assert (back.spec, back.sharding) == (cache.spec, cache.sharding)
+        assert_same_bytes(page_bytes(back)[[0, 6]], expected[[0, 6]])
+
+
 def check_caches_made_by_hand() -> None:
     """The array of a cache that names no sharding shows one, where it is not traced or the axes are explicit."""
     for name, division in itertools.product(("bfloat16-NHD", "fp8_e4m3-HND"), ("heads", "both")):
@@ -493,6 +520,19 @@ def check_caches_made_by_hand() -> None:
     by_token = jnp.zeros(spec.cache_shape(8), spec.array_dtype, device=NamedSharding(MESH, P(None, None, "tensor")))
     with pytest.raises(KVCacheValueError, match=r"expected one that divides blocks .*, KV heads \(dimension 3\)"):
         gather_kv(KVCache(by_token, spec), TABLE, LENS)
+
+
+def check_documentation() -> None:
+    """What docs/scaling.md shows runs as it stands, one piece after the other."""
+    page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
+    shown: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, shown)
+    assert shown["cache"].local_spec.num_kv_heads == 2
+    keys, _ = gather_kv(jax.device_put(shown["engines"], shown["by_block"]), np.array([[0], [32]]), np.array([10, 10]))
+    expected, _ = gather_kv(shown["cache"], np.array([[0, 1]]), np.array([20]))
+    assert_same_bytes(np.asarray(keys[:, :10]).reshape(20, 8, 128), np.asarray(expected)[0, :20])
+    assert (shown["attended"].shape, shown["attended"].sharding.spec[1]) == ((1, 32, 128), ("tensor", "data"))
 
 
 def check_explicit_types() -> None:
@@ -522,7 +562,9 @@ CHECKS = {
         check_programs_are_reused,
         check_split_views,
         check_sequences_elsewhere_are_empty,
+        check_copies,
         check_caches_made_by_hand,
+        check_documentation,
         check_explicit_types,
     )
 }
