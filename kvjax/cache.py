@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
+from kvjax import partition
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout
@@ -23,27 +25,35 @@ from kvjax.spec import AttentionSpec
 class KVCache:
     """The paged keys and values of one attention layer.
 
-    A frozen pytree: `kv` is its one leaf, `spec` is static, so a cache passes through `jit`, `scan` and donation as an
-    array does. Operations return a new `KVCache`; donate the old one to have it written in place.
+    A frozen pytree: `kv` is its one leaf, `spec` and `sharding` are static, so a cache passes through `jit`, `scan` and
+    donation as an array does. Operations return a new `KVCache`; donate the old one to have it written in place.
+
+    A cache that is divided among devices says so in `sharding`, for under `jit` its array does not. Each device holds a
+    cache of its own blocks and heads, of `local_spec`: `kv` is those side by side. Inside a `jax.shard_map` over these
+    axes, with `in_specs=cache.sharding.spec`, a cache is the device's own, and so are slots and block numbers there.
 
     Attributes:
       kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks)`.
-      spec: the layer's layout.
+      spec: the layer's layout, with the heads of all devices together.
+      sharding: how `kv` is divided among the devices of a mesh, as `allocate` takes it; None without one.
     """
 
     kv: jax.Array
     spec: AttentionSpec = dataclasses.field(metadata={"static": True})
+    sharding: NamedSharding | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, num_blocks: int, *, sharding: Sharding | None = None) -> KVCache:
         """A cache of `num_blocks` zeroed pages, placed by `sharding` (default: JAX's default device).
 
-        Sharded over the head axis, an unquantized or fp8 cache is written and read without communication. An NVFP4
-        page, like a shared pool, has no such axis in memory: give each device, under `jax.shard_map`, a cache of the
-        heads it holds.
+        A `NamedSharding` may divide the cache's KV heads, its blocks or both, over any axes of a mesh; over the others
+        it is repeated. Operations then run on each device's share, without communication. NVFP4 caches have an axis of
+        heads in name only: the pages of a device are those of its heads, and lie side by side along that axis. Pages of
+        a shared pool (`page_size_padded`) hold no such axis, so a pool may be divided by blocks alone.
 
         Raises:
-          KVCacheTypeError, KVCacheValueError: `num_blocks` is no positive int, or `spec` no `AttentionSpec`.
+          KVCacheTypeError, KVCacheValueError: `num_blocks` is no positive int, `spec` no `AttentionSpec`, or `sharding`
+            divides the cache in another way.
           KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
         """
         if not isinstance(spec, AttentionSpec):
@@ -54,7 +64,24 @@ class KVCache:
             )
         if num_blocks <= 0:
             raise KVCacheValueError(f"num_blocks: got {num_blocks}, expected a positive int")
-        return cls(zeroed_pages(spec, num_blocks, sharding), spec)
+        if not isinstance(sharding, NamedSharding):
+            if isinstance(sharding, Sharding) and sharding.num_devices > 1:
+                raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
+            return cls(zeroed_pages(spec, num_blocks, sharding), spec)
+        divided = partition.partition_of(spec, sharding)
+        if num_blocks % divided.num_block_shares:
+            raise KVCacheValueError(
+                f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, into which"
+                f" {sharding.spec} divides them"
+            )
+        placed = divided.sharding(spec)
+        memory = NamedSharding(placed.mesh, placed.spec, memory_kind=sharding.memory_kind)
+        return cls(zeroed_pages(spec, num_blocks, memory), spec, placed)
+
+    @property
+    def local_spec(self) -> AttentionSpec:
+        """The spec of what one device holds: `spec` with its share of the heads."""
+        return self.spec if self.sharding is None else partition.partition_of(self.spec, self.sharding).share(self.spec)
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +94,7 @@ class KVCache:
         return self.num_blocks * self.spec.block_size
 
     def check(self, what: str = "cache") -> None:
-        """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not the array that `spec` describes.
+        """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not what `spec` and `sharding` describe.
 
         `what` is the name of this cache in the message.
         """
@@ -82,15 +109,22 @@ class KVCache:
             raise KVCacheTypeError(
                 f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
             )
-        expected = self.spec.cache_shape(self.kv.shape[0] if self.kv.ndim else 0)
+        spec = self.spec
+        if self.sharding is not None:
+            spec, _ = partition.within_shard_map(spec, self.sharding)
+        expected = spec.cache_shape(self.kv.shape[0] if self.kv.ndim else 0)
         if self.kv.shape != expected:
-            [other] = set(CacheLayout) - {self.spec.layout}
-            fits_other = dataclasses.replace(self.spec, layout=other).cache_shape(expected[0]) == self.kv.shape
+            [other] = set(CacheLayout) - {spec.layout}
+            fits_other = dataclasses.replace(spec, layout=other).cache_shape(expected[0]) == self.kv.shape
             hint = f" (the shape is that of layout={other.value!r})" if fits_other else ""
+            if spec != self.spec:
+                hint += f" inside a shard_map over axes of {what}.sharding, whose in_specs have to be its spec"
             raise KVCacheValueError(
                 f"{what}.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
-                f" for {self.spec}{hint}"
+                f" for {spec}{hint}"
             )
+        if self.sharding is not None and not isinstance(self.kv, jax.core.Tracer):
+            partition.check_sharding(what, self.kv, self.sharding)
 
 
 def nvfp4_kv_cache_full_dim(head_size: int) -> int:
@@ -121,11 +155,46 @@ def nvfp4_split_views(
     if cache.spec.quant_mode is not KVQuantMode.NVFP4:
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()
-    pages = flat_pages(cache)
-    keys, values = ([split_region(pages, cache.spec, region) for region in regions] for regions in cache.spec.regions)
+    cache = as_seen_here(cache)
+    if cache.sharding is None:
+        return _split_views(cache.kv, cache.spec)
+    dims = "blocks tokens heads row" if cache.spec.layout is CacheLayout.NHD else "blocks heads tokens row"
+    signature = partition.Signature(arguments=(), results=((dims, dims), (dims, dims)))
+    views: Any = partition.run_on_shares(
+        "nvfp4_split_views", _split_views, signature, cache.spec, cache.sharding, cache.kv
+    )
+    return views
+
+
+def _split_views(kv: jax.Array, spec: AttentionSpec) -> Any:
+    pages = kv.reshape(kv.shape[0], -1)
+    keys, values = ([split_region(pages, spec, region) for region in regions] for regions in spec.regions)
     (k_data, k_scale), (v_data, v_scale) = keys, values
     e4m3 = jnp.float8_e4m3fn
     return (k_data, v_data), (lax.bitcast_convert_type(k_scale, e4m3), lax.bitcast_convert_type(v_scale, e4m3))
+
+
+def as_seen_here(cache: KVCache) -> KVCache:
+    """A checked cache as operations take it at the place that is being traced: it has the spec of its array there.
+
+    Its sharding is over the axes that no shard_map around it has divided yet; one whose maker gave none is that which
+    the array shows.
+
+    Raises:
+      KVCacheValueError: the array shows a sharding that no cache has, or that may mean two things.
+    """
+    if cache.sharding is not None:
+        return KVCache(cache.kv, *partition.within_shard_map(cache.spec, cache.sharding))
+    if (shown := partition.shown_sharding(cache.kv)) is None:
+        return cache
+    divided = partition.partition_of(cache.spec, shown)
+    if divided.size(divided.heads) > 1 and not cache.spec.has_head_axis:
+        raise KVCacheValueError(
+            f"cache: got an NVFP4 array divided as {shown.spec} and no sharding, which leaves open whether its pages"
+            " hold the heads of one device or of all; expected KVCache.allocate(..., sharding=...), or if each device's"
+            " pages are those of its own heads KVCache(kv, spec, sharding)"
+        )
+    return KVCache(cache.kv, cache.spec, divided.sharding(cache.spec))
 
 
 def flat_pages(cache: KVCache) -> jax.Array:
@@ -137,7 +206,7 @@ def with_flat_pages(cache: KVCache, pages: jax.Array) -> KVCache:
     """The cache whose pages, as `flat_pages` gives them, are `pages`."""
     # Without a layout, XLA on CPU may move an axis of one (head, token) outwards and copy the cache to move it back.
     row_major = Layout(major_to_minor=tuple(range(cache.kv.ndim)))
-    return KVCache(with_layout_constraint(pages.reshape(cache.kv.shape), row_major), cache.spec)
+    return dataclasses.replace(cache, kv=with_layout_constraint(pages.reshape(cache.kv.shape), row_major))
 
 
 def split_region(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:

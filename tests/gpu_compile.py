@@ -25,6 +25,10 @@ from typing import IO, Any
 TARGETS = {path.stem: path for path in sorted(Path(__file__).with_name("targets").glob("*.txtpb"))}
 """Descriptions of the GPUs, as XLA's GpuTargetConfigProto."""
 
+MOST_DEVICES = 8
+
+COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"}
+
 _FREE_OPCODES = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 
 
@@ -68,6 +72,12 @@ class CompiledProgram:
     kernels: tuple[CompiledKernel, ...]
 
     @property
+    def collectives(self) -> set[str]:
+        """What devices exchange, wherever in the program, as HLO opcodes."""
+        opcodes = re.findall(r" ([a-z][\w-]*)\(", self.hlo)
+        return COLLECTIVES & {opcode.removesuffix("-start") for opcode in opcodes}
+
+    @property
     def device_ops(self) -> tuple[str, ...]:
         """What runs on the device, as HLO opcodes: `("custom-call",)` where it is one Mosaic GPU kernel alone."""
         entry = self.hlo[self.hlo.index("\nENTRY ") :]
@@ -86,7 +96,8 @@ def compile_for(
     """Compiles `function` for one of `TARGETS`, in a process that compiles for nothing else.
 
     `args` are pytrees of anything with a shape and a dtype. They and the function travel by pickle: the function is one
-    of a module, or a `functools.partial` of one.
+    of a module, or a `functools.partial` of one. Arguments whose sharding is over an abstract mesh are for so many
+    devices, up to `MOST_DEVICES` in one host; all others are for one.
     """
     return _compiler(target).submit(compile_here, target, function, *args, donate_argnums=donate_argnums).result()
 
@@ -114,13 +125,14 @@ def compile_here(
     """What `compile_for` does, in this process; also for functions that cannot be pickled, and with SASS."""
     import jax
 
-    device = _device(target)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    devices = _devices(target)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(devices, getattr(x, "sharding", None))), args
+    )
     if disassemble and (tools := _folder_of_nvdisasm()):
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(tools.parent)
-    with jax.default_device(device), _captured_stdout() as output:
+    with jax.default_device(devices[0]), _captured_stdout() as output:
         lowered = jax.jit(function, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile()
         output.seek(0)
@@ -136,15 +148,27 @@ def compile_here(
     )
 
 
+def _on(devices: Sequence[Any], sharding: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.SingleDeviceSharding(devices[0])
+    mesh = sharding.mesh
+    grid = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
+    return jax.sharding.NamedSharding(jax.sharding.Mesh(grid, mesh.axis_names, mesh.axis_types), sharding.spec)
+
+
 @functools.cache
-def _device(target: str) -> Any:
+def _devices(target: str) -> list[Any]:
     from jax.experimental import topologies
 
     # Mosaic GPU tells ptxas the compute capability of the first GPU that its process compiled for, whatever the second.
-    if _device.cache_info().currsize:
+    if _devices.cache_info().currsize:
         raise RuntimeError(f"target: got {target!r}, but this process compiles for another; use compile_for")
     config = TARGETS[target].read_text()
-    return topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x1").devices[0]
+    topology = f"1x1x{MOST_DEVICES}"  # one slice of one host
+    return topologies.get_topology_desc(target, "cuda", target_config=config, topology=topology).devices
 
 
 @contextlib.contextmanager

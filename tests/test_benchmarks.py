@@ -36,7 +36,7 @@ NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
 
-PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies"]
+PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies", "sharded"]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
@@ -66,9 +66,12 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_runs(tmp_path, program):
+def test_every_program_runs(tmp_path, program, monkeypatch):
     if program == "bridge":
         pytest.importorskip("torch")
+    if program == "sharded":  # which needs two devices
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     written = run_and_read(tmp_path, program, "--smoke")
     has_torch = importlib.util.find_spec("torch") is not None
     measured = {(each["operation"], each["peer"], each.get("dtype")) for each in written["measurements"]}
@@ -105,6 +108,12 @@ EXPECTED = {
         ("host write", "XLA scatter", "bfloat16"),
     ],
     "copies": [("copy", "copy", None)],
+    "sharded": [
+        (f"sharded {what}", peer, dtype)
+        for what in ("write", "gather")
+        for peer in ("one device", "2 devices")
+        for dtype in DTYPES
+    ],
 }
 TORCH_WRITERS = ("torch index_copy_", "torch index_put_")
 EXPECTED_WITH_TORCH = {

@@ -22,6 +22,7 @@ LAYERS = (
     "layouts",
     "pages",
     "spec",
+    "partition",
     "memory",
     "checkpoint",
     "model_config",

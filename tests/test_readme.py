@@ -73,7 +73,7 @@ def test_the_demos_table_has_every_dtype_at_its_price():
 @pytest.mark.parametrize(
     "page",
     ["README.md", "WORKSPACE.md", "benchmarks/README.md"]
-    + [f"docs/{name}.md" for name in ("contract", "plan", "benchmarks", "interop", "reliability")],
+    + [f"docs/{name}.md" for name in ("contract", "plan", "scaling", "benchmarks", "interop", "reliability")],
 )
 def test_links_lead_to_files(page: str):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())

@@ -103,7 +103,7 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
 
     def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor) -> object:
         plan = write_plan(*rows, *halves, slots, *stored_as)
-        return calls.write_call(plan, *rows, *halves, slots, one, one).kernel
+        return calls.write_call(plan, *rows, *halves, slots, one, one, False).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
         plan = gather_plan(*halves, table, lengths, *stored_as, None)

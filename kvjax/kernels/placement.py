@@ -19,7 +19,10 @@ from kvjax.kernels import compat
 
 MIN_COMPUTE_CAPABILITY = 9.0
 
-_IN_SHARD_MAP = "Call it inside jax.shard_map (check_vma=False), with the spec of one device's heads."
+_IN_SHARD_MAP = (
+    "Give the cache its sharding (KVCache.allocate(..., sharding=...)), or call it inside jax.shard_map with"
+    " check_vma=False, on a cache of one device's heads."
+)
 
 _serves_p = Primitive("kvjax_mosaic_serves")
 _serves_p.def_abstract_eval(lambda *, required: ShapedArray((), np.dtype(bool)))

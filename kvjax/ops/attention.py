@@ -6,13 +6,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, as_seen_here
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_lengths, check_array, check_cache, check_devices
-from kvjax.ops.gather import gather_kv
+from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.gather import as_sequences, gather_xla, own_sequences
+from kvjax.partition import Signature
+from kvjax.spec import AttentionSpec
 
 
 def paged_attention(
@@ -51,6 +54,7 @@ def paged_attention(
       UnsupportedError: the implementation asked for cannot serve this call.
     """
     check_cache(cache)
+    cache = as_seen_here(cache)
     spec = cache.spec
     check_array("query", query, [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)], INPUT_DTYPES)
     check_devices(cache, query=query)
@@ -59,7 +63,7 @@ def paged_attention(
         raise KVCacheValueError(
             f"query: got num_heads={query.shape[1]}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
         )
-    check_array("block_table", block_table, [("num_seqs", query.shape[0]), ("max_blocks", None)], INDEX_DTYPES)
+    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale, num_seqs=query.shape[0])
     window = spec.sliding_window if sliding_window is None else sliding_window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise KVCacheTypeError(
@@ -69,36 +73,26 @@ def paged_attention(
         raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
     factor = 1.0 / math.sqrt(spec.head_size) if sm_scale is None else sm_scale
     serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
-    attended: jax.Array = serve(
-        cache,
-        query,
-        block_table,
-        seq_lens,
-        k_scale,
-        v_scale,
-        factor,
-        window,
-    )
+    attended: jax.Array = serve(cache, query, *sequences, factor, window=window)
     return attended
 
 
 def _attention_xla(
     cache: KVCache,
     query: jax.Array,
-    block_table: ArrayLike,
-    seq_lens: ArrayLike,
-    k_scale: ArrayLike,
-    v_scale: ArrayLike,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
     sm_scale: float,
+    *,
     window: int | None,
 ) -> jax.Array:
-    keys, values = gather_kv(
-        cache, block_table, seq_lens, k_scale=k_scale, v_scale=v_scale, dtype=jnp.float32, implementation="xla"
-    )
+    keys, values = gather_xla(cache, block_table, seq_lens, k_scale, v_scale, dtype=np.dtype(np.float32))
     num_seqs, num_heads, head_size = query.shape
     num_kv_heads = cache.spec.num_kv_heads
     grouped = query.astype(jnp.float32).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
-    lens = as_lengths(seq_lens)[:, None]
+    lens = seq_lens[:, None]
     position = jnp.arange(keys.shape[1])
     seen = position < lens
     if window is not None:
@@ -117,4 +111,17 @@ def _attention_xla(
     return attended.reshape(num_seqs, num_heads, cache.spec.head_size_v).astype(query.dtype)
 
 
-_IMPLEMENTATIONS = select.Candidates(xla=_attention_xla)
+def _own_sequences(
+    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    xla=_attention_xla,
+    signature=Signature(
+        arguments=("sequences heads head_size", "sequences blocks_in_order", "sequences", "heads", "heads", ""),
+        results="sequences heads head_size",
+        own=_own_sequences,
+    ),
+)

@@ -41,7 +41,7 @@ def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None 
     _check_pairs(pairs, cache, cache)
     check_devices(cache, pairs=pairs)
     serve = select.choose("copy_blocks", implementation, _COPY, cache)
-    return KVCache(serve(cache, *_as_blocks(pairs, cache, cache)), cache.spec)
+    return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, cache, cache)))
 
 
 def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCache:
@@ -79,13 +79,13 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
     _check_pairs(pairs, source, destination)
     if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs)):
         from_blocks, to_blocks = _as_blocks(pairs, source, destination)
-        return KVCache(_put(destination.kv, _take(source.kv, from_blocks), to_blocks), destination.spec)
+        return dataclasses.replace(destination, kv=_put(destination.kv, _take(source.kv, from_blocks), to_blocks))
     for name, cache in (("source", source), ("destination", destination)):
         _check_memory(name, cache.kv)
     sharding = _sharding_of_pages(destination.kv)
     from_blocks, to_blocks = _as_blocks(np.asarray(pairs), source, destination)
     pages = jax.device_put(_take_jit(source.kv, from_blocks), sharding)
-    return KVCache(_put_jit(destination.kv, pages, to_blocks), destination.spec)
+    return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:

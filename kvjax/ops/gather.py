@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax import quant
-from kvjax.cache import KVCache, flat_pages
+from kvjax.cache import KVCache, as_seen_here, flat_pages
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
 from kvjax.kernels import gather as kernel
@@ -26,6 +26,8 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows, why_not_whole_elements
 from kvjax.ops.values import check_sequences, is_checked
+from kvjax.partition import Signature
+from kvjax.spec import AttentionSpec
 
 
 def gather_kv(
@@ -60,14 +62,9 @@ def gather_kv(
       UnsupportedError: the implementation asked for cannot serve this call.
     """
     check_cache(cache)
+    cache = as_seen_here(cache)
     spec = cache.spec
-    check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
-    check_devices(cache, block_table=block_table, seq_lens=seq_lens, k_scale=k_scale, v_scale=v_scale)
-    check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
-    if is_checked():
-        check_sequences(block_table, seq_lens, cache.num_blocks, spec.block_size)
-    block_table = jnp.asarray(block_table)
-    scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
+    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale)
     if dtype is None:
         out = jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
     else:
@@ -75,11 +72,29 @@ def gather_kv(
     if out not in INPUT_DTYPES:
         raise KVCacheTypeError(f"dtype: got {out}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
     serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
-    keys, values = serve(cache, block_table, as_lengths(seq_lens), *scales, dtype=out)
+    keys, values = serve(cache, *sequences, dtype=out)
     return keys, values
 
 
-def _gather_xla(
+def as_sequences(
+    cache: KVCache,
+    block_table: ArrayLike,
+    seq_lens: ArrayLike,
+    k_scale: ArrayLike,
+    v_scale: ArrayLike,
+    num_seqs: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths and scales."""
+    check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
+    check_devices(cache, block_table=block_table, seq_lens=seq_lens, k_scale=k_scale, v_scale=v_scale)
+    check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
+    if is_checked():
+        check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
+    scales = as_scale("k_scale", k_scale, cache.spec), as_scale("v_scale", v_scale, cache.spec)
+    return jnp.asarray(block_table), as_lengths(seq_lens), *scales
+
+
+def gather_xla(
     cache: KVCache,
     block_table: jax.Array,
     seq_lens: jax.Array,
@@ -88,6 +103,7 @@ def _gather_xla(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
+    """What `gather_kv` returns, of arguments that are checked, in XLA."""
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
@@ -127,4 +143,29 @@ def _as_int32(x: jax.Array, most: int) -> jax.Array:
     return x if x.dtype == jnp.int32 else jnp.clip(x, 0, most).astype(jnp.int32)
 
 
-_IMPLEMENTATIONS = select.Candidates(xla=_gather_xla, mosaic=_gather_mosaic, why_not_mosaic=why_not_whole_elements)
+def own_sequences(
+    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, block_table: jax.Array, seq_lens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A block table in a share's own numbers, and lengths: of a sequence with a block in another share 0."""
+    block_table = block_table - first_block.astype(block_table.dtype)
+    is_used = jnp.arange(block_table.shape[1]) * spec.block_size < seq_lens[:, None]
+    is_elsewhere = is_used & ((block_table < 0) | (block_table >= num_blocks))
+    return block_table, jnp.where(is_elsewhere.any(axis=1), 0, seq_lens)
+
+
+def _own_sequences(
+    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    return *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    xla=gather_xla,
+    mosaic=_gather_mosaic,
+    why_not_mosaic=why_not_whole_elements,
+    signature=Signature(
+        arguments=("sequences blocks_in_order", "sequences", "heads", "heads"),
+        results=("sequences tokens heads head_size",) * 2,
+        own=_own_sequences,
+    ),
+)

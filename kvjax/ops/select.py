@@ -6,13 +6,16 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax.sharding import NamedSharding
 
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
+from kvjax.partition import Signature, run_on_shares
+from kvjax.spec import AttentionSpec
 
 
 class Implementation(enum.StrEnum):
@@ -26,19 +29,36 @@ class Implementation(enum.StrEnum):
 class Candidates:
     """An operation's implementations, which take the same arguments, the cache first.
 
-    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can.
+    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can. `signature` says what of the
+    other arguments and of the results belongs to a device's share of a cache: a caller of `choose` that gives it calls
+    an implementation with arrays, and whatever else there is by name.
     """
 
     xla: Callable[..., Any]
     mosaic: Callable[..., Any] | None = None
     why_not_mosaic: Callable[[KVCache], str | None] = lambda cache: None
+    signature: Signature | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnAShare:
+    """An operation on one device's share of a cache; equal to another of the same operation, as jit wants it."""
+
+    operation: str
+    requested: str | None
+    candidates: Candidates
+
+    def __call__(self, kv: jax.Array, spec: AttentionSpec, *args: Any, **static: Any) -> Any:
+        cache = KVCache(kv, spec)
+        return choose(self.operation, self.requested, self.candidates, cache)(cache, *args, **static)
 
 
 def choose(operation: str, requested: str | None, candidates: Candidates, cache: KVCache) -> Callable[..., Any]:
     """The implementation asked for, or for `None` the kernel where it can serve, else XLA.
 
     A cache that is an array says where it is; one that is traced shows on lowering, and then an implementation that was
-    asked for and cannot serve raises.
+    asked for and cannot serve raises. Of a cache that is divided among devices, as `as_seen_here` gives it, each device
+    runs the implementation on its share.
 
     Raises:
       KVCacheValueError: no such implementation.
@@ -48,6 +68,8 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
         wanted = None if requested is None else Implementation(requested)
     except ValueError:
         raise KVCacheValueError(got_expected("implementation", requested, list(Implementation))) from None
+    if cache.sharding is not None and candidates.signature is not None:
+        return functools.partial(_run_on_shares, _OnAShare(operation, requested, candidates), candidates.signature)
     if wanted is Implementation.XLA:
         return candidates.xla
     mosaic = candidates.mosaic
@@ -62,3 +84,8 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
     if wanted is not None:
         raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
     return candidates.xla
+
+
+def _run_on_shares(run: _OnAShare, signature: Signature, cache: KVCache, *args: Any, **static: Any) -> Any:
+    sharding = cast(NamedSharding, cache.sharding)
+    return run_on_shares(run.operation, run, signature, cache.spec, sharding, cache.kv, *args, **static)

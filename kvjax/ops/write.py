@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, flat_pages
+from kvjax.cache import KVCache, as_seen_here, flat_pages
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.kernels import write as kernel
@@ -26,6 +27,8 @@ from kvjax.ops.rows import (
     why_not_whole_elements,
 )
 from kvjax.ops.values import check_slots, is_checked
+from kvjax.partition import CACHE, Signature
+from kvjax.spec import AttentionSpec
 
 
 def reshape_and_cache_flash(
@@ -104,6 +107,7 @@ def _write(
     unique_slots: bool,
     implementation: str | None,
 ) -> KVCache:
+    given, cache = cache, as_seen_here(cache)
     spec = cache.spec
     heads = ("num_kv_heads", spec.num_kv_heads)
     check_array("key", key, [("num_tokens", None), heads, ("head_size", spec.head_size)], INPUT_DTYPES)
@@ -119,7 +123,8 @@ def _write(
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
     kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
     slots = as_slots(slot_mapping, cache.num_slots)
-    return KVCache(serve(KVCache(kv, spec), key, value, slots, *scales, unique_slots=unique_slots), spec)
+    cache = dataclasses.replace(cache, kv=kv)
+    return dataclasses.replace(given, kv=serve(cache, key, value, slots, *scales, unique_slots=unique_slots))
 
 
 @jax.custom_jvp
@@ -183,4 +188,28 @@ def _write_mosaic(
     return lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
 
 
-_IMPLEMENTATIONS = select.Candidates(xla=_write_xla, mosaic=_write_mosaic, why_not_mosaic=why_not_whole_elements)
+def _own_slots(
+    spec: AttentionSpec,
+    first_block: jax.Array,
+    num_blocks: int,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *scales: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Slots of a share's own blocks as it counts them; by blocks, for the first slot may be past what int32 holds."""
+    block = slot_mapping // spec.block_size - first_block.astype(slot_mapping.dtype)
+    slots = block * spec.block_size + slot_mapping % spec.block_size
+    return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *scales
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    xla=_write_xla,
+    mosaic=_write_mosaic,
+    why_not_mosaic=why_not_whole_elements,
+    signature=Signature(
+        arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "heads", "heads"),
+        results=CACHE,
+        own=_own_slots,
+    ),
+)

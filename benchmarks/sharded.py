@@ -1,0 +1,214 @@
+"""How long several devices take for a cache divided among them by heads, next to one with equal work.
+
+`python -m benchmarks.sharded --json=sharded.json`, from the source tree; docs/scaling.md explains the table. Without
+GPUs, `XLA_FLAGS=--xla_force_host_platform_device_count=2` makes two devices of the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from absl.testing import absltest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kvjax
+from benchmarks import output, shapes, timing, workload
+from benchmarks.output import Measurement
+from benchmarks.timing import Clock, Timing
+from benchmarks.workload import WriteJob
+from kvjax import STORED_KV_CACHE_DTYPES, KVCache
+
+DEVICES = flags.DEFINE_integer("devices", None, "how many devices (default: all)", lower_bound=2)
+NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 256 and 16,384; without GPUs, 64)", least=1)
+SEQUENCES, SEQ_BLOCKS = 64, 64
+"""Of a gather: what 64 requests of 1,024 tokens hold."""
+
+CASE = shapes.LLAMA_8B
+"""What each device holds, so that N devices have N times its heads."""
+
+HOST_CALLS, HOST_SAMPLES = 50, 11
+
+Call = Callable[[int], Any]
+
+
+class OnDevices:
+    """Arrays of one device, and the same repeated by heads on each device of a mesh."""
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Explicit,))
+
+    def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
+        """`x` on each device, side by side along its heads; whole on each where it has none."""
+        shape = list(x.shape)
+        if head_dim is not None:
+            shape[head_dim] *= self.mesh.size
+        axes = () if head_dim is None else (*[None] * head_dim, "tensor")
+        parts = [jax.device_put(x, device) for device in self.mesh.devices.flat]
+        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+    def cache(self, cache: KVCache) -> KVCache:
+        """A cache whose every share is this one."""
+        spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
+        kv = self.array(cache.kv, 3)
+        return KVCache(kv, spec, NamedSharding(self.mesh, PartitionSpec(None, None, None, "tensor")))
+
+
+def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
+    """What each device holds, where `like` is."""
+    return [jax.device_put(shard.data, like.device) for shard in array.addressable_shards]
+
+
+class Writing:
+    """Donated writes, each into the cache that the one before returned."""
+
+    def __init__(self, cache: KVCache, batches: Sequence[workload.Batch]) -> None:
+        self.cache, self.batches = cache, batches
+        write = functools.partial(
+            kvjax.reshape_and_cache_flash, unique_slots=True, implementation=output.IMPLEMENTATION.value
+        )
+        self.write = jax.jit(write, donate_argnames="cache")
+
+    def __call__(self, number: int) -> jax.Array:
+        """Starts write `number`."""
+        batch = self.batches[number % len(self.batches)]
+        self.cache = self.write(batch.key, batch.value, self.cache, batch.slot_mapping, **workload.scales())
+        return self.cache.kv
+
+
+def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+    """The same writes by one device and by several, whose first is checked in every byte."""
+    tokens = workload.make_tokens(job.case, job.num_tokens)
+    batches = tokens.batches(job.num_tokens)
+    divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
+    one = Writing(tokens.poisoned(job.spec), batches)
+    many = Writing(several.cache(tokens.poisoned(job.spec)), divided)
+    expected = tokens.expected(job.spec, job.num_tokens).kv
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in many.cache.kv.addressable_shards]
+    for share in [one(0), *shares(many(0), expected)]:
+        workload.check_same_bits(share, expected)
+    if [shard.data.unsafe_buffer_pointer() for shard in many.cache.kv.addressable_shards] != pointers:
+        raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
+    return one, many
+
+
+def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+    """The same gathers by one device and by several, whose result is checked in every bit."""
+    pages, page = workload.default_pages(job.case, 1), job.spec.page_size_bytes // job.spec.array_dtype.itemsize
+    stored = jax.random.bits(jax.random.key(0), (pages, page), f"uint{8 * job.spec.array_dtype.itemsize}")
+    kv = jax.lax.bitcast_convert_type(stored, job.spec.array_dtype).reshape(job.spec.cache_shape(pages))
+    one = KVCache(kv, job.spec)
+    blocks = min(SEQ_BLOCKS, job.num_tokens // shapes.BLOCK_SIZE)
+    table = jnp.asarray(np.random.default_rng(1).integers(0, pages, (SEQUENCES, blocks)), jnp.int32)
+    lens = jnp.full(SEQUENCES, blocks * shapes.BLOCK_SIZE, jnp.int32)
+    read = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation=output.IMPLEMENTATION.value))
+    expected = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation="xla"))(
+        one, table, lens, **workload.scales()
+    )
+    many, tables = several.cache(one), [several.array(x, None) for x in (table, lens)]
+    calls = (
+        lambda _: read(one, table, lens, **workload.scales()),
+        lambda _: read(many, *tables, **workload.scales()),
+    )
+    for got, wanted in zip(calls[1](0), expected, strict=True):
+        for share in shares(got, wanted):
+            workload.check_same_bits(share, wanted)
+    return calls
+
+
+def host_timing(call: Call) -> Timing:
+    """Times calls in a row that nobody waits for but at the end: how often a host can make them."""
+    count, samples = (5, 3) if output.SMOKE.value else (HOST_CALLS, HOST_SAMPLES)
+    seconds = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for number in range(count):
+            result = call(number)
+        jax.block_until_ready(result)
+        seconds.append((time.perf_counter() - start) / count)
+    return Timing(tuple(seconds), Clock.HOST)
+
+
+def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
+    """Times of a call on one device, and of one device among several."""
+    alone = timing.measure(one)
+    try:
+        together = timing.measure(many)
+    except RuntimeError as error:  # of calls of several kernels, timestamps of several devices come in any order
+        warnings.warn(f"timing several devices by the host's clock: {error}", stacklevel=2)
+        return alone, host_timing(many)
+    # A timestamp does not name its device: those of a call's kernels were added up, and one device has its part of it.
+    seen = len(together.kernels) // len(alone.kernels) if alone.kernels else 1
+    return alone, Timing(tuple(seconds / seen for seconds in together.samples), together.clock, together.kernels)
+
+
+class ShardedBenchmark(output.Program):
+    """Fails where bytes are wrong, never because of a time."""
+
+    name = "benchmarks.sharded"
+
+    def test_equal_work_on_each_device(self) -> None:
+        devices = jax.devices()[: DEVICES.value]
+        if len(devices) < max(2, DEVICES.value or 2):
+            reason = f"needs {max(2, DEVICES.value or 2)} devices, and there is {len(devices)}"
+            self.results.skip("several devices", reason, asked_for=DEVICES.value is not None)
+            return
+        several = OnDevices(devices)
+        sizes = (8,) if output.SMOKE.value else (256, 16_384) if workload.is_gpu() else (64,)
+        jobs = [
+            (operation, WriteJob(CASE, dtype, num_tokens))
+            for dtype in (shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES)
+            for operation, num_tokens in itertools.chain(
+                (("sharded write", size) for size in output.numbers(NUM_TOKENS) or sizes),
+                [("sharded gather", shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1))],
+            )
+        ]
+        self.results.expect(4 * len(jobs))
+        rows = []
+        for operation, job in jobs:
+            with self.subTest(operation=operation, **output.plain(job.subject)):
+                calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
+                times = [*device_timings(*calls), *map(host_timing, calls)]
+                for which, times_of in zip(itertools.cycle([1, len(devices)]), times, strict=False):
+                    peer = "one device" if which == 1 else f"{which} devices"
+                    subject = {**job.subject, "devices": which}
+                    self.results.add(
+                        Measurement(
+                            operation, subject, peer, times_of, facts={"kv_heads_a_device": job.case.num_kv_heads}
+                        )
+                    )
+                rows.append(line_words(operation, job, times))
+        note = (
+            f"{CASE.num_kv_heads} KV heads of {CASE.head_size} on each device. Of {len(devices)} devices a time is that"
+            f" of one of them, by {output.clocks(times)}; `host` is the time from a call to the next."
+        )
+        count = len(devices)
+        header = ["operation", "dtype", "tokens", "us", f"us of {count}", "ratio", "host us", f"host us of {count}"]
+        self.results.table("Time of several devices, and of one", header, rows, note=note, left=2)
+
+
+def line_words(operation: str, job: WriteJob, times: Sequence[Timing]) -> list[str]:
+    one, many, host_one, host_many = (each.seconds for each in times)
+    words = [output.microseconds(x) for x in (one, many)]
+    return [
+        operation,
+        job.dtype.value,
+        f"{job.num_tokens:,}",
+        *words,
+        f"{many / one:.2f}",
+        *(output.microseconds(x) for x in (host_one, host_many)),
+    ]
+
+
+if __name__ == "__main__":
+    absltest.main()

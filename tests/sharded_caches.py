@@ -1,0 +1,574 @@
+"""Writes, reads and attends with caches divided among devices: right, in place, without communication.
+
+`sharded_caches.py AXIS_TYPE DATA TENSOR [CHECK ...]`: a program of its own because JAX fixes the number of simulated
+devices (`XLA_FLAGS`) when it starts. The mesh has the axes "data" and "tensor", of the sizes given and typed `Auto` or,
+as `jax.make_mesh` types them by default, `Explicit`. By default it makes all of `CHECKS`; what needs an axis of more
+than one device says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from helpers import assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, simple_spec
+from interpret_mode import interpret_mode
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    KVCacheValueError,
+    UnsupportedError,
+    copy_blocks,
+    gather_kv,
+    nvfp4_split_views,
+    paged_attention,
+    reshape_and_cache_flash,
+    reshape_and_cache_flash_diffkv,
+    swap_blocks,
+)
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+NVFP4 = KVCacheDType.NVFP4
+FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+NUM_HEADS, NUM_BLOCKS = 8, 8
+
+
+def make_spec(name: str) -> AttentionSpec:
+    dtype, layout, *more = name.split("-")
+    return simple_spec(
+        KVCacheDType(dtype),
+        num_kv_heads=NUM_HEADS,
+        head_size=32,
+        head_size_v=16 if "diffkv" in more else None,
+        layout=layout,
+        v_scale_layout="swizzled" if "swizzled" in more else "linear",
+        page_size_padded=10_000 if "pool" in more else None,
+    )
+
+
+FEW = ("bfloat16-NHD", "fp8_e4m3-HND", "nvfp4-HND-swizzled")
+NAMES = (
+    *(f"{dtype.value}-{layout}" for dtype in STORED_KV_CACHE_DTYPES for layout in ("NHD", "HND")),
+    *("nvfp4-NHD-swizzled", "nvfp4-HND-swizzled"),
+    *("float16-HND-diffkv", "fp8_e4m3-NHD-diffkv", "nvfp4-NHD-swizzled-diffkv"),
+)
+POOLS = ("bfloat16-NHD-pool", "nvfp4-HND-swizzled-pool")
+SPECS = {name: make_spec(name) for name in NAMES + POOLS}
+
+# Which axes divide the blocks, and which the heads; over what is named in neither, the cache is repeated.
+DIVISIONS: dict[str, tuple[Any, Any]] = {
+    "heads": (None, "tensor"),
+    "blocks": ("data", None),
+    "both": ("data", "tensor"),
+    "heads over both axes": (None, ("data", "tensor")),
+    "nothing": (None, None),
+}
+
+# Four sequences, of which two have their blocks in either half of the cache; blocks are global.
+TABLE = np.array([[1, 3], [2, -7], [6, 4], [7, 2**31 - 1]], np.int32)
+LENS = np.array([11, 5, 9, 0], np.int32)
+# All their tokens, and some that write nothing.
+SLOTS = np.array(
+    [
+        *(TABLE[seq, i // 8] * 8 + i % 8 for seq in range(4) for i in range(LENS[seq])),
+        *[-1, NUM_BLOCKS * 8, -(2**31), 2**31 - 1],
+    ],
+    np.int32,
+)
+
+
+AXIS_TYPE, DATA, TENSOR = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+MESH = jax.make_mesh(
+    (DATA, TENSOR), ("data", "tensor"), (AxisType[AXIS_TYPE],) * 2, devices=jax.devices()[: DATA * TENSOR]
+)
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def with_kernels() -> contextlib.AbstractContextManager[None]:
+    """Where the kernels run: on GPUs, or interpreted."""
+    return contextlib.nullcontext() if ON_GPU else interpret_mode()
+
+
+def head_axis(spec: AttentionSpec) -> int:
+    return len(spec.cache_shape(1)) - (2 if spec.layout == "NHD" else 3)
+
+
+def sharding_of(spec: AttentionSpec, division: str) -> NamedSharding:
+    blocks, heads = DIVISIONS[division]
+    return NamedSharding(MESH, P(blocks, *([None] * (head_axis(spec) - 1) + [heads] if heads else [])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one device holds: which of the shares of blocks and of heads, of how many."""
+
+    device: Any
+    block_share: int
+    block_shares: int
+    head_share: int
+    head_shares: int
+
+    def heads(self, x: Any, axis: int) -> Any:
+        """Its part of an array that has an axis of heads."""
+        return np.split(np.asarray(x), self.head_shares, axis)[self.head_share] if np.ndim(x) else x
+
+    def own(self, x: np.ndarray) -> np.ndarray:
+        """Its part of an array of blocks, or of sequences."""
+        return np.split(x, self.block_shares)[self.block_share]
+
+    @property
+    def first_block(self) -> int:
+        return self.block_share * NUM_BLOCKS // self.block_shares
+
+    @property
+    def slots(self) -> np.ndarray:
+        """`SLOTS` as a cache of its blocks alone counts them."""
+        first, most = (x * NUM_BLOCKS * 8 // self.block_shares for x in (self.block_share, self.block_share + 1))
+        return np.where((first <= SLOTS) & (most > SLOTS), SLOTS.astype(np.int64) - first, -1)
+
+    def data_of(self, array: jax.Array) -> np.ndarray:
+        """What its device holds of an array."""
+        [data] = [shard.data for shard in array.addressable_shards if shard.device == self.device]
+        return np.asarray(data)
+
+
+def shares(division: str, *, all_processes: bool = False) -> list[Share]:
+    """Of this process's devices, or of all."""
+    sizes = {"data": DATA, "tensor": TENSOR}
+
+    def count(axes: Any, place: Mapping[str, int]) -> tuple[int, int]:
+        names = [axes] if isinstance(axes, str) else axes or []
+        index, total = 0, 1
+        for name in names:
+            index, total = index * sizes[name] + place[name], total * sizes[name]
+        return index, total
+
+    blocks, heads = DIVISIONS[division]
+    return [
+        Share(
+            MESH.devices[data, tensor],
+            *count(blocks, {"data": data, "tensor": tensor}),
+            *count(heads, {"data": data, "tensor": tensor}),
+        )
+        for data, tensor in itertools.product(range(DATA), range(TENSOR))
+        if all_processes or MESH.devices[data, tensor].process_index == jax.process_index()
+    ]
+
+
+def poisoned_shares(spec: AttentionSpec, division: str) -> tuple[KVCache, dict[Any, KVCache]]:
+    """A divided cache of random bytes, and what each device holds of it as a cache of its own."""
+    sharding = sharding_of(spec, division)
+    local: dict[tuple[int, int], KVCache] = {}
+    by_device = {}
+    for share in shares(division, all_processes=True):
+        own_spec = dataclasses.replace(spec, num_kv_heads=NUM_HEADS // share.head_shares)
+        which = share.block_share, share.head_share
+        if which not in local:
+            local[which] = poisoned(own_spec, NUM_BLOCKS // share.block_shares, seed=hash(which) % 1000)
+        by_device[share.device] = local[which]
+    rows = [
+        np.concatenate([np.asarray(local[b, h].kv) for h in range(share.head_shares)], head_axis(spec))
+        for b in range(share.block_shares)
+    ]
+    empty = KVCache.allocate(spec, NUM_BLOCKS, sharding=sharding)
+    assert empty.kv.sharding.is_equivalent_to(sharding, empty.kv.ndim)
+    assert empty.local_spec == own_spec
+    # Copied, for NumPy's memory, which JAX may borrow, cannot be given away.
+    kv = jax.make_array_from_callback(empty.kv.shape, empty.sharding, lambda index: np.concatenate(rows)[index])
+    return dataclasses.replace(empty, kv=jnp.copy(kv)), by_device
+
+
+def make_inputs(names: Any, division: str, *, divided: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tokens and scales of each spec; given whole, or already divided as the cache's heads are."""
+    _, heads = DIVISIONS[division]
+
+    def put(x: Any, axis: int) -> Any:
+        return jax.device_put(x, NamedSharding(MESH, P(*[None] * axis, heads))) if divided and np.ndim(x) else x
+
+    tokens, scales = {}, {}
+    for i, name in enumerate(names):
+        spec = SPECS[name]
+        tokens[name] = tuple(put(x, 1) for x in kv_tokens(spec, len(SLOTS), seed=i, specials=False))
+        shape = (2, NUM_HEADS) if spec.dtype in FP8 else (2,)
+        k_scale, v_scale = np.exp2(np.random.default_rng(i).uniform(-7, 2, shape)).astype(np.float32)
+        scales[name] = {"k_scale": put(k_scale, 0), "v_scale": put(v_scale, 0)}
+    return tokens, scales
+
+
+def write_all(caches, tokens, scales, slots, implementation):
+    return {
+        name: reshape_and_cache_flash_diffkv(*tokens[name], cache, slots, implementation=implementation, **scales[name])
+        for name, cache in caches.items()
+    }
+
+
+def gather_all(caches, scales, table, lens, implementation="xla"):
+    return {
+        name: gather_kv(cache, table, lens, dtype=jnp.float32, implementation=implementation, **scales[name])
+        for name, cache in caches.items()
+    }
+
+
+def attend_all(caches, queries, scales, table, lens):
+    return {name: paged_attention(queries[name], cache, table, lens, **scales[name]) for name, cache in caches.items()}
+
+
+def compile_without_collectives(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    compiled = jax.jit(f, **options).lower(*args).compile()
+    text = compiled.as_text()
+    assert not [name for name in COLLECTIVES if f"{name}(" in text or f"{name}-start(" in text]
+    return compiled
+
+
+def device_pointers(array: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def check_written(written: Mapping[str, KVCache], before: Any, tokens: Any, scales: Any, division: str) -> None:
+    """Every byte on every device is that of a cache of the device's blocks and heads alone."""
+    for name, cache in written.items():
+        expected: dict[Any, np.ndarray] = {}
+        for share in shares(division):
+            if (which := (share.block_share, share.head_share)) not in expected:
+                own = before[name][share.device]
+                key, value = (share.heads(x, 1) for x in tokens[name])
+                own_scales = [share.heads(x, 0) for x in scales[name].values()]
+                pages = page_bytes(own)
+                expected[which] = reference.write(pages, own.spec, key, value, share.slots, *own_scales)
+            got = share.data_of(cache.kv)
+            assert_same_bytes(got.reshape(len(got), -1).view(np.uint8), expected[which])
+
+
+def check_read(got: Any, written: Mapping[str, KVCache], scales: Any, division: str) -> None:
+    for name, halves in got.items():
+        for half, dense in enumerate(halves):
+            for share in shares(division):
+                own_spec = written[name].local_spec
+                pages = share.data_of(written[name].kv)
+                pages = pages.reshape(len(pages), -1).view(np.uint8)
+                table, lens = share.own(TABLE) - share.first_block, share.own(LENS)
+                scale = share.heads([*scales[name].values()][half], 0)
+                expected = reference.read(pages, own_spec, half, table, lens, scale, np.dtype(np.float32))
+                assert_same_floats(share.data_of(dense), expected)
+
+
+def check_division(division: str, names: Any, implementation: str, *, divided: bool) -> None:
+    """One program writes all caches, one reads them, one attends; of each the compiled form and every result."""
+    both = {name: poisoned_shares(SPECS[name], division) for name in names}
+    caches, before = ({name: pair[i] for name, pair in both.items()} for i in range(2))
+    tokens, scales = make_inputs(names, division, divided=divided)
+    pointers = {name: device_pointers(cache.kv) for name, cache in caches.items()}
+    write = functools.partial(write_all, implementation=implementation)
+    compiled = compile_without_collectives(write, caches, tokens, scales, SLOTS, donate_argnums=0)
+    share = shares(division)[0]
+    own_bytes = sum(cache.kv.nbytes for cache in caches.values()) // (share.block_shares * share.head_shares)
+    assert compiled.memory_analysis().alias_size_in_bytes == own_bytes
+    written = compiled(caches, tokens, scales, SLOTS)
+    assert {name: device_pointers(cache.kv) for name, cache in written.items()} == pointers
+    check_written(written, before, tokens, scales, division)
+
+    read = functools.partial(gather_all, implementation=implementation)
+    compiled = compile_without_collectives(read, written, scales, TABLE, LENS)
+    check_read(compiled(written, scales, TABLE, LENS), written, scales, division)
+    if implementation == "xla" and jax.process_count() == 1:
+        check_attention(*({name: tree[name] for name in FEW} for tree in (written, scales)), division)
+
+
+def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) -> None:
+    """In numpy from the keys and values that the cache gives back, which `check_read` has checked."""
+    dense = jax.device_get(jax.jit(gather_all)(written, scales, TABLE, LENS))
+    queries = {
+        name: np.random.default_rng(1).standard_normal((4, NUM_HEADS, 2, cache.spec.head_size)).astype(np.float32)
+        for name, cache in written.items()
+    }
+    args = written, {name: query.reshape(4, 2 * NUM_HEADS, -1) for name, query in queries.items()}, scales, TABLE, LENS
+    attended = compile_without_collectives(attend_all, *args)(*args)
+    for name, result in attended.items():
+        keys, values = dense[name]
+        weights = np.exp(np.einsum("shgd,sthd->shgt", queries[name], keys) / np.sqrt(keys.shape[-1]))
+        weights *= (np.arange(keys.shape[1]) < LENS[:, None])[:, None, None]
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+        expected = np.einsum("shgt,sthd->shgd", weights, values).reshape(result.shape)
+        np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-4, atol=1e-5)
+        axes = [entry or None for entry in DIVISIONS[division]]
+        assert result.sharding.is_equivalent_to(NamedSharding(MESH, P(*axes)), 3)
+
+
+def check_every_format() -> None:
+    for division, implementation in itertools.product(DIVISIONS, ("mosaic", "xla") if ON_GPU else ("xla",)):
+        every = division == "both" or (AXIS_TYPE == "Auto" and not ON_GPU and division in ("heads", "blocks"))
+        names = (NAMES if every else FEW) + (POOLS if division in ("blocks", "nothing") else ())
+        check_division(division, names, implementation, divided=division == "both")
+
+
+def check_interpreted_kernels() -> None:
+    """Of one format and one type of axes, for eight devices take their time."""
+    if AXIS_TYPE == "Auto":
+        with interpret_mode():
+            check_division("both", ("nvfp4-HND-swizzled",), "mosaic", divided=False)
+
+
+def small(name: str, division: str) -> tuple[KVCache, Any, dict[str, Any], dict[str, Any]]:
+    cache, before = poisoned_shares(SPECS[name], division)
+    tokens, scales = make_inputs([name], division, divided=False)
+    return cache, before, tokens[name], scales[name]
+
+
+def check_within_shard_map() -> None:
+    """In a shard_map of the caller's a cache is the device's own, and so are its slots; over what axes it may be."""
+    for name, axes, implementation, check_vma in (
+        ("nvfp4-NHD", {"data", "tensor"}, None, True),
+        ("nvfp4-HND-swizzled", {"data"}, None, False),
+        ("fp8_e4m3-NHD", {"tensor"}, None, False),
+        ("bfloat16-HND", {"tensor"} if AXIS_TYPE == "Auto" else {"data", "tensor"}, "mosaic", False),
+    ):
+        cache, before, tokens, scales = small(name, "both")
+        # Slots are those of the blocks at hand: all of the cache's, or where "data" is divided a share's.
+        slots = np.stack([share.slots for share in shares("both") if share.head_share == 0])
+        slots = slots.astype(np.int32) if "data" in axes else np.broadcast_to(SLOTS, slots.shape)
+        over = {axis: axis if axis in axes else None for axis in ("data", "tensor")}
+        spec = cache.sharding.spec
+        cache_spec = P(*(over.get(entry) for entry in spec))
+        head_spec = P(over["tensor"]) if cache.spec.dtype in FP8 else P()
+        in_specs = (cache_spec, P(None, over["tensor"]), P(over["data"]), head_spec)
+        if AXIS_TYPE == "Explicit":
+            tokens = [jax.device_put(x, NamedSharding(MESH, P(None, over["tensor"]))) for x in tokens]
+            scales = {k: jax.device_put(x, NamedSharding(MESH, head_spec)) for k, x in scales.items()}
+        slots = jax.device_put(slots, NamedSharding(MESH, P(over["data"])))
+
+        def write(cache, tokens, slots, scales, implementation=implementation, over=over):
+            [slots] = slots if over["data"] else slots[:1]
+            return reshape_and_cache_flash(*tokens, cache, slots, implementation=implementation, **scales)
+
+        mapped = jax.shard_map(
+            write, mesh=MESH, in_specs=in_specs, out_specs=cache_spec, axis_names=axes, check_vma=check_vma
+        )
+        run = jax.jit(mapped, donate_argnums=0)
+        pointers = device_pointers(cache.kv)
+        with with_kernels() if implementation == "mosaic" else contextlib.nullcontext():
+            written = jax.block_until_ready(run(cache, tokens, slots, scales))
+        assert device_pointers(written.kv) == pointers
+        assert (written.spec, written.sharding) == (cache.spec, cache.sharding)
+        check_written({name: written}, {name: before}, {name: tokens}, {name: scales}, "both")
+
+    cache, _, tokens, scales = small("nvfp4-NHD", "both")
+    whole = jax.shard_map(
+        functools.partial(reshape_and_cache_flash, slot_mapping=SLOTS, **scales),
+        mesh=MESH,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    if AXIS_TYPE == "Auto" and TENSOR > 1:  # of explicit axes shard_map itself says what the cache is
+        with pytest.raises(KVCacheValueError, match=r"inside a shard_map .* in_specs have to be its spec"):
+            jax.jit(whole)(*tokens, cache)
+    ask = functools.partial(reshape_and_cache_flash, implementation="mosaic", **scales)
+    own = jax.shard_map(
+        lambda cache, key, value: ask(key, value, cache, SLOTS),
+        mesh=MESH,
+        in_specs=(cache.sharding.spec, P(None, "tensor"), P(None, "tensor")),
+        out_specs=cache.sharding.spec,
+    )
+    tokens = [jax.device_put(x, NamedSharding(MESH, P(None, "tensor"))) for x in tokens]
+    with pytest.raises(UnsupportedError, match="check_vma=False"):
+        jax.jit(own)(cache, *tokens)
+
+
+def check_transformations() -> None:
+    """Scans over layers, batches, trees of caches, shapes alone, calls without jit: each keeps what a cache is."""
+    name = "nvfp4-HND-swizzled"
+    cache, before, tokens, scales = small(name, "both")
+    key, value = tokens
+
+    def check(written: KVCache) -> None:
+        assert (written.spec, written.sharding) == (cache.spec, cache.sharding)
+        check_written({name: written}, {name: before}, {name: tokens}, {name: scales}, "both")
+
+    write = functools.partial(reshape_and_cache_flash, **scales)
+    check(write(key, value, cache, SLOTS))  # without jit
+    with jax.set_mesh(MESH):
+        check(jax.jit(write)(key, value, cache, SLOTS))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write_by_layer(cache, keys, values, slots):
+        def layer(cache, per_layer):
+            return write(*per_layer[:2], cache, per_layer[2]), None
+
+        return jax.lax.scan(layer, cache, (keys, values, slots))[0]
+
+    parts = [x.reshape(2, -1, *x.shape[1:]) for x in (key[:-1], value[:-1], SLOTS[:-1])]  # the last one writes nothing
+    copied = jax.tree.map(jnp.copy, cache)
+    pointers = device_pointers(copied.kv)
+    written = write_by_layer(copied, *parts)
+    assert device_pointers(written.kv) == pointers
+    check(written)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), cache, cache)
+    twice = [np.stack([x, x]) for x in (key, value, SLOTS)]
+    for written in (
+        jax.jit(jax.vmap(write))(*twice[:2], stacked, twice[2]),
+        jax.jit(lambda xs: jax.lax.scan(lambda _, x: (None, write(*x)), None, xs)[1])((*twice[:2], stacked, twice[2])),
+    ):
+        assert written.kv.sharding.is_equivalent_to(NamedSharding(MESH, P(None, *cache.sharding.spec)), written.kv.ndim)
+        for i in range(2):
+            check(jax.tree.map(lambda x, i=i: x[i], written))
+
+    sizes = jax.eval_shape(lambda: KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=cache.sharding))
+    assert jax.tree.structure(sizes) == jax.tree.structure(cache)
+    assert (sizes.kv.shape, sizes.kv.dtype) == (cache.kv.shape, cache.kv.dtype)
+    check(jax.device_put(jax.device_get(write(key, value, cache, SLOTS)), cache.sharding))
+
+
+def check_programs_are_reused() -> None:
+    """Neither a second write nor one of what the first returned traces or compiles again."""
+    for name in FEW:
+        cache, _, tokens, scales = small(name, "both")
+        traced = []
+
+        def write(cache, tokens, scales, traced=traced):
+            traced.append(cache.kv.shape)
+            return reshape_and_cache_flash(*tokens, cache, SLOTS, **scales)
+
+        write = jax.jit(write, donate_argnums=0)
+        tokens = [jax.device_put(x, NamedSharding(MESH, P())) for x in tokens]
+        for _ in range(3):
+            cache = write(cache, tokens, scales)
+        assert len(traced) == 1
+        before = write._cache_size()
+        cache = write(cache, tokens, scales)
+        assert write._cache_size() == before
+
+
+def check_split_views() -> None:
+    for name, division in itertools.product(
+        ("nvfp4-NHD", "nvfp4-HND-swizzled", "nvfp4-NHD-swizzled-diffkv"), ("heads", "both")
+    ):
+        cache, before, _, _ = small(name, division)
+        views = jax.tree.leaves(compile_without_collectives(nvfp4_split_views, cache)(cache))
+        for share in shares(division):
+            for got, expected in zip(views, jax.tree.leaves(nvfp4_split_views(before[share.device])), strict=True):
+                assert_same_bytes(share.data_of(got), np.asarray(expected))
+
+
+def check_sequences_elsewhere_are_empty() -> None:
+    cache, _, _, scales = small("nvfp4-NHD", "both")
+    table, lens = np.array([[1, 4], [0, 2], [7, 3], [6, 0]], np.int32), np.array([9, 12, 9, 8], np.int32)
+    keys, _ = gather_kv(cache, table, lens, **scales)
+    # Of the first the second block is in the other half, of the third too; of the last it is not used.
+    assert [bool(jnp.any(seq != 0)) for seq in np.asarray(keys, np.float32)] == [False, True, False, True]
+    with pytest.raises(KVCacheValueError, match=r"gather_kv: got num_seqs=3 .* a multiple of 2"):
+        gather_kv(cache, table[:3], lens[:3], **scales)
+
+
+def check_copies() -> None:
+    """Whole pages: within a cache, without communication where blocks are not divided, and to the host and back."""
+    pairs = np.array([[1, 6], [6, 2], [-1, 3], [7, 0]], np.int32)
+    for name, division in (("nvfp4-NHD", "heads"), ("nvfp4-NHD", "both"), ("bfloat16-HND", "blocks")):
+        cache, _, _, _ = small(name, division)
+        expected = page_bytes(cache)
+        expected[[6, 2, 0]] = expected[[1, 6, 7]]
+        if division == "heads":
+            compile_without_collectives(copy_blocks, cache, pairs)
+        copied = jax.jit(copy_blocks)(cache, pairs)
+        assert (copied.spec, copied.sharding) == (cache.spec, cache.sharding)
+        assert copied.kv.sharding.is_equivalent_to(cache.kv.sharding, cache.kv.ndim)
+        assert_same_bytes(page_bytes(copied), expected)
+
+        host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        host = swap_blocks(copied, host, np.array([[6, 0], [0, 5]]))
+        empty = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=cache.sharding)
+        back = swap_blocks(host, empty, np.array([[0, 6], [5, 0]]))
+        assert (back.spec, back.sharding) == (cache.spec, cache.sharding)
+        assert_same_bytes(page_bytes(back)[[0, 6]], expected[[0, 6]])
+
+
+def check_caches_made_by_hand() -> None:
+    """The array of a cache that names no sharding shows one, where it is not traced or the axes are explicit."""
+    for name, division in itertools.product(("bfloat16-NHD", "fp8_e4m3-HND"), ("heads", "both")):
+        cache, before, tokens, scales = small(name, division)
+        by_hand = KVCache(cache.kv, cache.spec)
+        write = functools.partial(reshape_and_cache_flash, **scales)
+        runs = [write, *([jax.jit(write)] if AXIS_TYPE == "Explicit" else [])]
+        for written in (run(*tokens, by_hand, SLOTS) for run in runs):
+            assert written.sharding is None
+            check_written({name: written}, {name: before}, {name: tokens}, {name: scales}, division)
+    cache, _, tokens, scales = small("nvfp4-NHD", "heads")
+    with pytest.raises(KVCacheValueError, match="leaves open whether its pages"):
+        reshape_and_cache_flash(*tokens, KVCache(cache.kv, cache.spec), SLOTS, **scales)
+    one_device = jax.device_put(cache, MESH.devices[0, 0])
+    with pytest.raises(KVCacheValueError, match=r"expected NamedSharding.* as cache.sharding says"):
+        gather_kv(one_device, TABLE, LENS, **scales)
+    spec = SPECS["bfloat16-NHD"]
+    by_token = jnp.zeros(spec.cache_shape(8), spec.array_dtype, device=NamedSharding(MESH, P(None, None, "tensor")))
+    with pytest.raises(KVCacheValueError, match=r"expected one that divides blocks .*, KV heads \(dimension 3\)"):
+        gather_kv(KVCache(by_token, spec), TABLE, LENS)
+
+
+def check_documentation() -> None:
+    """What docs/scaling.md shows runs as it stands, one piece after the other."""
+    page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
+    shown: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, shown)
+    assert shown["cache"].local_spec.num_kv_heads == 2
+    keys, _ = gather_kv(jax.device_put(shown["engines"], shown["by_block"]), np.array([[0], [32]]), np.array([10, 10]))
+    expected, _ = gather_kv(shown["cache"], np.array([[0, 1]]), np.array([20]))
+    assert_same_bytes(np.asarray(keys[:, :10]).reshape(20, 8, 128), np.asarray(expected)[0, :20])
+    assert (shown["attended"].shape, shown["attended"].sharding.spec[1]) == ((1, 32, 128), ("tensor", "data"))
+
+
+def check_explicit_types() -> None:
+    """Of explicit axes results show how they are divided, and what would have to be communicated is refused."""
+    if AXIS_TYPE != "Explicit":
+        return
+    cache, _, tokens, _ = small("bfloat16-NHD", "both")
+
+    def read(cache):
+        keys, _ = gather_kv(cache, TABLE, LENS)
+        assert jax.typeof(keys).sharding.spec == P("data", None, "tensor", None)
+        return keys
+
+    jax.jit(read)(cache)
+    by_token = [jax.device_put(np.resize(x, (32, *x.shape[1:])), NamedSharding(MESH, P("data"))) for x in tokens]
+    with pytest.raises(KVCacheValueError, match=r"got bfloat16|got float32.*expected .*, or a whole array"):
+        jax.jit(reshape_and_cache_flash)(*by_token, cache, np.resize(SLOTS, 32))
+
+
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_every_format,
+        check_interpreted_kernels,
+        check_within_shard_map,
+        check_transformations,
+        check_programs_are_reused,
+        check_split_views,
+        check_sequences_elsewhere_are_empty,
+        check_copies,
+        check_caches_made_by_hand,
+        check_documentation,
+        check_explicit_types,
+    )
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[4:] or CHECKS:
+        CHECKS[name]()

@@ -1,0 +1,143 @@
+"""Divided caches as 8 B200 will hold them: a device's program is that of its own share, and nothing more."""
+
+from __future__ import annotations
+
+import functools
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_compile import compile_for
+from helpers import simple_spec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    gather_kv,
+    paged_attention,
+    reshape_and_cache_flash,
+)
+
+pytestmark = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+
+NUM_BLOCKS, NUM_TOKENS, NUM_SEQS = 4096, 64, 8
+MESHES = {
+    "heads": AbstractMesh((8,), ("tensor",), (AxisType.Explicit,)),
+    "heads and blocks": AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2),
+}
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
+EACH_DIVISION = pytest.mark.parametrize("division", MESHES)
+
+
+def array(shape: tuple[int, ...], dtype: object, mesh: AbstractMesh, *axes: str | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def cache_on(mesh: AbstractMesh, spec: AttentionSpec) -> KVCache:
+    blocks = "data" if "data" in mesh.axis_names else None
+    sharding = NamedSharding(mesh, P(blocks, None, None, "tensor"))
+    kv = jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype, sharding=sharding)
+    return KVCache(kv, spec, sharding)
+
+
+def make_spec(dtype: KVCacheDType) -> AttentionSpec:
+    return simple_spec(dtype, block_size=16, num_kv_heads=8, head_size=128)
+
+
+def write(key, value, cache, slots, implementation="mosaic"):
+    return reshape_and_cache_flash(key, value, cache, slots, k_scale=0.5, v_scale=2.0, implementation=implementation)
+
+
+def compile_write(dtype: KVCacheDType, division: str, implementation: str | None):
+    mesh = MESHES[division]
+    rows = array((NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, "tensor")
+    args = rows, rows, cache_on(mesh, make_spec(dtype)), array((NUM_TOKENS,), jnp.int32, mesh)
+    return compile_for("b200", functools.partial(write, implementation=implementation), *args, donate_argnums=2)
+
+
+@EACH_DIVISION
+@EACH_DTYPE
+def test_a_write_is_one_kernel_in_place_on_each_device(dtype, division):
+    program = compile_write(dtype, division, None)
+    assert not program.collectives
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
+    assert program.alias_size == NUM_BLOCKS * make_spec(dtype).page_size_bytes // 8
+    if division == "heads":
+        assert program.device_ops == ("custom-call",)
+        assert program.temp_size == 0
+    else:  # and before it one that makes of slots those of its own blocks
+        assert program.temp_size <= 4096
+        assert len(program.device_ops) <= 3
+
+
+@EACH_DIVISION
+@pytest.mark.parametrize("dtype", FEW_DTYPES, ids=lambda dtype: dtype.value)
+def test_xla_writes_in_place_on_each_device(dtype, division):
+    program = compile_write(dtype, division, "xla")
+    assert not program.collectives
+    assert not program.kernels
+    assert program.alias_size == NUM_BLOCKS * make_spec(dtype).page_size_bytes // 8
+    assert program.temp_size < 16 * 2 * NUM_TOKENS * 8 * 128  # float64 quotients of its tokens, and their codes
+
+
+@EACH_DIVISION
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [(gather_kv, dtype) for dtype in STORED_KV_CACHE_DTYPES] + [(paged_attention, dtype) for dtype in FEW_DTYPES],
+    ids=lambda x: getattr(x, "value", None) or x.__name__,
+)
+def test_nothing_is_exchanged_to_read(operation, dtype, division):
+    """Sequences are divided as blocks are, and the results by sequences and heads."""
+    mesh = MESHES[division]
+    seqs = "data" if "data" in mesh.axis_names else None
+    tables = array((NUM_SEQS, 4), jnp.int32, mesh, seqs), array((NUM_SEQS,), jnp.int32, mesh, seqs)
+    query = [array((NUM_SEQS, 16, 128), jnp.bfloat16, mesh, seqs, "tensor")] if operation is paged_attention else []
+    program = compile_for("b200", operation, *query, cache_on(mesh, make_spec(dtype)), *tables)
+    assert not program.collectives
+    assert len(program.kernels) == (operation is gather_kv)
+    dense = NUM_SEQS * 4 * 16 * 8 * 128 // 8  # elements of keys on one device
+    assert program.temp_size < 64 * dense < NUM_BLOCKS * make_spec(dtype).page_size_bytes
+
+
+def write_unnamed(key, value, kv, slots, spec):
+    return reshape_and_cache_flash(key, value, KVCache(kv, spec), slots, implementation="xla").kv
+
+
+def test_what_is_exchanged_is_seen():
+    """A traced NVFP4 cache that does not say how it is divided is one whose pages hold the heads of all devices."""
+    mesh, spec = MESHES["heads and blocks"], make_spec(KVCacheDType.NVFP4)
+    rows = array((NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, "tensor")
+    args = rows, rows, cache_on(mesh, spec).kv, array((NUM_TOKENS,), jnp.int32, mesh)
+    program = compile_for("b200", functools.partial(write_unnamed, spec=spec), *args, donate_argnums=2)
+    assert program.collectives
+
+
+def write_within(key, value, cache, slots, axis):
+    spec = P(*(entry if entry == axis else None for entry in cache.sharding.spec))
+    rows = P(None, axis if axis == "tensor" else None)
+    return jax.shard_map(
+        write,
+        in_specs=(rows, rows, spec, P()),
+        out_specs=spec,
+        mesh=cache.sharding.mesh,
+        axis_names={axis},
+        check_vma=False,
+    )(key, value, cache, slots)
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)])
+def test_a_shard_map_over_some_axes_leaves_the_others_to_the_write(sizes, axis):
+    mesh, spec = AbstractMesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2), make_spec(KVCacheDType.NVFP4)
+    rows = array((NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, "tensor")
+    args = rows, rows, cache_on(mesh, spec), array((NUM_TOKENS,), jnp.int32, mesh)
+    program = compile_for("b200", functools.partial(write_within, axis=axis), *args, donate_argnums=2)
+    assert not program.collectives
+    assert len(program.kernels) == 1
+    assert program.alias_size == NUM_BLOCKS * spec.page_size_bytes // 8
