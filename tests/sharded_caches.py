@@ -25,6 +25,7 @@ import pytest
 import reference
 from helpers import assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, simple_spec
 from interpret_mode import interpret_mode
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -478,6 +479,18 @@ def check_sequences_elsewhere_are_empty() -> None:
         gather_kv(cache, table[:3], lens[:3], **scales)
 
 
+def check_checked_values() -> None:
+    cache, _, (key, value), scales = small("fp8_e4m3-HND", "both")
+    slots, message = np.append(SLOTS[:-1], NUM_BLOCKS * 8), r"got 64, expected less than num_slots=64"
+    write = functools.partial(reshape_and_cache_flash, **scales)
+    with kvjax.checked():
+        with pytest.raises(KVCacheValueError, match=message):
+            write(key, value, cache, slots)
+        error, _ = jax.jit(checkify.checkify(write))(key, value, cache, slots)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        jax.device_get(error).throw()
+
+
 def check_copies() -> None:
     """Whole pages: within a cache, without communication where blocks are not divided, and to the host and back."""
     pairs = np.array([[1, 6], [6, 2], [-1, 3], [7, 0]], np.int32)
@@ -562,6 +575,7 @@ CHECKS = {
         check_programs_are_reused,
         check_split_views,
         check_sequences_elsewhere_are_empty,
+        check_checked_values,
         check_copies,
         check_caches_made_by_hand,
         check_documentation,
