@@ -97,9 +97,10 @@ def test_the_page_of_a_small_file(save):
         measurement("vLLM", 64, us=5.0, bytes_moved=None),
         skipped=[{"what": "FlashInfer", "reason": "not importable: <module>\nat line 3"}],
     )
-    page = pages.page(report_of(save(file)))
-    link = f"{Path('..', *['..'] * (len(save(file).parent.parts) - 1))}{ROOT}/benchmarks/README.md"
-    assert f"[The method]({link})" in page
+    path = save(file)
+    page = pages.page(report_of(path))
+    [link] = re.findall(r"\[The method\]\(([^)]*)\)", page)
+    assert (path.parent / "docs" / link).resolve() == ROOT / "benchmarks/README.md"
     assert page.split("one stand in one table |\n\n")[1] == (
         """\
 ## NVIDIA H200
