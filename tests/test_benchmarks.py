@@ -149,7 +149,7 @@ def test_what_cannot_be_had_is_said_and_the_rest_runs(tmp_path):
     assert line in done.stderr.splitlines()
     written = json.loads((tmp_path / "measured.json").read_text())
     assert "kvjax" in [each["peer"] for each in written["measurements"]]
-    assert [each["what"] for each in written["skipped"]] == ["kvjax write"]
+    assert written["skipped"][0]["what"] == "kvjax write"  # and without torch its peer, too
 
 
 @pytest.mark.gpu
