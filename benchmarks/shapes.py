@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 from kvjax import AttentionSpec, CacheLayout, FullAttentionSpec, KVCacheDType
 
@@ -43,6 +44,16 @@ class Case:
     name: str
     num_kv_heads: int
     head_size: int
+
+    def subject(self, dtype: KVCacheDType, layout: CacheLayout) -> dict[str, Any]:
+        """What tables and files say of this layer's cache."""
+        return {
+            "case": self.name,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": dtype,
+            "layout": layout,
+        }
 
     def spec(self, dtype: KVCacheDType, layout: CacheLayout = CacheLayout.NHD) -> AttentionSpec:
         """This layer's cache in a dtype and a layout."""

@@ -104,11 +104,7 @@ class WriteJob:
         """What the tables and files say of it."""
         cache = {} if self.num_blocks is None else {"cache_bytes": self.num_blocks * self.spec.page_size_bytes}
         return {
-            "case": self.case.name,
-            "num_kv_heads": self.case.num_kv_heads,
-            "head_size": self.case.head_size,
-            "dtype": self.dtype,
-            "layout": self.layout,
+            **self.case.subject(self.dtype, self.layout),
             "slots": self.slots,
             "num_tokens": self.num_tokens,
             **cache,

@@ -27,8 +27,14 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, reshape_and_cache_flash, unify_page_sizes
-from kvjax.ops.rows import MAX_TABLE_SLOTS, last_of_each_slot
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    KVCacheDType,
+    KVCacheTypeError,
+    reshape_and_cache_flash,
+    unify_page_sizes,
+)
+from kvjax.ops.rows import MAX_SLOTS_A_TOKEN, last_of_each_slot
 
 NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
 
@@ -177,7 +183,7 @@ def test_the_last_of_several_tokens_with_one_slot_is_written(implementation, dty
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("num_slots", [8, MAX_TABLE_SLOTS + 1])
+@pytest.mark.parametrize("num_slots", [8, 20 * MAX_SLOTS_A_TOKEN + 1])
 @given(st.sampled_from([0, 1, 2, 20]).flatmap(lambda size: st.lists(st.integers(-3, 9), min_size=size, max_size=size)))
 def test_the_last_token_of_each_slot_is_kept(num_slots, dtype, slots):
     slots = np.array(slots, dtype)
@@ -187,6 +193,13 @@ def test_the_last_token_of_each_slot_is_kept(num_slots, dtype, slots):
         kept = np.asarray(keep(jnp.asarray(slots), num_slots=num_slots))
     kept = np.where((kept >= 0) & (kept < num_slots), kept, -1)
     assert_same_bytes(kept, np.array(expected, dtype))
+
+
+def test_whether_slots_are_unique_is_known_when_traced():
+    spec = simple_spec()
+    key, value = kv_tokens(spec, 2)
+    with pytest.raises(KVCacheTypeError, match="unique_slots: got 'yes' of type str, expected a bool"):
+        reshape_and_cache_flash(key, value, poisoned(spec, 2), np.arange(2), unique_slots="yes")
 
 
 def compares_slots(platform: str, **options: bool) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from benchmarks import memory, output, workload
+from benchmarks import memory, workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.in_jax import why_no_kernel
+from benchmarks.peers.in_jax import own_peers
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.shapes import BLOCK_SIZE, Case
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode, quant
@@ -48,11 +48,7 @@ class GatherJob:
     def subject(self) -> dict[str, Any]:
         """What the tables and files say of it."""
         return {
-            "case": self.case.name,
-            "num_kv_heads": self.case.num_kv_heads,
-            "head_size": self.case.head_size,
-            "dtype": self.dtype,
-            "layout": self.layout,
+            **self.case.subject(self.dtype, self.layout),
             "num_seqs": self.num_seqs,
             "seq_len": self.seq_len,
             "num_tokens": self.num_seqs * self.seq_len,
@@ -201,18 +197,9 @@ def _is_simple(job: GatherJob) -> bool:
     return job.dtype is not KVCacheDType.NVFP4 and job.seq_len % BLOCK_SIZE == 0
 
 
-KVJAX = Peer[GatherJob, GatherInputs](
-    "kvjax",
-    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value),
-    why_missing=why_no_kernel,
-    own=True,
-)
-KVJAX_IN_XLA = Peer[GatherJob, GatherInputs](
-    "kvjax xla",
-    lambda inputs: kvjax_run(inputs, implementation="xla"),
-    why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
-    own=True,
-)
+KVJAX: Peer[GatherJob, GatherInputs]
+KVJAX_IN_XLA: Peer[GatherJob, GatherInputs]
+KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
 XLA_GATHER = Peer[GatherJob, GatherInputs]("XLA gather", xla_gather_run, serves=_is_simple)
 INDEX_SELECT = Peer[GatherJob, GatherInputs](
     "torch index_select", torch_run, serves=_is_simple, why_missing=in_torch.why_missing

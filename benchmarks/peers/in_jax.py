@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,22 +29,30 @@ def why_no_kernel() -> str | None:
     return None
 
 
-KVJAX = Peer[WriteJob, WriteInputs](
-    "kvjax",
-    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value),
-    why_missing=why_no_kernel,
-    own=True,
-)
+def own_peers[Job, Inputs](run: Callable[..., Run]) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
+    """kvjax as a flag asks for it, and in XLA where that is another thing; `run` takes inputs and `implementation`."""
+    asked_for = Peer[Job, Inputs](
+        "kvjax",
+        lambda inputs: run(inputs, implementation=output.IMPLEMENTATION.value),
+        why_missing=why_no_kernel,
+        own=True,
+    )
+    in_xla = Peer[Job, Inputs](
+        "kvjax xla",
+        lambda inputs: run(inputs, implementation="xla"),
+        why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
+        own=True,
+    )
+    return asked_for, in_xla
+
+
+KVJAX: Peer[WriteJob, WriteInputs]
+KVJAX_IN_XLA: Peer[WriteJob, WriteInputs]
+KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
 KVJAX_ANY_SLOTS = Peer[WriteJob, WriteInputs](
     "kvjax, any slots",
     lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value, unique_slots=False),
     why_missing=why_no_kernel,
-    own=True,
-)
-KVJAX_IN_XLA = Peer[WriteJob, WriteInputs](
-    "kvjax xla",
-    lambda inputs: kvjax_run(inputs, implementation="xla"),
-    why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
     own=True,
 )
 NOT_DONATED = Peer[WriteJob, WriteInputs](
