@@ -91,7 +91,7 @@ def why_not() -> str | None:
 
 
 def compile_for(
-    target: str, function: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()
+    target: str, function: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = (), **options: Any
 ) -> CompiledProgram:
     """Compiles `function` for one of `TARGETS`, in a process that compiles for nothing else.
 
@@ -99,7 +99,8 @@ def compile_for(
     of a module, or a `functools.partial` of one. Arguments whose sharding is over an abstract mesh are for so many
     devices, up to `MOST_DEVICES` in one host; all others are for one.
     """
-    return _compiler(target).submit(compile_here, target, function, *args, donate_argnums=donate_argnums).result()
+    job = _compiler(target).submit(compile_here, target, function, *args, donate_argnums=donate_argnums, **options)
+    return job.result()
 
 
 @functools.cache
@@ -121,19 +122,25 @@ def compile_here(
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     disassemble: bool = False,
+    change_kernel: Callable[[bytes], bytes] | None = None,
 ) -> CompiledProgram:
-    """What `compile_for` does, in this process; also for functions that cannot be pickled, and with SASS."""
+    """What `compile_for` does, in this process; also for functions that cannot be pickled, and with SASS.
+
+    `change_kernel` is applied to the serialized module of each Mosaic GPU kernel before that is compiled.
+    """
     import jax
 
     devices = _devices(target)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(devices, getattr(x, "sharding", None))), args
     )
-    if disassemble and (tools := _folder_of_nvdisasm()):
+    if disassemble and (tools := folder_of_nvdisasm()):
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(tools.parent)
     with jax.default_device(devices[0]), _captured_stdout() as output:
         lowered = jax.jit(function, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=("cuda",))
+        if change_kernel is not None:
+            _change_kernels(lowered.compiler_ir(), change_kernel)
         compiled = lowered.compile()
         output.seek(0)
         dump = output.read()
@@ -146,6 +153,20 @@ def compile_here(
         memory.temp_size_in_bytes,
         _kernels(hlo, dump),
     )
+
+
+def _change_kernels(module: Any, change: Callable[[bytes], bytes]) -> None:
+    from jaxlib.mlir import ir
+
+    def visit(op: Any) -> Any:
+        if "call_target_name" in op.attributes and "mosaic_gpu" in str(op.attributes["call_target_name"]):
+            config = {named.name: named.attr for named in op.attributes["mhlo.backend_config"]}
+            config["module"] = ir.StringAttr.get(change(config["module"].value_bytes))
+            op.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
 
 
 def _on(devices: Sequence[Any], sharding: Any) -> Any:
@@ -208,7 +229,7 @@ def _parse_kernel(dump: str) -> CompiledKernel:
     return CompiledKernel(ptx, log, sass[0] if sass else None)
 
 
-def _folder_of_nvdisasm() -> Path | None:
+def folder_of_nvdisasm() -> Path | None:
     """Of CUDA's toolkit or of triton, which torch brings."""
     triton = util.find_spec("triton")
     brought = [Path(triton.origin).parent / "backends/nvidia/bin"] if triton and triton.origin else []

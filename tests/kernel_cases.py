@@ -6,7 +6,7 @@ A check runs the kernel where jax runs by default, so that one in interpret mode
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,12 @@ from helpers import (
     run_write,
     simple_spec,
 )
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCache, KVCacheDType, gather_kv
+from kvjax.kernels import arithmetic, compat
+from kvjax.kernels.registers import THREADS, lane_layout
 
 Case = dict[str, Any]
 
@@ -41,8 +45,12 @@ SHAPE_AXES = {
     "num_kv_heads": [1, 2, 3, 4, 5, 8, 10, 16],
     "block_size": [1, 8, 16, 32, 64, 128, 784],
 }
-# Of tokens, 1,001 and 9,001 are more than one for each program, and leave the last program with fewer.
-WRITE_AXES = {"num_tokens": [0, 1, 2, 7, 127, 1001, 9001], "slots": ["permuted", "with_holes", "repeated", "int64"]}
+# Of 301 tokens programs take one each, keys and values; 1,001 and 9,001 are more than one for each program, and leave
+# the last program with fewer.
+WRITE_AXES = {
+    "num_tokens": [0, 1, 2, 7, 127, 301, 1001, 9001],
+    "slots": ["permuted", "with_holes", "repeated", "int64"],
+}
 GATHER_AXES = {"sequences": ["one", "ragged", "none"], "indices": ["int32", "int64"]}
 
 OTHER_HEAD_SIZE = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 64}
@@ -240,3 +248,25 @@ def _lengths(case: Case) -> tuple[int, ...]:
 
 def _num_tokens(case: Case) -> int:
     return case["num_tokens"] if "num_tokens" in case else len(_lengths(case)) * MAX_BLOCKS * case["block_size"]
+
+
+def reciprocals(x: jax.Array) -> jax.Array:
+    """The kernels' `rounded_reciprocal` of float32, 4,096 a program."""
+    return elementwise(arithmetic.rounded_reciprocal, x, 4096)
+
+
+def elementwise(function: Callable[[jax.Array], jax.Array], x: jax.Array, size: int = THREADS) -> jax.Array:
+    """A kernel alone with `function`; a program takes `size` elements."""
+
+    def body(x_ref: Any, out_ref: Any) -> None:
+        run = pl.ds(jax.lax.axis_index("program") * size, size)
+        compat.store(out_ref.at[run], function(compat.load(x_ref.at[run], lane_layout((size,), 4))))
+
+    kernel: Callable[[jax.Array], jax.Array] = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.size // size,),
+        grid_names=("program",),
+        compiler_params=compat.COMPILER_PARAMS,
+    )
+    return kernel(x)

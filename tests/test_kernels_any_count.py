@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,13 @@ def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMe
     return keys, values
 
 
-def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64) -> kernels.AnyCount:
+def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
     ]
-    return kernels.write_kernel(spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1))
+    return kernels.write_kernel(
+        spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1), unique_slots=unique_slots
+    )
 
 
 def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
@@ -51,12 +54,19 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 @pytest.mark.parametrize("operation", ["write", "gather"])
 @EACH_DTYPE
-def test_it_is_one_kernel_without_spills(dtype, operation, num_kv_heads, target):
+def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
+    """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
+    launch = pytest.importorskip("kvjax_torch.launch")
     make, call = {"write": (write_kernel, call_write), "gather": (gather_kernel, call_gather)}[operation]
     args = make(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).args
-    program = compile_for(target, functools.partial(call, dtype, num_kv_heads), *args)
-    [kernel] = program.kernels
+    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    function = functools.partial(call, dtype, num_kv_heads)
+    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0
+    parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+", kernel.ptx, re.MULTILINE)
+    num_unused = 0 if dtype.is_quantized else 2  # scales
+    assert len(parameters) == len(args) - num_unused
+    assert set(parameters) <= {".u64", ".b64"}
 
 
 def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -83,14 +93,14 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
     with interpret_mode():
         kernel = write_kernel(spec, np.int32)
         written = kernel.with_numbers(
-            (num_tokens, last_slot, num_tokens, 0, 0, 0, 0, 0),
+            (num_tokens, last_slot, 0, 0, 0, 0, 0),
             num_tokens,
             jnp.asarray(slots),
             *rows,
+            pages,
+            pages,
             k_scale,
             v_scale,
-            pages,
-            pages,
         )
         # Of keys and values each has its own copy of the pages here; put together, they are the cache.
         changed = jnp.where(bits(written[1]) != bits(pages), bits(written[1]), bits(written[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import gpu_compile
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from gpu_compile import TARGETS, CompiledProgram, compile_for
 from helpers import INPUT_DTYPES, pairwise, simple_spec
+from kernel_cases import elementwise, reciprocals
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
@@ -20,6 +22,8 @@ from kvjax import (
     kernels,
     reshape_and_cache_flash_diffkv,
 )
+from kvjax.kernels import compat
+from kvjax.kernels.registers import THREADS
 
 pytestmark = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 
@@ -176,6 +180,30 @@ def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):
 def test_the_hardware_makes_e2m1_codes_where_it_can(target):
     [kernel] = compile_write(target, TYPICAL | {"dtype": "nvfp4"}).kernels
     assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == (target == "b200")
+
+
+def ieee_reciprocal(x):
+    return elementwise(functools.partial(compat.ptx, "rcp.rn.f32 $0, $1;", jnp.reciprocal), x)
+
+
+STEPS = r"MUFU\.RCP (R\d+), (R\d+) .*FFMA (R\d+), \2, \1, -1 .*FADD\.FTZ (R\d+), -\3, .*FFMA R\d+, \1, \4, \1 "
+
+
+EXTREMES = r"IADD3 R.*, 0x1800000,.*LOP3.LUT R.*, 0x7f800000,.*ISETP.GT.U32.AND P0,.*, 0x1ffffff,"
+
+
+@pytest.mark.skipif(gpu_compile.folder_of_nvdisasm() is None, reason="needs nvdisasm, of CUDA's toolkit or of triton")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_reciprocal_is_what_ptxas_makes_of_one_that_ieee_754_rounds(target):
+    """`arithmetic.rounded_reciprocal` is, step by step, the path that ptxas takes for all but extreme exponents."""
+    divisors = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    [ieee] = compile_for(target, ieee_reciprocal, divisors, disassemble=True).kernels
+    body = " ".join(ieee.sass[ieee.sass.index(f".text.{ieee.name}:") :].replace(".reuse", "").split())
+    assert re.search(EXTREMES, body)
+    assert re.search(STEPS, body)
+    [ours] = compile_for(target, reciprocals, divisors).kernels
+    assert "rcp.approx.ftz.f32" in ours.ptx
+    assert ours.ptx.count("fma.rn.f32") == 2 * 4096 // THREADS
 
 
 def write_stacked(stacked, keys, values, slots, spec):

@@ -21,6 +21,7 @@ from kernel_cases import (
     compare_gathers,
     covering,
     name,
+    reciprocals,
 )
 from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values
 
@@ -46,6 +47,13 @@ def test_a_write_has_the_bytes_of_xla(case):
 @pytest.mark.parametrize("case", covering(SHAPE_AXES | GATHER_AXES), ids=name)
 def test_a_gather_has_the_bits_of_xla(case):
     check_gather(case)
+
+
+@pytest.mark.parametrize("exponent", [-124, -1, 0, 77, 123])
+def test_a_reciprocal_is_rounded_right_for_every_mantissa(exponent):
+    x = np.ldexp(np.arange(2**23, 2**24).astype(np.float32), exponent - 23)
+    expected = (1 / x.astype(np.float64)).astype(np.float32)
+    assert_same_bytes(np.asarray(jax.jit(reciprocals)(x)), expected)
 
 
 @EACH_DTYPE

@@ -1,4 +1,4 @@
-"""Runs each kind of kernel once, for tools that look into kernels while they run on a GPU.
+"""Runs each kind of kernel, for tools that look into kernels while they run on a GPU.
 
 The kinds are a write and a gather of every storage dtype, in NHD and HND, with linear and with swizzled V scales, with
 one scale and with one a head. From the root of the source tree, with a Python whose jax sees the GPU:
@@ -77,12 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="of the cache")
-    parser.add_argument("--num-tokens", type=int, default=1001, help="by default more than one for each program")
+    parser.add_argument(
+        "--num-tokens", type=int, nargs="+", default=[33, 1001], help="by default one a program, and several"
+    )
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
     args = parser.parse_args(arguments)
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
-        run(spec, scale_shape, args.num_tokens)
+        for num_tokens in args.num_tokens:
+            run(spec, scale_shape, num_tokens)
         scales = "scale a head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 

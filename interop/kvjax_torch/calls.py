@@ -67,13 +67,13 @@ def write_call(
         (key.stride(0), value.stride(0)),
         (key_alignment, value_alignment),
         (_page_alignment(key_cache), _page_alignment(value_cache)),
+        unique_slots,
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
-    searched = 0 if unique_slots else num_tokens
-    if searched >= kernels.SEARCHED:
-        slot_mapping, searched = only_last_tokens(slot_mapping, last_slot + 1), 0
-    arrays = (slot_mapping.contiguous(), key, value, _scale(k_scale), _scale(v_scale), key_cache, value_cache)
-    return Call(kernel, (num_tokens, last_slot, searched), arrays, num_tokens)
+    if num_tokens >= kernels.SEARCHED and not unique_slots:
+        slot_mapping = only_last_tokens(slot_mapping, last_slot + 1)
+    arrays = (slot_mapping.contiguous(), key, value, key_cache, value_cache, _scale(k_scale), _scale(v_scale))
+    return Call(kernel, (num_tokens, last_slot), arrays, num_tokens)
 
 
 def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -120,12 +120,15 @@ def _write_kernel(
     token_strides: tuple[int, int],
     row_alignments: tuple[int, int],
     page_alignments: tuple[int, int],
+    unique_slots: bool,
 ) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(numpy_dtype(dtype), *memory) for memory in zip(token_strides, row_alignments, strict=True)
     ]
     pages = _page_memory(cache, page_alignments)
-    return kernels.write_kernel(cache.spec, (rows[0], rows[1]), pages, numpy_dtype(slot_dtype), scale_sizes)
+    return kernels.write_kernel(
+        cache.spec, (rows[0], rows[1]), pages, numpy_dtype(slot_dtype), scale_sizes, unique_slots=unique_slots
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,7 +156,7 @@ def _row_alignment(places: int) -> int:
 
 def _scale(scale: torch.Tensor) -> torch.Tensor:
     """A scale where a kernel can read it: several are read as vectors."""
-    if scale.numel() == 1 or not scale.data_ptr() % kernels.BASE_ALIGNMENT:
+    if scale.numel() == 1 or not scale.data_ptr() % kernels.MAX_VECTOR_BYTES:
         return scale.contiguous()
     return scale.clone(memory_format=torch.contiguous_format)
 

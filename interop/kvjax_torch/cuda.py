@@ -22,8 +22,6 @@ from kvjax_torch.arguments import gather_plan, write_plan
 
 MIN_COMPUTE_CAPABILITY = 9
 
-_SHIFT, _BEYOND = kernels.NUMBER_SHIFT, kernels.BASE_ALIGNMENT - 1
-
 _REMEMBERED = 4096
 """Kinds of calls; a model has a few, and one more for each size of cache."""
 
@@ -35,10 +33,19 @@ _known_writes: dict[Any, _KnownWrite] = {}
 
 
 class _KnownWrite(NamedTuple):
-    """A kind of write that needs no more than to be launched, and the last slot of its cache."""
+    """A kind of write that needs no more than to be launched.
 
-    launch: Callable[[tuple[int, ...], tuple[int, ...], int], None]
-    last_slot: int
+    Attributes:
+      kernel: what is launched.
+      num_programs: how many programs it takes, by the number of tokens.
+      counts: its counts as an entry, with no token yet, which the lower half counts.
+      num_slots: slots of the cache.
+    """
+
+    kernel: launch.Kernel
+    num_programs: Callable[[int], int]
+    counts: int
+    num_slots: int
 
 
 def write(
@@ -58,10 +65,10 @@ def write(
         slot_mapping.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
-        k_scale.data_ptr(),
-        v_scale.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
+        k_scale.data_ptr(),
+        v_scale.data_ptr(),
     )
     device = key_cache.get_device()
     kind = (
@@ -79,17 +86,18 @@ def write(
         key_cache.dtype,
         key_cache.shape,
         key_cache.stride(),
-        addresses[5] % calls.PAGE_ALIGNMENT,
+        addresses[3] % calls.PAGE_ALIGNMENT,
         value_cache.dtype,
         value_cache.shape,
         value_cache.stride(),
-        addresses[6] % calls.PAGE_ALIGNMENT,
+        addresses[4] % calls.PAGE_ALIGNMENT,
         slot_mapping.dtype,
         slot_mapping.stride(),
         k_scale.dtype,
         k_scale.shape,
         v_scale.dtype,
         v_scale.shape,
+        unique_slots,
     )
     known = _known_writes.get(kind)
     if known is not None and not kvjax.is_checked():
@@ -101,11 +109,10 @@ def write(
             and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
             and not (key.requires_grad or value.requires_grad)
         ):
-            searched = 0 if unique_slots else num_tokens
-            if searched >= kernels.SEARCHED:
-                slot_mapping, searched = calls.only_last_tokens(slot_mapping, known.last_slot + 1), 0
+            if num_tokens >= kernels.SEARCHED and not unique_slots:
+                slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
                 addresses = slot_mapping.data_ptr(), *addresses[1:]
-            known.launch((num_tokens, known.last_slot, searched), addresses, num_tokens)
+            known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
             return
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
@@ -119,7 +126,9 @@ def write(
     if launcher is not None and is_taken_as_it_comes and k_scale.numel() == v_scale.numel() == 1:
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
-        _known_writes[kind] = _KnownWrite(launcher.launch, call.counts[1])
+        _, last_slot = call.counts
+        [counts] = kernels.packed((0, last_slot))
+        _known_writes[kind] = _KnownWrite(*launcher, counts, last_slot + 1)
 
 
 def gather(
@@ -171,26 +180,18 @@ def _run(call: calls.Call) -> _Launcher | None:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
-    return _Launcher(launch.compile_kernel(kernel.function, kernel.args, device), kernel.units, kernel.num_programs)
+    return _Launcher(launch.compile_kernel(kernel.function, kernel.args, device), kernel.num_programs)
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel, what its arrays' beginnings are counted in, and how many programs it takes."""
+    """A compiled kernel, and how many programs it takes."""
 
     kernel: launch.Kernel
-    units: tuple[int, ...]
     num_programs: Callable[[int], int]
 
     def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
         """Launches it for arrays that begin at these addresses."""
-        numbers, bases = [count << _SHIFT for count in counts], []
-        for address, unit in zip(addresses, self.units, strict=True):
-            if unit:
-                beyond = address & _BEYOND
-                numbers.append(beyond and beyond // unit << _SHIFT)
-                address -= beyond
-            bases.append(address)
-        self.kernel(numbers + bases, self.num_programs(amount))
+        self.kernel((*kernels.packed(counts), *addresses), self.num_programs(amount))
 
 
 @functools.lru_cache(maxsize=64)

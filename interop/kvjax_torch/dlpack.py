@@ -54,9 +54,9 @@ class _AlreadyWaitedFor:
 
 @functools.lru_cache(maxsize=1024)
 def _program(kernel: kernels.AnyCount) -> Any:
-    end = 2 + len(kernel.arguments)
-    donated = tuple(range(end - kernel.num_written, end))
-    return jax.jit(kernel.with_numbers, static_argnums=(0, 1), donate_argnums=donated)
+    static = 0, 1
+    donated = tuple(len(static) + i for i in kernel.written)
+    return jax.jit(kernel.with_numbers, static_argnums=static, donate_argnums=donated)
 
 
 def _lent(tensor: torch.Tensor, argument: kernels.Argument) -> tuple[torch.Tensor, int]:

@@ -1,9 +1,10 @@
 """Launching kvjax's kernels from torch: on its current stream, with its addresses, and with nothing between.
 
 A Pallas kernel is traced and lowered by JAX and compiled by JAX's CUDA plugin, whose `MosaicGpuCompile` returns a host
-function that launches it on a stream, given a list of addresses. The size of the grid is a constant of that function;
-here it becomes one more entry of the list. Kernels that take the numbers of tokens and blocks as entries
-too then serve every call of their kind, and a launch is one call into compiled code: nothing is
+function that launches it on a stream, given a list of addresses. Two things are changed before that. The size of the
+grid, a constant, becomes one more entry of the list. And what the kernel is given are integers: of addresses it would
+take for granted that they are multiples of 256, as JAX's are, but torch's tensors begin anywhere, and numbers travel as
+addresses too. So a kernel serves every call of its kind, and a launch is one call into compiled code: nothing is
 allocated, copied, or waited for, so that `torch.cuda.graph` records it like any other kernel.
 
 `MosaicGpuCompile` and the form of what JAX hands to it are no public interface. What this module needs of them is
@@ -32,6 +33,7 @@ from kvjax_torch import driver
 try:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+    from jax.experimental.mosaic.gpu import core as mosaic
 except ImportError as error:
     _MISSING: ImportError | None = error
 else:
@@ -58,16 +60,14 @@ class Kernel:
 
     Attributes:
       device: index of the device.
-      function: the CUDA function.
       context: the CUDA context that it was loaded in.
-      launch: host code that is called with the function, a stream and the addresses.
-      pack: makes those of numbers: the kernel's arguments and then the number of programs.
+      launch: puts the kernel on a stream, given a list of its arguments and the number of programs.
+      pack: makes the list of numbers: the kernel's arguments and then the number of programs.
     """
 
     device: int
-    function: int
     context: ctypes.c_void_p
-    launch: Callable[[int, int, bytes], None]
+    launch: Callable[[int, bytes], None]
     pack: Callable[..., bytes]
 
     def __call__(self, arguments: Sequence[int], num_programs: int) -> None:
@@ -76,11 +76,11 @@ class Kernel:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         is_torchs_device = torch._C._cuda_getDevice() == self.device
         if is_torchs_device and getattr(_thread, "has_context", False):
-            self.launch(self.function, stream, packed)
+            self.launch(stream, packed)
             return
         with driver.unchanged_context():
             driver.make_current(self.context)
-            self.launch(self.function, stream, packed)
+            self.launch(stream, packed)
         if is_torchs_device:  # as torch would make it at the thread's first operation
             driver.make_current(self.context)
             _thread.has_context = True
@@ -105,9 +105,9 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
     context = driver.primary_context(index)
     driver.start_jax()
     with _compile_lock, driver.unchanged_context():
-        lowered = _lower(function, args, device)
+        lowered = _lower(function, args, _Target.of(device))
         with _expecting_this_form():
-            module = _with_grid_from_caller(_kernel_module(lowered), len(args))
+            module = given_integers(_kernel_module(lowered), len(args))
         plugin = _plugin()
         driver.make_current(context)
         compiled = plugin.MosaicGpuCompile(module, len(module))
@@ -116,9 +116,19 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
                 "MosaicGpuCompile of JAX's CUDA plugin compiles no kernel in the form it has now"
             )
         _compilations += 1
-        launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(compiled[1])
         pack = struct.Struct(f"={len(args) + 1}Q").pack
-        return Kernel(index, compiled[0], context, launch, pack)
+        return Kernel(index, context, _launcher(compiled, index), pack)
+
+
+def _launcher(compiled: Any, device: int) -> Callable[[int, bytes], None]:
+    """What calls the host code, with the stream and the list alone."""
+    pointer, entries = ctypes.c_void_p, ctypes.c_char_p
+    function, code = compiled[:2]
+    if not getattr(mosaic, "_ABI_V2", False):  # before JAX 0.12
+        return functools.partial(ctypes.CFUNCTYPE(None, pointer, pointer, entries)(code), function)
+    launch = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, entries, ctypes.c_int)(code)
+    kernel = compiled[2]
+    return lambda stream, packed: launch(kernel, function, stream, packed, device)
 
 
 @contextlib.contextmanager
@@ -131,9 +141,9 @@ def _expecting_this_form() -> Iterator[None]:
         ) from error
 
 
-def _lower(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
+def _lower(function: Callable[..., Any], args: Sequence[Any], target: _Target) -> Any:
     with _expecting_this_form():
-        mesh = AbstractMesh((), (), abstract_device=_Target.of(device))
+        mesh = AbstractMesh((), (), abstract_device=target)
     with use_abstract_mesh(mesh):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
@@ -168,8 +178,8 @@ class _Target:
         return cls(properties.name, f"{properties.major}.{properties.minor}")
 
 
-def _with_grid_from_caller(serialized: bytes, index: int) -> bytes:
-    """The module with the number of programs read from entry `index` of the list that its host function is given."""
+def given_integers(serialized: bytes, num_args: int) -> bytes:
+    """The module with its kernel given integers, and as many programs as entry `num_args` of the host's list says."""
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
@@ -177,27 +187,64 @@ def _with_grid_from_caller(serialized: bytes, index: int) -> bytes:
         launches = [op for op in _operations(module.operation) if op.name == f"{_NAMESPACE}gpu.launch"]
         if len(launches) != 1 or len(launches[0].block.arguments) != 2:
             raise LaunchUnavailableError(f"JAX {jax.__version__} launches Mosaic GPU kernels in another form")
-        launch, addresses = launches[0], launches[0].block.arguments[1]
-        i64 = ir.IntegerType.get_signless(64)
-
-        def add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:
-            return ir.Operation.create(_NAMESPACE + name, [result], [operand], attributes).result
-
-        with ir.InsertionPoint(launch):
-            entry = add(
-                "llvm.getelementptr",
-                addresses.type,
-                addresses,
-                elem_type=ir.TypeAttr.get(addresses.type),
-                rawConstantIndices=ir.DenseI32ArrayAttr.get([index]),
+        [launch] = launches
+        if _pass_integers(launch) < num_args:
+            raise LaunchUnavailableError(
+                f"JAX {jax.__version__} passes arguments of Mosaic GPU kernels in another form"
             )
-            loaded = add("llvm.load", i64, entry, ordering=ir.IntegerAttr.get(i64, 0))
-            num_programs = add("arith.index_cast", ir.IndexType.get(), loaded)
-        asynchronous = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])[0]
-        launch.operands[asynchronous] = num_programs
+        _take_grid_from_entry(launch, num_args)
         changed = io.BytesIO()
         module.operation.write_bytecode(changed)
     return changed.getvalue()
+
+
+def _take_grid_from_entry(launch: Any, index: int) -> None:
+    addresses = launch.block.arguments[1]
+    with ir.InsertionPoint(launch):
+        entry = _add(
+            "llvm.getelementptr",
+            addresses.type,
+            addresses,
+            elem_type=ir.TypeAttr.get(addresses.type),
+            rawConstantIndices=ir.DenseI32ArrayAttr.get([index]),
+        )
+        i64 = ir.IntegerType.get_signless(64)
+        num_programs = _add("llvm.load", i64, entry, ordering=ir.IntegerAttr.get(i64, 0))
+        num_programs = _add("arith.index_cast", ir.IndexType.get(), num_programs)
+    asynchronous = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])[0]
+    launch.operands[asynchronous] = num_programs
+
+
+def _pass_integers(launch: Any) -> int:
+    """Has the references that the host makes of addresses made in the kernel; returns how many addresses there are."""
+    addresses, kernel = launch.block.arguments[1], launch.regions[0].blocks[0].operations[0]
+    integer, pointer = ir.IntegerType.get_signless(64), addresses.type
+    of_global_memory = ir.Type.parse("!llvm.ptr<1>")
+    host = [op.operation for op in launch.block.operations]
+    host = host[: host.index(launch)]
+    num_addresses, made = 0, []
+    for op in host:
+        if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
+            with ir.InsertionPoint(op):
+                passed = _add("llvm.load", integer, op.operands[0], ordering=op.attributes["ordering"])
+            with ir.InsertionPoint(kernel):
+                address = _add("llvm.inttoptr", of_global_memory, passed)
+                address = _add("llvm.addrspacecast", pointer, address)
+            op.results[0].replace_all_uses_with(address)
+            made.append(address)
+            num_addresses += 1
+        elif any(operand in made for operand in op.operands):
+            with ir.InsertionPoint(kernel):
+                for i, operand in enumerate(op.operands):
+                    if operand not in made:  # a constant
+                        op.operands[i] = operand.owner.clone().results[0]
+            op.move_before(kernel)
+            made.extend(op.results)
+    return num_addresses
+
+
+def _add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:
+    return ir.Operation.create(_NAMESPACE + name, [result], [operand], attributes).result
 
 
 def _operations(op: Any) -> Iterator[Any]:

@@ -3,20 +3,19 @@
 What is named here is for launchers of their own, which pass addresses instead of arrays.
 """
 
-from kvjax.kernels.compat import BASE_ALIGNMENT as BASE_ALIGNMENT
-from kvjax.kernels.compat import NUMBER_SHIFT as NUMBER_SHIFT
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import Argument as Argument
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
+from kvjax.kernels.memory import packed as packed
+from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
-    "BASE_ALIGNMENT",
-    "NUMBER_SHIFT",
+    "MAX_VECTOR_BYTES",
     "SEARCHED",
     "AnyCount",
     "Argument",
@@ -24,5 +23,6 @@ __all__ = [
     "PageRegion",
     "RowMemory",
     "gather_kernel",
+    "packed",
     "write_kernel",
 ]

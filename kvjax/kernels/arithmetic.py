@@ -13,7 +13,7 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
-from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX
+from kvjax.quant import CANONICAL_NAN_BITS
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
@@ -27,6 +27,25 @@ def reciprocal(divisor: jax.Array) -> jax.Array:
         y = approximate.astype(jnp.float64)
         e = 1.0 - divisor.astype(jnp.float64) * y
         return y + y * (e + e * e)
+
+
+def rounded_reciprocal(divisor: jax.Array) -> jax.Array:
+    """`1 / divisor` in float32, correctly rounded, for a divisor between `2**-124` and `2**124`.
+
+    What ptxas makes of `rcp.rn.f32`, but without the branch to what it does for other divisors: one step of the series
+    above, by fused multiply-adds. That this rounds right is a property of the approximations, one for each of 2**23
+    mantissas: tests try them all where there is a GPU, and see of other targets that ptxas relies on it there too.
+    """
+    return compat.ptx(
+        "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, y; fma.rn.f32 e, $1, e, 0f3F800000;"
+        " fma.rn.f32 $0, y, e, y; }",
+        _exact_reciprocal,
+        divisor,
+    )
+
+
+def _exact_reciprocal(divisor: jax.Array) -> jax.Array:
+    return quant.exact_divide(jnp.ones_like(divisor), divisor)
 
 
 def times(x: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -72,7 +91,11 @@ def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def encode_nvfp4(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array],
+    dtype: np.dtype[Any],
+    scale: jax.Array,
+    inverse: jax.Array,
+    spread: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
@@ -81,18 +104,17 @@ def encode_nvfp4(
         the even elements and the odd ones.
       dtype: of the elements.
       scale: float32 scalar.
+      inverse: `reciprocal(E2M1_MAX * scale)`.
       spread: from `[...]` to `[..., 8]`, in the registers of `pairs`.
 
     Returns:
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
-    scaled = times(_largest_magnitudes(pairs, dtype), reciprocal(E2M1_MAX * scale))
+    scaled = times(_largest_magnitudes(pairs, dtype), inverse)
     bits = _float8_bits(scaled, np.dtype(jnp.float8_e4m3fn))
     decoded = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
-    with jax.enable_x64(True):
-        inverse = reciprocal(decoded).astype(jnp.float32)
-    inverse = jnp.where(decoded == 0.0, jnp.zeros_like(decoded), inverse)
-    return e2m1_pairs(*_halves(pairs, dtype), spread(inverse)), bits
+    factor = jnp.where(decoded == 0.0, jnp.zeros_like(decoded), rounded_reciprocal(decoded))
+    return e2m1_pairs(*_halves(pairs, dtype), spread(factor)), bits
 
 
 def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:

@@ -27,11 +27,7 @@ from kvjax.kernels.registers import lane_layout
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 BASE_ALIGNMENT = 256
-"""Bytes that compiled kernels take the address of every argument to be a multiple of; a single number, which is read as
-it is, may lie anywhere."""
-
-NUMBER_SHIFT = 8
-"""A number that is passed as an address begins above the bits that `BASE_ALIGNMENT` says are zeros."""
+"""Bytes that the address of each of JAX's arrays is a multiple of."""
 
 
 def interpreting() -> bool:
@@ -49,26 +45,25 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def number(ref: Any) -> jax.Array:
-    """The int32, not negative, that the address of `ref` stands for: `address >> NUMBER_SHIFT`.
+def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
+    """The int32 that the lower and the upper half of the address of `ref` stand for.
 
     How a launcher passes numbers to a kernel, whose arguments are all addresses: nothing has to be written to the GPU
-    beforehand, nor read there. In interpret mode, which knows no addresses, the number is in the memory.
+    beforehand, nor read there. In interpret mode, which knows no addresses, they are in the memory.
     """
     if interpreting():
-        value: jax.Array = ref[0]
-        return value
-    layout = plgpu.Layout.WG_SPLAT(())
+        return ref[0], ref[1]
+    number = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
 
     def from_address(_: Any, ref: Any) -> Any:
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        shifted = arith.shrui(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), mgpu.c(NUMBER_SHIFT, i64))
-        return mgpu.FragmentedArray.splat(arith.trunci(i32, shifted), (), is_signed=True)
+        address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        halves = address, arith.shrui(address, mgpu.c(32, i64))
+        return tuple(mgpu.FragmentedArray.splat(arith.trunci(i32, half), (), is_signed=True) for half in halves)
 
-    number_type = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=layout)
-    inlined = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=number_type)(from_address)
-    from_address_of: Callable[[Any], jax.Array] = inlined
-    return from_address_of(ref)
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(number, number))(from_address)
+    low, high = inlined(ref)
+    return low, high
 
 
 def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
@@ -85,7 +80,8 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
 def wait_for_threads() -> None:
     """A barrier behind which all threads see what any of them has stored in shared memory before it.
 
-    `plgpu.commit_smem` would also make that visible to asynchronous copies, for a fence's time.
+    `plgpu.commit_smem` would also make that visible to asynchronous copies, for a fence's time. No compiler moves loads
+    past it either.
     """
     if interpreting():
         plgpu.commit_smem()
@@ -99,15 +95,28 @@ def wait_for_threads() -> None:
     plgpu.inline_mgpu()(wait)()
 
 
-def finish_loads() -> None:
-    """Keeps the compiler from moving loads that stand before this behind it, to where it sees their first use."""
+def keep_rolled() -> None:
+    """Keeps ptxas from unrolling the loop in whose body this stands."""
     if not interpreting():
-        plgpu.inline_mgpu()(lambda _: _forbid_moving())()
+        plgpu.inline_mgpu()(lambda _: _statement('.pragma "nounroll";'))()
+
+
+def end_branch(name: str) -> None:
+    """Keeps the compiler from sharing the last instructions of a branch with others, which have other names.
+
+    A program would jump there, and wait for instructions that it has not met yet.
+    """
+    if not interpreting():
+        plgpu.inline_mgpu()(lambda _: _statement(f"// {name}"))()
 
 
 def _forbid_moving() -> None:
     """Nothing, but the compiler takes it to read and write memory."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "", "~{memory}", has_side_effects=True)
+    _statement("", "~{memory}")
+
+
+def _statement(code: str, clobbered: str = "") -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, clobbered, has_side_effects=True)
 
 
 def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:

@@ -221,7 +221,7 @@ def any_count(
             *(memory.argument(spec.storage_dtype) for memory in pages),
             *(Argument(_result_type(MOST, spec, size, dtype)) for size in _head_sizes(spec)),
         ),
-        num_written=2,
+        written=(6, 7),
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
     )
 

@@ -1,13 +1,13 @@
 """What a kernel is told of memory: JAX's arrays, of which everything is known, or memory that somebody else owns.
 
-Of the latter its strides are known when a kernel is compiled, but neither how much there is nor where it begins: those
-are numbers that each launch brings along, so that one kernel serves every launch.
+Of the latter its strides are known when a kernel is compiled, but neither how much there is nor where it begins: each
+launch brings that along, so that one kernel serves every launch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +84,8 @@ class Argument(NamedTuple):
 
     Attributes:
       array: its shape and dtype, for tracing alone: nothing depends on the leading dimension.
-      unit: its beginning is passed as so many of these bytes after an address; 0 if it begins at the address.
+      unit: where JAX passes it, which has arrays begin at multiples of `BASE_ALIGNMENT`, it may begin so many of these
+        bytes into an array; 0 if it begins where the array does.
     """
 
     array: jax.ShapeDtypeStruct
@@ -93,18 +94,16 @@ class Argument(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnyCount:
-    """A kernel over memory that somebody else owns, for a launcher that passes addresses.
-
-    The kernel's arguments are numbers in place of addresses (see `compat.number`), then arrays. The numbers are
-    `counts` and, of each array that has a unit, where it begins.
+    """A kernel over memory that somebody else owns.
 
     Attributes:
       body: what a program does: called with the counts, with `(reference, beginning)` of each array, and with what
         `kernel` allocates.
       kernel: makes a Pallas kernel of a function of references alone; takes its `grid`, the number of programs.
-      counts: what the first numbers are.
-      arguments: the arrays.
-      num_written: how many of the last arrays the kernel writes.
+      counts: what the counts are: int32, and not negative.
+      arguments: the arrays. Those that a program needs first come first, since the first six entries of a launch lie in
+        one line of the GPU's constant memory: a program that waits for another line takes 0.1 us longer.
+      written: which of the arrays the kernel writes.
       num_programs: how many programs a launch takes: for a write of the number of tokens, for a gather of that of
         entries in the block table.
     """
@@ -113,45 +112,55 @@ class AnyCount:
     kernel: Callable[..., Callable[..., Any]]
     counts: tuple[str, ...]
     arguments: tuple[Argument, ...]
-    num_written: int
+    written: tuple[int, ...]
     num_programs: Callable[[int], int]
-
-    @functools.cached_property
-    def units(self) -> tuple[int, ...]:
-        """The unit of each array."""
-        return tuple(argument.unit for argument in self.arguments)
 
     @property
     def args(self) -> list[jax.ShapeDtypeStruct]:
-        """What to trace the kernel with, called as a function."""
-        numbers = len(self.counts) + sum(argument.unit > 0 for argument in self.arguments)
-        return [jax.ShapeDtypeStruct((1,), jnp.int32)] * numbers + [argument.array for argument in self.arguments]
+        """What to trace `function` with."""
+        numbers = [jax.ShapeDtypeStruct((2,), jnp.int32)] * len(packed([0] * len(self.counts)))
+        return numbers + [argument.array for argument in self.arguments]
 
     def function(self, *arrays: jax.Array) -> list[jax.Array]:
-        """A function of `args` that holds the kernel; returns the written arrays."""
+        """A function of `args` that holds the kernel, for a launcher that passes addresses; returns what it writes.
+
+        The first entries are no addresses but what `packed` makes of the counts. Arrays begin at the addresses that are
+        passed, whatever those are multiples of; since JAX promises more, the launcher has to see to it that they are
+        not taken for JAX's.
+        """
+        num_packed = len(self.args) - len(self.arguments)
 
         def body(*refs: Any) -> None:
-            num_numbers = len(self.args) - len(self.arguments)
-            self._run([compat.number(ref) for ref in refs[:num_numbers]], refs[num_numbers:])
+            numbers = [number for ref in refs[:num_packed] for number in compat.two_numbers(ref)]
+            self._run(numbers[: len(self.counts)], [0] * len(self.arguments), refs[num_packed:])
 
         return self._call(self.kernel(body), arrays)
 
     def with_numbers(self, numbers: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
-        """The same with numbers that are known, of arrays as they are; `amount` is what `num_programs` takes."""
+        """The same on JAX's arrays.
+
+        `numbers` are the counts and, of each array that has a unit, where it begins; `amount` is what `num_programs`
+        takes.
+        """
+        counts, rest = numbers[: len(self.counts)], iter(numbers[len(self.counts) :])
+        beginnings = [next(rest) if argument.unit else 0 for argument in self.arguments]
 
         def body(*refs: Any) -> None:
-            self._run(numbers, refs)
+            self._run(counts, beginnings, refs)
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
 
     def _call(self, kernel: Callable[..., Any], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        refs = [jax.new_ref(array) for array in arrays[-self.num_written :]]
-        kernel(*arrays[: -self.num_written], *refs)
-        return [jax.freeze(ref) for ref in refs]
+        first = len(arrays) - len(self.arguments)
+        refs = {first + i: jax.new_ref(arrays[first + i]) for i in self.written}
+        kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
+        return [jax.freeze(ref) for ref in refs.values()]
 
-    def _run(self, numbers: Sequence[Number], refs: Sequence[Any]) -> None:
-        counts, beginnings = numbers[: len(self.counts)], iter(numbers[len(self.counts) :])
-        started = [
-            (ref, next(beginnings) if argument.unit else 0) for ref, argument in zip(refs, self.arguments, strict=False)
-        ]
-        self.body(counts, started, refs[len(self.arguments) :])
+    def _run(self, counts: Sequence[Number], beginnings: Sequence[int], refs: Sequence[Any]) -> None:
+        arrays = list(zip(refs, beginnings, strict=False))
+        self.body(counts, arrays, refs[len(arrays) :])
+
+
+def packed(counts: Sequence[int]) -> list[int]:
+    """Counts as the entries that a launcher passes for them: two to one of 64 bits, the first in the lower half."""
+    return [low | high << 32 for low, high in itertools.zip_longest(counts[::2], counts[1::2], fillvalue=0)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from kvjax.kernels import arithmetic, compat
 from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.pages import PageRegion, swizzled_position
+from kvjax.quant import E2M1_MAX
 from kvjax.spec import AttentionSpec
 
 WORDS = NVFP4_BLOCK_SIZE // 2
@@ -39,15 +41,17 @@ WORDS = NVFP4_BLOCK_SIZE // 2
 PROGRAMS = 264
 """What a launch has at least, if it has tokens enough: two for each multiprocessor of an H200."""
 
-ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 4096}
+ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
 """Keys or values that a program takes at most. Measured on an H200: of programs that take more none is faster, and
-smaller ones leave threads idle or, where elements are encoded, compute again what a larger one shares. 4,096 elements
-are two NVFP4 blocks a thread."""
+smaller ones leave threads idle or, where elements are encoded, compute again what a larger one shares."""
 
 SEARCHED = 16 * PROGRAMS
 """A write of fewer tokens finds out by itself which tokens are not the last of their slots: every program reads all
 slots that come after its own. At 4,096 tokens that took 1.4 to 4.5 us; slots of more tokens are for the caller to make
 unique."""
+
+RUNGS = (1, 2, 4, 16, 64)
+"""Tokens a program that a kernel for any number of tokens chooses from, and the most that there is use for."""
 
 SEARCH_LOADS = 4
 """Slots that a thread loads before it compares any: the slots of a decode step are loaded at once."""
@@ -59,33 +63,44 @@ class WriteConfig:
 
     Attributes:
       tokens: tokens a program takes.
+      halves_apart: whether one program takes their keys and another their values.
     """
 
     tokens: int
+    halves_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"{self.tokens=} must be positive")
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
-        """Enough work a program, but `PROGRAMS` programs first; see `ELEMENTS`."""
-        return cls(_power_of_two(min(_most_tokens(spec), max(1, num_tokens // PROGRAMS))))
+    def ladder(cls, spec: AttentionSpec) -> dict[int, WriteConfig]:
+        """What writes are launched as, from so many tokens on: with more work a program, but `PROGRAMS` programs first.
+
+        See `ELEMENTS` for how much work. Of few tokens programs of NVFP4 take keys or values, for a warp encodes one
+        after the other, and nothing hides that.
+        """
+        most_elements = ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v))
+        several = {tokens * PROGRAMS: cls(tokens) for tokens in (2**i for i in range(1, most_elements.bit_length()))}
+        if spec.quant_mode is KVQuantMode.NVFP4:
+            return {1: cls(1, halves_apart=True), PROGRAMS: cls(1)} | several
+        return {1: cls(1)} | several
 
     @classmethod
-    def ladder(cls, spec: AttentionSpec) -> dict[int, WriteConfig]:
-        """By the number of tokens that each is for, from that on: what `choose` chooses, but in steps of four."""
-        most = _power_of_two(_most_tokens(spec))
-        rungs = {4**i for i in range(most.bit_length()) if 4**i < most} | {most}
-        return {1 if tokens == min(rungs) else tokens * PROGRAMS: cls(tokens) for tokens in sorted(rungs)}
+    def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
+        """What a write of a known number of tokens is launched as."""
+        return max((least, config) for least, config in cls.ladder(spec).items() if least <= max(num_tokens, 1))[1]
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Programs of a launch."""
+        return -(-num_tokens // self.tokens) * (2 if self.halves_apart else 1)
 
 
-def _most_tokens(spec: AttentionSpec) -> int:
-    return max(1, ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v)))
+class _Rung(NamedTuple):
+    """How to launch a write of `least` tokens, or of more up to the next rung's."""
 
-
-def _power_of_two(limit: int) -> int:
-    return 1 << (limit.bit_length() - 1)
+    least: int
+    config: WriteConfig
 
 
 class _Blocks(NamedTuple):
@@ -104,13 +119,13 @@ class Position(NamedTuple):
 class Slots(NamedTuple):
     """Slots, of one or two int32 words each, the low one first; that of token `t` is number `start + t` in `ref`.
 
-    `searched` is how many tokens to look through for later ones of the same slot; 0 for slots that are unique.
+    `searched` is how many tokens to look through for later ones of the same slot, None for slots that are unique.
     """
 
     ref: Any
     words: int
     last_slot: Number
-    searched: Number
+    searched: Number | None
     start: Number = 0
 
     def position(
@@ -130,34 +145,37 @@ class Slots(NamedTuple):
 
         The bits of all threads together (`compat.any_thread`) say it of all later tokens; None if slots are unique.
         """
-        if isinstance(self.searched, int) and self.searched < 2:
+        if self.searched is None or (isinstance(self.searched, int) and self.searched < 2):
             return None
         width, loads = (8, 1) if compat.interpreting() else (THREADS, SEARCH_LOADS)
         layout = lane_layout((width,), 1)
         lane = plgpu.layout_cast(lax.iota(jnp.int32, width), layout)
         own = [self.ref[(self.start + first + i) * self.words] for i in range(tokens)]
-        last = jnp.maximum(self.searched - 1, 0)
+        count, last = self.searched, self.searched - 1
 
-        def search(step: jax.Array, mask: jax.Array) -> jax.Array:
+        def search(step: Number, mask: jax.Array) -> jax.Array:
             others = [first + 1 + (step * loads + i) * width + lane for i in range(loads)]
             words = [(self.start + jnp.minimum(other, last)) * self.words for other in others]
             slots = [compat.load_each(self.ref, word, layout) for word in words]
-            counts = [other < self.searched for other in others]
+            are_tokens = [other < count for other in others]
             if self.words == 2:
                 highs = [compat.load_each(self.ref, word + 1, layout) for word in words]
-                counts = [is_other & (high == 0) for is_other, high in zip(counts, highs, strict=True)]
-            for other, slot, is_other in zip(others, slots, counts, strict=True):
+                are_tokens = [is_token & (high == 0) for is_token, high in zip(are_tokens, highs, strict=True)]
+            for other, slot, is_token in zip(others, slots, are_tokens, strict=True):
                 for i, slot_of_mine in enumerate(own):
-                    is_repeated = is_other & (slot == slot_of_mine) & (other > first + i)
+                    is_repeated = is_token & (slot == slot_of_mine) & (other > first + i)
                     mask |= jnp.where(is_repeated, jnp.int32(1 << i), 0)
             return mask
 
-        steps = lax.div(jnp.maximum(self.searched - first + width * loads - 2, 0), jnp.int32(width * loads))
+        def search_more(step: jax.Array, mask: jax.Array) -> jax.Array:
+            compat.keep_rolled()
+            return search(step, mask)
+
         none = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
-        if tokens > 1:  # a write of many, where nothing may be searched
-            return lax.fori_loop(0, steps, search, none)
         # The first step, for most writes the only one, is outside the loop: its loads wait for nothing.
-        return lax.fori_loop(1, steps, search, search(jnp.int32(0), none))
+        found = search(0, none)
+        steps = lax.div(jnp.maximum(count - first + width * loads - 2, 0), jnp.int32(width * loads))
+        return lax.fori_loop(1, steps, search_more, found)
 
 
 class Half(NamedTuple):
@@ -313,11 +331,11 @@ def write(
             Half(Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
-        searched = 0 if unique_slots or num_tokens >= SEARCHED else num_tokens
+        searched = None if unique_slots or num_tokens >= SEARCHED else num_tokens
         _write_tokens(Slots(slots, words, last_slot, searched), halves, staged, spec, config, num_tokens, dtype)
 
     dtype = key.dtype
-    kernel = _kernel(body, spec, config.tokens, grid=-(-num_tokens // config.tokens))
+    kernel = _kernel(body, spec, config.tokens, grid=config.num_programs(num_tokens))
     arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, pages
     # XLA on GPUs may fuse slices of stacked arrays, before or after a kernel, with the kernel, and forgets then that
     # the kernel writes in place: what it leaves as it was would be lost. Nothing is fused across a barrier.
@@ -333,50 +351,84 @@ def any_count(
     pages: tuple[PageMemory, PageMemory],
     slot_dtype: np.dtype[Any],
     scale_sizes: tuple[int, int],
+    *,
+    unique_slots: bool,
 ) -> AnyCount:
     """The write into memory that somebody else owns, given for keys and for values.
 
-    Its number `searched` is that of the tokens where slots may repeat, which from `SEARCHED` tokens on they may not;
-    0 where they do not. The arrays are slots, keys, values, k_scale, v_scale, and the keys' and the values' pages.
+    Slots are unique if `unique_slots` says so, and from `SEARCHED` tokens on. The arrays are slots, keys, values, the
+    keys' and the values' pages, k_scale, v_scale.
     """
-    configs = WriteConfig.ladder(spec)
     words = np.dtype(slot_dtype).itemsize // 4
+    rungs = _rungs(spec, unique_slots)
+    leasts = [rung.least for rung in rungs]
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
-        num_tokens, last_slot, searched = counts
-        (slots, start), key, value, k_scale, v_scale, key_pages, value_pages = arrays
+        num_tokens, last_slot = counts
+        (slots, start), key, value, key_pages, value_pages, k_scale, v_scale = arrays
         halves = [
             Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
             for source, row_memory, (scale, _), destination, page_memory in zip(
                 (key, value), rows, (k_scale, v_scale), (key_pages, value_pages), pages, strict=True
             )
         ]
-        for least, config in configs.items():
-            above = [other for other in configs if other > least]
 
-            @pl.when((num_tokens >= least) & (num_tokens < above[0] if above else True))
-            def _(config: WriteConfig = config, searched: Number = searched if least < SEARCHED else 0) -> None:
+        def write_by(rung: _Rung, *others: _Rung) -> None:
+            def write_here() -> None:
+                searched = None if unique_slots or rung.least >= SEARCHED else num_tokens
                 all_slots = Slots(slots, words, last_slot, searched, start)
-                _write_tokens(all_slots, halves, staged, spec, config, num_tokens, rows[0].dtype)
+                _write_tokens(all_slots, halves, staged, spec, rung.config, num_tokens, rows[0].dtype)
 
-    leasts, tokens = list(configs), [config.tokens for config in configs.values()]
+            # One inside the other, not one after the other: a program that is done ends.
+            more = num_tokens >= others[0].least if others else False
+            name = f"{rung.least} tokens"
+            _either(more, f"more than {name}", lambda: write_by(*others), name, write_here)
+
+        write_by(*rungs)
 
     def num_programs(num_tokens: int) -> int:
-        return -(-num_tokens // tokens[bisect.bisect_right(leasts, num_tokens) - 1])
+        return rungs[bisect.bisect_right(leasts, num_tokens) - 1].config.num_programs(num_tokens)
 
     return AnyCount(
         body,
-        functools.partial(_kernel, spec=spec, tokens=max(tokens), grid=MOST),
-        ("num_tokens", "last_slot", "searched"),
+        functools.partial(_kernel, spec=spec, tokens=max(rung.config.tokens for rung in rungs), grid=MOST),
+        ("num_tokens", "last_slot"),
         (
             Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
             *(_row_argument(memory, spec) for memory in rows),
-            *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
             *(memory.argument(spec.array_dtype) for memory in pages),
+            *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
         ),
-        num_written=2,
+        written=(3, 4),
         num_programs=num_programs,
     )
+
+
+def _rungs(spec: AttentionSpec, unique_slots: bool) -> list[_Rung]:
+    """Of the ladder what a kernel holds that has them all, and a rung from which on nothing is searched."""
+    ladder = WriteConfig.ladder(spec)
+    [*_, most] = ladder.values()
+    configs = {least: config for least, config in ladder.items() if config.tokens in RUNGS or config is most}
+    leasts = sorted(configs if unique_slots else {*configs, SEARCHED})
+    return [_Rung(least, configs[max(below for below in configs if below <= least)]) for least in leasts]
+
+
+def _either(
+    condition: bool | jax.Array, name: str, then: Callable[[], None], other: str, otherwise: Callable[[], None]
+) -> None:
+    """Runs one of two branches, whose names tell them apart in all that is compiled."""
+
+    def ending(name: str, run: Callable[[], None]) -> Callable[[], None]:
+        def branch() -> None:
+            run()
+            compat.end_branch(name)
+
+        return branch
+
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+    else:
+        lax.cond(condition, ending(name, then), ending(other, otherwise))
 
 
 def _row_argument(memory: RowMemory, spec: AttentionSpec) -> Argument:
@@ -414,67 +466,69 @@ def _write_tokens(
     dtype: Any,
 ) -> None:
     """What a program does; `dtype` is that of the rows' elements."""
-    program_first = lax.axis_index("program") * config.tokens
+    program = lax.axis_index("program")
+    half = lax.rem(program, jnp.int32(2)) if config.halves_apart else None
+    program_first = (lax.div(program, jnp.int32(2)) if config.halves_apart else program) * config.tokens
     # The last program starts early instead of reading past the end; tokens of the one before are not its to write.
     first = jnp.minimum(program_first, num_tokens - config.tokens)
     if staged:
-        _write_blocks(slots, halves, staged, spec, config.tokens, first, program_first, dtype)
+        staged_halves = list(zip(halves, itertools.batched(staged, 2), strict=True))
+        write_blocks = functools.partial(_write_blocks, slots, spec, config.tokens, first, program_first, dtype)
+        if half is None:
+            write_blocks(staged_halves)
+        else:
+            keys, values = staged_halves
+            _either(half == 0, "keys", lambda: write_blocks([keys]), "values", lambda: write_blocks([values]))
         return
     tokens = [first + i for i in range(config.tokens)]
     positions = [slots.position(lambda word: slots.ref[word], token, token >= program_first, spec) for token in tokens]
-    moves = []
-    for half in halves:
-        by_head = half.scale.shape[0] > 1
-        move = RowMove.of(spec, half.pages, 0, jnp.dtype(half.pages.ref.dtype).itemsize, by_head=by_head)
-        move = dataclasses.replace(move, widest=min(move.widest, half.rows.alignment // jnp.dtype(dtype).itemsize))
-        inverse = None if by_head or not spec.dtype.is_quantized else arithmetic.reciprocal(half.scale[0])
-        encode = functools.partial(_encode_elements, spec=spec, scale=half.scale, inverse=inverse, move=move)
-        moves.append((move, half, encode))
-    loaded = [[move.load(half.rows, token) for move, half, _ in moves] for token in tokens]
-    compat.finish_loads()  # rows are stored where slots say so, and would be loaded there, after the slots
+    moves = [_row_move(spec, half, dtype) for half in halves]
+    loaded = [[move.load(half.rows, token) for move, half in zip(moves, halves, strict=True)] for token in tokens]
+    if config.tokens > 1:
+        encodes = [_encoder(spec, half, move) for half, move in zip(halves, moves, strict=True)]
+    # Rows are stored where slots say so, and would be loaded there, after the slots: but no load moves past a barrier.
+    compat.wait_for_threads()
+    if config.tokens == 1:  # neither do those of scales, to before the rows: they may have to wait for their addresses
+        encodes = [_encoder(spec, half, move) for half, move in zip(halves, moves, strict=True)]
     repeated = slots.repeated(first, config.tokens)
-    if repeated is None:
-        compat.wait_for_threads()  # ptxas would move loads there, too, but not past a barrier
-    encoded = [[encode(row) for (*_, encode), row in zip(moves, rows, strict=True)] for rows in loaded]
+    encoded = [[encode(row) for encode, row in zip(encodes, rows, strict=True)] for rows in loaded]
     skipped = 0 if repeated is None else compat.any_thread(repeated, config.tokens)
     for i, (position, rows) in enumerate(zip(positions, encoded, strict=True)):
 
         @pl.when(position.written & ((skipped >> i) & 1 == 0))
         def _(position: Position = position, rows: list[jax.Array] = rows) -> None:
-            for (move, half, _), row in zip(moves, rows, strict=True):
+            for move, half, row in zip(moves, halves, rows, strict=True):
                 move.store(row, half.pages, position)
 
 
 def _write_blocks(
     slots: Slots,
-    halves: Sequence[Half],
-    staged: Sequence[Any],
     spec: AttentionSpec,
     tokens: int,
     first: jax.Array,
     program_first: jax.Array,
     dtype: Any,
+    halves: Sequence[tuple[Half, Sequence[Any]]],
 ) -> None:
-    """What a program does whose rows are NVFP4 blocks."""
+    """What a program does whose rows are NVFP4 blocks: of `halves`, each with where to put data and scales together."""
     # Of few tokens the search is hidden behind their loads; of many it would take registers from programs beside it.
     if tokens > 1:
         repeated = slots.repeated(first, tokens)
-    stages = list(zip(staged[::2], staged[1::2], strict=True))
-    scatters = [[Scatter(RowMove.of(spec, half.pages, which, 1), tokens) for which in range(2)] for half in halves]
+    scatters = [[Scatter(RowMove.of(spec, half.pages, which, 1), tokens) for which in range(2)] for half, _ in halves]
     positions = [[scatter.positions(slots, first, program_first, spec) for scatter in pair] for pair in scatters]
-    blocks = [
-        _load_blocks(half.rows, first, tokens, scales.shape[1], dtype)
-        for half, (_, scales) in zip(halves, stages, strict=True)
-    ]
+    blocks = [_load_blocks(half.rows, first, tokens, scales.shape[1], dtype) for half, (_, scales) in halves]
+    if tokens == 1:
+        compat.wait_for_threads()  # as in `_write_tokens`
+    layer_scales = [half.scale[0] for half, _ in halves]
     if tokens == 1:
         repeated = slots.repeated(first, tokens)
-    for half_blocks, half, stage in zip(blocks, halves, stages, strict=True):
-        for stored, ref in zip(_encode_blocks(half_blocks, half.scale, dtype), stage, strict=True):
+    for half_blocks, layer_scale, (_, stage) in zip(blocks, layer_scales, halves, strict=True):
+        for stored, ref in zip(_encode_blocks(half_blocks, layer_scale, dtype), stage, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], stored)
     if repeated is None:
         compat.wait_for_threads()
     skipped = None if repeated is None else compat.any_thread(repeated, tokens)
-    for half, stage, pair, pair_positions in zip(halves, stages, scatters, positions, strict=True):
+    for (half, stage), pair, pair_positions in zip(halves, scatters, positions, strict=True):
         for scatter, ref, position in zip(pair, stage, pair_positions, strict=True):
             scatter.store(ref, half.pages, position, skipped)
 
@@ -487,15 +541,22 @@ def _token_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
     return pairs if x.dtype.itemsize == 4 else lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
-def _encode_elements(
-    x: jax.Array, *, spec: AttentionSpec, scale: Any, inverse: jax.Array | None, move: RowMove
-) -> jax.Array:
-    if spec.quant_mode is KVQuantMode.NONE:
-        return arithmetic.cast(x, spec.storage_dtype)
-    if inverse is None:
-        by_head = arithmetic.reciprocal(compat.load(scale, move.layout.reduce(1)))
-        inverse = compat.spread(by_head, x.shape[1], move.layout)
-    return arithmetic.encode_fp8(x, inverse, spec.dtype)
+def _row_move(spec: AttentionSpec, half: Half, dtype: Any) -> RowMove:
+    """The move of rows that keep their elements where they are."""
+    move = RowMove.of(spec, half.pages, 0, jnp.dtype(half.pages.ref.dtype).itemsize, by_head=half.scale.shape[0] > 1)
+    return dataclasses.replace(move, widest=min(move.widest, half.rows.alignment // jnp.dtype(dtype).itemsize))
+
+
+def _encoder(spec: AttentionSpec, half: Half, move: RowMove) -> Callable[[jax.Array], jax.Array]:
+    """What encodes the rows of a token, with the scale loaded and inverted."""
+    if not spec.dtype.is_quantized:
+        return functools.partial(arithmetic.cast, dtype=spec.storage_dtype)
+    if half.scale.shape[0] > 1:
+        by_head = arithmetic.reciprocal(compat.load(half.scale, move.layout.reduce(1)))
+        inverse = compat.spread(by_head, move.columns, move.layout)
+    else:
+        inverse = arithmetic.reciprocal(half.scale[0])
+    return functools.partial(arithmetic.encode_fp8, inverse=inverse, dtype=spec.dtype)
 
 
 def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int, dtype: Any) -> _Blocks:
@@ -508,6 +569,7 @@ def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int,
     return _Blocks(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
 
 
-def _encode_blocks(blocks: _Blocks, scale: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _encode_blocks(blocks: _Blocks, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     spread = functools.partial(compat.spread, columns=WORDS, layout=blocks.layout)
-    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale[0], spread)
+    inverse = arithmetic.reciprocal(E2M1_MAX * scale)
+    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale, inverse, spread)
