@@ -71,49 +71,57 @@ def write(
         v_scale.data_ptr(),
     )
     device = key_cache.get_device()
-    kind = (
-        device,
-        kv_cache_dtype,
-        v_scale_layout,
-        key.dtype,
-        key.shape[1:],
-        key.stride(),
-        addresses[1] % calls.ROW_ALIGNMENTS[0],
-        value.dtype,
-        value.shape[1:],
-        value.stride(),
-        addresses[2] % calls.ROW_ALIGNMENTS[0],
-        key_cache.dtype,
-        key_cache.shape,
-        key_cache.stride(),
-        addresses[3] % calls.PAGE_ALIGNMENT,
-        value_cache.dtype,
-        value_cache.shape,
-        value_cache.stride(),
-        addresses[4] % calls.PAGE_ALIGNMENT,
-        slot_mapping.dtype,
-        slot_mapping.stride(),
-        k_scale.dtype,
-        k_scale.shape,
-        v_scale.dtype,
-        v_scale.shape,
-        unique_slots,
-    )
+    num_tokens = slot_mapping.numel()
+    key_shape, value_shape = key.shape, value.shape
+    try:
+        kind = (
+            device,
+            kv_cache_dtype,
+            v_scale_layout,
+            unique_slots,
+            key.dtype,
+            key_shape[-2],
+            key_shape[-1],
+            key.stride(),
+            addresses[1] % calls.ROW_ALIGNMENTS[0],
+            value.dtype,
+            value_shape[-2],
+            value_shape[-1],
+            value.stride(),
+            addresses[2] % calls.ROW_ALIGNMENTS[0],
+            key_cache.dtype,
+            key_cache.shape,
+            key_cache.stride(),
+            addresses[3] % calls.PAGE_ALIGNMENT,
+            value_cache.dtype,
+            value_cache.shape,
+            value_cache.stride(),
+            addresses[4] % calls.PAGE_ALIGNMENT,
+            slot_mapping.dtype,
+            slot_mapping.stride(),
+            k_scale.dtype,
+            k_scale.stride(),
+            v_scale.dtype,
+            v_scale.stride(),
+        )
+    except IndexError:  # too few dimensions, which the checks will say
+        kind = None
     known = _known_writes.get(kind)
-    if known is not None and not kvjax.is_checked():
-        num_tokens = slot_mapping.shape[0]
-        if (
-            0 < num_tokens <= key.shape[0]
-            and num_tokens <= value.shape[0]
-            and device == key.get_device() == value.get_device() == value_cache.get_device()
-            and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
-            and not (key.requires_grad or value.requires_grad)
-        ):
-            if num_tokens >= kernels.SEARCHED and not unique_slots:
-                slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
-                addresses = slot_mapping.data_ptr(), *addresses[1:]
-            known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
-            return
+    if (
+        known is not None
+        and 0 < num_tokens <= key_shape[0]
+        and num_tokens <= value_shape[0]
+        and k_scale.numel() == v_scale.numel() == 1
+        and device == key.get_device() == value.get_device() == value_cache.get_device()
+        and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
+        and not (key.requires_grad or value.requires_grad)
+        and not kvjax.is_checked()
+    ):
+        if num_tokens >= kernels.SEARCHED and not unique_slots:
+            slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
+            addresses = slot_mapping.data_ptr(), *addresses[1:]
+        known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
+        return
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)

@@ -9,8 +9,6 @@ from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import check_scale_value
 
-_PLAIN = {torch.Tensor}
-
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
 
@@ -79,7 +77,10 @@ def reshape_and_cache_flash(
 
 def _are_plain(*tensors: torch.Tensor) -> bool:
     """Whether no subclass, mode or functorch transformation is to hear of an operation on these."""
-    if {*map(type, tensors)} != _PLAIN or torch._C._are_functorch_transforms_active():
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor:
+            return False
+    if torch._C._are_functorch_transforms_active():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
@@ -198,14 +199,17 @@ def warm_up(
 
 
 def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
+    if type(scale) is float and not torch.compiler.is_compiling():
+        constant = _constants.get((scale, cache.get_device()))
+        if constant is not None:
+            return constant
     if isinstance(scale, torch.Tensor):
         return scale
     if not isinstance(scale, (int, float)):
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
     if torch.compiler.is_compiling() or not cache.is_cuda:
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
-    constant = _constants.get((scale, cache.get_device()))
-    return _new_constant(what, scale, cache.device) if constant is None else constant
+    return _new_constant(what, scale, cache.device)
 
 
 def _new_constant(what: str, scale: float, device: torch.device) -> torch.Tensor:
