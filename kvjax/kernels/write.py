@@ -80,11 +80,10 @@ class WriteConfig:
         See `ELEMENTS` for how much work. Of few tokens programs of NVFP4 take keys or values, for a warp encodes one
         after the other, and nothing hides that.
         """
-        most_elements = ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v))
-        several = {tokens * PROGRAMS: cls(tokens) for tokens in (2**i for i in range(1, most_elements.bit_length()))}
-        if spec.quant_mode is KVQuantMode.NVFP4:
-            return {1: cls(1, halves_apart=True), PROGRAMS: cls(1)} | several
-        return {1: cls(1)} | several
+        most = ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v))
+        few = cls(1, halves_apart=spec.quant_mode is KVQuantMode.NVFP4)
+        more = [cls(1 << i) for i in range(max(1, most).bit_length())]
+        return {1: few} | {max(config.tokens, 2) * PROGRAMS: config for config in more if config != few}
 
     @classmethod
     def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
