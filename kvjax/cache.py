@@ -20,13 +20,14 @@ from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """The paged keys and values of one attention layer.
 
     A frozen pytree: `kv` is its one leaf, `spec` and `sharding` are static, so a cache passes through `jit`, `scan` and
-    donation as an array does. Operations return a new `KVCache`; donate the old one to have it written in place.
+    donation as an array does. Operations return a new `KVCache`; donate the old one to have it written in place. What
+    takes the old one apart after that, as a call of a jitted function does, raises `KVCacheValueError`.
 
     A cache that is divided among devices says so in `sharding`, for under `jit` its array does not. Each device holds a
     cache of its own blocks and heads, of `local_spec`: `kv` is those side by side. Inside a `jax.shard_map` over these
@@ -78,6 +79,22 @@ class KVCache:
         memory = NamedSharding(placed.mesh, placed.spec, memory_kind=sharding.memory_kind)
         return cls(zeroed_pages(spec, num_blocks, memory), spec, placed)
 
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """For `jax.tree_util`: the leaf with its name, and what is static."""
+        [kv], static = self.tree_flatten()
+        return ((jax.tree_util.GetAttrKey("kv"), kv),), static
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The same without the name. Raises `KVCacheValueError` if the cache was donated."""
+        # Here, since jit raises before it runs anything: that an array has been deleted, not whose and what to do.
+        check_not_donated("cache", self.kv)
+        return (self.kv,), (self.spec, self.sharding)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> KVCache:
+        """The reverse, of whatever leaf."""
+        return cls(*leaves, *static)
+
     @property
     def local_spec(self) -> AttentionSpec:
         """The spec of what one device holds: `spec` with its share of the heads."""
@@ -100,11 +117,7 @@ class KVCache:
         """
         if not isinstance(self.kv, jax.Array):
             raise KVCacheTypeError(f"{what}.kv: got a {type(self.kv).__name__}, expected a jax.Array")
-        if not isinstance(self.kv, jax.core.Tracer) and self.kv.is_deleted():
-            raise KVCacheValueError(
-                f"{what}.kv: got an array that was donated to an earlier call, expected the one that call returned:"
-                " `cache = write(key, value, cache, slot_mapping)`"
-            )
+        check_not_donated(what, self.kv)
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
                 f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
@@ -125,6 +138,15 @@ class KVCache:
             )
         if self.sharding is not None and not isinstance(self.kv, jax.core.Tracer):
             partition.check_sharding(what, self.kv, self.sharding)
+
+
+def check_not_donated(what: str, kv: Any) -> None:
+    """Raises `KVCacheValueError` where `kv`, of a cache named `what`, is an array that is not there any more."""
+    if isinstance(kv, jax.Array) and not isinstance(kv, jax.core.Tracer) and kv.is_deleted():
+        raise KVCacheValueError(
+            f"{what}.kv: got an array that was donated to an earlier call, expected the one that call returned:"
+            " `cache = write(key, value, cache, slot_mapping)`"
+        )
 
 
 def nvfp4_kv_cache_full_dim(head_size: int) -> int:
