@@ -59,7 +59,7 @@ def test_what_is_warm_is_not_compiled_again(case: str, device: str):
     cache = torch_cache(pages, spec, form="padded_pages", device=device)
     slots = torch.randperm(NUM_BLOCKS * spec.block_size).to(device, index_dtype)
     stored_as = spec.dtype.value, scale, scale
-    options = {"v_scale_layout": spec.v_scale_layout.value}
+    options = {"v_scale_layout": spec.v_scale_layout.value, "unique_slots": case == "diffkv"}
     before = num_compiled()
     kvjax_torch.warm_up(
         *rows_of(spec, 2, device), cache.key, cache.value, slots, *stored_as, **options, dtype=torch.float32
@@ -74,7 +74,8 @@ def test_what_is_warm_is_not_compiled_again(case: str, device: str):
         )
         table = torch.arange(num_tokens // 8 + 1).to(device, index_dtype).expand(2, -1)
         lengths = torch.tensor([num_tokens, 3]).to(device, index_dtype)
-        kvjax_torch.gather_kv(cache.key, cache.value, table, lengths, *stored_as, **options, dtype=torch.float32)
+        read = {"v_scale_layout": spec.v_scale_layout.value, "dtype": torch.float32}
+        kvjax_torch.gather_kv(cache.key, cache.value, table, lengths, *stored_as, **read)
     assert num_compiled() == warm
     assert not np.array_equal(cache.pages(), pages)
 
@@ -101,9 +102,9 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
     ]  # copied, and then as packed rows are
     packed = [x.contiguous() for x in (key, value)]
 
-    def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor) -> object:
+    def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor, unique_slots: bool = False) -> object:
         plan = write_plan(*rows, *halves, slots, *stored_as)
-        return calls.write_call(plan, *rows, *halves, slots, one, one, False).kernel
+        return calls.write_call(plan, *rows, *halves, slots, one, one, unique_slots).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
         plan = gather_plan(*halves, table, lengths, *stored_as, None)
@@ -112,5 +113,6 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
     slots = torch.arange(6)
     assert write_kernel(packed, slots) is write_kernel(apart, slots) is write_kernel(packed, slots[:3])
     assert write_kernel(packed, slots) is not write_kernel(packed, slots.int())
+    assert write_kernel(packed, slots, True) is write_kernel(apart, slots, True) is not write_kernel(packed, slots)
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     assert gather_kernel(table, lengths) is gather_kernel(table.long(), lengths.long())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError
@@ -144,6 +146,7 @@ def warm_up(
     v_scale: Scale,
     *,
     v_scale_layout: str = "linear",
+    unique_slots: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Compiles what `reshape_and_cache_flash` and `gather_kv` run for tensors like these; the cache is left as it is.
@@ -164,6 +167,7 @@ def warm_up(
       k_scale: as in `reshape_and_cache_flash`.
       v_scale: as in `reshape_and_cache_flash`.
       v_scale_layout: as in `reshape_and_cache_flash`.
+      unique_slots: as in `reshape_and_cache_flash`: writes that promise this and writes that do not are two kernels.
       dtype: what `gather_kv` will be asked for.
 
     Raises:
@@ -181,10 +185,11 @@ def warm_up(
         key_cache, value_cache = key_cache[:1].clone(), value_cache[:1].clone()
     slots, block_table = slot_mapping.new_full((1,), slot), slot_mapping.new_zeros((1, 1))
     stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
-    reshape_and_cache_flash(key, value, *stored_as, v_scale_layout=v_scale_layout)
+    write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
+    write(key, value, *stored_as)
     # torch's views of one token are strided as if nothing lay behind it.
     key, value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
-    reshape_and_cache_flash(key, value, *stored_as, v_scale_layout=v_scale_layout)
+    write(key, value, *stored_as)
     gather_kv(
         key_cache,
         value_cache,

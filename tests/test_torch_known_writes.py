@@ -1,0 +1,194 @@
+"""Writes that are launched without being checked and planned again: which ones, and what they are launched with.
+
+No GPU is asked: what would be launched on one is written down instead. `test_torch_cuda.py` launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvjax import KVCacheError, kernels  # noqa: E402
+from kvjax_torch import calls, cuda, launch  # noqa: E402
+
+NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
+LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
+
+
+class Recorder:
+    """In place of a compiled kernel, and of all that compiles one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[list[int], int]] = []
+        self.planned = 0
+        write_plan = cuda.write_plan
+
+        def plan(*args: Any) -> Any:
+            self.planned += 1
+            return write_plan(*args)
+
+        monkeypatch.setattr(cuda, "_known_writes", {})
+        monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
+        monkeypatch.setattr(cuda, "_compiled", lambda kernel, device: cuda._Launcher(self, kernel.num_programs))
+        monkeypatch.setattr(cuda, "write_plan", plan)
+
+    def __call__(self, entries: Any, num_programs: int) -> None:
+        self.launches.append((list(entries), num_programs))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def arguments(num_tokens: int = 5, **changes: Any) -> dict[str, Any]:
+    """Of a write into one allocation, from a fused projection."""
+    qkv = torch.zeros(num_tokens, 3, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    row = HEAD_SIZE // 2 + HEAD_SIZE // 16
+    kv_cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, row, dtype=torch.uint8)
+    return {
+        "key": qkv[:, 1],
+        "value": qkv[:, 2],
+        "key_cache": kv_cache[:, 0],
+        "value_cache": kv_cache[:, 1],
+        "slot_mapping": torch.arange(num_tokens),
+        "kv_cache_dtype": "nvfp4",
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(0.25),
+        "v_scale_layout": "linear",
+        "unique_slots": True,
+    } | changes
+
+
+def entries(call: dict[str, Any]) -> list[int]:
+    """What a launch of these arguments as they are passes."""
+    names = "slot_mapping", "key", "value", "key_cache", "value_cache", "k_scale", "v_scale"
+    return [call["slot_mapping"].numel() | LAST_SLOT << 32, *(call[name].data_ptr() for name in names)]
+
+
+def test_other_counts_and_addresses_are_launched_without_a_plan(recorder: Recorder):
+    for num_tokens in (5, 1000, 1 << 16, 7):
+        call = arguments(num_tokens)
+        cuda.write(**call)
+        kernel = calls.write_call(cuda.write_plan(*planned(call)), *tensors(call), *scales(call), True).kernel
+        assert recorder.launches[-1] == (entries(call), kernel.num_programs(num_tokens))
+    assert recorder.planned == 1 + 4  # the first write, and the four above
+
+
+def tensors(call: dict[str, Any]) -> list[torch.Tensor]:
+    return [call[name] for name in ("key", "value", "key_cache", "value_cache", "slot_mapping")]
+
+
+def scales(call: dict[str, Any]) -> list[torch.Tensor]:
+    return [call["k_scale"], call["v_scale"]]
+
+
+def planned(call: dict[str, Any]) -> list[Any]:
+    return [*tensors(call), call["kv_cache_dtype"], *scales(call), call["v_scale_layout"]]
+
+
+def halves_of(*shape: int, dtype: torch.dtype = torch.uint8) -> dict[str, torch.Tensor]:
+    kv_cache = torch.zeros(shape, dtype=dtype)
+    return {"key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1]}
+
+
+def rows(*shape: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Aligned to 64 bytes, but for so many elements."""
+    flat = torch.zeros(start + int(np.prod(shape)) + 64, dtype=dtype)
+    start += -flat.data_ptr() % 64 // flat.element_size()
+    return flat[start : start + int(np.prod(shape))].view(shape)
+
+
+OTHERS = {
+    "slot dtype": {"slot_mapping": torch.arange(5, dtype=torch.int32)},
+    "slots that are not promised": {"unique_slots": False},
+    "order of V scales": {"v_scale_layout": "swizzled"},
+    "packed keys": {"key": rows(5, NUM_HEADS, HEAD_SIZE)},
+    "keys elsewhere": {"key": rows(5, NUM_HEADS, HEAD_SIZE, start=8)},
+    "dtype of keys and values": {name: rows(5, NUM_HEADS, HEAD_SIZE, dtype=torch.float16) for name in ("key", "value")},
+    "blocks": halves_of(NUM_BLOCKS + 1, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE // 2 + HEAD_SIZE // 16),
+    "cache dtype": halves_of(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    | {"kv_cache_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
+    cuda.write(**arguments())
+    call = arguments(**OTHERS[name])
+    for planned_before in (1, 2):  # and known from then on
+        assert recorder.planned == planned_before
+        cuda.write(**call)
+        assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
+    assert recorder.planned == 2
+
+
+WRONG = {
+    "fewer keys than slots": {"key": rows(4, 3, NUM_HEADS, HEAD_SIZE)[:, 1]},
+    "dimensions": {"key": rows(5)},
+    "gradient": {"value": rows(5, 3, NUM_HEADS, HEAD_SIZE).requires_grad_()[:, 2]},
+    "scales": {"k_scale": torch.ones(NUM_HEADS)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
+    cuda.write(**arguments())
+    with pytest.raises(KVCacheError):
+        cuda.write(**arguments(**WRONG[name]))
+    assert len(recorder.launches) == 1
+
+
+def test_what_is_copied_is_planned_for_each_time(recorder: Recorder):
+    call = arguments(slot_mapping=torch.arange(10)[::2])
+    for planned_before in range(3):
+        assert recorder.planned == planned_before
+        cuda.write(**call)
+        assert recorder.launches[-1][0][1] != call["slot_mapping"].data_ptr()
+
+
+def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
+    cache = halves_of(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
+    for num_scales in (1, NUM_HEADS, 1, NUM_HEADS):
+        by_head = {name: torch.full((num_scales,), 0.5) for name in ("k_scale", "v_scale")}
+        cuda.write(**arguments(**cache, **by_head))
+    assert recorder.planned == 3  # that of one scale is known the second time
+    assert len(recorder.launches) == 4
+
+
+def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+    only_last_tokens = calls.only_last_tokens
+
+    def find(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
+        assert num_slots == LAST_SLOT + 1
+        found.append(only_last_tokens(slot_mapping, num_slots))
+        return found[-1]
+
+    monkeypatch.setattr(calls, "only_last_tokens", find)
+    for num_tokens in (5, kernels.SEARCHED - 1, kernels.SEARCHED, kernels.SEARCHED + 1):
+        call = arguments(num_tokens, unique_slots=False)
+        cuda.write(**call)
+        [counts, slots, *_], _ = recorder.launches[-1]
+        assert counts == num_tokens | LAST_SLOT << 32
+        assert slots == (call["slot_mapping"] if num_tokens < kernels.SEARCHED else found[-1]).data_ptr()
+    assert len(found) == 2
+    assert recorder.planned == 1
+
+
+def test_the_list_that_a_launch_is_given(monkeypatch: pytest.MonkeyPatch):
+    """The kernel's entries and then the number of programs, on torch's stream."""
+    given = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(launch._thread, "has_context", True, raising=False)
+    pack = launch.struct.Struct("=4Q").pack
+    kernel = launch.Kernel(3, None, lambda stream, packed: given.append((stream, packed)), pack)
+    kernel((7 | 9 << 32, 1 << 47, 5), 11)
+    assert given == [(1003, np.array([7 | 9 << 32, 1 << 47, 5, 11], np.uint64).tobytes())]
