@@ -40,14 +40,15 @@ def check_in_place(write, cache, *args) -> None:
     """`write(cache, *args)` keeps the donated cache's buffer and needs no memory that grows with the cache."""
     compiled = jax.jit(write, donate_argnums=0).lower(cache, *args).compile()
     memory = compiled.memory_analysis()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    donated = jax.tree.leaves(cache)
+    size = sum(leaf.nbytes for leaf in donated)
     inputs = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < 8 * inputs < size / 4  # float64 quotients of 16-bit tokens, and their slots
-    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    before = [leaf.unsafe_buffer_pointer() for leaf in donated]
     written = compiled(cache, *args)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == before
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert all(leaf.is_deleted() for leaf in donated)
 
 
 def donated_caches() -> list[Any]:
