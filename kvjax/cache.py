@@ -40,8 +40,8 @@ class KVCache:
     """
 
     kv: jax.Array
-    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
-    sharding: NamedSharding | None = dataclasses.field(default=None, metadata={"static": True})
+    spec: AttentionSpec
+    sharding: NamedSharding | None = None
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, num_blocks: int, *, sharding: Sharding | None = None) -> KVCache:
@@ -86,7 +86,7 @@ class KVCache:
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The same without the name. Raises `KVCacheValueError` if the cache was donated."""
-        # Here, since jit raises before it runs anything: that an array has been deleted, not whose and what to do.
+        # jit would raise first, and say only that some array has been deleted.
         check_not_donated("cache", self.kv)
         return (self.kv,), (self.spec, self.sharding)
 

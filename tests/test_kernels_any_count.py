@@ -17,6 +17,7 @@ from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, run_writ
 from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
+from kvjax.kernels import write
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
@@ -41,8 +42,9 @@ def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
     return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
 
 
-def call_write(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> list[jax.Array]:
-    return write_kernel(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).function(*arrays)
+def call_write(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array, unique_slots: bool) -> list[jax.Array]:
+    spec = simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)
+    return write_kernel(spec, unique_slots=unique_slots).function(*arrays)
 
 
 def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -52,12 +54,16 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
-@pytest.mark.parametrize("operation", ["write", "gather"])
+@pytest.mark.parametrize("operation", ["write", "write of unique slots", "gather"])
 @EACH_DTYPE
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
     launch = pytest.importorskip("kvjax_torch.launch")
-    make, call = {"write": (write_kernel, call_write), "gather": (gather_kernel, call_gather)}[operation]
+    make, call = {
+        "write": (write_kernel, functools.partial(call_write, unique_slots=False)),
+        "write of unique slots": (write_kernel, functools.partial(call_write, unique_slots=True)),
+        "gather": (gather_kernel, call_gather),
+    }[operation]
     args = make(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).args
     given_integers = functools.partial(launch.given_integers, num_args=len(args))
     function = functools.partial(call, dtype, num_kv_heads)
@@ -77,12 +83,46 @@ def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
     return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize(("programs", "least", "tokens"), [(264, 1, 1), (2, 4, 2), (2, 8, 4), (2, 16, 4), (2, 32, 4)])
+def test_a_rung_is_taken_from_its_number_of_tokens_on(programs, least, tokens, monkeypatch):
+    monkeypatch.setattr(write, "PROGRAMS", programs)
+    monkeypatch.setattr(write, "SEARCHED", 16 * programs)
+    spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=96)
+    rungs = write._rungs(spec, unique_slots=False)
+    assert [rung.least for rung in rungs] == [1, 2 * programs, 4 * programs, 16 * programs]
+    kernel = write_kernel(spec)
+    for num_tokens in (least, least + 1):
+        halves = 2 if num_tokens < 2 * programs else 1
+        assert kernel.num_programs(num_tokens) == halves * -(-num_tokens // tokens)
+        config = write.WriteConfig.choose(spec, num_tokens)
+        assert config == write.WriteConfig(tokens, halves_apart=halves == 2)
+        assert config.num_programs(num_tokens) == kernel.num_programs(num_tokens)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8, 16])
 @EACH_DTYPE
-def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens):
+def test_no_program_takes_more_than_it_should(dtype, num_heads):
+    spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=256)
+    ladder = write.WriteConfig.ladder(spec)
+    assert list(ladder) == sorted(ladder)
+    for least, config in ladder.items():
+        assert config.tokens == 1 or config.tokens * num_heads * 256 <= write.ELEMENTS[spec.quant_mode]
+        assert config.num_programs(least) >= min(least, write.PROGRAMS)
+        assert config.halves_apart == (least == 1 and dtype is KVCacheDType.NVFP4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 9, 33])
+@EACH_DTYPE
+def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens, monkeypatch):
+    """Two programs at least: of 5 tokens each takes two, of 9 four, and 33 are not searched for repeated slots."""
+    monkeypatch.setattr(write, "PROGRAMS", 2)
+    monkeypatch.setattr(write, "SEARCHED", 32)
     spec = simple_spec(dtype)
     key, value = kv_tokens(spec, num_tokens, BFLOAT16)
-    slots = np.array([7, -1, 16, 3, 99], np.int32)[:num_tokens]
+    if num_tokens < 32:
+        slots = np.array([7, -1, 16, 3, 99, 7, 3, 0, 7], np.int32)[:num_tokens]
+    else:
+        slots = np.random.default_rng(0).permutation(40)[:num_tokens].astype(np.int32)  # a few past the last
     cache = poisoned(spec, NUM_BLOCKS)
     scales = {"k_scale": np.float32(0.3), "v_scale": np.float32(1.7)}
     expected = run_write("xla", key, value, cache, slots, **scales)

@@ -5,15 +5,18 @@ No GPU is asked: what would be launched on one is written down instead. `test_to
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, launch  # noqa: E402
+from kvjax_torch import calls, cuda, launch, ops  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -91,61 +94,113 @@ def planned(call: dict[str, Any]) -> list[Any]:
     return [*tensors(call), call["kv_cache_dtype"], *scales(call), call["v_scale_layout"]]
 
 
-def halves_of(*shape: int, dtype: torch.dtype = torch.uint8) -> dict[str, torch.Tensor]:
-    kv_cache = torch.zeros(shape, dtype=dtype)
+def halves_of(*shape: int, dtype: torch.dtype = torch.uint8, start: int = 0) -> dict[str, torch.Tensor]:
+    """The two halves of one allocation, which begins so many elements after a multiple of 64 bytes."""
+    kv_cache = rows(*shape, dtype=dtype, start=start)
     return {"key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1]}
 
 
 def rows(*shape: int, start: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Aligned to 64 bytes, but for so many elements."""
-    flat = torch.zeros(start + int(np.prod(shape)) + 64, dtype=dtype)
+    """Zeros that begin so many elements after a multiple of 64 bytes."""
+    size = int(np.prod(shape))
+    flat = torch.zeros(size + start + 64, dtype=dtype)
     start += -flat.data_ptr() % 64 // flat.element_size()
-    return flat[start : start + int(np.prod(shape))].view(shape)
+    return flat[start : start + size].view(shape)
 
 
-OTHERS = {
-    "slot dtype": {"slot_mapping": torch.arange(5, dtype=torch.int32)},
-    "slots that are not promised": {"unique_slots": False},
-    "order of V scales": {"v_scale_layout": "swizzled"},
-    "packed keys": {"key": rows(5, NUM_HEADS, HEAD_SIZE)},
-    "keys elsewhere": {"key": rows(5, NUM_HEADS, HEAD_SIZE, start=8)},
-    "dtype of keys and values": {name: rows(5, NUM_HEADS, HEAD_SIZE, dtype=torch.float16) for name in ("key", "value")},
-    "blocks": halves_of(NUM_BLOCKS + 1, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE // 2 + HEAD_SIZE // 16),
-    "cache dtype": halves_of(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
-    | {"kv_cache_dtype": "bfloat16"},
+QKV, ROW = (5, 3, NUM_HEADS, HEAD_SIZE), HEAD_SIZE // 2 + HEAD_SIZE // 16
+PAGES = NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS
+FP8 = halves_of(*PAGES, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
+
+# Of each pair of calls one is known when the other comes, which differs in one thing.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "slot dtype": ({}, {"slot_mapping": torch.arange(5, dtype=torch.int32)}),
+    "slots that are not promised": ({}, {"unique_slots": False}),
+    "order of V scales": ({}, {"v_scale_layout": "swizzled"}),
+    "strides of keys": ({}, {"key": rows(5, 4, NUM_HEADS, HEAD_SIZE)[:, 1]}),
+    "strides of values": ({}, {"value": rows(5, 4, NUM_HEADS, HEAD_SIZE)[:, 1]}),
+    "keys elsewhere": ({"key": rows(*QKV)[:, 1]}, {"key": rows(*QKV, start=8)[:, 1]}),
+    "values elsewhere": ({"value": rows(*QKV)[:, 1]}, {"value": rows(*QKV, start=8)[:, 1]}),
+    "dtype of keys and values": (
+        {name: rows(*QKV)[:, 1] for name in ("key", "value")},
+        {name: rows(*QKV, dtype=torch.float16)[:, 1] for name in ("key", "value")},
+    ),
+    "blocks": (halves_of(*PAGES, ROW), halves_of(NUM_BLOCKS + 1, *PAGES[1:], ROW)),
+    "strides of caches": (halves_of(*PAGES, ROW), halves_of(NUM_BLOCKS, 3, *PAGES[2:], ROW)),
+    "a cache elsewhere": (halves_of(*PAGES, ROW), halves_of(*PAGES, ROW, start=8)),
+    "strides of one cache": ({}, {"key_cache": halves_of(NUM_BLOCKS, 3, *PAGES[2:], ROW)["key_cache"]}),
+    "strides of the other": ({}, {"value_cache": halves_of(NUM_BLOCKS, 3, *PAGES[2:], ROW)["value_cache"]}),
+    "one cache elsewhere": ({}, {"key_cache": halves_of(*PAGES, ROW, start=8)["key_cache"]}),
+    "the other elsewhere": ({}, {"value_cache": halves_of(*PAGES, ROW, start=8)["value_cache"]}),
+    "shape of k_scale": ({}, {"k_scale": torch.ones(1)}),
+    "shape of v_scale": ({}, {"v_scale": torch.ones(1)}),
+    "what bytes stand for": (FP8, FP8 | {"kv_cache_dtype": "fp8_e5m2"}),
+    "cache dtype": (
+        FP8 | {"kv_cache_dtype": "auto", **halves_of(*PAGES, HEAD_SIZE, dtype=torch.bfloat16)},
+        FP8 | {"kv_cache_dtype": "auto", **halves_of(*PAGES, HEAD_SIZE, dtype=torch.float16)},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
-    cuda.write(**arguments())
-    call = arguments(**OTHERS[name])
-    for planned_before in (1, 2):  # and known from then on
+    one, other = (arguments(**changes) for changes in OTHERS[name])
+    for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
         assert recorder.planned == planned_before
         cuda.write(**call)
         assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
+
+
+def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
+    call = arguments()
+    cuda.write(**call)
+    with kvjax.checked():
+        cuda.write(**call)
     assert recorder.planned == 2
 
 
+def test_no_slots_are_no_launch(recorder: Recorder):
+    cuda.write(**arguments())
+    cuda.write(**arguments(slot_mapping=torch.arange(0)))
+    assert len(recorder.launches) == 1
+
+
+MORE = halves_of(NUM_BLOCKS + 1, *PAGES[1:], ROW)
+FLOAT8 = halves_of(*PAGES, ROW, dtype=torch.float8_e4m3fn)
 WRONG = {
     "fewer keys than slots": {"key": rows(4, 3, NUM_HEADS, HEAD_SIZE)[:, 1]},
+    "fewer values than slots": {"value": rows(4, 3, NUM_HEADS, HEAD_SIZE)[:, 1]},
     "dimensions": {"key": rows(5)},
-    "gradient": {"value": rows(5, 3, NUM_HEADS, HEAD_SIZE).requires_grad_()[:, 2]},
-    "scales": {"k_scale": torch.ones(NUM_HEADS)},
+    "gradient": {"value": rows(*QKV).requires_grad_()[:, 2]},
+    "scales of heads": {"k_scale": torch.ones(NUM_HEADS)},
+    "dtype of k_scale": {"k_scale": torch.ones((), dtype=torch.float64)},
+    "dtype of v_scale": {"v_scale": torch.ones((), dtype=torch.float64)},
+    "dtype of keys": {"key": rows(*QKV, dtype=torch.float16)[:, 1]},
+    "dtype of values": {"value": rows(*QKV, dtype=torch.float16)[:, 1]},
+    "heads of keys": {"key": rows(*QKV)[:, 1, :1]},
+    "heads of values": {"value": rows(*QKV)[:, 1, :1]},
+    "head size of keys": {"key": rows(*QKV)[:, 1, :, :16]},
+    "head size of values": {"value": rows(*QKV)[:, 1, :, :16]},
+    "blocks of keys": {"key_cache": MORE["key_cache"]},
+    "blocks of values": {"value_cache": MORE["value_cache"]},
+    "dtype of key_cache": {"key_cache": FLOAT8["key_cache"]},
+    "dtype of value_cache": {"value_cache": FLOAT8["value_cache"]},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
-    cuda.write(**arguments())
+    aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
+    cuda.write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
-        cuda.write(**arguments(**WRONG[name]))
+        cuda.write(**arguments(**aligned | WRONG[name]))
     assert len(recorder.launches) == 1
 
 
 def test_what_is_copied_is_planned_for_each_time(recorder: Recorder):
     call = arguments(slot_mapping=torch.arange(10)[::2])
-    for planned_before in range(3):
+    cuda.write(**call | {"slot_mapping": torch.arange(5)})
+    for planned_before in range(1, 4):
         assert recorder.planned == planned_before
         cuda.write(**call)
         assert recorder.launches[-1][0][1] != call["slot_mapping"].data_ptr()
@@ -180,6 +235,39 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
         assert slots == (call["slot_mapping"] if num_tokens < kernels.SEARCHED else found[-1]).data_ptr()
     assert len(found) == 2
     assert recorder.planned == 1
+
+
+@pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])
+def test_host_code_is_called_as_jaxlib_has_it(jaxlib: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """With function, stream and list; since 0.12 with the compiled kernel before them and the device behind."""
+    called = []
+    pointer, entries = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
+    types = [pointer, pointer, entries] if jaxlib < (0, 12) else [pointer, pointer, pointer, entries, ctypes.c_int]
+
+    def host_code(*args: Any) -> None:
+        called.append([args[types.index(entries)][1] if i == types.index(entries) else x for i, x in enumerate(args)])
+
+    callback = ctypes.CFUNCTYPE(None, *types)(host_code)
+    compiled = (ctypes.c_void_p * 3)(0x10, ctypes.cast(callback, ctypes.c_void_p), 0x30)
+    monkeypatch.setattr(launch, "_JAXLIB", jaxlib)
+    launch._launcher(compiled, 5)(0x20, launch.struct.pack("=2Q", 7, 9))
+    assert called == [[0x10, 0x20, 9] if jaxlib < (0, 12) else [0x30, 0x10, 0x20, 9, 5]]
+
+
+def test_a_module_of_another_form_is_not_launched():
+    with pytest.raises(launch.LaunchUnavailableError), launch._expecting_this_form():
+        launch.given_integers(b"garbage", 3)
+
+
+def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):
+    """A graph may read it: it is never replaced."""
+    monkeypatch.setattr(ops, "_constants", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cache = mock.Mock(is_cuda=True, device=torch.device("cpu"), get_device=lambda: -1)
+    first = ops._as_tensor("k_scale", 1.0, cache)
+    for same in (1, np.float64(1), 1.0):
+        assert ops._as_tensor("k_scale", same, cache) is first
+    assert ops._as_tensor("k_scale", 2, cache).item() == 2
 
 
 def test_the_list_that_a_launch_is_given(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import io
 import struct
 import threading
@@ -33,12 +34,12 @@ from kvjax_torch import driver
 try:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
-    from jax.experimental.mosaic.gpu import core as mosaic
 except ImportError as error:
     _MISSING: ImportError | None = error
 else:
     _MISSING = None
 
+_JAXLIB = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
 _NAMESPACE = "stable_mosaic_gpu."
 _compile_lock = threading.Lock()
 _thread = threading.local()
@@ -124,7 +125,7 @@ def _launcher(compiled: Any, device: int) -> Callable[[int, bytes], None]:
     """What calls the host code, with the stream and the list alone."""
     pointer, entries = ctypes.c_void_p, ctypes.c_char_p
     function, code = compiled[:2]
-    if not getattr(mosaic, "_ABI_V2", False):  # before JAX 0.12
+    if _JAXLIB < (0, 12):
         return functools.partial(ctypes.CFUNCTYPE(None, pointer, pointer, entries)(code), function)
     launch = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, entries, ctypes.c_int)(code)
     kernel = compiled[2]
@@ -135,7 +136,7 @@ def _launcher(compiled: Any, device: int) -> Callable[[int, bytes], None]:
 def _expecting_this_form() -> Iterator[None]:
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, ir.MLIRError) as error:
         raise LaunchUnavailableError(
             f"JAX {jax.__version__} makes Mosaic GPU kernels of another form: {error}"
         ) from error
@@ -188,7 +189,7 @@ def given_integers(serialized: bytes, num_args: int) -> bytes:
         if len(launches) != 1 or len(launches[0].block.arguments) != 2:
             raise LaunchUnavailableError(f"JAX {jax.__version__} launches Mosaic GPU kernels in another form")
         [launch] = launches
-        if _pass_integers(launch) < num_args:
+        if not _pass_integers(launch, num_args):
             raise LaunchUnavailableError(
                 f"JAX {jax.__version__} passes arguments of Mosaic GPU kernels in another form"
             )
@@ -215,16 +216,23 @@ def _take_grid_from_entry(launch: Any, index: int) -> None:
     launch.operands[asynchronous] = num_programs
 
 
-def _pass_integers(launch: Any) -> int:
-    """Has the references that the host makes of addresses made in the kernel; returns how many addresses there are."""
+def _pass_integers(launch: Any, num_args: int) -> bool:
+    """Has the references that the host makes of so many addresses made in the kernel.
+
+    JAX lists the arrays that a kernel writes twice, as arguments and after them as results. Nothing may use these: the
+    caller's list has something else there, and ends. Returns whether that is so, and all arguments were found.
+    """
     addresses, kernel = launch.block.arguments[1], launch.regions[0].blocks[0].operations[0]
     integer, pointer = ir.IntegerType.get_signless(64), addresses.type
     of_global_memory = ir.Type.parse("!llvm.ptr<1>")
     host = [op.operation for op in launch.block.operations]
-    host = host[: host.index(launch)]
-    num_addresses, made = 0, []
-    for op in host:
+    num_addresses, made, results = 0, [], []
+    for op in host[: host.index(launch)]:
         if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
+            num_addresses += 1
+            if num_addresses > num_args:
+                results.append(op.results[0])
+                continue
             with ir.InsertionPoint(op):
                 passed = _add("llvm.load", integer, op.operands[0], ordering=op.attributes["ordering"])
             with ir.InsertionPoint(kernel):
@@ -232,7 +240,8 @@ def _pass_integers(launch: Any) -> int:
                 address = _add("llvm.addrspacecast", pointer, address)
             op.results[0].replace_all_uses_with(address)
             made.append(address)
-            num_addresses += 1
+        elif any(operand in results for operand in op.operands):
+            results.extend(op.results)
         elif any(operand in made for operand in op.operands):
             with ir.InsertionPoint(kernel):
                 for i, operand in enumerate(op.operands):
@@ -240,7 +249,8 @@ def _pass_integers(launch: Any) -> int:
                         op.operands[i] = operand.owner.clone().results[0]
             op.move_before(kernel)
             made.extend(op.results)
-    return num_addresses
+    uses_results = any(operand in results for op in _operations(launch) for operand in op.operands)
+    return num_addresses >= num_args and not uses_results
 
 
 def _add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:

@@ -153,8 +153,9 @@ def warm_up(
 
     To be called before the first request comes, and before `torch.cuda.graph` records a call. Any number of tokens,
     slots, sequences and blocks is then served without compiling, on the caches' device and with tensors of the same
-    dtypes, strides and alignment. Layers that are alike need one call between them. Where JAX runs the kernels, since
-    it lacks what launching on torch's streams takes, every number of tokens is still compiled for when it comes.
+    dtypes, strides and alignment, and the same promise. Layers that are alike need one call between them. Where JAX
+    runs the kernels, since it lacks what launching on torch's streams takes, every number of tokens is still compiled
+    for when it comes.
 
     Args:
       key: as in `reshape_and_cache_flash`: strided as the model's keys will be, with any contents. At least two tokens,
@@ -204,7 +205,7 @@ def warm_up(
 
 
 def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
-    if type(scale) is float and not torch.compiler.is_compiling():
+    if type(scale) is float and not torch.compiler.is_compiling():  # as most are
         constant = _constants.get((scale, cache.get_device()))
         if constant is not None:
             return constant
@@ -214,7 +215,8 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
     if torch.compiler.is_compiling() or not cache.is_cuda:
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
-    return _new_constant(what, scale, cache.device)
+    constant = _constants.get((scale, cache.get_device()))
+    return _new_constant(what, scale, cache.device) if constant is None else constant
 
 
 def _new_constant(what: str, scale: float, device: torch.device) -> torch.Tensor:

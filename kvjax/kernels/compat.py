@@ -48,11 +48,9 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
     """The int32 that the lower and the upper half of the address of `ref` stand for.
 
-    How a launcher passes numbers to a kernel, whose arguments are all addresses: nothing has to be written to the GPU
-    beforehand, nor read there. In interpret mode, which knows no addresses, they are in the memory.
+    How a launcher passes numbers to a kernel, whose arguments JAX takes for references: nothing has to be written to
+    the GPU beforehand, nor read there.
     """
-    if interpreting():
-        return ref[0], ref[1]
     number = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
 
     def from_address(_: Any, ref: Any) -> Any:

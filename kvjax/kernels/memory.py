@@ -84,8 +84,8 @@ class Argument(NamedTuple):
 
     Attributes:
       array: its shape and dtype, for tracing alone: nothing depends on the leading dimension.
-      unit: where JAX passes it, which has arrays begin at multiples of `BASE_ALIGNMENT`, it may begin so many of these
-        bytes into an array; 0 if it begins where the array does.
+      unit: for `with_numbers` alone, in whose numbers it says how far into JAX's array this one begins: so many times
+        these bytes; 0 if both begin together.
     """
 
     array: jax.ShapeDtypeStruct
@@ -101,8 +101,8 @@ class AnyCount:
         `kernel` allocates.
       kernel: makes a Pallas kernel of a function of references alone; takes its `grid`, the number of programs.
       counts: what the counts are: int32, and not negative.
-      arguments: the arrays. Those that a program needs first come first, since the first six entries of a launch lie in
-        one line of the GPU's constant memory: a program that waits for another line takes 0.1 us longer.
+      arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch lie in one line of
+        constant memory, and a program that waits for another line takes 0.1 us longer.
       written: which of the arrays the kernel writes.
       num_programs: how many programs a launch takes: for a write of the number of tokens, for a gather of that of
         entries in the block table.
@@ -118,15 +118,15 @@ class AnyCount:
     @property
     def args(self) -> list[jax.ShapeDtypeStruct]:
         """What to trace `function` with."""
-        numbers = [jax.ShapeDtypeStruct((2,), jnp.int32)] * len(packed([0] * len(self.counts)))
+        numbers = [jax.ShapeDtypeStruct((2,), jnp.int32)] * -(-len(self.counts) // 2)
         return numbers + [argument.array for argument in self.arguments]
 
     def function(self, *arrays: jax.Array) -> list[jax.Array]:
-        """A function of `args` that holds the kernel, for a launcher that passes addresses; returns what it writes.
+        """A function of `args` that holds the kernel, for a launcher that compiles it; returns what it writes.
 
-        The first entries are no addresses but what `packed` makes of the counts. Arrays begin at the addresses that are
-        passed, whatever those are multiples of; since JAX promises more, the launcher has to see to it that they are
-        not taken for JAX's.
+        JAX sees references. The launcher passes integers in their place: first what `packed` makes of the counts, then
+        the arrays' addresses, whatever those are multiples of; of addresses the kernel would take for granted that they
+        are multiples of `BASE_ALIGNMENT`.
         """
         num_packed = len(self.args) - len(self.arguments)
 

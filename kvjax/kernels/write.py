@@ -1,7 +1,8 @@
 """The write kernel: rows of keys and values, encoded and put into their pages.
 
 A program takes `tokens` neighbouring tokens. It loads their slots and all of their rows before it needs any of them,
-encodes, and stores each token's rows into its page, or none where the slot says so. Unquantized and fp8 rows stay in
+encodes, and stores each token's rows into its page, or none where the slot says so. Of few NVFP4 tokens a program takes
+keys or values alone. Unquantized and fp8 rows stay in
 registers from load to store, since encoding leaves every element where it is. An NVFP4 block is spread over more
 threads than its bytes are, so the program encodes all of its tokens together and lays the bytes out in shared memory,
 where storing takes them from.
@@ -42,8 +43,9 @@ PROGRAMS = 264
 """What a launch has at least, if it has tokens enough: two for each multiprocessor of an H200."""
 
 ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
-"""Keys or values that a program takes at most. Measured on an H200: of programs that take more none is faster, and
-smaller ones leave threads idle or, where elements are encoded, compute again what a larger one shares."""
+"""Keys or values that a program takes at most; of NVFP4 that is 2,048 where a token's are a power of two, and more for
+head sizes such as 96. Measured on an H200 (docs/kernels.md): smaller programs leave threads idle or, where elements are
+encoded, compute again what a larger one shares; larger ones take registers from others beside them."""
 
 SEARCHED = 16 * PROGRAMS
 """A write of fewer tokens finds out by itself which tokens are not the last of their slots: every program reads all
@@ -82,7 +84,7 @@ class WriteConfig:
         """
         most = ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v))
         few = cls(1, halves_apart=spec.quant_mode is KVQuantMode.NVFP4)
-        more = [cls(1 << i) for i in range(max(1, most).bit_length())]
+        more = [cls(1 << i) for i in range(1, max(1, most).bit_length())] or [cls(1)]
         return {1: few} | {max(config.tokens, 2) * PROGRAMS: config for config in more if config != few}
 
     @classmethod
@@ -380,8 +382,8 @@ def any_count(
 
             # One inside the other, not one after the other: a program that is done ends.
             more = num_tokens >= others[0].least if others else False
-            name = f"{rung.least} tokens"
-            _either(more, f"more than {name}", lambda: write_by(*others), name, write_here)
+            later = f"from {others[0].least} tokens on" if others else ""
+            _either(more, later, lambda: write_by(*others), f"from {rung.least} tokens on", write_here)
 
         write_by(*rungs)
 
@@ -404,7 +406,10 @@ def any_count(
 
 
 def _rungs(spec: AttentionSpec, unique_slots: bool) -> list[_Rung]:
-    """Of the ladder what a kernel holds that has them all, and a rung from which on nothing is searched."""
+    """What a kernel for any count chooses from: `RUNGS` of the ladder and its last.
+
+    Where slots may repeat there is one more, from which on they do not.
+    """
     ladder = WriteConfig.ladder(spec)
     [*_, most] = ladder.values()
     configs = {least: config for least, config in ladder.items() if config.tokens in RUNGS or config is most}
@@ -487,7 +492,9 @@ def _write_tokens(
         encodes = [_encoder(spec, half, move) for half, move in zip(halves, moves, strict=True)]
     # Rows are stored where slots say so, and would be loaded there, after the slots: but no load moves past a barrier.
     compat.wait_for_threads()
-    if config.tokens == 1:  # neither do those of scales, to before the rows: they may have to wait for their addresses
+    # Scales of one token are loaded behind it: their addresses may lie in another line of constant memory, for which
+    # its rows need not wait. Of several tokens that would take registers.
+    if config.tokens == 1:
         encodes = [_encoder(spec, half, move) for half, move in zip(halves, moves, strict=True)]
     repeated = slots.repeated(first, config.tokens)
     encoded = [[encode(row) for encode, row in zip(encodes, rows, strict=True)] for rows in loaded]
