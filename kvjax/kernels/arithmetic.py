@@ -13,7 +13,7 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
-from kvjax.quant import CANONICAL_NAN_BITS
+from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
@@ -91,11 +91,7 @@ def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def encode_nvfp4(
-    pairs: Sequence[jax.Array],
-    dtype: np.dtype[Any],
-    scale: jax.Array,
-    inverse: jax.Array,
-    spread: Callable[[jax.Array], jax.Array],
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
@@ -104,12 +100,12 @@ def encode_nvfp4(
         the even elements and the odd ones.
       dtype: of the elements.
       scale: float32 scalar.
-      inverse: `reciprocal(E2M1_MAX * scale)`.
       spread: from `[...]` to `[..., 8]`, in the registers of `pairs`.
 
     Returns:
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
+    inverse = reciprocal(E2M1_MAX * scale)
     scaled = times(_largest_magnitudes(pairs, dtype), inverse)
     bits = _float8_bits(scaled, np.dtype(jnp.float8_e4m3fn))
     decoded = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale

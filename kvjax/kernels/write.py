@@ -33,7 +33,6 @@ from kvjax.kernels import arithmetic, compat
 from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.pages import PageRegion, swizzled_position
-from kvjax.quant import E2M1_MAX
 from kvjax.spec import AttentionSpec
 
 WORDS = NVFP4_BLOCK_SIZE // 2
@@ -577,5 +576,4 @@ def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int,
 
 def _encode_blocks(blocks: _Blocks, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     spread = functools.partial(compat.spread, columns=WORDS, layout=blocks.layout)
-    inverse = arithmetic.reciprocal(E2M1_MAX * scale)
-    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale, inverse, spread)
+    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale, spread)
