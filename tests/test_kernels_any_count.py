@@ -133,7 +133,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
     with interpret_mode():
         kernel = write_kernel(spec, np.int32)
         written = kernel.with_numbers(
-            (num_tokens, last_slot, 0, 0, 0, 0, 0),
+            (num_tokens, last_slot, *[0] * 7),
             num_tokens,
             jnp.asarray(slots),
             *rows,
@@ -151,7 +151,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
         read = kernel.with_numbers(
-            (2, 2, NUM_BLOCKS - 1, 0, 0, 0, 0), 4, table, lengths, k_scale, v_scale, full, full, *dense
+            (2, 2, NUM_BLOCKS - 1, *[0] * 8), 4, table, lengths, k_scale, v_scale, full, full, *dense
         )
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)

@@ -19,7 +19,7 @@ import jax  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch import cuda, launch  # noqa: E402
+from kvjax_torch import cuda, dlpack, launch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -114,9 +114,20 @@ def test_a_gather_of_any_size_is_one_compilation():
     assert launch.num_compilations() == compilations
 
 
+@pytest.fixture
+def through_jax(monkeypatch) -> None:
+    """As where the launcher's parts are missing."""
+    monkeypatch.setattr(cuda, "_through_jax", True)
+    monkeypatch.setattr(cuda, "_known_writes", {})
+    monkeypatch.setattr(dlpack, "_borrowed", {})
+
+
+@pytest.mark.parametrize("path", ["launched", "through_jax"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str):
+def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, path: str, request):
     """On a side stream, busy for a while before the rows are there: a write on another stream would come too early."""
+    if path != "launched":
+        request.getfixturevalue(path)
     num_blocks, stream, idle = 40, torch.cuda.Stream(), torch.cuda.Event()
     cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
     rows = torch.zeros_like(new_rows(64, 8))
@@ -302,6 +313,61 @@ def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeyp
                         assert_same(got, want)
     finally:
         cuda._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through_jax):
+    """What JAX has borrowed is kept by address, so addresses come back with other owners, contents and sizes."""
+    scales = torch.tensor([0.0, *SCALES, 0.0], device="cuda")[1:3]  # neither begins where JAX's arrays may
+    addresses, calls = set(), 0
+    for _ in range(3):
+        for num_blocks, num_tokens in ((10, 33), (7, 33), (10, 5)):
+            cache, rows = new_cache(dtype, 8, num_blocks), new_rows(num_tokens, 8, calls)
+            slots = new_slots(num_tokens, num_blocks, calls)
+            expected = written(rows, cache, slots, dtype)
+            for k_scale, v_scale in ((scales[0], scales[1]), (scales[0], scales[0])):
+                write(rows, cache, slots, dtype, (k_scale, v_scale))
+            write(rows, cache, slots, dtype, (scales[0], scales[1]))
+            assert_same(cache, expected)
+            table, lengths = torch.tensor([[3, 1], [6, 0]], device="cuda"), torch.tensor([20, 9], device="cuda")
+            halves = cache[:, 0], cache[:, 1]
+            read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, scales[0], scales[1])
+            on_cpu = expected[:, 0], expected[:, 1]
+            wanted = kvjax_torch.gather_kv(*on_cpu, table.cpu(), lengths.cpu(), dtype, *SCALES)
+            for got, want in zip(read, wanted, strict=True):
+                assert_same(got, want)
+            addresses.add(cache.data_ptr())
+            calls += 1
+            del cache, halves
+    assert len(addresses) < calls
+    assert 0 < len(dlpack._borrowed) <= dlpack._KEPT
+
+
+def test_jax_keeps_no_more_than_so_many_arrays(monkeypatch, through_jax):
+    monkeypatch.setattr(dlpack, "_KEPT", 20)
+    cache = new_cache("bfloat16", 8, 4)
+    for seed in range(6):
+        rows, slots = new_rows(2, 8, seed), new_slots(2, 4, seed)
+        caches = [cache.clone() for _ in range(3)]
+        expected = written(rows, cache, slots, "bfloat16")
+        for each in caches:
+            write(rows, each, slots, "bfloat16")
+            assert_same(each, expected)
+            assert len(dlpack._borrowed) <= 20
+
+
+def test_python_ends_while_jax_has_arrays_of_torchs_memory():
+    code = """
+import torch, kvjax_torch
+from kvjax_torch import cuda, dlpack
+cuda._through_jax = True
+cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
+kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
+assert dlpack._borrowed
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
 
 def test_slots_with_gaps_between_them():

@@ -3,83 +3,123 @@
 JAX borrows the memory and is given what is written for its own (donation), so that the kernel writes where torch will
 look. Shapes and numbers are constants of a JAX program: each number of tokens is compiled for. JAX's stream waits for
 torch's when JAX borrows the first array, and torch's for JAX's when torch borrows a result; the host waits for neither.
+
+To borrow an array takes the host as long as to run the program, so arrays are kept for calls with memory at the same
+address. They own nothing, and once their memory is gone nobody looks at them until memory is there again.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import torch
 
-from kvjax import UnsupportedError, kernels
+from kvjax import kernels
 from kvjax_torch.borrow import ALIGNMENT
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
+_KEPT = 4096
+"""Arrays; a model has a few for each layer, and as many again that come with every step."""
+
+_borrowed: dict[Any, jax.Array] = {}
+atexit.register(_borrowed.clear)  # before JAX's threads find Python gone: torch takes its tensors back in Python
+
 
 def run(call: Call) -> None:
-    """Runs a kernel on the CUDA device of its tensors.
-
-    Raises:
-      UnsupportedError: JAX cannot borrow the memory as the kernel takes it.
-    """
+    """Runs a kernel on the CUDA device of its tensors, for one thread at a time."""
     start_jax()
+    program, forms = _program(call.kernel)
+    if len(_borrowed) + len(forms) > _KEPT:
+        _borrowed.clear()
+    places, numbers = [], list(call.counts)
     arrays: list[jax.Array] = []
-    numbers = list(call.counts)
     with torch.cuda.device(call.device):  # of which torch lends, and whose stream it makes JAX wait for
-        for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):
-            lent, beginning = _lent(tensor, argument)
-            arrays.append(jax.dlpack.from_dlpack(_AlreadyWaitedFor(lent) if arrays else lent, copy=False))
-            if argument.unit:
-                numbers.append(beginning)
-        written = _program(call.kernel)(tuple(numbers), call.amount, *arrays)
+        for tensor, form in zip(call.tensors, forms, strict=True):
+            address, rows, beginning = form.place(tensor)
+            place = call.device, address, rows, form
+            # Borrowing the first array makes JAX wait; its program waits for all that it is given.
+            array = _borrowed.get(place) if arrays else None
+            if array is None:
+                lent = _Lent(form.view(address, rows, call.device), is_waited_for=bool(arrays))
+                array = _borrowed[place] = jax.dlpack.from_dlpack(lent)
+            places.append(place)
+            arrays.append(array)
+            numbers.append(beginning)
+        for i in call.kernel.written:  # and so donated
+            del _borrowed[places[i]]
+        written = program(tuple(numbers), call.amount, *arrays)
+        _borrowed.update((places[i], array) for i, array in zip(call.kernel.written, written, strict=True))
         torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
 
 
-class _AlreadyWaitedFor:
-    """A tensor, for JAX to borrow without another event on torch's stream."""
+class _Lent:
+    """A tensor for JAX to borrow, with an event on torch's stream unless that is waited for already."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, is_waited_for: bool) -> None:
+        self._tensor, self._stream = tensor, {"stream": -1} if is_waited_for else {}
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._tensor.__dlpack__(**options | {"stream": -1})
+        return self._tensor.__dlpack__(**options | self._stream)
 
     def __dlpack_device__(self) -> Any:
         return self._tensor.__dlpack_device__()
 
 
+class _Memory:
+    """Bytes on a GPU, for torch to make a tensor of that does not own them."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class _Form(NamedTuple):
+    """How JAX sees memory that a kernel takes: rows of elements; and in what units it is told where tensors begin."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    row_bytes: int
+    unit: int
+
+    @classmethod
+    def of(cls, argument: kernels.Argument) -> _Form:
+        """Of an argument of a kernel."""
+        array = argument.array
+        row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
+        return cls(torch_dtype(array.dtype), array.shape[1:], row_bytes, argument.unit)
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """Where the rows that a tensor lies in begin, how many they are, and how many units into them it begins.
+
+        The last row is whole, though the tensor may end before it does: nobody reads what lies there.
+        """
+        address = tensor.data_ptr()
+        before = address % ALIGNMENT["cuda"]
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = before + (last + 1) * tensor.element_size()
+        return address - before, -(-nbytes // self.row_bytes), before // self.unit
+
+    def view(self, address: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Rows that begin at an address."""
+        memory = torch.as_tensor(_Memory(address, rows * self.row_bytes), device=device)
+        return memory.view(self.dtype).view(rows, *self.shape)
+
+
 @functools.lru_cache(maxsize=1024)
-def _program(kernel: kernels.AnyCount) -> Any:
+def _program(kernel: kernels.AnyCount) -> tuple[Callable[..., Any], list[_Form]]:
+    """What runs a kernel, given its numbers, its amount and its arrays; and the form of these."""
     static = 0, 1
     donated = tuple(len(static) + i for i in kernel.written)
-    return jax.jit(kernel.with_numbers, static_argnums=static, donate_argnums=donated)
-
-
-def _lent(tensor: torch.Tensor, argument: kernels.Argument) -> tuple[torch.Tensor, int]:
-    """A tensor's memory in the shape that a kernel takes it in, and how many units into it the tensor begins."""
-    shape, dtype = argument.array.shape[1:], torch_dtype(argument.array.dtype)
-    if not argument.unit:
-        return tensor.view(-1).view(dtype).view(-1, *shape), 0
-    storage = tensor.untyped_storage()
-    offset = tensor.data_ptr() - storage.data_ptr()
-    strides = [1]
-    for size in reversed(shape):
-        strides.insert(0, strides[0] * size)
-    row_bytes = strides[0] * dtype.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    rows = -(-(last + 1) * tensor.element_size() // row_bytes)
-    # The last row is whole, though the tensor ends before it does: the array begins before the tensor if need be.
-    start = min(offset, storage.nbytes() - rows * row_bytes)
-    start -= (storage.data_ptr() + start) % ALIGNMENT["cuda"]
-    if start < 0:
-        raise UnsupportedError(
-            f"JAX cannot borrow a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: got a storage"
-            f" of {storage.nbytes()} bytes, expected at least {rows * row_bytes}"
-        )
-    lent = torch.empty(0, dtype=dtype, device=tensor.device)
-    lent.set_(storage, start // dtype.itemsize, (rows, *shape), strides)
-    return lent, (offset - start) // argument.unit
+    program = jax.jit(kernel.with_numbers, static_argnums=static, donate_argnums=donated)
+    return program, [_Form.of(argument) for argument in kernel.arguments]

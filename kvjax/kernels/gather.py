@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_argument
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -200,10 +200,12 @@ def any_count(
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
         max_blocks, stride, last_block = counts
         (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
+        scale_arrays = zip((k_scale, v_scale), scale_sizes, strict=True)
+        scales = [ref.at[pl.ds(first, size)] for (ref, first), size in scale_arrays]
         halves = [
             Half(memory.pages(*source), scale, dense)
-            for memory, source, (scale, _), (dense, _) in zip(
-                pages, (key_pages, value_pages), (k_scale, v_scale), (key, value), strict=True
+            for memory, source, scale, (dense, _) in zip(
+                pages, (key_pages, value_pages), scales, (key, value), strict=True
             )
         ]
         _gather_tokens(
@@ -217,9 +219,9 @@ def any_count(
         (
             index,
             index,
-            *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
+            *(scale_argument(size) for size in scale_sizes),
             *(memory.argument(spec.storage_dtype) for memory in pages),
-            *(Argument(_result_type(MOST, spec, size, dtype)) for size in _head_sizes(spec)),
+            *(Argument(_result_type(MOST, spec, size, dtype), MAX_VECTOR_BYTES) for size in _head_sizes(spec)),
         ),
         written=(6, 7),
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),

@@ -83,13 +83,12 @@ class Argument(NamedTuple):
     """An array that a launch passes.
 
     Attributes:
-      array: its shape and dtype, for tracing alone: nothing depends on the leading dimension.
-      unit: for `with_numbers` alone, in whose numbers it says how far into JAX's array this one begins: so many times
-        these bytes; 0 if both begin together.
+      array: its shape and dtype, for tracing alone: nothing depends on the leading dimension, the number of rows.
+      unit: for `with_numbers` alone, which is told how far into JAX's array this one begins: so many times these bytes.
     """
 
     array: jax.ShapeDtypeStruct
-    unit: int = 0
+    unit: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,11 +138,9 @@ class AnyCount:
     def with_numbers(self, numbers: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
         """The same on JAX's arrays.
 
-        `numbers` are the counts and, of each array that has a unit, where it begins; `amount` is what `num_programs`
-        takes.
+        `numbers` are the counts and, of each array, where it begins; `amount` is what `num_programs` takes.
         """
-        counts, rest = numbers[: len(self.counts)], iter(numbers[len(self.counts) :])
-        beginnings = [next(rest) if argument.unit else 0 for argument in self.arguments]
+        counts, beginnings = numbers[: len(self.counts)], numbers[len(self.counts) :]
 
         def body(*refs: Any) -> None:
             self._run(counts, beginnings, refs)
@@ -159,6 +156,12 @@ class AnyCount:
     def _run(self, counts: Sequence[Number], beginnings: Sequence[int], refs: Sequence[Any]) -> None:
         arrays = list(zip(refs, beginnings, strict=False))
         self.body(counts, arrays, refs[len(arrays) :])
+
+
+def scale_argument(size: int) -> Argument:
+    """One scale, or one for each head."""
+    scales = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return Argument(scales, scales.dtype.itemsize)
 
 
 def packed(counts: Sequence[int]) -> list[int]:

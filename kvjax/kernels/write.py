@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import arithmetic, compat
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows, scale_argument
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -365,11 +365,12 @@ def any_count(
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
         num_tokens, last_slot = counts
-        (slots, start), key, value, key_pages, value_pages, k_scale, v_scale = arrays
+        (slots, start), key, value, key_pages, value_pages, *scale_arrays = arrays
+        scales = [ref.at[pl.ds(first, size)] for (ref, first), size in zip(scale_arrays, scale_sizes, strict=True)]
         halves = [
             Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
-            for source, row_memory, (scale, _), destination, page_memory in zip(
-                (key, value), rows, (k_scale, v_scale), (key_pages, value_pages), pages, strict=True
+            for source, row_memory, scale, destination, page_memory in zip(
+                (key, value), rows, scales, (key_pages, value_pages), pages, strict=True
             )
         ]
 
@@ -397,7 +398,7 @@ def any_count(
             Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
             *(_row_argument(memory, spec) for memory in rows),
             *(memory.argument(spec.array_dtype) for memory in pages),
-            *(Argument(jax.ShapeDtypeStruct((size,), jnp.float32)) for size in scale_sizes),
+            *(scale_argument(size) for size in scale_sizes),
         ),
         written=(3, 4),
         num_programs=num_programs,
