@@ -46,7 +46,7 @@ def run(call: Call) -> None:
             place = call.device, address, rows, form
             # Borrowing the first array makes JAX wait; its program waits for all that it is given.
             array = _borrowed.get(place) if arrays else None
-            if array is None:
+            if array is None or array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
                 lent = _Lent(form.view(address, rows, call.device), is_waited_for=bool(arrays))
                 array = _borrowed[place] = jax.dlpack.from_dlpack(lent)
             places.append(place)
