@@ -48,7 +48,7 @@ def run(call: Call) -> None:
             array = _borrowed.get(place) if arrays else None
             if array is None or array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
                 lent = _Lent(form.view(address, rows, call.device), is_waited_for=bool(arrays))
-                array = _borrowed[place] = jax.dlpack.from_dlpack(lent)
+                array = _borrowed[place] = jax.dlpack.from_dlpack(lent, copy=False)
             places.append(place)
             arrays.append(array)
             numbers.append(beginning)
