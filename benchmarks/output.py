@@ -87,7 +87,8 @@ def environment(program: str) -> dict[str, str]:
         **{module: _version(name) for module, name in PEERS.items() if importlib.util.find_spec(module)},
         "commit": COMMIT.value or commit(ROOT),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
+        # Whoever repeats the command may be at another commit, which stands above.
+        "command": shlex.join(["python", "-m", program, *(x for x in sys.argv[1:] if not x.startswith("--commit="))]),
     }
 
 

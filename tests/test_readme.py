@@ -70,14 +70,25 @@ def test_the_demos_table_has_every_dtype_at_its_price():
         assert row[:3] == [dtype.value, *(f"{number:,}" for number in priced)]
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "WORKSPACE.md", "benchmarks/README.md"]
-    + [f"docs/{name}.md" for name in ("contract", "plan", "scaling", "benchmarks", "interop", "reliability")],
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for folder in (".", "benchmarks", "docs") for path in (ROOT / folder).glob("*.md")
 )
-def test_links_lead_to_files(page: str):
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str):
+    lost = []
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", (ROOT / page).read_text()):
+        target = (ROOT / page).parent / link if link else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            lost.append((link, anchor))
+    assert lost == []
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_map_of_imports_is_the_one_that_is_held():

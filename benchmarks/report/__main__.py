@@ -1,4 +1,4 @@
-"""Turns the JSON files of benchmark runs into docs/benchmarks.md and its plots, and a part of README.md.
+"""Turns the JSON files of benchmark runs into a page with plots, such as docs/benchmarks.md, and a part of README.md.
 
 `python -m benchmarks.report write.json gather.json`, from the source tree; needs the extra `bench`.
 """
@@ -17,8 +17,8 @@ from benchmarks.report.records import ResultsError
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
 
-OUTPUT = flags.DEFINE_string("output", "docs/benchmarks.md", "Markdown file to write")
-PLOTS = flags.DEFINE_string("plots", "docs/plots", "folder to put the plots in")
+OUTPUT = flags.DEFINE_string("output", "bench/report.md", "Markdown file to write")
+PLOTS = flags.DEFINE_string("plots", "bench/plots", "folder to put the plots in")
 README = flags.DEFINE_string(
     "readme", None, "Markdown file to put a plot and a table of the first device into, between its benchmarks markers"
 )

@@ -1,4 +1,4 @@
-"""The Markdown of docs/benchmarks.md and of README.md's part, made of what was measured."""
+"""The Markdown of a page such as docs/benchmarks.md and of README.md's part, made of what was measured."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ METHOD = Path(__file__).parents[1] / "README.md"
 SUMMARY_SIZES, README_SIZES = 5, 3
 """In how many sizes summaries show a dtype."""
 
+README_FACTS = ("driver", "jax", "torch", "commit", "date")
+"""What README says of where and when, as far as a file says it."""
+
 INTRODUCTION = """\
 # Benchmarks
 
@@ -62,6 +65,11 @@ What kvjax's operations take on the devices where they were measured, next to wh
 
 RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster."
 
+COLUMNS = """\
+kvjax promises that no two tokens have one slot (`unique_slots=True`), "any slots" does not. Share: of the rate of a
+copy that moves as many bytes; of few tokens all times are latencies. CUDA: a plain kernel in vLLM's launch geometry,
+fitted: with a thread for each 16 bytes; vLLM's and FlashInfer's own are timed where they are installed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -69,14 +77,14 @@ class Operation:
 
     Attributes:
       title: its name, with the clock where it was timed by several.
-      command: what ran it, where its file says so.
+      environment: where and by what command it ran, as far as its file says.
       measurements: of every case.
     """
 
     device: str
     title: str
     clock: str
-    command: str | None
+    environment: Mapping[str, str]
     measurements: Sequence[Measurement]
 
     @property
@@ -118,14 +126,14 @@ class Report:
 
     def operations(self, device: str) -> list[Operation]:
         """What was measured on a device, in the order of the files."""
-        of = [(run.environment.get("command"), each) for run in self.devices[device] for each in run.measurements]
-        commands = {id(each): command for command, each in of}
+        of = [(run.environment, each) for run in self.devices[device] for each in run.measurements]
+        environments = {id(each): environment for environment, each in of}
         by_clock = grouped((each for _, each in of), lambda each: (each.operation, each.clock))
         found = []
         for (name, clock), group in by_clock.items():
             is_only = sum(other == name for other, _ in by_clock) == 1
             title = name if is_only else f"{name} by {clock}"
-            found.append(Operation(device, title, clock, commands[id(group[0])], group))
+            found.append(Operation(device, title, clock, environments[id(group[0])], group))
         return found
 
     def slices(self, operation: Operation) -> dict[str, Slice]:
@@ -147,7 +155,7 @@ def link(to: Path, page: Path) -> str:
 
 
 def page(report: Report) -> str:
-    """The Markdown of docs/benchmarks.md."""
+    """The Markdown of a page such as docs/benchmarks.md."""
     parts = [INTRODUCTION.format(method=link(METHOD, report.output))]
     for device, runs in report.devices.items():
         operations = report.operations(device)
@@ -291,8 +299,12 @@ def readme_part(report: Report, readme: Path) -> str:
     device = next(iter(report.devices))
     for operation in report.operations(device):
         if small := summary(operation, README_SIZES):
-            command = [f"```console\n$ {operation.command}\n```"] if operation.command else []
-            links = f"[All times]({link(report.output, readme)}), [the method]({link(METHOD, readme)})."
+            where = operation.environment
+            command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
+            facts = ", ".join(f"{name} {where[name]}" for name in README_FACTS if name in where)
+            where_to = f"[All times]({link(report.output, readme)}), [the method]({link(METHOD, readme)})."
+            end = f"{escaped(facts)}. {where_to}" if facts else where_to
             plot = report.image(operation, operation.headline, readme)
-            return "\n\n".join([f"{escaped(device)}. {small[0]}", small[1], *plot, *command, links]) + "\n"
+            parts = [f"{escaped(device)}. {small[0]}", small[1], COLUMNS, *plot, *command, end]
+            return "\n\n".join(parts) + "\n"
     raise ResultsError(f"nothing for {readme}: no operation on {device} has {OWN} next to another in several sizes")
