@@ -75,9 +75,14 @@ def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, opera
     assert set(parameters) <= {".u64", ".b64"}
 
 
+BEFORE = 16
+"""Elements of other things before a token's rows."""
+
+
 def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Tokens as a fused projection has them, 64 other elements after each; for NVFP4 in words of two elements."""
-    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
+    """Tokens as a fused projection has them, 64 other elements around each; for NVFP4 in words of two elements."""
+    gaps = BEFORE, 64 - BEFORE
+    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), gaps], constant_values=jnp.nan)
     if spec.quant_mode is not KVQuantMode.NVFP4:
         return flat
     return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
@@ -130,17 +135,18 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
     rows = [with_gaps(jnp.asarray(x), spec) for x in (key, value)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
+    row_beginning = BEFORE // 2 if dtype is KVCacheDType.NVFP4 else BEFORE
     with interpret_mode():
         kernel = write_kernel(spec, np.int32)
         written = kernel.with_numbers(
-            (num_tokens, last_slot, *[0] * 7),
+            (num_tokens, last_slot, 1, row_beginning, row_beginning, 0, 0, 1, 1),
             num_tokens,
-            jnp.asarray(slots),
+            behind_another(slots),
             *rows,
             pages,
             pages,
-            k_scale,
-            v_scale,
+            behind_another(k_scale),
+            behind_another(v_scale),
         )
         # Of keys and values each has its own copy of the pages here; put together, they are the cache.
         changed = jnp.where(bits(written[1]) != bits(pages), bits(written[1]), bits(written[0]))
@@ -150,13 +156,17 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
         table, lengths = jnp.array([2, 0, 1, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
-        read = kernel.with_numbers(
-            (2, 2, NUM_BLOCKS - 1, *[0] * 8), 4, table, lengths, k_scale, v_scale, full, full, *dense
-        )
+        small = map(behind_another, (table, lengths, k_scale, v_scale))
+        read = kernel.with_numbers((2, 2, NUM_BLOCKS - 1, *[1] * 4, *[0] * 4), 4, *small, full, full, *dense)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
     for got, want in zip(read, wanted, strict=True):
         assert_same_bytes(np.asarray(got).reshape(-1).view(np.uint8), np.asarray(want).reshape(-1).view(np.uint8))
+
+
+def behind_another(x: jax.Array | np.ndarray) -> jax.Array:
+    """Numbers that begin one into an array."""
+    return jnp.concatenate([jnp.full(1, 77, x.dtype), jnp.asarray(x)])
 
 
 def bits(x: jax.Array) -> jax.Array:

@@ -54,10 +54,10 @@ def write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: s
     kvjax_torch.reshape_and_cache_flash(rows[:, 1], rows[:, 2], cache[:, 0], cache[:, 1], slots, dtype, *scales)
 
 
-def written(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str) -> torch.Tensor:
+def written(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str, scales=SCALES) -> torch.Tensor:
     """What the CPU makes of the same call."""
     on_cpu = cache.cpu()
-    write(rows.cpu(), on_cpu, slots.cpu(), dtype)
+    write(rows.cpu(), on_cpu, slots.cpu(), dtype, scales)
     return on_cpu
 
 
@@ -122,12 +122,16 @@ def through_jax(monkeypatch) -> None:
     monkeypatch.setattr(dlpack, "_borrowed", {})
 
 
-@pytest.mark.parametrize("path", ["launched", "through_jax"])
+@pytest.fixture(params=["launched", "through_jax"])
+def either_path(request) -> None:
+    """Kernels launched on torch's streams, and run by JAX."""
+    if request.param == "through_jax":
+        request.getfixturevalue("through_jax")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, path: str, request):
+def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, either_path):
     """On a side stream, busy for a while before the rows are there: a write on another stream would come too early."""
-    if path != "launched":
-        request.getfixturevalue(path)
     num_blocks, stream, idle = 40, torch.cuda.Stream(), torch.cuda.Event()
     cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
     rows = torch.zeros_like(new_rows(64, 8))
@@ -233,7 +237,7 @@ def test_a_thread_that_has_done_nothing_on_the_gpu_before():
     assert_same(cache, expected)
 
 
-def test_tensors_of_another_gpu_are_written_there():
+def test_tensors_of_another_gpu_are_written_there(either_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     current = torch.cuda.current_device()
@@ -324,11 +328,10 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
         for num_blocks, num_tokens in ((10, 33), (7, 33), (10, 5)):
             cache, rows = new_cache(dtype, 8, num_blocks), new_rows(num_tokens, 8, calls)
             slots = new_slots(num_tokens, num_blocks, calls)
-            expected = written(rows, cache, slots, dtype)
-            for k_scale, v_scale in ((scales[0], scales[1]), (scales[0], scales[0])):
-                write(rows, cache, slots, dtype, (k_scale, v_scale))
-            write(rows, cache, slots, dtype, (scales[0], scales[1]))
-            assert_same(cache, expected)
+            for used in ((scales[0], scales[0]), (scales[0], scales[1])):
+                expected = written(rows, cache, slots, dtype, [scale.cpu() for scale in used])
+                write(rows, cache, slots, dtype, used)
+                assert_same(cache, expected)
             table, lengths = torch.tensor([[3, 1], [6, 0]], device="cuda"), torch.tensor([20, 9], device="cuda")
             halves = cache[:, 0], cache[:, 1]
             read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, scales[0], scales[1])
@@ -362,11 +365,12 @@ import torch, kvjax_torch
 from kvjax_torch import cuda, dlpack
 cuda._through_jax = True
 cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
+torch.cuda._sleep(2_000_000_000)  # a second, in which Python ends
 rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
 kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
 assert dlpack._borrowed
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
 

@@ -303,7 +303,7 @@ def readme_part(report: Report, readme: Path) -> str:
             command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
             facts = ", ".join(f"{name} {where[name]}" for name in README_FACTS if name in where)
             where_to = f"[All times]({link(report.output, readme)}), [the method]({link(METHOD, readme)})."
-            end = f"{escaped(facts)}. {where_to}" if facts else where_to
+            end = f"{escaped(facts)}.\n{where_to}" if facts else where_to
             plot = report.image(operation, operation.headline, readme)
             parts = [f"{escaped(device)}. {small[0]}", small[1], COLUMNS, *plot, *command, end]
             return "\n\n".join(parts) + "\n"

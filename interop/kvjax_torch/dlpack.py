@@ -1,11 +1,12 @@
 """Running kernels on torch's memory through JAX, where nothing can launch them on torch's streams.
 
 JAX borrows the memory and is given what is written for its own (donation), so that the kernel writes where torch will
-look. Shapes and numbers are constants of a JAX program: each number of tokens is compiled for. JAX's stream waits for
-torch's when JAX borrows the first array, and torch's for JAX's when torch borrows a result; the host waits for neither.
+look. Shapes and numbers are constants of a JAX program: it is compiled for each number of tokens and blocks, and for
+each way that arrays begin between two multiples of 16 bytes. JAX's stream waits for torch's when JAX borrows the first
+array, and torch's for JAX's when torch borrows a result; the host waits for neither.
 
-To borrow an array takes the host as long as to run the program, so arrays are kept for calls with memory at the same
-address. They own nothing, and once their memory is gone nobody looks at them until memory is there again.
+To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
+memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there.
 """
 
 from __future__ import annotations
@@ -19,44 +20,66 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from kvjax import kernels
+from kvjax import UnsupportedError, kernels
 from kvjax_torch.borrow import ALIGNMENT
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 _KEPT = 4096
-"""Arrays; a model has a few for each layer, and as many again that come with every step."""
+"""Arrays at most, then all are dropped; a model has a few for each layer, and as many that come with every step."""
 
 _borrowed: dict[Any, jax.Array] = {}
-atexit.register(_borrowed.clear)  # before JAX's threads find Python gone: torch takes its tensors back in Python
 
 
 def run(call: Call) -> None:
-    """Runs a kernel on the CUDA device of its tensors, for one thread at a time."""
+    """Runs a kernel on the CUDA device of its tensors. Callers hold a lock.
+
+    Raises:
+      UnsupportedError: JAX would write elsewhere.
+    """
     start_jax()
     program, forms = _program(call.kernel)
     if len(_borrowed) + len(forms) > _KEPT:
         _borrowed.clear()
-    places, numbers = [], list(call.counts)
+    places: list[Any] = []
     arrays: list[jax.Array] = []
+    numbers = list(call.counts)
     with torch.cuda.device(call.device):  # of which torch lends, and whose stream it makes JAX wait for
-        for tensor, form in zip(call.tensors, forms, strict=True):
+        for i, (tensor, form) in enumerate(zip(call.tensors, forms, strict=True)):
             address, rows, beginning = form.place(tensor)
-            place = call.device, address, rows, form
+            # What is written is given away, so it is an array of its own, whatever else lies there.
+            place = call.device, address, rows, form, i if i in call.kernel.written else None
             # Borrowing the first array makes JAX wait; its program waits for all that it is given.
             array = _borrowed.get(place) if arrays else None
             if array is None or array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
                 lent = _Lent(form.view(address, rows, call.device), is_waited_for=bool(arrays))
-                array = _borrowed[place] = jax.dlpack.from_dlpack(lent, copy=False)
+                array = jax.dlpack.from_dlpack(lent, copy=False)
+                if arrays:
+                    _borrowed[place] = array
             places.append(place)
             arrays.append(array)
             numbers.append(beginning)
-        for i in call.kernel.written:  # and so donated
+        for i in call.kernel.written:
             del _borrowed[places[i]]
-        written = program(tuple(numbers), call.amount, *arrays)
-        _borrowed.update((places[i], array) for i, array in zip(call.kernel.written, written, strict=True))
-        torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
+        # Neither donates, and JAX would write into copies.
+        with jax.debug_nans(False), jax.disable_jit(False):
+            written = program(tuple(numbers), call.amount, *arrays)
+        # torch's stream waits for JAX's.
+        seen = torch.utils.dlpack.from_dlpack(written[-1]).data_ptr()
+    _, address, *_ = places[call.kernel.written[-1]]
+    if seen != address:
+        raise UnsupportedError(f"JAX {jax.__version__} does not write in place: got {seen:#x}, expected {address:#x}")
+    _borrowed.update((places[i], array) for i, array in zip(call.kernel.written, written, strict=True))
+
+
+@atexit.register
+def _give_back() -> None:
+    """Drops all arrays while Python still runs: torch takes its tensors back in Python, whatever thread drops them."""
+    try:
+        jax.block_until_ready([array for array in _borrowed.values() if not array.is_deleted()])
+    finally:
+        _borrowed.clear()
 
 
 class _Lent:
@@ -108,7 +131,10 @@ class _Form(NamedTuple):
         before = address % ALIGNMENT["cuda"]
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         nbytes = before + (last + 1) * tensor.element_size()
-        return address - before, -(-nbytes // self.row_bytes), before // self.unit
+        beginning, rest = divmod(before, self.unit)
+        if rest:
+            raise UnsupportedError(f"got an array at address {address:#x}, expected a multiple of {self.unit} bytes")
+        return address - before, -(-nbytes // self.row_bytes), beginning
 
     def view(self, address: int, rows: int, device: torch.device) -> torch.Tensor:
         """Rows that begin at an address."""

@@ -199,6 +199,7 @@ def any_count(
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
         max_blocks, stride, last_block = counts
+        # Results begin where JAX's arrays do: their unit says that they may begin nowhere else.
         (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
         scale_arrays = zip((k_scale, v_scale), scale_sizes, strict=True)
         scales = [ref.at[pl.ds(first, size)] for (ref, first), size in scale_arrays]
