@@ -10,8 +10,7 @@ comma := ,
 DEV_EXTRAS := test,torch,transformers,lint
 GPUS := $(shell nvidia-smi -L 2>/dev/null)
 # With a GPU to test on, jax gets all of CUDA; without one the plugin alone compiles kernels.
-CUDA ?= cuda13
-DEV_EXTRAS += $(if $(GPUS),$(comma)$(CUDA))
+DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
 
 # Where the plugin finds CUDA's libraries but no driver, it ends the process.
 BENCH_PLATFORM := $(if $(GPUS),,JAX_PLATFORMS=cpu)

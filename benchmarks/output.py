@@ -87,8 +87,7 @@ def environment(program: str) -> dict[str, str]:
         **{module: _version(name) for module, name in PEERS.items() if importlib.util.find_spec(module)},
         "commit": COMMIT.value or commit(ROOT),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        # Whoever repeats the command may be at another commit, which stands above.
-        "command": shlex.join(["python", "-m", program, *(x for x in sys.argv[1:] if not x.startswith("--commit="))]),
+        "command": shlex.join(["python", "-m", program, *_without_commit(sys.argv[1:])]),
     }
 
 
@@ -115,6 +114,18 @@ def commit(folder: Path) -> str:
     if not head:
         return "unknown"
     return head.strip() + ("+changes" if _said(["git", "-C", str(folder), "status", "--porcelain"]) else "")
+
+
+def _without_commit(arguments: Sequence[str]) -> list[str]:
+    """A command's arguments for whoever repeats it, perhaps at another commit."""
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.partition("=")
+        if name not in ("-commit", "--commit"):
+            kept.append(argument)
+        elif not equals:
+            next(rest, None)
+    return kept
 
 
 def _said(command: Sequence[str]) -> str | None:

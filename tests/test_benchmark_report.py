@@ -361,6 +361,8 @@ def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
     assert "![write, llama-3.1-8b, NVIDIA H200](docs/plots/nvidia-h200-write-llama-3.1-8b.png)" in text
     assert "```console\n$ python -m benchmarks.write\n```" in text
     assert "[All times](docs/page.md)" in text
+    assert "Share: of the rate of a copy" in text
+    assert "unique_slots" not in text  # of a column that is not there
     assert "\n\ndriver 575.1, date 2026-11-21.\n[All times]" in text
     assert rows_below(text, "above 1")[1] == ["bfloat16", "1", "10.0", "0.799 (50.0%)", "2.00x", "4.00x"]
 

@@ -55,6 +55,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     assert (written["schema"], written["program"]) == (1, f"benchmarks.{program}")
     assert written["environment"]["command"].startswith(f"python -m benchmarks.{program} {flags[0]}")
     assert written["environment"]["commit"] == "a-commit"
+    assert "a-commit" not in written["environment"]["command"]
     for each in written["measurements"]:
         assert each.keys() >= EVERY_FIELD
         low, high = min(each["samples"]), max(each["samples"])
@@ -542,6 +543,11 @@ def test_a_file_has_every_sample_of_what_was_measured(results, tmp_path):
     ]
     assert written["copy_rates"][0]["samples"] == [0.001, 0.003, 0.002]
     assert written["skipped"] == [{"what": "vLLM", "reason": "not importable"}]
+
+
+@pytest.mark.parametrize("said", [["--commit=1"], ["-commit=1"], ["--commit", "1"]])
+def test_a_command_is_for_any_commit(said):
+    assert output._without_commit(["--smoke", *said, "--json=x"]) == ["--smoke", "--json=x"]
 
 
 def test_a_folder_without_git_has_no_commit(tmp_path):

@@ -365,10 +365,14 @@ import torch, kvjax_torch
 from kvjax_torch import cuda, dlpack
 cuda._through_jax = True
 cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
-torch.cuda._sleep(2_000_000_000)  # a second, in which Python ends
 rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
-kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
-assert dlpack._borrowed
+for cycles in (0, 2_000_000_000):  # a second, in which Python ends
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
+end = torch.cuda.Event()
+end.record()
+assert dlpack._borrowed and not end.query()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

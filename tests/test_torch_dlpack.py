@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import types
 from unittest import mock
 
 import pytest
@@ -46,7 +47,7 @@ class Host:
       numbers: the numbers that kernels were given.
       borrowed: addresses that were borrowed, and whether JAX waits for torch there.
       waited: addresses that torch has waited for.
-      copies: whether programs write into copies.
+      copies: which of their results programs write into copies.
       fails: whether they fail.
     """
 
@@ -54,7 +55,8 @@ class Host:
         self.numbers: list[tuple[int, ...]] = []
         self.borrowed: list[tuple[int, str]] = []
         self.waited: list[int] = []
-        self.copies = self.fails = False
+        self.copies: tuple[int, ...] = ()
+        self.fails = False
         self.from_dlpack, self.to_torch = jax.dlpack.from_dlpack, torch.utils.dlpack.from_dlpack
         forms = [dlpack._Form.of(argument) for argument in Kernel.arguments]
         monkeypatch.setattr(dlpack, "_program", lambda _: (self.program, forms))
@@ -91,8 +93,8 @@ class Host:
         assert not any(array.is_deleted() for array in arrays)
         assert [array.shape[1:] for array in arrays] == [argument.array.shape[1:] for argument in Kernel.arguments]
         results = []
-        for array in given_away:
-            results.append(array + 0 if self.copies else self.from_dlpack(self.to_torch(array), copy=False))
+        for i, array in enumerate(given_away):
+            results.append(array + 0 if i in self.copies else self.from_dlpack(self.to_torch(array), copy=False))
             array.delete()  # donated
         return results
 
@@ -160,8 +162,10 @@ def test_memory_is_borrowed_in_every_form_that_it_is_read_in(host, tensors):
 
 
 def test_memory_of_another_device_is_other_memory(host, tensors):
-    dlpack.run(call(*tensors))
-    assert {device for device, *_ in dlpack._borrowed} == {torch.device("cpu")}
+    for index in range(2):
+        of_device = {"kernel": Kernel(), "counts": (7,), "tensors": tensors, "amount": 2}
+        dlpack.run(types.SimpleNamespace(**of_device, device=torch.device("cuda", index)))
+    assert [address for address, _ in host.borrowed] == addresses(tensors) * 2
 
 
 def test_what_is_written_is_an_array_of_its_own(host, tensors):
@@ -199,27 +203,23 @@ def test_nothing_is_kept_of_what_was_given_to_a_kernel_that_failed(host, tensors
     assert [address for address, _ in host.borrowed] == [first, rows, lengths, keys, values, first, keys, values]
 
 
-def test_a_program_that_writes_into_copies_is_found_out(host, tensors):
-    host.copies = True
-    with pytest.raises(UnsupportedError, match=r"does not write in place: got 0x[0-9a-f]+, expected 0x"):
+@pytest.mark.parametrize("copies", [(0,), (1,), (0, 1)])
+def test_a_program_that_writes_into_copies_is_found_out(host, tensors, copies):
+    host.copies = copies
+    with pytest.raises(UnsupportedError, match=r"not written in place: got a result at 0x[0-9a-f]+, expected 0x"):
         dlpack.run(call(*tensors))
-    host.copies = False
+    host.copies = ()
     dlpack.run(call(*tensors))
-    assert host.waited[-1] == tensors[-1].data_ptr()
+    *_, keys, values = addresses(tensors)
+    assert [address for address, _ in host.borrowed][-2:] == [keys, values]
 
 
-def test_jax_donates_whatever_is_being_debugged(host, tensors, monkeypatch):
-    seen = []
-    program = host.program
-
-    def watched(*args):
-        seen.append((jax.config.jax_debug_nans, jax.config.jax_disable_jit))
-        return program(*args)
-
-    monkeypatch.setattr(host, "program", watched)
-    with jax.debug_nans(True), jax.disable_jit():
+@pytest.mark.parametrize("option", ["debug_nans", "debug_infs", "disable_jit"])
+def test_nothing_runs_where_jax_is_asked_not_to_donate(host, tensors, option):
+    with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=f"got jax_{option} turned on, expected it"):
         dlpack.run(call(*tensors))
-    assert seen == [(False, False)]
+    assert host.numbers == []
+    dlpack.run(call(*tensors))
 
 
 def test_no_more_than_so_many_are_kept(host, tensors, monkeypatch):

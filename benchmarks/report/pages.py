@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,6 +45,8 @@ METHOD = Path(__file__).parents[1] / "README.md"
 SUMMARY_SIZES, README_SIZES = 5, 3
 """In how many sizes summaries show a dtype."""
 
+WIDTH = 120
+
 README_FACTS = ("driver", "jax", "torch", "commit", "date")
 """What README says of where and when, as far as a file says it."""
 
@@ -65,10 +68,12 @@ What kvjax's operations take on the devices where they were measured, next to wh
 
 RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster."
 
-COLUMNS = """\
-kvjax promises that no two tokens have one slot (`unique_slots=True`), "any slots" does not. Share: of the rate of a
-copy that moves as many bytes; of few tokens all times are latencies. CUDA: a plain kernel in vLLM's launch geometry,
-fitted: with a thread for each 16 bytes; vLLM's and FlashInfer's own are timed where they are installed."""
+COLUMNS = {
+    "share": "Share: of the rate of a copy that moves as many bytes; of few tokens all times are latencies.",
+    "kvjax, any slots": 'kvjax promises that no two tokens have one slot (`unique_slots=True`), "any slots" does not.',
+    "CUDA fitted": "CUDA: a plain kernel in vLLM's launch geometry, fitted: with a thread for each 16 bytes.",
+}
+"""What README says of columns, by what stands in their headings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +310,7 @@ def readme_part(report: Report, readme: Path) -> str:
             where_to = f"[All times]({link(report.output, readme)}), [the method]({link(METHOD, readme)})."
             end = f"{escaped(facts)}.\n{where_to}" if facts else where_to
             plot = report.image(operation, operation.headline, readme)
-            parts = [f"{escaped(device)}. {small[0]}", small[1], COLUMNS, *plot, *command, end]
+            columns = textwrap.fill(" ".join(words for heading, words in COLUMNS.items() if heading in small[1]), WIDTH)
+            parts = [f"{escaped(device)}. {small[0]}", small[1], *filter(None, [columns]), *plot, *command, end]
             return "\n\n".join(parts) + "\n"
     raise ResultsError(f"nothing for {readme}: no operation on {device} has {OWN} next to another in several sizes")

@@ -29,6 +29,9 @@ from kvjax_torch.dtypes import torch_dtype
 _KEPT = 4096
 """Arrays at most, then all are dropped; a model has a few for each layer, and as many that come with every step."""
 
+_COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
+"""Options of JAX under which nothing is donated, or results are read, on the host, and arguments used again."""
+
 _borrowed: dict[Any, jax.Array] = {}
 
 
@@ -36,9 +39,11 @@ def run(call: Call) -> None:
     """Runs a kernel on the CUDA device of its tensors. Callers hold a lock.
 
     Raises:
-      UnsupportedError: JAX would write elsewhere.
+      UnsupportedError: JAX is asked to debug in a way that makes it write elsewhere; or it has written elsewhere.
     """
     start_jax()
+    if options := [name for name in _COPYING if getattr(jax.config, name)]:
+        raise UnsupportedError(f"got {', '.join(options)} turned on, expected it off: JAX would not write in place")
     program, forms = _program(call.kernel)
     if len(_borrowed) + len(forms) > _KEPT:
         _borrowed.clear()
@@ -62,15 +67,15 @@ def run(call: Call) -> None:
             numbers.append(beginning)
         for i in call.kernel.written:
             del _borrowed[places[i]]
-        # Neither donates, and JAX would write into copies.
-        with jax.debug_nans(False), jax.disable_jit(False):
-            written = program(tuple(numbers), call.amount, *arrays)
-        # torch's stream waits for JAX's.
-        seen = torch.utils.dlpack.from_dlpack(written[-1]).data_ptr()
-    _, address, *_ = places[call.kernel.written[-1]]
-    if seen != address:
-        raise UnsupportedError(f"JAX {jax.__version__} does not write in place: got {seen:#x}, expected {address:#x}")
-    _borrowed.update((places[i], array) for i, array in zip(call.kernel.written, written, strict=True))
+        written = program(tuple(numbers), call.amount, *arrays)
+        torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
+    results = {places[i]: array for i, array in zip(call.kernel.written, written, strict=True)}
+    for (_, address, *_), array in results.items():
+        if (result := array.unsafe_buffer_pointer()) != address:
+            raise UnsupportedError(
+                f"JAX {jax.__version__} has not written in place: got a result at {result:#x}, expected {address:#x}"
+            )
+    _borrowed.update(results)
 
 
 @atexit.register
