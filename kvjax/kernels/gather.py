@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_argument
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_argument, scale_refs
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -199,10 +199,8 @@ def any_count(
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
         max_blocks, stride, last_block = counts
-        # Results begin where JAX's arrays do: their unit says that they may begin nowhere else.
         (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
-        scale_arrays = zip((k_scale, v_scale), scale_sizes, strict=True)
-        scales = [ref.at[pl.ds(first, size)] for (ref, first), size in scale_arrays]
+        scales = scale_refs((k_scale, v_scale), scale_sizes)
         halves = [
             Half(memory.pages(*source), scale, dense)
             for memory, source, scale, (dense, _) in zip(
@@ -222,6 +220,7 @@ def any_count(
             index,
             *(scale_argument(size) for size in scale_sizes),
             *(memory.argument(spec.storage_dtype) for memory in pages),
+            # Results are new arrays, which begin at such multiples: the body takes theirs to begin where JAX's do.
             *(Argument(_result_type(MOST, spec, size, dtype), MAX_VECTOR_BYTES) for size in _head_sizes(spec)),
         ),
         written=(6, 7),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat
 from kvjax.pages import PageRegion
@@ -162,6 +163,11 @@ def scale_argument(size: int) -> Argument:
     """One scale, or one for each head."""
     scales = jax.ShapeDtypeStruct((size,), jnp.float32)
     return Argument(scales, scales.dtype.itemsize)
+
+
+def scale_refs(arrays: Sequence[tuple[Any, Number]], sizes: Sequence[int]) -> list[Any]:
+    """The keys' and the values' scales, `[1]` or `[num_kv_heads]`, in a kernel."""
+    return [ref.at[pl.ds(start, size)] for (ref, start), size in zip(arrays, sizes, strict=True)]
 
 
 def packed(counts: Sequence[int]) -> list[int]:

@@ -1,11 +1,10 @@
 """The write kernel: rows of keys and values, encoded and put into their pages.
 
 A program takes `tokens` neighbouring tokens. It loads their slots and all of their rows before it needs any of them,
-encodes, and stores each token's rows into its page, or none where the slot says so. Of few NVFP4 tokens a program takes
-keys or values alone. Unquantized and fp8 rows stay in
+encodes, and stores each token's rows into its page, or none where the slot says so. Unquantized and fp8 rows stay in
 registers from load to store, since encoding leaves every element where it is. An NVFP4 block is spread over more
 threads than its bytes are, so the program encodes all of its tokens together and lays the bytes out in shared memory,
-where storing takes them from.
+where storing takes them from; of few such tokens a program takes keys or values alone.
 
 `write` is for JAX's arrays. `any_count` is the same kernel for memory that somebody else owns: how many tokens and
 blocks there are and where each array begins are numbers that a launch brings along, so that one kernel serves them all.
@@ -30,7 +29,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import arithmetic, compat
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, RowMemory, Rows, scale_argument
+from kvjax.kernels.memory import (
+    MOST,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    Pages,
+    RowMemory,
+    Rows,
+    scale_argument,
+    scale_refs,
+)
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -366,7 +376,7 @@ def any_count(
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
         num_tokens, last_slot = counts
         (slots, start), key, value, key_pages, value_pages, *scale_arrays = arrays
-        scales = [ref.at[pl.ds(first, size)] for (ref, first), size in zip(scale_arrays, scale_sizes, strict=True)]
+        scales = scale_refs(scale_arrays, scale_sizes)
         halves = [
             Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
             for source, row_memory, scale, destination, page_memory in zip(
