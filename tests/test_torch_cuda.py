@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 import jax  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
 from kvjax_torch import cuda, dlpack, launch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +121,7 @@ def through_jax(monkeypatch) -> None:
     monkeypatch.setattr(cuda, "_through_jax", True)
     monkeypatch.setattr(cuda, "_known_writes", {})
     monkeypatch.setattr(dlpack, "_borrowed", {})
+    monkeypatch.setattr(dlpack, "_runs", {})
 
 
 @pytest.fixture(params=["launched", "through_jax"])
@@ -195,7 +197,7 @@ def test_a_gather_is_recorded_too():
         assert_same(got, expected)
 
 
-def test_threads_on_streams_of_their_own():
+def test_threads_on_streams_of_their_own(either_path):
     num_blocks, failures = 40, []
     cases = [(dtype, new_cache(dtype, 8, num_blocks), new_rows(64, 8, seed)) for seed, dtype in enumerate(DTYPES[1:])]
     slots = new_slots(64, num_blocks)
@@ -224,7 +226,7 @@ def test_threads_on_streams_of_their_own():
     assert not failures
 
 
-def test_a_thread_that_has_done_nothing_on_the_gpu_before():
+def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
     cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
     expected = written(rows, cache, slots, "nvfp4")
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
@@ -265,7 +267,7 @@ def test_torchs_current_gpu_stays_when_jax_starts():
     subprocess.run([sys.executable, "-c", STARTS_JAX], check=True)
 
 
-def test_ten_thousand_calls_leave_no_memory_behind():
+def test_ten_thousand_calls_leave_no_memory_behind(either_path):
     cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
     calls = [rows, rows.transpose(1, 2).contiguous().transpose(1, 2)]  # the second is copied at each call
 
@@ -346,6 +348,27 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
     assert 0 < len(dlpack._borrowed) <= dlpack._KEPT
 
 
+def record(call: Callable[[], None]) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        call()
+
+
+def test_jax_refuses_to_be_recorded(through_jax):
+    cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(9, 8), new_slots(9, 4)
+    expected = written(rows, cache, slots, "nvfp4")
+    write(rows, cache.clone(), slots, "nvfp4")  # compiled, and its scales are on the GPU
+    for _ in range(2):  # not known, and known
+        cache.view(torch.uint8).fill_(0xAB)
+        torch.cuda.synchronize()
+        with pytest.raises(UnsupportedError, match=r"got a stream that torch\.cuda\.graph records"):
+            record(lambda: write(rows, cache, slots, "nvfp4"))
+        torch.cuda.synchronize()
+        assert (cache == 0xAB).all()
+        write(rows, cache, slots, "nvfp4")
+        assert_same(cache, expected)
+
+
 def test_jax_keeps_no_more_than_so_many_arrays(monkeypatch, through_jax):
     monkeypatch.setattr(dlpack, "_KEPT", 20)
     cache = new_cache("bfloat16", 8, 4)
@@ -404,7 +427,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_refused_has_written_nothing(wrong: str):
+def test_what_is_refused_has_written_nothing(wrong: str, either_path):
     change, error, message = WRONG[wrong]
     cache = new_cache("bfloat16", 8, 4)
     call = {"rows": new_rows(9, 8), "cache": cache, "slots": new_slots(9, 4), "dtype": "bfloat16"}

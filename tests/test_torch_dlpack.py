@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import types
-from unittest import mock
 
 import pytest
 
@@ -24,7 +24,8 @@ from kvjax_torch.calls import Call  # noqa: E402
 ALIGNMENT = 64
 """Bytes at a multiple of which JAX borrows memory of the host, as it does memory of a GPU at a multiple of 16."""
 
-FIRST, BORROWED_BEFORE = "JAX waits", "waited for already"
+STREAM = 5
+"""torch's current one."""
 
 
 class Kernel:
@@ -40,50 +41,63 @@ class Kernel:
     written = (3, 4)
 
 
+class Signal:
+    """An array that is there when torch's stream has come so far."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+
+
+class Result:
+    """An array of JAX's, which writes down who waits for it."""
+
+    def __init__(self, array: jax.Array, waited: list[tuple[int, int]]) -> None:
+        self.array, self.waited = array, waited
+        self.is_deleted, self.delete = array.is_deleted, array.delete
+        self.unsafe_buffer_pointer = array.unsafe_buffer_pointer
+
+    def __dlpack__(self, *, stream: int) -> None:
+        self.waited.append((self.unsafe_buffer_pointer(), stream))
+
+
 class Host:
     """What happens on the host, and what does not.
 
     Attributes:
       numbers: the numbers that kernels were given.
-      borrowed: addresses that were borrowed, and whether JAX waits for torch there.
-      waited: addresses that torch has waited for.
+      borrowed: addresses that were borrowed.
+      waited: addresses that streams of torch's have waited for, and those streams.
       copies: which of their results programs write into copies.
       fails: whether they fail.
     """
 
     def __init__(self, monkeypatch):
         self.numbers: list[tuple[int, ...]] = []
-        self.borrowed: list[tuple[int, str]] = []
-        self.waited: list[int] = []
+        self.borrowed: list[int] = []
+        self.waited: list[tuple[int, int]] = []
         self.copies: tuple[int, ...] = ()
         self.fails = False
-        self.from_dlpack, self.to_torch = jax.dlpack.from_dlpack, torch.utils.dlpack.from_dlpack
+        self.from_dlpack = jax.dlpack.from_dlpack
         forms = [dlpack._Form.of(argument) for argument in Kernel.arguments]
-        monkeypatch.setattr(dlpack, "_program", lambda _: (self.program, forms))
+        monkeypatch.setattr(dlpack, "_forms", lambda _: forms)
+        monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
+        monkeypatch.setattr(dlpack, "_signal", lambda device: types.SimpleNamespace(after=Signal))
         monkeypatch.setattr(dlpack, "_borrowed", {})
+        monkeypatch.setattr(dlpack, "_runs", {})
         monkeypatch.setattr(dlpack, "ALIGNMENT", {"cuda": ALIGNMENT})
         monkeypatch.setattr(dlpack._Form, "view", lambda form, address, rows, _: view(form, address, rows))
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
         monkeypatch.setattr(jax.dlpack, "from_dlpack", self.borrow)
-        monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", self.wait)
 
     def borrow(self, lent, copy):
         assert copy is False
-        tensor, asked = lent._tensor, []
-        lent._tensor = mock.Mock(__dlpack__=lambda **options: asked.append(options))
-        lent.__dlpack__(stream=7, max_version=(1, 0))
-        waits = {7: FIRST, -1: BORROWED_BEFORE}
-        [options] = asked
-        self.borrowed.append((tensor.data_ptr(), waits[options.pop("stream")]))
-        assert options == {"max_version": (1, 0)}
-        return self.from_dlpack(tensor, copy=False)
+        self.borrowed.append(lent._tensor.data_ptr())
+        return self.from_dlpack(lent, copy=False)
 
-    def wait(self, array):
-        self.waited.append(array.unsafe_buffer_pointer())
-        return self.to_torch(array)
-
-    def program(self, numbers, amount, *arrays):
-        assert amount == 2
+    def program(self, numbers, amount, signal, *arrays):
+        assert (amount, signal.stream) == (2, STREAM)
         self.numbers.append(numbers)
         if self.fails:
             raise RuntimeError("no kernel")
@@ -91,10 +105,12 @@ class Host:
         assert len({id(array) for array in given_away}) == 2
         assert not any(array is given for array in arrays[:3] for given in given_away)
         assert not any(array.is_deleted() for array in arrays)
+        arrays = [getattr(array, "array", array) for array in arrays]
         assert [array.shape[1:] for array in arrays] == [argument.array.shape[1:] for argument in Kernel.arguments]
         results = []
-        for i, array in enumerate(given_away):
-            results.append(array + 0 if i in self.copies else self.from_dlpack(self.to_torch(array), copy=False))
+        for i, array in enumerate(arrays[3:]):
+            result = array + 0 if i in self.copies else self.from_dlpack(torch.from_dlpack(array), copy=False)
+            results.append(Result(result, self.waited))
             array.delete()  # donated
         return results
 
@@ -128,32 +144,52 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_a_call_borrows_one_array_when_it_has_come_before(host, tensors):
+def test_a_call_borrows_nothing_when_it_has_come_before(host, tensors):
     for _ in range(4):
         dlpack.run(call(*tensors))
-    first, *others = addresses(tensors)
-    assert host.borrowed == [
-        (first, FIRST),
-        *((other, BORROWED_BEFORE) for other in others),
-        *[(first, FIRST)] * 3,
-    ]
+    assert host.borrowed == addresses(tensors)
     assert host.numbers == [(7, 0, 0, 0, 0, 0)] * 4
-    assert host.waited == [others[-1]] * 4
+    assert host.waited == [(values_of(tensors), STREAM)] * 4
 
 
-def test_jax_waits_even_where_the_first_array_was_another_before(host, tensors):
+def values_of(tensors: list[torch.Tensor]) -> int:
+    return tensors[-1].data_ptr()
+
+
+def test_a_known_call_runs_again_with_what_was_written_since(host, tensors):
     slots, rows, lengths, keys, values = tensors
-    dlpack.run(call(slots, rows, lengths, keys, values))
-    dlpack.run(call(lengths, rows, slots, keys, values))
-    assert host.borrowed[5:] == [(lengths.data_ptr(), FIRST), (slots.data_ptr(), BORROWED_BEFORE)]
+    assert not dlpack.run_again("first")
+    dlpack.run(call(*tensors), known_as="first")
+    dlpack.run(call(slots[16:], rows, lengths, keys, values), known_as="second")
+    dlpack.run(call(slots[32:], rows, lengths, keys, values))
+    assert host.numbers == [(7, 0, 0, 0, 0, 0)] * 3
+    for name in ("first", "second", "second", "first"):
+        assert dlpack.run_again(name)
+    assert not dlpack.run_again("third")
+    assert len(host.numbers) == 3 + 4
+    assert host.waited == [(values_of(tensors), STREAM)] * 7
+    assert host.borrowed == [*addresses(tensors), slots[16:].data_ptr(), slots[32:].data_ptr()]
+
+
+def test_a_call_that_failed_is_not_known(host, tensors):
+    host.fails = True
+    with pytest.raises(RuntimeError, match="no kernel"):
+        dlpack.run(call(*tensors), known_as="call")
+    assert not dlpack.run_again("call")
+
+
+def test_torchs_default_stream_waits_by_the_name_that_the_protocol_has_for_it(host, tensors, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+    monkeypatch.setattr(dlpack, "_signal", lambda device: types.SimpleNamespace(after=lambda _: Signal(STREAM)))
+    dlpack.run(call(*tensors))
+    assert host.waited == [(values_of(tensors), 1)]
 
 
 def test_memory_of_another_size_is_borrowed_again(host, tensors):
     slots, rows, lengths, keys, values = tensors
     for size in (64, 32, 64):
         dlpack.run(call(slots, rows[:size], lengths, keys[:size], values))
-    borrowed = [address for address, _ in host.borrowed]
-    assert [borrowed.count(tensor.data_ptr()) for tensor in (rows, lengths, keys, values)] == [2, 1, 2, 1]
+    assert [host.borrowed.count(tensor.data_ptr()) for tensor in (rows, lengths, keys, values)] == [2, 1, 2, 1]
 
 
 def test_memory_is_borrowed_in_every_form_that_it_is_read_in(host, tensors):
@@ -165,7 +201,7 @@ def test_memory_of_another_device_is_other_memory(host, tensors):
     for index in range(2):
         of_device = {"kernel": Kernel(), "counts": (7,), "tensors": tensors, "amount": 2}
         dlpack.run(types.SimpleNamespace(**of_device, device=torch.device("cuda", index)))
-    assert [address for address, _ in host.borrowed] == addresses(tensors) * 2
+    assert host.borrowed == addresses(tensors) * 2
 
 
 def test_what_is_written_is_an_array_of_its_own(host, tensors):
@@ -182,15 +218,15 @@ def test_arrays_are_told_where_in_them_tensors_begin(host, tensors):
     dlpack.run(call(slots[1:17], rows[3:], rows[2:3], keys[18:40], values[16:]))
     assert host.numbers == [(7, 1, 3, 2, 2, 0)]
     expected = *addresses([slots, rows, rows]), keys.data_ptr() + ALIGNMENT, values.data_ptr() + ALIGNMENT
-    assert [address for address, _ in host.borrowed] == [*expected]
+    assert host.borrowed == [*expected]
 
 
 def test_an_array_that_somebody_deleted_is_borrowed_again(host, tensors):
     dlpack.run(call(*tensors))
-    for array in list(dlpack._borrowed.values()):
-        array.delete()
+    for memory in dlpack._borrowed.values():
+        memory.array.delete()
     dlpack.run(call(*tensors))
-    assert [address for address, _ in host.borrowed] == addresses(tensors) * 2
+    assert host.borrowed == addresses(tensors) * 2
 
 
 def test_nothing_is_kept_of_what_was_given_to_a_kernel_that_failed(host, tensors):
@@ -199,8 +235,8 @@ def test_nothing_is_kept_of_what_was_given_to_a_kernel_that_failed(host, tensors
         dlpack.run(call(*tensors))
     host.fails = False
     dlpack.run(call(*tensors))
-    first, rows, lengths, keys, values = addresses(tensors)
-    assert [address for address, _ in host.borrowed] == [first, rows, lengths, keys, values, first, keys, values]
+    *_, keys, values = addresses(tensors)
+    assert host.borrowed == [*addresses(tensors), keys, values]
 
 
 @pytest.mark.parametrize("copies", [(0,), (1,), (0, 1)])
@@ -210,34 +246,91 @@ def test_a_program_that_writes_into_copies_is_found_out(host, tensors, copies):
         dlpack.run(call(*tensors))
     host.copies = ()
     dlpack.run(call(*tensors))
-    *_, keys, values = addresses(tensors)
-    assert [address for address, _ in host.borrowed][-2:] == [keys, values]
+    elsewhere = [addresses(tensors[3:])[i] for i in copies]
+    assert host.borrowed == addresses(tensors) + elsewhere
 
 
 @pytest.mark.parametrize("option", ["debug_nans", "debug_infs", "disable_jit"])
 def test_nothing_runs_where_jax_is_asked_not_to_donate(host, tensors, option):
-    with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=f"got jax_{option} turned on, expected it"):
+    message = f"got jax_{option} turned on, expected it"
+    with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=message):
         dlpack.run(call(*tensors))
     assert host.numbers == []
-    dlpack.run(call(*tensors))
+    dlpack.run(call(*tensors), known_as="call")
+    with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=message):
+        dlpack.run_again("call")
+    assert len(host.numbers) == 1
+
+
+def test_nothing_runs_while_a_graph_is_captured(host, tensors, monkeypatch):
+    dlpack.run(call(*tensors), known_as="call")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for run in (lambda: dlpack.run(call(*tensors)), lambda: dlpack.run_again("call")):
+        with pytest.raises(UnsupportedError, match=r"got a stream that torch\.cuda\.graph records"):
+            run()
+    assert len(host.numbers) == 1
 
 
 def test_no_more_than_so_many_are_kept(host, tensors, monkeypatch):
-    monkeypatch.setattr(dlpack, "_KEPT", 9)
+    monkeypatch.setattr(dlpack, "_KEPT", 11)
     slots, rows, lengths, keys, _ = tensors
     caches = [memory(64) for _ in range(10)]
     for values in caches:
-        dlpack.run(call(slots, rows, lengths, keys, values))
-        assert len(dlpack._borrowed) <= 9
+        dlpack.run(call(slots, rows, lengths, keys, values), known_as=values.data_ptr())
+        assert len(dlpack._borrowed) <= 11
+        assert all(memory in dlpack._borrowed.values() for run in dlpack._runs.values() for memory in run.memory)
     assert len(dlpack._borrowed) >= 3
+    for name in range(30):
+        dlpack.run(call(*tensors), known_as=name)
+        assert len(dlpack._runs) <= 11
+    assert len(dlpack._runs) >= 3
 
 
-def test_nothing_is_left_for_the_end_of_python(host, tensors):
-    dlpack.run(call(*tensors))
-    array = next(iter(dlpack._borrowed.values()))
-    array.delete()
+def test_nothing_is_left_for_the_end_of_python(host, tensors, monkeypatch):
+    dlpack.run(call(*tensors), known_as="call")
+    slots, rows, lengths, *written = (memory.array for memory in dlpack._borrowed.values())
+    slots.delete()
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.extend)
     dlpack._give_back()
-    assert dlpack._borrowed == {}
+    assert waited == [rows, lengths, *written]
+    assert dlpack._borrowed == dlpack._runs == {}
+
+
+@pytest.fixture
+def signal(monkeypatch) -> dlpack._Signal:
+    """One that writes down in `order` what streams do."""
+    order = []
+    event = types.SimpleNamespace(
+        record=lambda stream: order.append(("record", stream)), wait=lambda stream: order.append(("wait", stream))
+    )
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    signal = dlpack._Signal(0)
+    signal.order = order
+    return signal
+
+
+def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, monkeypatch):
+    for torchs, jaxs, named in ((5, 7, 7), (0, 7, 7), (5, 1, 0)):
+
+        def borrow(lent, copy, jaxs=jaxs):
+            assert copy is False
+            assert lent.__dlpack_device__() == signal._tensor.__dlpack_device__()
+            return lent.__dlpack__(stream=jaxs, max_version=(1, 0))
+
+        monkeypatch.setattr(jax.dlpack, "from_dlpack", borrow)
+        assert "dltensor" in repr(signal.after(torchs))
+        assert signal.order[-2:] == [("record", torchs), ("wait", named)]
+
+
+def test_the_signal_is_not_lent_to_who_names_no_stream(signal):
+    for options in ({}, {"stream": None}):
+        with pytest.raises(UnsupportedError, match="names no stream to wait for torch's"):
+            signal.__dlpack__(**options)
+    assert signal.order == []
 
 
 @pytest.mark.parametrize("start", range(0, 18))

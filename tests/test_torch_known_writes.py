@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, launch, ops  # noqa: E402
+from kvjax_torch import calls, cuda, dlpack, launch, ops  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -43,9 +43,42 @@ class Recorder:
         self.launches.append((list(entries), num_programs))
 
 
+class JaxRecorder(Recorder):
+    """In place of what JAX runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.known: dict[Any, tuple[list[int], int]] = {}
+        monkeypatch.setattr(cuda, "_through_jax", True)
+        monkeypatch.setattr(dlpack, "run", self.run)
+        monkeypatch.setattr(dlpack, "run_again", self.run_again)
+
+    def run(self, call: calls.Call, known_as: Any) -> None:
+        addresses = [tensor.data_ptr() for tensor in call.tensors]
+        self.launches.append(([*kernels.packed(call.counts), *addresses], call.kernel.num_programs(call.amount)))
+        if known_as is not None:
+            self.known[known_as] = self.launches[-1]
+
+    def run_again(self, known_as: Any) -> bool:
+        if known_as in self.known:
+            self.launches.append(self.known[known_as])
+        return known_as in self.known
+
+
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
+
+
+@pytest.fixture
+def jax_recorder(monkeypatch: pytest.MonkeyPatch) -> JaxRecorder:
+    return JaxRecorder(monkeypatch)
+
+
+@pytest.fixture(params=[Recorder, JaxRecorder])
+def either_recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Of kernels that are launched on torch's streams, and of those that JAX runs."""
+    return request.param(monkeypatch)
 
 
 def arguments(num_tokens: int = 5, **changes: Any) -> dict[str, Any]:
@@ -143,26 +176,26 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
+def test_what_a_kernel_depends_on_is_planned_for(name: str, either_recorder: Recorder):
     one, other = (arguments(**changes) for changes in OTHERS[name])
     for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
-        assert recorder.planned == planned_before
+        assert either_recorder.planned == planned_before
         cuda.write(**call)
-        assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
+        assert either_recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
-def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
+def test_in_checked_mode_every_write_is_looked_at(either_recorder: Recorder):
     call = arguments()
     cuda.write(**call)
     with kvjax.checked():
         cuda.write(**call)
-    assert recorder.planned == 2
+    assert either_recorder.planned == 2
 
 
-def test_no_slots_are_no_launch(recorder: Recorder):
+def test_no_slots_are_no_launch(either_recorder: Recorder):
     cuda.write(**arguments())
     cuda.write(**arguments(slot_mapping=torch.arange(0)))
-    assert len(recorder.launches) == 1
+    assert len(either_recorder.launches) == 1
 
 
 MORE = halves_of(NUM_BLOCKS + 1, *PAGES[1:], ROW)
@@ -189,21 +222,30 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
+def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, either_recorder: Recorder):
     aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
     cuda.write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
         cuda.write(**arguments(**aligned | WRONG[name]))
-    assert len(recorder.launches) == 1
+    assert len(either_recorder.launches) == 1
 
 
-def test_what_is_copied_is_planned_for_each_time(recorder: Recorder):
-    call = arguments(slot_mapping=torch.arange(10)[::2])
-    cuda.write(**call | {"slot_mapping": torch.arange(5)})
+COPIED = {
+    "slot_mapping": torch.arange(10)[::2],
+    "key": rows(NUM_HEADS, 5, HEAD_SIZE).transpose(0, 1),
+    "value": rows(NUM_HEADS, 5, HEAD_SIZE).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_is_copied_is_planned_for_each_time(name: str, either_recorder: Recorder):
+    call = arguments()
+    cuda.write(**call)
+    call[name] = COPIED[name]
     for planned_before in range(1, 4):
-        assert recorder.planned == planned_before
+        assert either_recorder.planned == planned_before
         cuda.write(**call)
-        assert recorder.launches[-1][0][1] != call["slot_mapping"].data_ptr()
+        assert either_recorder.launches[-1][0] != entries(call)
 
 
 def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
@@ -235,6 +277,54 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
         assert slots == (call["slot_mapping"] if num_tokens < kernels.SEARCHED else found[-1]).data_ptr()
     assert len(found) == 2
     assert recorder.planned == 1
+
+
+def test_what_jax_runs_is_planned_for_each_count_and_address(jax_recorder: JaxRecorder):
+    call = arguments()
+    others = [
+        call | {"slot_mapping": call["slot_mapping"][:4]},
+        *(call | {name: call[name].clone()} for name in ("slot_mapping", "k_scale", "v_scale")),
+        call | {"key": call["key"][1:], "slot_mapping": call["slot_mapping"][:4]},
+        call | {"value": call["value"][1:], "slot_mapping": call["slot_mapping"][:4]},
+        *(call | {name: call[name].clone()} for name in ("key_cache", "value_cache")),
+    ]
+    for number, each in enumerate([call, *others], start=1):
+        for _ in range(2):
+            cuda.write(**each)
+            assert jax_recorder.launches[-1][0] == entries(each)
+            assert jax_recorder.planned == number
+
+
+def test_rows_without_a_slot_make_no_difference_to_jax(jax_recorder: JaxRecorder):
+    call = arguments(9)
+    for rows_given in (9, 6, 5, 8):
+        fewer = {name: call[name][:rows_given] for name in ("key", "value")}
+        cuda.write(**call | fewer | {"slot_mapping": call["slot_mapping"][:5]})
+    assert jax_recorder.planned == 1
+    assert len(jax_recorder.launches) == 4
+
+
+def test_scales_of_heads_are_never_taken_for_one_that_jax_knows(jax_recorder: JaxRecorder):
+    cache = halves_of(*PAGES, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
+    call, of_heads = arguments(**cache), torch.full((NUM_HEADS,), 0.5)
+    for num_scales in (NUM_HEADS, 1, NUM_HEADS, 1):
+        cuda.write(**call | {"k_scale": of_heads[:num_scales], "v_scale": of_heads[:num_scales]})
+    assert jax_recorder.planned == 3  # that of one scale is known the second time
+
+
+def test_what_the_last_token_of_each_slot_was_is_not_known_to_jax(jax_recorder: JaxRecorder):
+    for num_tokens, unique_slots, planned_for in (
+        (kernels.SEARCHED - 1, False, 1),
+        (kernels.SEARCHED, True, 1),
+        (kernels.SEARCHED, False, 2),
+    ):
+        call = arguments(num_tokens, unique_slots=unique_slots)
+        planned_before = jax_recorder.planned
+        for _ in range(2):
+            cuda.write(**call)
+            # Slots of tokens that are not the last of theirs are taken out, in other memory.
+            assert (jax_recorder.launches[-1][0] == entries(call)) is (planned_for == 1)
+        assert jax_recorder.planned - planned_before == planned_for
 
 
 @pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])

@@ -2,7 +2,8 @@
 
 A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
 has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
-differs in nothing but addresses and the number of tokens is launched straight away.
+differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them these have to
+be the same too.
 """
 
 from __future__ import annotations
@@ -106,9 +107,8 @@ def write(
         )
     except IndexError:  # too few dimensions, which the checks will say
         kind = None
-    known = _known_writes.get(kind)
     if (
-        known is not None
+        kind is not None
         and 0 < num_tokens <= key_shape[0]
         and num_tokens <= value_shape[0]
         and k_scale.numel() == v_scale.numel() == 1
@@ -117,21 +117,28 @@ def write(
         and not (key.requires_grad or value.requires_grad)
         and not kvjax.is_checked()
     ):
-        if num_tokens >= kernels.SEARCHED and not unique_slots:
-            slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
-            addresses = slot_mapping.data_ptr(), *addresses[1:]
-        known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
-        return
+        if _through_jax:
+            with _one_at_a_time:
+                if dlpack.run_again((kind, num_tokens, addresses)):
+                    return
+        elif (known := _known_writes.get(kind)) is not None:
+            if num_tokens >= kernels.SEARCHED and not unique_slots:
+                slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
+                addresses = slot_mapping.data_ptr(), *addresses[1:]
+            known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
+            return
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    has_one_scale = k_scale.numel() == v_scale.numel() == 1
     with _one_at_a_time:
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
-        launcher = _run(call)
+        slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
+        is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
+        is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
+        launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
     # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
-    is_packed = slot_mapping.stride() == (1,)
-    is_taken_as_it_comes = is_packed and tuple(tensor.data_ptr() for tensor in call.tensors[1:]) == addresses[1:]
-    if launcher is not None and is_taken_as_it_comes and k_scale.numel() == v_scale.numel() == 1:
+    if launcher is not None and is_taken_as_it_comes and slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
         _, last_slot = call.counts
@@ -161,8 +168,11 @@ def gather(
     return keys, values
 
 
-def _run(call: calls.Call) -> _Launcher | None:
-    """Runs a call; returns what was launched for it, if anything was."""
+def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
+    """Runs a call; returns what was launched for it, if anything was.
+
+    `known_as` is what names it where JAX runs it and is to run it again.
+    """
     global _through_jax
     if not call.amount:
         return None
@@ -182,7 +192,7 @@ def _run(call: calls.Call) -> _Launcher | None:
             addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
             launcher.launch(call.counts, addresses, call.amount)
             return launcher
-    dlpack.run(call)
+    dlpack.run(call, known_as)
     return None
 
 

@@ -2,11 +2,13 @@
 
 JAX borrows the memory and is given what is written for its own (donation), so that the kernel writes where torch will
 look. Shapes and numbers are constants of a JAX program: it is compiled for each number of tokens and blocks, and for
-each way that arrays begin between two multiples of 16 bytes. JAX's stream waits for torch's when JAX borrows the first
-array, and torch's for JAX's when torch borrows a result; the host waits for neither.
+each way that arrays begin between two multiples of 16 bytes. The host waits for neither stream.
 
 To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
-memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there.
+memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there. The
+order of the streams takes one array that is borrowed with every call, a signal that nobody reads: JAX's stream waits
+for torch's where torch lends it, and the program waits for all that it is given. torch's stream waits for JAX's where a
+result is lent.
 """
 
 from __future__ import annotations
@@ -27,77 +29,185 @@ from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 _KEPT = 4096
-"""Arrays at most, then all are dropped; a model has a few for each layer, and as many that come with every step."""
+"""Arrays at most, and runs, then all are dropped; a model has a few for each layer, and as many that come with every
+step."""
 
 _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 """Options of JAX under which nothing is donated, or results are read, on the host, and arguments used again."""
 
-_borrowed: dict[Any, jax.Array] = {}
+_LEGACY_STREAM = 1
+"""What the protocol calls CUDA's default stream, which torch calls 0."""
+
+_borrowed: dict[Any, _Borrowed] = {}
+_runs: dict[Any, _Run] = {}
 
 
-def run(call: Call) -> None:
+def run(call: Call, known_as: Any = None) -> None:
     """Runs a kernel on the CUDA device of its tensors. Callers hold a lock.
 
+    Args:
+      call: what runs, on what.
+      known_as: what `run_again` will know the call by.
+
     Raises:
-      UnsupportedError: JAX is asked to debug in a way that makes it write elsewhere; or it has written elsewhere.
+      UnsupportedError: JAX is asked to debug in a way that makes it write elsewhere, or it has written elsewhere; or a
+        CUDA graph is captured.
     """
     start_jax()
-    if options := [name for name in _COPYING if getattr(jax.config, name)]:
-        raise UnsupportedError(f"got {', '.join(options)} turned on, expected it off: JAX would not write in place")
-    program, forms = _program(call.kernel)
-    if len(_borrowed) + len(forms) > _KEPT:
-        _borrowed.clear()
-    places: list[Any] = []
-    arrays: list[jax.Array] = []
-    numbers = list(call.counts)
-    with torch.cuda.device(call.device):  # of which torch lends, and whose stream it makes JAX wait for
-        for i, (tensor, form) in enumerate(zip(call.tensors, forms, strict=True)):
-            address, rows, beginning = form.place(tensor)
-            # What is written is given away, so it is an array of its own, whatever else lies there.
-            place = call.device, address, rows, form, i if i in call.kernel.written else None
-            # Borrowing the first array makes JAX wait; its program waits for all that it is given.
-            array = _borrowed.get(place) if arrays else None
-            if array is None or array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
-                lent = _Lent(form.view(address, rows, call.device), is_waited_for=bool(arrays))
-                array = jax.dlpack.from_dlpack(lent, copy=False)
-                if arrays:
-                    _borrowed[place] = array
-            places.append(place)
-            arrays.append(array)
-            numbers.append(beginning)
-        for i in call.kernel.written:
-            del _borrowed[places[i]]
-        written = program(tuple(numbers), call.amount, *arrays)
-        torch.utils.dlpack.from_dlpack(written[-1])  # for torch's stream to wait for JAX's
-    results = {places[i]: array for i, array in zip(call.kernel.written, written, strict=True)}
-    for (_, address, *_), array in results.items():
-        if (result := array.unsafe_buffer_pointer()) != address:
-            raise UnsupportedError(
-                f"JAX {jax.__version__} has not written in place: got a result at {result:#x}, expected {address:#x}"
-            )
-    _borrowed.update(results)
+    _check_options()
+    if len(_borrowed) + len(call.tensors) > _KEPT or len(_runs) >= _KEPT:
+        _drop()
+    numbers, memory = list(call.counts), []
+    for i, (tensor, form) in enumerate(zip(call.tensors, _forms(call.kernel), strict=True)):
+        address, rows, beginning = form.place(tensor)
+        # What is written is given away, so it is an array of its own, whatever else lies there.
+        place = call.device, address, rows, form, i if i in call.kernel.written else None
+        memory.append(_borrowed.setdefault(place, _Borrowed(form, address, rows, call.device)))
+        numbers.append(beginning)
+    program = _program(call.kernel, tuple(numbers), call.amount)
+    known = _Run(program, tuple(memory), call.kernel.written, call.device.index)
+    known()
+    if known_as is not None:
+        _runs[known_as] = known
+
+
+def run_again(known_as: Any) -> bool:
+    """Runs a call again that differs in nothing from one before; whether there was one. Callers hold a lock.
+
+    Raises:
+      UnsupportedError: as `run`.
+    """
+    known = _runs.get(known_as)
+    if known is None:
+        return False
+    _check_options()
+    known()
+    return True
 
 
 @atexit.register
 def _give_back() -> None:
     """Drops all arrays while Python still runs: torch takes its tensors back in Python, whatever thread drops them."""
+    arrays = [memory.array for memory in _borrowed.values()]
     try:
-        jax.block_until_ready([array for array in _borrowed.values() if not array.is_deleted()])
+        jax.block_until_ready([array for array in arrays if array is not None and not array.is_deleted()])
     finally:
-        _borrowed.clear()
+        _drop()
+
+
+def _drop() -> None:
+    _runs.clear()
+    _borrowed.clear()
+
+
+def _check_options() -> None:
+    if options := [name for name in _COPYING if getattr(jax.config, name)]:
+        raise UnsupportedError(f"got {', '.join(options)} turned on, expected it off: JAX would not write in place")
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "got a stream that torch.cuda.graph records, expected one that runs: no graph can record what JAX runs"
+        )
+
+
+class _Run(NamedTuple):
+    """A kernel with everything that it is called with.
+
+    Attributes:
+      program: what JAX runs: of a signal and of arrays; returns those that it has written.
+      memory: of its arrays.
+      written: which of them it writes.
+      device: of its arrays.
+    """
+
+    program: Callable[..., list[jax.Array]]
+    memory: tuple[_Borrowed, ...]
+    written: tuple[int, ...]
+    device: int
+
+    def __call__(self) -> None:
+        with torch.cuda.device(self.device):  # of which torch lends
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            arrays = [memory.borrow() for memory in self.memory]
+            written = [self.memory[i] for i in self.written]
+            for memory in written:
+                memory.array = None
+            results = self.program(_signal(self.device).after(stream), *arrays)
+            elsewhere = []
+            for memory, result in zip(written, results, strict=True):
+                if (address := result.unsafe_buffer_pointer()) == memory.address:
+                    memory.array = result
+                else:
+                    elsewhere.append(f"got a result at {address:#x}, expected {memory.address:#x}")
+            # Makes torch's stream wait for the program. Last, for the host waits here until it has been enqueued.
+            results[-1].__dlpack__(stream=stream or _LEGACY_STREAM)  # type: ignore[call-arg]
+        if elsewhere:
+            raise UnsupportedError(f"JAX {jax.__version__} has not written in place: {'; '.join(elsewhere)}")
+
+
+class _Borrowed:
+    """Rows on a GPU, and the array that JAX has of them.
+
+    Attributes:
+      address: where they begin.
+      array: `None` before they are first borrowed, and while they are given away.
+    """
+
+    def __init__(self, form: _Form, address: int, rows: int, device: torch.device) -> None:
+        self.address, self.array = address, None  # type: int, jax.Array | None
+        self._view = functools.partial(form.view, address, rows, device)
+
+    def borrow(self) -> jax.Array:
+        """The array, borrowed if need be, with no wait for torch."""
+        if self.array is None or self.array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
+            self.array = jax.dlpack.from_dlpack(_Lent(self._view()), copy=False)
+        return self.array
 
 
 class _Lent:
-    """A tensor for JAX to borrow, with an event on torch's stream unless that is waited for already."""
+    """A tensor for JAX to borrow without waiting for torch."""
 
-    def __init__(self, tensor: torch.Tensor, is_waited_for: bool) -> None:
-        self._tensor, self._stream = tensor, {"stream": -1} if is_waited_for else {}
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._device = tensor, tensor.__dlpack_device__()
 
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._tensor.__dlpack__(**options | self._stream)
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._tensor)  # type: ignore[attr-defined]
 
     def __dlpack_device__(self) -> Any:
-        return self._tensor.__dlpack_device__()
+        return self._device
+
+
+class _Signal(_Lent):
+    """A tensor that JAX waits for torch to lend.
+
+    It stays, with all that `torch.Tensor.__dlpack__` makes anew, which would take the host longer than the wait.
+    """
+
+    def __init__(self, device: int) -> None:
+        super().__init__(torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)))
+        # Where nobody but Python holds a tensor, who gives it back takes Python's lock: here a thread of JAX's, while
+        # the next call wants it.
+        self._held = super().__dlpack__()
+        self._event = torch.cuda.Event()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def after(self, stream: int) -> jax.Array:
+        """An array that is there when all has been done that torch's stream now has to do."""
+        self._event.record(self._stream(stream))
+        return jax.dlpack.from_dlpack(self, copy=False)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if stream is None:
+            raise UnsupportedError(f"JAX {jax.__version__} names no stream to wait for torch's, expected it to")
+        self._event.wait(self._stream(0 if stream == _LEGACY_STREAM else stream))
+        return super().__dlpack__()
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.ExternalStream(handle, device=self._tensor.device)
+        return self._streams[handle]
+
+
+_signal = functools.cache(_Signal)
 
 
 class _Memory:
@@ -148,9 +258,16 @@ class _Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(kernel: kernels.AnyCount) -> tuple[Callable[..., Any], list[_Form]]:
-    """What runs a kernel, given its numbers, its amount and its arrays; and the form of these."""
-    static = 0, 1
-    donated = tuple(len(static) + i for i in kernel.written)
-    program = jax.jit(kernel.with_numbers, static_argnums=static, donate_argnums=donated)
-    return program, [_Form.of(argument) for argument in kernel.arguments]
+def _forms(kernel: kernels.AnyCount) -> list[_Form]:
+    return [_Form.of(argument) for argument in kernel.arguments]
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _program(kernel: kernels.AnyCount, numbers: tuple[int, ...], amount: int) -> Callable[..., list[jax.Array]]:
+    """What runs a kernel with these numbers and this amount, given a signal and its arrays."""
+
+    def program(signal: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        del signal
+        return kernel.with_numbers(numbers, amount, *arrays)
+
+    return jax.jit(program, donate_argnums=[1 + i for i in kernel.written], keep_unused=True)
