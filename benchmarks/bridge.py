@@ -12,7 +12,7 @@ import itertools
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from absl.testing import absltest
@@ -47,6 +47,9 @@ DECODE_TOKENS = 64
 
 EAGER_DTYPE = bars.NVFP4
 EAGER_BLOCKS = 1024
+
+PLACES, PLACE_BYTES = 2_000, 256
+"""Where what comes with every step lies in calls that have it elsewhere each time."""
 
 GRAPH_WRITES = 32
 GRAPH_TOKENS = (64, 2_048)
@@ -243,6 +246,28 @@ def eager_calls() -> dict[str, Call]:
         "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
         "kvjax under jit": jitted_write(),
     }
+
+
+def moving_write() -> Call:
+    """The same write of keys, values and slots that lie elsewhere each time, at more addresses than JAX's are kept."""
+    caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
+    key, value = new_rows(CASE, DECODE_TOKENS)
+    places = range(0, PLACES * PLACE_BYTES, PLACE_BYTES)
+    moved = [_copies(tensor, places) for tensor in (key, value, new_slots(DECODE_TOKENS, EAGER_BLOCKS))]
+    dtype, scales = EAGER_DTYPE.value, scale_tensors()
+    writes = [
+        functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, dtype, *scales)
+        for key, value, slots in zip(*moved, strict=True)
+    ]
+    next_write = itertools.cycle(writes).__next__
+    return lambda: next_write()()
+
+
+def _copies(tensor: torch.Tensor, places: Iterable[int]) -> list[torch.Tensor]:
+    """Of packed rows, at so many bytes from the beginning of one allocation on; they overlap."""
+    step = PLACE_BYTES // tensor.element_size()
+    memory = tensor.flatten().repeat(1 + -(-PLACES * step // tensor.numel()))
+    return [memory.as_strided(tensor.shape, tensor.stride(), place // tensor.element_size()) for place in places]
 
 
 def jitted_write() -> Call:
@@ -443,7 +468,11 @@ class TorchBenchmark(output.Program):
         if has_gpu():
             index_copy, with_tensors, *_ = calls
             with self.subTest(call="through JAX"), through_jax():
-                by_turns = {index_copy: calls[index_copy], "kvjax_torch through JAX (DLPack)": calls[with_tensors]}
+                by_turns = {
+                    index_copy: calls[index_copy],
+                    "kvjax_torch through JAX (DLPack)": calls[with_tensors],
+                    "through JAX, tokens at new addresses": moving_write(),
+                }
                 lines += time_eager_calls(by_turns, bars.DLPACK_CALL)[1:]
         self.results.expect(len(lines))
         for line in lines:

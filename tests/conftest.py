@@ -54,3 +54,13 @@ def implementation(request: pytest.FixtureRequest) -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def through_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has JAX run torch's calls on a GPU, as where the launcher's parts are missing."""
+    from kvjax_torch import cuda, dlpack
+
+    monkeypatch.setattr(cuda, "_through_jax", True)
+    monkeypatch.setattr(cuda, "_known_writes", {})
+    monkeypatch.setattr(dlpack, "_loans", {})

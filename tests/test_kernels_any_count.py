@@ -164,6 +164,40 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
         assert_same_bytes(np.asarray(got).reshape(-1).view(np.uint8), np.asarray(want).reshape(-1).view(np.uint8))
 
 
+def run_where_arrays_begin_late(dtype: KVCacheDType, operation: str, *arrays: jax.Array) -> list[jax.Array]:
+    return late_kernel(dtype, operation).with_numbers(late_numbers(operation), 40, *arrays)
+
+
+def late_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
+    """Of rows and pages that leave no room behind them."""
+    spec = simple_spec(dtype, num_kv_heads=2, head_size=128, block_size=8)
+    rows = kernels.RowMemory(BFLOAT16, spec.num_kv_heads * spec.head_size, 16)
+    pages = page_memory(spec)
+    if operation == "gather":
+        return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1))
+    return kernels.write_kernel(spec, (rows, rows), pages, np.dtype(np.int64), (1, 1), unique_slots=False)
+
+
+def late_numbers(operation: str) -> tuple[int, ...]:
+    """Counts, and beginnings that let an array's last row reach into one that JAX's has not."""
+    return (10, 10, 31, *[3] * 4, 16, 16, 0, 0) if operation == "gather" else (40, 255, *[3] * 3, 16, 16, 3, 3)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operation", ["write", "gather"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_where_arrays_begin_late_it_is_one_kernel_too(dtype, operation, target):
+    """Of a constant, JAX would say that a row which begins late reaches past the end of its own."""
+    dtype = KVCacheDType(dtype)
+    kernel = late_kernel(dtype, operation)
+    arrays = [jax.ShapeDtypeStruct((80, *each.array.shape[1:]), each.array.dtype) for each in kernel.arguments]
+    run = functools.partial(run_where_arrays_begin_late, dtype, operation)
+    program = compile_for(target, run, *arrays, donate_argnums=kernel.written)
+    assert program.device_ops == ("custom-call",)
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
+
+
 def behind_another(x: jax.Array | np.ndarray) -> jax.Array:
     """Numbers that begin one into an array."""
     return jnp.concatenate([jnp.full(1, 77, x.dtype), jnp.asarray(x)])

@@ -115,15 +115,6 @@ def test_a_gather_of_any_size_is_one_compilation():
     assert launch.num_compilations() == compilations
 
 
-@pytest.fixture
-def through_jax(monkeypatch) -> None:
-    """As where the launcher's parts are missing."""
-    monkeypatch.setattr(cuda, "_through_jax", True)
-    monkeypatch.setattr(cuda, "_known_writes", {})
-    monkeypatch.setattr(dlpack, "_borrowed", {})
-    monkeypatch.setattr(dlpack, "_runs", {})
-
-
 @pytest.fixture(params=["launched", "through_jax"])
 def either_path(request) -> None:
     """Kernels launched on torch's streams, and run by JAX."""
@@ -131,10 +122,11 @@ def either_path(request) -> None:
         request.getfixturevalue("through_jax")
 
 
+@pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, either_path):
-    """On a side stream, busy for a while before the rows are there: a write on another stream would come too early."""
-    num_blocks, stream, idle = 40, torch.cuda.Stream(), torch.cuda.Event()
+def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, new_stream, either_path):
+    """On a stream that is busy for a while before the rows are there: a write on another would come too early."""
+    num_blocks, stream, idle = 40, new_stream(), torch.cuda.Event()
     cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
     rows = torch.zeros_like(new_rows(64, 8))
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
@@ -155,6 +147,20 @@ def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, either_pa
         stream.synchronize()
         assert_same(read, expected)
         assert_same(cache, expected)
+
+
+def test_eight_writes_wait_for_a_busy_gpu_in_its_queue(either_path):
+    """Those of a GPU that comes later: JAX lets so many more than one be queued, though not any number."""
+    cache, rows, slots, done = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40), torch.cuda.Event()
+    expected = written(rows, cache, slots, "nvfp4")
+    write(rows, cache, slots, "nvfp4")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    for _ in range(8):
+        write(rows, cache, slots, "nvfp4")
+    done.record()
+    assert not done.query(), "the host waited"
+    assert_same(cache, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,6 +327,44 @@ def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeyp
         cuda._compiled.cache_clear()
 
 
+@pytest.mark.parametrize("start", [16, 208])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_may_begin_anywhere(dtype: str, start: int, either_path):
+    """JAX's own arrays begin at multiples of 256 bytes, and its kernels take no others."""
+    cache, around = late(new_cache(dtype, 8, 10), start)
+    slots, _ = late(new_slots(33, 10), 8)
+    scales = [late(torch.tensor([scale], device="cuda"), 4 * i)[0] for i, scale in enumerate(SCALES, start=1)]
+    for num_tokens in (33, 5):
+        rows, _ = late(new_rows(num_tokens, 8, num_tokens), start)
+        packed = [late(each.contiguous(), start)[0] for each in (rows[:, 1], rows[:, 2])]
+        for key, value in ((rows[:, 1], rows[:, 2]), packed):
+            on_cpu = cache.cpu()
+            kvjax_torch.reshape_and_cache_flash(
+                key.cpu(), value.cpu(), on_cpu[:, 0], on_cpu[:, 1], slots[:num_tokens].cpu(), dtype, *SCALES
+            )
+            halves = cache[:, 0], cache[:, 1]
+            for _ in range(2):  # not known, and known
+                kvjax_torch.reshape_and_cache_flash(key, value, *halves, slots[:num_tokens], dtype, *scales)
+                assert_same(cache, on_cpu)
+            slots += 1
+    assert (around[:start] == 0xAB).all()
+    assert (around[start + cache.nbytes :] == 0xAB).all()
+    table, _ = late(torch.tensor([[3, 1], [6, 0]], device="cuda", dtype=torch.int32), 12)
+    lengths, _ = late(torch.tensor([20, 9], device="cuda", dtype=torch.int32), 4)
+    read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, *scales)
+    wanted = kvjax_torch.gather_kv(on_cpu[:, 0], on_cpu[:, 1], table.cpu(), lengths.cpu(), dtype, *SCALES)
+    for got, want in zip(read, wanted, strict=True):
+        assert_same(got, want)
+
+
+def late(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same so many bytes after a multiple of 256, and the memory that it lies in, poisoned."""
+    memory = torch.full((start + tensor.nbytes + 48,), 0xAB, dtype=torch.uint8, device="cuda")
+    assert memory.data_ptr() % 256 == 0
+    moved = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return moved.copy_(tensor), memory
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through_jax):
     """What JAX has borrowed is kept by address, so addresses come back with other owners, contents and sizes."""
@@ -345,7 +389,7 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
             calls += 1
             del cache, halves
     assert len(addresses) < calls
-    assert 0 < len(dlpack._borrowed) <= dlpack._KEPT
+    assert 0 < len(borrowed_by_jax()) <= dlpack._KEPT
 
 
 def record(call: Callable[[], None]) -> None:
@@ -369,6 +413,11 @@ def test_jax_refuses_to_be_recorded(through_jax):
         assert_same(cache, expected)
 
 
+def borrowed_by_jax() -> list[dlpack._Borrowed]:
+    [loans] = dlpack._loans.values()
+    return list(loans.borrowed.values())
+
+
 def test_jax_keeps_no_more_than_so_many_arrays(monkeypatch, through_jax):
     monkeypatch.setattr(dlpack, "_KEPT", 20)
     cache = new_cache("bfloat16", 8, 4)
@@ -379,7 +428,7 @@ def test_jax_keeps_no_more_than_so_many_arrays(monkeypatch, through_jax):
         for each in caches:
             write(rows, each, slots, "bfloat16")
             assert_same(each, expected)
-            assert len(dlpack._borrowed) <= 20
+            assert len(borrowed_by_jax()) <= 20
 
 
 def test_python_ends_while_jax_has_arrays_of_torchs_memory():
@@ -395,7 +444,7 @@ for cycles in (0, 2_000_000_000):  # a second, in which Python ends
     kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
 end = torch.cuda.Event()
 end.record()
-assert dlpack._borrowed and not end.query()
+assert dlpack._loans[0].borrowed and not end.query()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

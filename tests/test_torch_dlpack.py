@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import types
+from unittest import mock
 
 import pytest
 
@@ -16,16 +17,19 @@ torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from helpers import simple_spec  # noqa: E402
+from torch_helpers import random_pages, torch_cache  # noqa: E402
 
-from kvjax import UnsupportedError, kernels  # noqa: E402
+from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
 from kvjax_torch import dlpack  # noqa: E402
-from kvjax_torch.calls import Call  # noqa: E402
+from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
+from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 
 ALIGNMENT = 64
-"""Bytes at a multiple of which JAX borrows memory of the host, as it does memory of a GPU at a multiple of 16."""
+"""Bytes at a multiple of which JAX borrows memory of the host; kernels on a GPU take it at multiples of 256."""
 
 STREAM = 5
-"""torch's current one."""
+"""torch's current one, of GPU 0; those of others have the numbers behind it."""
 
 
 class Kernel:
@@ -54,10 +58,15 @@ class Result:
     def __init__(self, array: jax.Array, waited: list[tuple[int, int]]) -> None:
         self.array, self.waited = array, waited
         self.is_deleted, self.delete = array.is_deleted, array.delete
-        self.unsafe_buffer_pointer = array.unsafe_buffer_pointer
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self.address()
+
+    def address(self) -> int:
+        return self.array.unsafe_buffer_pointer()
 
     def __dlpack__(self, *, stream: int) -> None:
-        self.waited.append((self.unsafe_buffer_pointer(), stream))
+        self.waited.append((self.array.unsafe_buffer_pointer(), stream))
 
 
 class Host:
@@ -66,7 +75,9 @@ class Host:
     Attributes:
       numbers: the numbers that kernels were given.
       borrowed: addresses that were borrowed.
+      stream: torch's current one, of the GPU of the call.
       waited: addresses that streams of torch's have waited for, and those streams.
+      devices: GPUs that were made current, or memory of which was looked at.
       copies: which of their results programs write into copies.
       fails: whether they fail.
     """
@@ -77,19 +88,28 @@ class Host:
         self.waited: list[tuple[int, int]] = []
         self.copies: tuple[int, ...] = ()
         self.fails = False
+        self.devices: set[int] = set()
+        self.stream = STREAM
         self.from_dlpack = jax.dlpack.from_dlpack
         forms = [dlpack._Form.of(argument) for argument in Kernel.arguments]
         monkeypatch.setattr(dlpack, "_forms", lambda _: forms)
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
-        monkeypatch.setattr(dlpack, "_signal", lambda device: types.SimpleNamespace(after=Signal))
-        monkeypatch.setattr(dlpack, "_borrowed", {})
-        monkeypatch.setattr(dlpack, "_runs", {})
-        monkeypatch.setattr(dlpack, "ALIGNMENT", {"cuda": ALIGNMENT})
-        monkeypatch.setattr(dlpack._Form, "view", lambda form, address, rows, _: view(form, address, rows))
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(dlpack._Loans, "signal", property(lambda loans: types.SimpleNamespace(after=Signal)))
+        monkeypatch.setattr(dlpack, "_loans", {})
+        monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
+        monkeypatch.setattr(dlpack._Form, "view", lambda *rows: self.view(*rows))
+        monkeypatch.setattr(torch.cuda, "device", self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
         monkeypatch.setattr(jax.dlpack, "from_dlpack", self.borrow)
+
+    def current(self, device):
+        self.devices.add(device)
+        return contextlib.nullcontext()
+
+    def view(self, form, address, rows, device):
+        self.devices.add(device)
+        return view(form, address, rows)
 
     def borrow(self, lent, copy):
         assert copy is False
@@ -97,7 +117,8 @@ class Host:
         return self.from_dlpack(lent, copy=False)
 
     def program(self, numbers, amount, signal, *arrays):
-        assert (amount, signal.stream) == (2, STREAM)
+        assert amount == 2
+        assert signal.stream == self.stream
         self.numbers.append(numbers)
         if self.fails:
             raise RuntimeError("no kernel")
@@ -131,8 +152,15 @@ def memory(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return numbers[-numbers.data_ptr() % ALIGNMENT // numbers.element_size() :][:size]
 
 
-def call(*tensors: torch.Tensor) -> Call:
-    return Call(Kernel(), (7,), tensors, 2)
+def call(*tensors: torch.Tensor, device: int = 0) -> Call:
+    """As of tensors on a GPU."""
+    of_device = {"kernel": Kernel(), "counts": (7,), "tensors": tensors, "amount": 2}
+    return types.SimpleNamespace(**of_device, device=torch.device("cuda", device))
+
+
+def kept() -> list[dlpack._Borrowed]:
+    [loans] = dlpack._loans.values()
+    return list(loans.borrowed.values())
 
 
 @pytest.fixture
@@ -158,14 +186,14 @@ def values_of(tensors: list[torch.Tensor]) -> int:
 
 def test_a_known_call_runs_again_with_what_was_written_since(host, tensors):
     slots, rows, lengths, keys, values = tensors
-    assert not dlpack.run_again("first")
+    assert not dlpack.run_again(0, "first")
     dlpack.run(call(*tensors), known_as="first")
     dlpack.run(call(slots[16:], rows, lengths, keys, values), known_as="second")
     dlpack.run(call(slots[32:], rows, lengths, keys, values))
     assert host.numbers == [(7, 0, 0, 0, 0, 0)] * 3
     for name in ("first", "second", "second", "first"):
-        assert dlpack.run_again(name)
-    assert not dlpack.run_again("third")
+        assert dlpack.run_again(0, name)
+    assert not dlpack.run_again(0, "third")
     assert len(host.numbers) == 3 + 4
     assert host.waited == [(values_of(tensors), STREAM)] * 7
     assert host.borrowed == [*addresses(tensors), slots[16:].data_ptr(), slots[32:].data_ptr()]
@@ -175,12 +203,12 @@ def test_a_call_that_failed_is_not_known(host, tensors):
     host.fails = True
     with pytest.raises(RuntimeError, match="no kernel"):
         dlpack.run(call(*tensors), known_as="call")
-    assert not dlpack.run_again("call")
+    assert not dlpack.run_again(0, "call")
 
 
 def test_torchs_default_stream_waits_by_the_name_that_the_protocol_has_for_it(host, tensors, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-    monkeypatch.setattr(dlpack, "_signal", lambda device: types.SimpleNamespace(after=lambda _: Signal(STREAM)))
+    host.stream = 0
     dlpack.run(call(*tensors))
     assert host.waited == [(values_of(tensors), 1)]
 
@@ -199,9 +227,17 @@ def test_memory_is_borrowed_in_every_form_that_it_is_read_in(host, tensors):
 
 def test_memory_of_another_device_is_other_memory(host, tensors):
     for index in range(2):
-        of_device = {"kernel": Kernel(), "counts": (7,), "tensors": tensors, "amount": 2}
-        dlpack.run(types.SimpleNamespace(**of_device, device=torch.device("cuda", index)))
+        host.devices, host.stream = set(), STREAM + index
+        dlpack.run(call(*tensors, device=index), known_as="call")
+        assert host.devices == {index}
     assert host.borrowed == addresses(tensors) * 2
+    for index in range(2):
+        host.devices, host.stream = set(), STREAM + index
+        assert dlpack.run_again(index, "call")
+        assert host.devices == {index}
+    assert not dlpack.run_again(2, "call")
+    assert host.borrowed == addresses(tensors) * 2
+    assert host.waited == [(values_of(tensors), STREAM + index) for index in (0, 1, 0, 1)]
 
 
 def test_what_is_written_is_an_array_of_its_own(host, tensors):
@@ -223,7 +259,7 @@ def test_arrays_are_told_where_in_them_tensors_begin(host, tensors):
 
 def test_an_array_that_somebody_deleted_is_borrowed_again(host, tensors):
     dlpack.run(call(*tensors))
-    for memory in dlpack._borrowed.values():
+    for memory in kept():
         memory.array.delete()
     dlpack.run(call(*tensors))
     assert host.borrowed == addresses(tensors) * 2
@@ -246,8 +282,7 @@ def test_a_program_that_writes_into_copies_is_found_out(host, tensors, copies):
         dlpack.run(call(*tensors))
     host.copies = ()
     dlpack.run(call(*tensors))
-    elsewhere = [addresses(tensors[3:])[i] for i in copies]
-    assert host.borrowed == addresses(tensors) + elsewhere
+    assert host.borrowed == addresses(tensors) + addresses(tensors[3:])
 
 
 @pytest.mark.parametrize("option", ["debug_nans", "debug_infs", "disable_jit"])
@@ -255,17 +290,17 @@ def test_nothing_runs_where_jax_is_asked_not_to_donate(host, tensors, option):
     message = f"got jax_{option} turned on, expected it"
     with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=message):
         dlpack.run(call(*tensors))
-    assert host.numbers == []
+    assert dlpack._loans == {}
     dlpack.run(call(*tensors), known_as="call")
     with getattr(jax, option)(True), pytest.raises(UnsupportedError, match=message):
-        dlpack.run_again("call")
+        dlpack.run_again(0, "call")
     assert len(host.numbers) == 1
 
 
 def test_nothing_runs_while_a_graph_is_captured(host, tensors, monkeypatch):
     dlpack.run(call(*tensors), known_as="call")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for run in (lambda: dlpack.run(call(*tensors)), lambda: dlpack.run_again("call")):
+    for run in (lambda: dlpack.run(call(*tensors)), lambda: dlpack.run_again(0, "call")):
         with pytest.raises(UnsupportedError, match=r"got a stream that torch\.cuda\.graph records"):
             run()
     assert len(host.numbers) == 1
@@ -277,40 +312,94 @@ def test_no_more_than_so_many_are_kept(host, tensors, monkeypatch):
     caches = [memory(64) for _ in range(10)]
     for values in caches:
         dlpack.run(call(slots, rows, lengths, keys, values), known_as=values.data_ptr())
-        assert len(dlpack._borrowed) <= 11
-        assert all(memory in dlpack._borrowed.values() for run in dlpack._runs.values() for memory in run.memory)
-    assert len(dlpack._borrowed) >= 3
+        assert len(kept()) <= 11
+        assert all(memory in kept() for run in dlpack._loans[0].runs.values() for memory in run.memory)
+    assert len(kept()) >= 3
+
+
+def test_no_more_than_so_many_runs_are_known(host, tensors, monkeypatch):
+    monkeypatch.setattr(dlpack, "_KEPT", 11)
     for name in range(30):
         dlpack.run(call(*tensors), known_as=name)
-        assert len(dlpack._runs) <= 11
-    assert len(dlpack._runs) >= 3
+        assert len(dlpack._loans[0].runs) <= 11
+    assert len(dlpack._loans[0].runs) >= 3
+    assert host.borrowed == addresses(tensors)  # which is not forgotten with them
 
 
-def test_nothing_is_left_for_the_end_of_python(host, tensors, monkeypatch):
-    dlpack.run(call(*tensors), known_as="call")
-    slots, rows, lengths, *written = (memory.array for memory in dlpack._borrowed.values())
-    slots.delete()
+def test_nothing_is_left_for_the_end_of_python(host, tensors):
+    for device in range(2):
+        host.stream = STREAM + device
+        dlpack.run(call(*tensors, device=device), known_as="call")
     waited = []
-    monkeypatch.setattr(jax, "block_until_ready", waited.extend)
+
+    def wait(number):
+        waited.append(number)
+        raise jax.errors.JaxRuntimeError("its program failed, and its caller was told")
+
+    for i, memory in enumerate([*dlpack._loans[0].borrowed.values(), *dlpack._loans[1].borrowed.values()]):
+        memory.array = types.SimpleNamespace(
+            is_deleted=lambda i=i: i % 5 == 0, block_until_ready=functools.partial(wait, i)
+        )
+        if i % 5 == 1:
+            memory.array = None  # given away
     dlpack._give_back()
-    assert waited == [rows, lengths, *written]
-    assert dlpack._borrowed == dlpack._runs == {}
+    assert waited == [2, 3, 4, 7, 8, 9]
+    assert [(loans.runs, loans.borrowed) for loans in dlpack._loans.values()] == [({}, {})] * 2
+
+
+def test_torch_waits_for_what_runs_though_its_results_cannot_be_looked_at(host, tensors, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Result, "address", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dlpack.run(call(*tensors), known_as="call")
+    assert host.waited == [(values_of(tensors), STREAM)]
+    assert not dlpack.run_again(0, "call")
+
+
+def test_a_program_takes_a_signal_that_nobody_reads_and_arrays_of_which_it_writes_some():
+    """Of a signal that it did not take, it would not wait for torch."""
+    kernel = mock.Mock(written=(1,))
+    kernel.with_numbers = lambda numbers, amount, read, written: [written + read + numbers[0] + amount]
+    arrays = [jax.ShapeDtypeStruct((size,), np.int32) for size in (1, 5, 5)]
+    lowered = dlpack._program(kernel, (3,), 4).lower(*arrays)
+    signal, read, written = jax.tree.leaves(lowered.args_info)
+    assert [signal.donated, read.donated, written.donated] == [False, False, True]
+    header = next(line for line in lowered.as_text().splitlines() if "@main" in line)
+    assert header.count("%arg") == 3
+    compiled = lowered.compile()
+    assert compiled(*(np.full(array.shape, 10, np.int32) for array in arrays))[0].tolist() == [27] * 5
+
+
+def test_of_a_gpu_there_is_one_signal(monkeypatch):
+    made = []
+    monkeypatch.setattr(dlpack, "_Signal", lambda device: made.append(device) or device)
+    for device in (0, 1):
+        loans = dlpack._Loans(device)
+        assert loans.signal == loans.signal == device
+    assert made == [0, 1]
 
 
 @pytest.fixture
 def signal(monkeypatch) -> dlpack._Signal:
-    """One that writes down in `order` what streams do."""
+    """Of GPU 3; writes down in `order` what streams do."""
     order = []
     event = types.SimpleNamespace(
         record=lambda stream: order.append(("record", stream)), wait=lambda stream: order.append(("wait", stream))
     )
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+
+    def zeros(*size, dtype, device):
+        assert device == torch.device("cuda", 3)
+        return torch.tensor(np.zeros(size), dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
-    signal = dlpack._Signal(0)
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
+    signal = dlpack._Signal(3)
     signal.order = order
-    return signal
+    yield signal
+    dlpack._stream.cache_clear()
 
 
 def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, monkeypatch):
@@ -323,7 +412,7 @@ def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, monkeypatch):
 
         monkeypatch.setattr(jax.dlpack, "from_dlpack", borrow)
         assert "dltensor" in repr(signal.after(torchs))
-        assert signal.order[-2:] == [("record", torchs), ("wait", named)]
+        assert signal.order[-2:] == [("record", (torchs, 3)), ("wait", (named, 3))]
 
 
 def test_the_signal_is_not_lent_to_who_names_no_stream(signal):
@@ -341,13 +430,77 @@ def test_the_rows_hold_the_whole_tensor(start, shape, strides):
     form = dlpack._Form.of(Kernel.arguments[3])
     tensor = memory(128).as_strided(shape, strides, start)
     address, rows, beginning = form.place(tensor)
-    assert address % dlpack.ALIGNMENT["cuda"] == 0
+    assert address % dlpack._ALIGNMENT == 0
     assert address + beginning * form.unit == tensor.data_ptr()
     last = tensor[(-1,) * tensor.dim()].data_ptr() + tensor.element_size()
     assert (rows - 1) * form.row_bytes < last - address <= rows * form.row_bytes
 
 
-def test_an_array_between_two_units_is_refused():
-    form = dlpack._Form.of(kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 16))
-    with pytest.raises(UnsupportedError, match="expected a multiple of 16 bytes"):
-        form.place(memory(64)[1:])
+WIDE = kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 16)
+"""Of numbers that a kernel reads four at a time."""
+
+
+def test_what_begins_between_two_units_is_copied_with_its_strides():
+    form = dlpack._Form.of(WIDE)
+    given = torch.arange(128.0)[3:].as_strided((2, 3, 4), (20, 4, 1))
+    given = given if given.data_ptr() % 16 else given[..., 1:]
+    taken = form.aligned(given)
+    assert taken.data_ptr() % ALIGNMENT == 0
+    assert (taken.shape, taken.stride()) == (given.shape, given.stride())
+    assert torch.equal(taken, given)
+    assert form.aligned(taken) is taken
+
+
+def test_a_call_is_not_known_by_what_was_copied(host, tensors, monkeypatch):
+    slots, rows, lengths, keys, values = tensors
+    monkeypatch.setattr(dlpack, "_forms", lambda _: [dlpack._Form.of(argument) for argument in arguments])
+    arguments = [Kernel.arguments[0], WIDE, *Kernel.arguments[2:]]
+    dlpack.run(call(slots, rows, lengths, keys, values), known_as="aligned")
+    assert dlpack.run_again(0, "aligned")
+    rows = rows[1:]
+    dlpack.run(call(slots, rows, lengths, keys, values), known_as="copied")
+    assert not dlpack.run_again(0, "copied")
+    assert rows.data_ptr() not in host.borrowed
+    assert len(host.borrowed) == 5 + 1
+
+
+def test_what_is_written_is_never_copied(host, tensors, monkeypatch):
+    slots, rows, lengths, keys, values = tensors
+    arguments = [*Kernel.arguments[:4], WIDE]
+    monkeypatch.setattr(dlpack, "_forms", lambda _: [dlpack._Form.of(argument) for argument in arguments])
+    with pytest.raises(UnsupportedError, match=r"got an array at address 0x[0-9a-f]+, expected a multiple of 16 bytes"):
+        dlpack.run(call(slots, rows, lengths, keys, values[1:]))
+    assert host.numbers == []
+
+
+def traced(call: Call) -> None:
+    """Traces what runs a call of tensors that begin where they do."""
+    numbers, arrays = list(call.counts), [jax.ShapeDtypeStruct((1,), np.int32)]
+    for tensor, argument, form in zip(call.tensors, call.kernel.arguments, dlpack._forms(call.kernel), strict=True):
+        _, rows, beginning = form.place(form.aligned(tensor))
+        numbers.append(beginning)
+        arrays.append(jax.ShapeDtypeStruct((rows, *argument.array.shape[1:]), argument.array.dtype))
+    dlpack._program(call.kernel, tuple(numbers), call.amount).trace(*arrays)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "NHD-diffkv", "HND-diffkv"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("start", [0, 16, 48, 208])
+def test_tensors_may_begin_anywhere(dtype, layout, start):
+    """Rows that are packed and begin late reach past the rows that JAX has of them; so do pages."""
+    layout, _, diffkv = layout.partition("-")
+    head_size_v = 64 if diffkv else None
+    spec = simple_spec(KVCacheDType(dtype), num_kv_heads=2, head_size=128, head_size_v=head_size_v, layout=layout)
+    cache = torch_cache(random_pages(spec, 4), spec, before=start)
+    key, value = (late_rows(spec, size, start) for size in (spec.head_size, spec.head_size_v))
+    slots, scales = torch.arange(5), [torch.ones(4)[i:][:1] for i in (0, 1)]
+    halves, options = (cache.key, cache.value), (dtype, *scales, "linear")
+    traced(write_call(write_plan(key, value, *halves, slots, *options), key, value, *halves, slots, *scales, False))
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    traced(gather_call(gather_plan(*halves, table, lengths, *options, None), *halves, table, lengths, *scales))
+
+
+def late_rows(spec: AttentionSpec, size: int, start: int) -> torch.Tensor:
+    flat = torch.zeros(5 * spec.num_kv_heads * size + 256, dtype=torch.bfloat16)
+    first = (-flat.data_ptr() % 256 + start) // 2
+    return flat[first:][: 5 * spec.num_kv_heads * size].view(5, spec.num_kv_heads, size)

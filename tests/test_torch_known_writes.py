@@ -20,6 +20,8 @@ from kvjax_torch import calls, cuda, dlpack, launch, ops  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
+HOST = -1
+"""torch's number for no GPU."""
 
 
 class Recorder:
@@ -54,12 +56,14 @@ class JaxRecorder(Recorder):
         monkeypatch.setattr(dlpack, "run_again", self.run_again)
 
     def run(self, call: calls.Call, known_as: Any) -> None:
+        assert cuda._lock(HOST).locked()
         addresses = [tensor.data_ptr() for tensor in call.tensors]
         self.launches.append(([*kernels.packed(call.counts), *addresses], call.kernel.num_programs(call.amount)))
         if known_as is not None:
             self.known[known_as] = self.launches[-1]
 
-    def run_again(self, known_as: Any) -> bool:
+    def run_again(self, device: int, known_as: Any) -> bool:
+        assert (device, cuda._lock(device).locked()) == (HOST, True)
         if known_as in self.known:
             self.launches.append(self.known[known_as])
         return known_as in self.known
@@ -280,19 +284,47 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
 
 
 def test_what_jax_runs_is_planned_for_each_count_and_address(jax_recorder: JaxRecorder):
-    call = arguments()
+    one, other = halves_of(*PAGES, ROW), halves_of(*PAGES, ROW)
+    call = arguments(**one)
     others = [
         call | {"slot_mapping": call["slot_mapping"][:4]},
         *(call | {name: call[name].clone()} for name in ("slot_mapping", "k_scale", "v_scale")),
         call | {"key": call["key"][1:], "slot_mapping": call["slot_mapping"][:4]},
         call | {"value": call["value"][1:], "slot_mapping": call["slot_mapping"][:4]},
-        *(call | {name: call[name].clone()} for name in ("key_cache", "value_cache")),
+        *(call | {name: other[name]} for name in other),
     ]
     for number, each in enumerate([call, *others], start=1):
         for _ in range(2):
             cuda.write(**each)
             assert jax_recorder.launches[-1][0] == entries(each)
             assert jax_recorder.planned == number
+
+
+def test_what_jax_runs_is_planned_for_each_kind_on_the_same_memory(jax_recorder: JaxRecorder):
+    call = arguments(**FP8, unique_slots=True)
+    others = [
+        call | {"kv_cache_dtype": "fp8_e5m2"},
+        call | {"unique_slots": False},
+        call | {name: call[name].view(torch.float16) for name in ("key", "value")},
+        call | {"key": call["key"].as_strided(call["key"].shape, (2 * NUM_HEADS * HEAD_SIZE, HEAD_SIZE, 1))},
+        call | {name: call[name][:-1] for name in ("key_cache", "value_cache")},
+    ]
+    for number, each in enumerate([call, *others, *others, call], start=1):
+        cuda.write(**each)
+        assert jax_recorder.planned == min(number, 1 + len(others))
+
+
+def test_what_is_launched_goes_on_being_launched_where_jax_runs_the_rest(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+):
+    """A kernel may be of a form that cannot be launched, while others are recorded by graphs."""
+    call = arguments()
+    cuda.write(**call)
+    monkeypatch.setattr(cuda, "_through_jax", True)
+    monkeypatch.delattr(dlpack, "run")
+    monkeypatch.delattr(dlpack, "run_again")
+    cuda.write(**call)
+    assert [launched for launched, _ in recorder.launches] == [entries(call)] * 2
 
 
 def test_rows_without_a_slot_make_no_difference_to_jax(jax_recorder: JaxRecorder):

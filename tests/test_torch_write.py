@@ -30,7 +30,7 @@ from kvjax_torch import arguments, host  # noqa: E402
 from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
 
 NUM_TOKENS = 20
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
 HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 48}
 AXES = {
     "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
@@ -119,7 +119,10 @@ CASES = pairwise(AXES, is_valid)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict, device: str):
+def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict, device: str, request):
+    device, _, through_jax = device.partition(" ")
+    if through_jax:
+        request.getfixturevalue("through_jax")
     spec = make_spec(case)
     num_blocks = max(3, -(-2 * NUM_TOKENS // spec.block_size))
     pages = random_pages(spec, num_blocks)

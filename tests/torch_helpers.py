@@ -35,12 +35,13 @@ def torch_cache(
     form: str = "one_allocation",
     dtype: torch.dtype | None = None,
     device: str = "cpu",
+    before: int | None = None,
 ) -> TorchCache:
     """The pages as a torch caller's cache, element type `dtype` (by default that of kvjax's array).
 
     `form`: "one_allocation" holds them as they are, "padded_pages" with other bytes between them, "offset" after other
-    bytes; "two_tensors" holds keys and values apart, which halves them byte for byte only where K and V have equal
-    sizes.
+    bytes (`before` of them, in any form but the next); "two_tensors" holds keys and values apart, which halves them
+    byte for byte only where K and V have equal sizes.
     """
     dtype = dtype or torch_dtype(spec.array_dtype)
     num_blocks, page_bytes = pages.shape
@@ -48,7 +49,8 @@ def torch_cache(
         key, value = (torch.from_numpy(half.copy()).to(device) for half in np.split(pages, 2, axis=1))
         views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
         return TorchCache(*views, lambda: torch.cat([key, value], dim=1).cpu().numpy().copy())
-    before, between = {"padded_pages": (0, 48), "offset": (80, 0)}.get(form, (0, 0))
+    default, between = {"padded_pages": (0, 48), "offset": (80, 0)}.get(form, (0, 0))
+    before = default if before is None else before
     memory = torch.full((before + num_blocks * (page_bytes + between),), 0xAB, dtype=torch.uint8, device=device)
     held = memory[before:].view(num_blocks, -1)
     held[:, :page_bytes] = torch.from_numpy(pages).to(device)

@@ -8,8 +8,9 @@ one scale and with one a head. From the root of the source tree, with a Python w
     compute-sanitizer --tool racecheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
     ncu --clock-control none -k regex:mosaic --set full python3 tools/sanitize_kernels.py --dtype nvfp4
 
-With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
-past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
+`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens. With that
+allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access past the
+end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
@@ -56,7 +58,7 @@ def kinds(
             yield spec, (num_kv_heads,)
 
 
-def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int) -> None:
+def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, is_from_torch: bool) -> None:
     """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it."""
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
@@ -66,10 +68,28 @@ def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int) 
     shape = num_tokens, spec.num_kv_heads, spec.head_size
     key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
     scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
-    cache = _write(key, value, KVCache.allocate(spec, num_blocks), slots, **scales, implementation="mosaic")
+    cache = KVCache.allocate(spec, num_blocks)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     lengths = np.array([num_blocks * spec.block_size], np.int32)
+    if is_from_torch:
+        arrays = key, value, cache.kv, *map(jnp.asarray, (slots, table, lengths)), *scales.values()
+        _run_from_torch(spec, *jax.block_until_ready(arrays))
+        return
+    cache = _write(key, value, cache, slots, **scales, implementation="mosaic")
     jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
+
+
+def _run_from_torch(spec: FullAttentionSpec, *arrays: jax.Array) -> None:
+    import kvjax_torch
+
+    key, value, kv, slots, table, lengths, *scales = map(kvjax_torch.to_torch, arrays)
+    caches = kv[:, 0], kv[:, 1]
+    if spec.layout is CacheLayout.HND:
+        caches = tuple(cache.transpose(1, 2) for cache in caches)
+    options = {"v_scale_layout": spec.v_scale_layout.value}
+    kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, spec.dtype.value, *scales, **options)
+    keys, values = kvjax_torch.gather_kv(*caches, table, lengths, spec.dtype.value, *scales, **options)
+    keys.cpu(), values.cpu()  # arrays are freed only then
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,10 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--from-torch", action="store_true", help="launch them on torch's stream")
     args = parser.parse_args(arguments)
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         for num_tokens in args.num_tokens:
-            run(spec, scale_shape, num_tokens)
+            run(spec, scale_shape, num_tokens, args.from_torch)
         scales = "scale a head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 

@@ -2,8 +2,8 @@
 
 A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
 has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
-differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them these have to
-be the same too.
+differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them,
+addresses and the number of tokens have to be the same too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ MIN_COMPUTE_CAPABILITY = 9
 _REMEMBERED = 4096
 """Kinds of calls; a model has a few, and one more for each size of cache."""
 
-_one_at_a_time = threading.Lock()
-"""Held by calls that may have to compile, so that threads that make the same first call compile it once."""
+_locks: dict[int, threading.Lock] = {}
+"""Of each GPU; held by calls that may have to compile, so that threads that make the same first call compile it once,
+and by those that JAX runs. These may wait for their GPU, so those of another, which it may wait for, must not wait."""
 
 _through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
@@ -117,21 +118,21 @@ def write(
         and not (key.requires_grad or value.requires_grad)
         and not kvjax.is_checked()
     ):
-        if _through_jax:
-            with _one_at_a_time:
-                if dlpack.run_again((kind, num_tokens, addresses)):
-                    return
-        elif (known := _known_writes.get(kind)) is not None:
+        if (known := _known_writes.get(kind)) is not None:
             if num_tokens >= kernels.SEARCHED and not unique_slots:
                 slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
                 addresses = slot_mapping.data_ptr(), *addresses[1:]
             known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
             return
+        if _through_jax:
+            with _lock(device):
+                if dlpack.run_again(device, (kind, num_tokens, addresses)):
+                    return
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
     has_one_scale = k_scale.numel() == v_scale.numel() == 1
-    with _one_at_a_time:
+    with _lock(device):
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
         slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
         is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
@@ -161,11 +162,15 @@ def gather(
     _check_capability(key_cache.get_device())
     tensors = key_cache, value_cache, block_table, seq_lens
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    with _one_at_a_time:
+    with _lock(key_cache.get_device()):
         call = calls.gather_call(plan, *tensors, k_scale, v_scale)
         _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
+
+
+def _lock(device: int) -> threading.Lock:
+    return _locks.setdefault(device, threading.Lock())
 
 
 def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:

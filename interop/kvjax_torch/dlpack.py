@@ -2,7 +2,7 @@
 
 JAX borrows the memory and is given what is written for its own (donation), so that the kernel writes where torch will
 look. Shapes and numbers are constants of a JAX program: it is compiled for each number of tokens and blocks, and for
-each way that arrays begin between two multiples of 16 bytes. The host waits for neither stream.
+each way that arrays begin between two multiples of 256 bytes, where JAX's own begin. The host waits for neither stream.
 
 To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
 memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there. The
@@ -14,36 +14,34 @@ result is lent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import torch
 
 from kvjax import UnsupportedError, kernels
-from kvjax_torch.borrow import ALIGNMENT
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 _KEPT = 4096
-"""Arrays at most, and runs, then all are dropped; a model has a few for each layer, and as many that come with every
-step."""
+"""Arrays at most, and runs at most, of each GPU; a model has a few for each layer, and others with every step."""
 
 _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 """Options of JAX under which nothing is donated, or results are read, on the host, and arguments used again."""
 
+_ALIGNMENT = kernels.BASE_ALIGNMENT
+
 _LEGACY_STREAM = 1
 """What the protocol calls CUDA's default stream, which torch calls 0."""
 
-_borrowed: dict[Any, _Borrowed] = {}
-_runs: dict[Any, _Run] = {}
-
 
 def run(call: Call, known_as: Any = None) -> None:
-    """Runs a kernel on the CUDA device of its tensors. Callers hold a lock.
+    """Runs a kernel on the CUDA device of its tensors. Callers hold that device's lock.
 
     Args:
       call: what runs, on what.
@@ -53,54 +51,92 @@ def run(call: Call, known_as: Any = None) -> None:
       UnsupportedError: JAX is asked to debug in a way that makes it write elsewhere, or it has written elsewhere; or a
         CUDA graph is captured.
     """
+    device = call.device.index
+    with torch.cuda.device(device):
+        _check_can_run()
     start_jax()
-    _check_options()
-    if len(_borrowed) + len(call.tensors) > _KEPT or len(_runs) >= _KEPT:
-        _drop()
-    numbers, memory = list(call.counts), []
-    for i, (tensor, form) in enumerate(zip(call.tensors, _forms(call.kernel), strict=True)):
-        address, rows, beginning = form.place(tensor)
-        # What is written is given away, so it is an array of its own, whatever else lies there.
-        place = call.device, address, rows, form, i if i in call.kernel.written else None
-        memory.append(_borrowed.setdefault(place, _Borrowed(form, address, rows, call.device)))
-        numbers.append(beginning)
-    program = _program(call.kernel, tuple(numbers), call.amount)
-    known = _Run(program, tuple(memory), call.kernel.written, call.device.index)
+    loans = _loans.setdefault(device, _Loans(device))
+    tensors = [
+        tensor if i in call.kernel.written else form.aligned(tensor)
+        for i, (tensor, form) in enumerate(zip(call.tensors, _forms(call.kernel), strict=True))
+    ]
+    known = _Run(loans, *loans.prepared(call, tensors), call.kernel.written)
     known()
-    if known_as is not None:
-        _runs[known_as] = known
+    if known_as is not None and all(taken is given for taken, given in zip(tensors, call.tensors, strict=True)):
+        loans.runs[known_as] = known
 
 
-def run_again(known_as: Any) -> bool:
-    """Runs a call again that differs in nothing from one before; whether there was one. Callers hold a lock.
+def run_again(device: int, known_as: Any) -> bool:
+    """Runs a call again that differs in nothing from one before; whether there was one. Callers hold the device's lock.
 
     Raises:
       UnsupportedError: as `run`.
     """
-    known = _runs.get(known_as)
+    loans = _loans.get(device)
+    known = None if loans is None else loans.runs.get(known_as)
     if known is None:
         return False
-    _check_options()
     known()
     return True
+
+
+class _Loans:
+    """What JAX has borrowed of one GPU.
+
+    Attributes:
+      device: which.
+      borrowed: rows of memory, by what they are.
+      runs: kernels with what they are called with, by what callers know them by; of rows that are in `borrowed`.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.borrowed: dict[Any, _Borrowed] = {}
+        self.runs: dict[Any, _Run] = {}
+
+    @functools.cached_property
+    def signal(self) -> _Signal:
+        """What JAX borrows with every call."""
+        return _Signal(self.device)
+
+    def prepared(
+        self, call: Call, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., list[jax.Array]], list[_Borrowed]]:
+        """The program that runs a call, and the memory of its tensors or of what stands for them."""
+        if len(self.runs) >= _KEPT:
+            self.runs.clear()
+        if len(self.borrowed) + len(tensors) > _KEPT:
+            self.drop()
+        numbers, memory = list(call.counts), []
+        for i, (tensor, form) in enumerate(zip(tensors, _forms(call.kernel), strict=True)):
+            address, rows, beginning = form.place(tensor)
+            # What is written is given away, so it is an array of its own, whatever else lies there.
+            place = address, rows, form, i if i in call.kernel.written else None
+            memory.append(self.borrowed.setdefault(place, _Borrowed(form, address, rows, self.device)))
+            numbers.append(beginning)
+        return _program(call.kernel, tuple(numbers), call.amount), memory
+
+    def drop(self) -> None:
+        """Forgets everything."""
+        self.runs.clear()
+        self.borrowed.clear()
+
+
+_loans: dict[int, _Loans] = {}
 
 
 @atexit.register
 def _give_back() -> None:
     """Drops all arrays while Python still runs: torch takes its tensors back in Python, whatever thread drops them."""
-    arrays = [memory.array for memory in _borrowed.values()]
-    try:
-        jax.block_until_ready([array for array in arrays if array is not None and not array.is_deleted()])
-    finally:
-        _drop()
+    for loans in list(_loans.values()):
+        for memory in list(loans.borrowed.values()):
+            if memory.array is not None and not memory.array.is_deleted():
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    memory.array.block_until_ready()
+        loans.drop()
 
 
-def _drop() -> None:
-    _runs.clear()
-    _borrowed.clear()
-
-
-def _check_options() -> None:
+def _check_can_run() -> None:
     if options := [name for name in _COPYING if getattr(jax.config, name)]:
         raise UnsupportedError(f"got {', '.join(options)} turned on, expected it off: JAX would not write in place")
     if torch.cuda.is_current_stream_capturing():
@@ -113,35 +149,38 @@ class _Run(NamedTuple):
     """A kernel with everything that it is called with.
 
     Attributes:
-      program: what JAX runs: of a signal and of arrays; returns those that it has written.
+      loans: of the GPU that it runs on.
+      program: what JAX runs; takes a signal and the arrays, and returns those that it has written.
       memory: of its arrays.
       written: which of them it writes.
-      device: of its arrays.
     """
 
+    loans: _Loans
     program: Callable[..., list[jax.Array]]
-    memory: tuple[_Borrowed, ...]
+    memory: list[_Borrowed]
     written: tuple[int, ...]
-    device: int
 
     def __call__(self) -> None:
-        with torch.cuda.device(self.device):  # of which torch lends
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
+        with torch.cuda.device(self.loans.device):  # of which torch lends
+            _check_can_run()
+            stream = torch._C._cuda_getCurrentRawStream(self.loans.device)
             arrays = [memory.borrow() for memory in self.memory]
             written = [self.memory[i] for i in self.written]
             for memory in written:
                 memory.array = None
-            results = self.program(_signal(self.device).after(stream), *arrays)
-            elsewhere = []
-            for memory, result in zip(written, results, strict=True):
-                if (address := result.unsafe_buffer_pointer()) == memory.address:
-                    memory.array = result
-                else:
-                    elsewhere.append(f"got a result at {address:#x}, expected {memory.address:#x}")
-            # Makes torch's stream wait for the program. Last, for the host waits here until it has been enqueued.
-            results[-1].__dlpack__(stream=stream or _LEGACY_STREAM)  # type: ignore[call-arg]
-        if elsewhere:
-            raise UnsupportedError(f"JAX {jax.__version__} has not written in place: {'; '.join(elsewhere)}")
+            results = self.program(self.loans.signal.after(stream), *arrays)
+            try:
+                for memory, result in zip(written, results, strict=True):
+                    if (address := result.unsafe_buffer_pointer()) != memory.address:
+                        raise UnsupportedError(
+                            f"JAX {jax.__version__} has not written in place: got a result at {address:#x}, expected"
+                            f" {memory.address:#x}"
+                        )
+            finally:
+                # Makes torch's stream wait for the program. Last, for the host waits here until it has been enqueued.
+                results[-1].__dlpack__(stream=stream or _LEGACY_STREAM)  # type: ignore[call-arg]
+        for memory, result in zip(written, results, strict=True):
+            memory.array = result  # and not before: what failed is not to be used again
 
 
 class _Borrowed:
@@ -152,7 +191,7 @@ class _Borrowed:
       array: `None` before they are first borrowed, and while they are given away.
     """
 
-    def __init__(self, form: _Form, address: int, rows: int, device: torch.device) -> None:
+    def __init__(self, form: _Form, address: int, rows: int, device: int) -> None:
         self.address, self.array = address, None  # type: int, jax.Array | None
         self._view = functools.partial(form.view, address, rows, device)
 
@@ -170,6 +209,7 @@ class _Lent:
         self._tensor, self._device = tensor, tensor.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        # `torch.Tensor.__dlpack__` would make JAX's stream wait.
         return torch.utils.dlpack.to_dlpack(self._tensor)  # type: ignore[attr-defined]
 
     def __dlpack_device__(self) -> Any:
@@ -184,30 +224,28 @@ class _Signal(_Lent):
 
     def __init__(self, device: int) -> None:
         super().__init__(torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)))
-        # Where nobody but Python holds a tensor, who gives it back takes Python's lock: here a thread of JAX's, while
-        # the next call wants it.
+        # JAX gives the tensor back on a thread of its own. Were Python alone left to hold it, that would take Python's
+        # lock, which the next call wants. So a capsule holds it too.
         self._held = super().__dlpack__()
+        self._index = device
         self._event = torch.cuda.Event()
-        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def after(self, stream: int) -> jax.Array:
         """An array that is there when all has been done that torch's stream now has to do."""
-        self._event.record(self._stream(stream))
+        self._event.record(_stream(stream, self._index))
         return jax.dlpack.from_dlpack(self, copy=False)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         if stream is None:
             raise UnsupportedError(f"JAX {jax.__version__} names no stream to wait for torch's, expected it to")
-        self._event.wait(self._stream(0 if stream == _LEGACY_STREAM else stream))
+        self._event.wait(_stream(0 if stream == _LEGACY_STREAM else stream, self._index))
         return super().__dlpack__()
 
-    def _stream(self, handle: int) -> torch.cuda.Stream:
-        if handle not in self._streams:
-            self._streams[handle] = torch.cuda.ExternalStream(handle, device=self._tensor.device)
-        return self._streams[handle]
 
-
-_signal = functools.cache(_Signal)
+@functools.lru_cache(maxsize=64)
+def _stream(handle: int, device: int) -> torch.cuda.Stream:
+    # Not `torch.cuda.ExternalStream`: of 0, the default stream, some versions of torch make a new one.
+    return torch.cuda.get_stream_from_external(handle, device)
 
 
 class _Memory:
@@ -237,24 +275,34 @@ class _Form(NamedTuple):
         row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         return cls(torch_dtype(array.dtype), array.shape[1:], row_bytes, argument.unit)
 
+    def aligned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that begins between no two units: another, with a copy of all that lies among it, if need be."""
+        if not tensor.data_ptr() % _ALIGNMENT % self.unit:
+            return tensor
+        return tensor.as_strided((_extent(tensor),), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
     def place(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """Where the rows that a tensor lies in begin, how many they are, and how many units into them it begins.
 
         The last row is whole, though the tensor may end before it does: nobody reads what lies there.
         """
         address = tensor.data_ptr()
-        before = address % ALIGNMENT["cuda"]
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        nbytes = before + (last + 1) * tensor.element_size()
+        before = address % _ALIGNMENT
+        nbytes = before + _extent(tensor) * tensor.element_size()
         beginning, rest = divmod(before, self.unit)
         if rest:
             raise UnsupportedError(f"got an array at address {address:#x}, expected a multiple of {self.unit} bytes")
         return address - before, -(-nbytes // self.row_bytes), beginning
 
-    def view(self, address: int, rows: int, device: torch.device) -> torch.Tensor:
+    def view(self, address: int, rows: int, device: int) -> torch.Tensor:
         """Rows that begin at an address."""
-        memory = torch.as_tensor(_Memory(address, rows * self.row_bytes), device=device)
+        memory = torch.as_tensor(_Memory(address, rows * self.row_bytes), device=torch.device("cuda", device))
         return memory.view(self.dtype).view(rows, *self.shape)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, whatever of them is the tensor's."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

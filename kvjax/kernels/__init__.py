@@ -3,6 +3,7 @@
 What is named here is for launchers of their own, which pass addresses instead of arrays.
 """
 
+from kvjax.kernels.compat import BASE_ALIGNMENT as BASE_ALIGNMENT
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import Argument as Argument
@@ -15,6 +16,7 @@ from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
+    "BASE_ALIGNMENT",
     "MAX_VECTOR_BYTES",
     "SEARCHED",
     "AnyCount",

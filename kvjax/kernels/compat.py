@@ -27,7 +27,7 @@ from kvjax.kernels.registers import lane_layout
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 BASE_ALIGNMENT = 256
-"""Bytes that the address of each of JAX's arrays is a multiple of."""
+"""Bytes that the address of each of JAX's arrays is a multiple of; where one is not, no Mosaic GPU kernel runs."""
 
 
 def interpreting() -> bool:

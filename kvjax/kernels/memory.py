@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat
@@ -144,7 +145,10 @@ class AnyCount:
         counts, beginnings = numbers[: len(self.counts)], numbers[len(self.counts) :]
 
         def body(*refs: Any) -> None:
-            self._run(counts, beginnings, refs)
+            # An array may begin so late in its first row that its own rows reach into JAX's next ones. Of a constant
+            # JAX would refuse that; the address is right all the same.
+            zero = 0 * lax.axis_index("program")
+            self._run(counts, [beginning + zero for beginning in beginnings], refs)
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
 
@@ -154,7 +158,7 @@ class AnyCount:
         kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
         return [jax.freeze(ref) for ref in refs.values()]
 
-    def _run(self, counts: Sequence[Number], beginnings: Sequence[int], refs: Sequence[Any]) -> None:
+    def _run(self, counts: Sequence[Number], beginnings: Sequence[Number], refs: Sequence[Any]) -> None:
         arrays = list(zip(refs, beginnings, strict=False))
         self.body(counts, arrays, refs[len(arrays) :])
 
