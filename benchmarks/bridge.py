@@ -48,6 +48,9 @@ DECODE_TOKENS = 64
 EAGER_DTYPE = bars.NVFP4
 EAGER_BLOCKS = 1024
 
+CALLS_AHEAD = 8
+"""Calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait."""
+
 PLACES, PLACE_BYTES = 2_000, 256
 """Where what comes with every step lies in calls that have it elsewhere each time."""
 
@@ -277,14 +280,18 @@ def jitted_write() -> Call:
     return lambda: write(0)
 
 
-def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
-    """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with."""
+def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Timing]:
+    """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with, or comes to later."""
     rounds, in_a_row = timing.LIMITS.min_calls, 100 if has_gpu() else 3
+    if is_busy:
+        in_a_row = CALLS_AHEAD
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, timer in timers.items():
             synchronize()
+            if is_busy:
+                torch.cuda._sleep(A_WHILE)
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
     synchronize()
     clock = Clock.HOST if has_gpu() else Clock.WALL
@@ -325,9 +332,9 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(calls: Mapping[str, Call], bar: bars.Bar) -> list[HostTime]:
+def time_eager_calls(calls: Mapping[str, Call], bar: bars.Bar, is_busy: bool = False) -> list[HostTime]:
     """Times calls of which the first is what `Measure.INDEX_COPY` is about."""
-    times = host_times(calls)
+    times = host_times(calls, is_busy)
     index_copy, *_ = times
     return [
         HostTime(
@@ -467,13 +474,14 @@ class TorchBenchmark(output.Program):
         lines = time_eager_calls(calls, bars.EAGER_CALL)
         if has_gpu():
             index_copy, with_tensors, *_ = calls
-            with self.subTest(call="through JAX"), through_jax():
-                by_turns = {
-                    index_copy: calls[index_copy],
-                    "kvjax_torch through JAX (DLPack)": calls[with_tensors],
-                    "through JAX, tokens at new addresses": moving_write(),
-                }
-                lines += time_eager_calls(by_turns, bars.DLPACK_CALL)[1:]
+            for name, call, is_busy in (
+                ("kvjax_torch through JAX (DLPack)", calls[with_tensors], False),
+                ("through JAX, GPU busy", calls[with_tensors], True),
+                ("through JAX, tokens at new addresses", moving_write(), False),
+            ):
+                with self.subTest(call=name), through_jax():
+                    by_turns = {index_copy: calls[index_copy], name: call}
+                    lines += time_eager_calls(by_turns, bars.DLPACK_CALL, is_busy)[1:]
         self.results.expect(len(lines))
         for line in lines:
             self.results.add(line.measurement())

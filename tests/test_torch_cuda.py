@@ -232,6 +232,36 @@ def test_threads_on_streams_of_their_own(either_path):
     assert not failures
 
 
+def test_a_thread_may_write_while_another_captures(either_path):
+    cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
+    expected, failures, ends = written(rows, cache, slots, "nvfp4"), [], threading.Event()
+    write(rows, cache, slots, "nvfp4")
+    torch.cuda.synchronize()
+
+    def serve() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not ends.is_set():
+                    write(rows, cache, slots, "nvfp4")
+        except BaseException as error:  # a thread's failures are the test's
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        x = torch.zeros(100, device="cuda")
+        for _ in range(20):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                for _ in range(50):
+                    x += 1
+    finally:
+        ends.set()
+        thread.join()
+    assert not failures
+    torch.cuda.synchronize()
+    assert_same(cache, expected)
+
+
 def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
     cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
     expected = written(rows, cache, slots, "nvfp4")

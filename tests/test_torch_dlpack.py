@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import types
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from helpers import simple_spec  # noqa: E402
 from torch_helpers import random_pages, torch_cache  # noqa: E402
 
 from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import dlpack  # noqa: E402
+from kvjax_torch import dlpack, driver  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 
@@ -336,7 +337,8 @@ def test_nothing_is_left_for_the_end_of_python(host, tensors):
         waited.append(number)
         raise jax.errors.JaxRuntimeError("its program failed, and its caller was told")
 
-    for i, memory in enumerate([*dlpack._loans[0].borrowed.values(), *dlpack._loans[1].borrowed.values()]):
+    every = list(dlpack._loans.values())
+    for i, memory in enumerate(memory for loans in every for memory in loans.borrowed.values()):
         memory.array = types.SimpleNamespace(
             is_deleted=lambda i=i: i % 5 == 0, block_until_ready=functools.partial(wait, i)
         )
@@ -344,7 +346,8 @@ def test_nothing_is_left_for_the_end_of_python(host, tensors):
             memory.array = None  # given away
     dlpack._give_back()
     assert waited == [2, 3, 4, 7, 8, 9]
-    assert [(loans.runs, loans.borrowed) for loans in dlpack._loans.values()] == [({}, {})] * 2
+    assert [(loans.runs, loans.borrowed) for loans in every] == [({}, {})] * 2
+    assert dlpack._loans == {}
 
 
 def test_torch_waits_for_what_runs_though_its_results_cannot_be_looked_at(host, tensors, monkeypatch):
@@ -381,6 +384,19 @@ def test_of_a_gpu_there_is_one_signal(monkeypatch):
     assert made == [0, 1]
 
 
+class Stream(NamedTuple):
+    """Of torch's; those in `IDLE` have nothing left to do."""
+
+    handle: int
+    device: int
+
+    def query(self) -> bool:
+        return self.handle in IDLE
+
+
+IDLE = 30, 31
+
+
 @pytest.fixture
 def signal(monkeypatch) -> dlpack._Signal:
     """Of GPU 3; writes down in `order` what streams do."""
@@ -389,13 +405,15 @@ def signal(monkeypatch) -> dlpack._Signal:
         record=lambda stream: order.append(("record", stream)), wait=lambda stream: order.append(("wait", stream))
     )
 
-    def zeros(*size, dtype, device):
+    def zeros(size, dtype, device):
         assert device == torch.device("cuda", 3)
-        return torch.tensor(np.zeros(size), dtype=dtype)
+        return on_host
 
+    on_host = memory(1, torch.int32)
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", Stream)
+    monkeypatch.setattr(dlpack, "apart_from_captures", lambda ask: ask())
     signal = dlpack._Signal(3)
     signal.order = order
     yield signal
@@ -420,6 +438,18 @@ def test_the_signal_is_not_lent_to_who_names_no_stream(signal):
         with pytest.raises(UnsupportedError, match="names no stream to wait for torch's"):
             signal.__dlpack__(**options)
     assert signal.order == []
+
+
+def test_nobody_waits_for_a_stream_with_nothing_left_to_do(signal):
+    given = signal.after(30)
+    assert given.unsafe_buffer_pointer() == signal._tensor.data_ptr()
+    assert signal.after(31) is given
+    given.delete()
+    assert not signal.after(30).is_deleted()
+    assert signal.order == []
+    with pytest.raises(UnsupportedError):  # on the host JAX names no stream
+        signal.after(5)
+    assert signal.order == [("record", (5, 3))]
 
 
 @pytest.mark.parametrize("start", range(0, 18))
@@ -504,3 +534,20 @@ def late_rows(spec: AttentionSpec, size: int, start: int) -> torch.Tensor:
     flat = torch.zeros(5 * spec.num_kv_heads * size + 256, dtype=torch.bfloat16)
     first = (-flat.data_ptr() % 256 + start) // 2
     return flat[first:][: 5 * spec.num_kv_heads * size].view(5, spec.num_kv_heads, size)
+
+
+def test_a_thread_asks_as_one_that_answers_for_itself_and_is_then_as_before(monkeypatch):
+    modes = [0]
+
+    def exchange(name, mode):
+        assert name == "cuThreadExchangeStreamCaptureMode"
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+
+    monkeypatch.setattr(driver, "call", exchange)
+    for answer in (True, False):
+        assert driver.apart_from_captures(lambda answer=answer: (modes[-1] == 1) and answer) is answer
+        assert modes[-1] == 0
+    with pytest.raises(ZeroDivisionError):
+        driver.apart_from_captures(lambda: 1 / 0)
+    assert modes[-1] == 0

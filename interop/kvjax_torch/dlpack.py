@@ -6,9 +6,9 @@ each way that arrays begin between two multiples of 256 bytes, where JAX's own b
 
 To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
 memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there. The
-order of the streams takes one array that is borrowed with every call, a signal that nobody reads: JAX's stream waits
-for torch's where torch lends it, and the program waits for all that it is given. torch's stream waits for JAX's where a
-result is lent.
+order of the streams takes one array that nobody reads, a signal, borrowed with every call unless torch's stream has
+nothing left to do: JAX's stream waits for torch's where torch lends it, and the program waits for all that it is given.
+torch's stream waits for JAX's where a result is lent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from kvjax import UnsupportedError, kernels
 from kvjax_torch.calls import Call
-from kvjax_torch.driver import start_jax
+from kvjax_torch.driver import apart_from_captures, start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 _KEPT = 4096
@@ -134,6 +134,7 @@ def _give_back() -> None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     memory.array.block_until_ready()
         loans.drop()
+    _loans.clear()
 
 
 def _check_can_run() -> None:
@@ -229,10 +230,16 @@ class _Signal(_Lent):
         self._held = super().__dlpack__()
         self._index = device
         self._event = torch.cuda.Event()
+        self._given: jax.Array | None = None
 
     def after(self, stream: int) -> jax.Array:
         """An array that is there when all has been done that torch's stream now has to do."""
-        self._event.record(_stream(stream, self._index))
+        torchs = _stream(stream, self._index)
+        if apart_from_captures(torchs.query):  # with nothing left to do, as where the GPU waits for the host
+            if self._given is None or self._given.is_deleted():
+                self._given = jax.dlpack.from_dlpack(_Lent(self._tensor), copy=False)
+            return self._given
+        self._event.record(torchs)
         return jax.dlpack.from_dlpack(self, copy=False)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
