@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import jax  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax_torch import cuda, dlpack, launch  # noqa: E402
+from kvjax_torch import cuda, dlpack, driver, launch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -147,6 +148,24 @@ def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, new_strea
         stream.synchronize()
         assert_same(read, expected)
         assert_same(cache, expected)
+
+
+def test_the_default_stream_comes_after_all_that_block(either_path):
+    """What others have queued on streams that CUDA lets the default one wait for comes before a write on it."""
+    handle = ctypes.c_void_p()
+    driver.call("cuStreamCreate", ctypes.byref(handle), 0)
+    cache, slots, source = new_cache("nvfp4", 8, 40), new_slots(64, 40), new_rows(64, 8)
+    rows = torch.zeros_like(source)
+    write(rows, cache, slots, "nvfp4")
+    expected = written(source, cache, slots, "nvfp4")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.get_stream_from_external(handle.value)):
+        torch.cuda._sleep(A_WHILE)
+        rows.copy_(source)
+    write(rows, cache, slots, "nvfp4")
+    torch.cuda.synchronize()
+    assert_same(cache, expected)
+    driver.call("cuStreamDestroy_v2", handle)
 
 
 def test_eight_writes_wait_for_a_busy_gpu_in_its_queue(either_path):

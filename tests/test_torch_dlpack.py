@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import types
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -47,10 +46,13 @@ class Kernel:
 
 
 class Signal:
-    """An array that is there when torch's stream has come so far."""
+    """As of a GPU; arrays that are there when torch's stream has come so far are its number."""
 
-    def __init__(self, stream: int) -> None:
+    def mark(self, stream: int) -> None:
         self.stream = stream
+
+    def after(self) -> int:
+        return self.stream
 
 
 class Result:
@@ -95,7 +97,7 @@ class Host:
         forms = [dlpack._Form.of(argument) for argument in Kernel.arguments]
         monkeypatch.setattr(dlpack, "_forms", lambda _: forms)
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
-        monkeypatch.setattr(dlpack._Loans, "signal", property(lambda loans: types.SimpleNamespace(after=Signal)))
+        monkeypatch.setattr(dlpack._Loans, "signal", Signal())
         monkeypatch.setattr(dlpack, "_loans", {})
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
         monkeypatch.setattr(dlpack._Form, "view", lambda *rows: self.view(*rows))
@@ -119,7 +121,7 @@ class Host:
 
     def program(self, numbers, amount, signal, *arrays):
         assert amount == 2
-        assert signal.stream == self.stream
+        assert signal == self.stream
         self.numbers.append(numbers)
         if self.fails:
             raise RuntimeError("no kernel")
@@ -384,43 +386,49 @@ def test_of_a_gpu_there_is_one_signal(monkeypatch):
     assert made == [0, 1]
 
 
-class Stream(NamedTuple):
-    """Of torch's; those in `IDLE` have nothing left to do."""
+class Event:
+    """Writes down in `order` what streams do with it; has come to pass where that was marked on a stream in `IDLE`."""
 
-    handle: int
-    device: int
+    def __init__(self) -> None:
+        self.order: list[tuple[str, tuple[int, int]]] = []
+
+    def record(self, stream: tuple[int, int]) -> None:
+        self.order.append(("record", stream))
+
+    def wait(self, stream: tuple[int, int]) -> None:
+        self.order.append(("wait", stream))
 
     def query(self) -> bool:
-        return self.handle in IDLE
+        what, (handle, _) = self.order[-1]
+        return what == "record" and handle in IDLE
 
 
 IDLE = 30, 31
 
 
 @pytest.fixture
-def signal(monkeypatch) -> dlpack._Signal:
-    """Of GPU 3; writes down in `order` what streams do."""
-    order = []
-    event = types.SimpleNamespace(
-        record=lambda stream: order.append(("record", stream)), wait=lambda stream: order.append(("wait", stream))
-    )
+def event(monkeypatch) -> Event:
+    """The event of a signal of GPU 3."""
 
     def zeros(size, dtype, device):
         assert device == torch.device("cuda", 3)
         return on_host
 
-    on_host = memory(1, torch.int32)
+    event, on_host = Event(), memory(1, torch.int32)
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "get_stream_from_external", Stream)
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
     monkeypatch.setattr(dlpack, "apart_from_captures", lambda ask: ask())
-    signal = dlpack._Signal(3)
-    signal.order = order
-    yield signal
+    yield event
     dlpack._stream.cache_clear()
 
 
-def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, monkeypatch):
+@pytest.fixture
+def signal(event) -> dlpack._Signal:
+    return dlpack._Signal(3)
+
+
+def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, event, monkeypatch):
     for torchs, jaxs, named in ((5, 7, 7), (0, 7, 7), (5, 1, 0)):
 
         def borrow(lent, copy, jaxs=jaxs):
@@ -429,27 +437,30 @@ def test_the_signal_waits_on_jaxs_stream_for_torchs(signal, monkeypatch):
             return lent.__dlpack__(stream=jaxs, max_version=(1, 0))
 
         monkeypatch.setattr(jax.dlpack, "from_dlpack", borrow)
-        assert "dltensor" in repr(signal.after(torchs))
-        assert signal.order[-2:] == [("record", (torchs, 3)), ("wait", (named, 3))]
+        signal.mark(torchs)
+        assert "dltensor" in repr(signal.after())
+        assert event.order[-2:] == [("record", (torchs, 3)), ("wait", (named, 3))]
 
 
-def test_the_signal_is_not_lent_to_who_names_no_stream(signal):
+def test_the_signal_is_not_lent_to_who_names_no_stream(signal, event):
     for options in ({}, {"stream": None}):
         with pytest.raises(UnsupportedError, match="names no stream to wait for torch's"):
             signal.__dlpack__(**options)
-    assert signal.order == []
+    assert event.order == []
 
 
-def test_nobody_waits_for_a_stream_with_nothing_left_to_do(signal):
-    given = signal.after(30)
+def test_nobody_waits_for_what_has_been_done(signal, event):
+    signal.mark(30)
+    given = signal.after()
     assert given.unsafe_buffer_pointer() == signal._tensor.data_ptr()
-    assert signal.after(31) is given
+    signal.mark(31)
+    assert signal.after() is given
     given.delete()
-    assert not signal.after(30).is_deleted()
-    assert signal.order == []
+    assert not signal.after().is_deleted()
+    assert event.order == [("record", (30, 3)), ("record", (31, 3))]
+    signal.mark(5)
     with pytest.raises(UnsupportedError):  # on the host JAX names no stream
-        signal.after(5)
-    assert signal.order == [("record", (5, 3))]
+        signal.after()
 
 
 @pytest.mark.parametrize("start", range(0, 18))

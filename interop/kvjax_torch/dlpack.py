@@ -165,11 +165,12 @@ class _Run(NamedTuple):
         with torch.cuda.device(self.loans.device):  # of which torch lends
             _check_can_run()
             stream = torch._C._cuda_getCurrentRawStream(self.loans.device)
+            self.loans.signal.mark(stream)  # early, so that it may have come to pass before anybody asks
             arrays = [memory.borrow() for memory in self.memory]
             written = [self.memory[i] for i in self.written]
             for memory in written:
                 memory.array = None
-            results = self.program(self.loans.signal.after(stream), *arrays)
+            results = self.program(self.loans.signal.after(), *arrays)
             try:
                 for memory, result in zip(written, results, strict=True):
                     if (address := result.unsafe_buffer_pointer()) != memory.address:
@@ -232,14 +233,18 @@ class _Signal(_Lent):
         self._event = torch.cuda.Event()
         self._given: jax.Array | None = None
 
-    def after(self, stream: int) -> jax.Array:
-        """An array that is there when all has been done that torch's stream now has to do."""
-        torchs = _stream(stream, self._index)
-        if apart_from_captures(torchs.query):  # with nothing left to do, as where the GPU waits for the host
+    def mark(self, stream: int) -> None:
+        """Says of what torch's stream now has to do that `after` is about it."""
+        self._event.record(_stream(stream, self._index))
+
+    def after(self) -> jax.Array:
+        """An array that is there when all has been done that was marked."""
+        # As where the GPU waits for the host. To ask the stream would not do: what has to be done before it on others,
+        # where it is the default one, counts for it only with its next work.
+        if apart_from_captures(self._event.query):
             if self._given is None or self._given.is_deleted():
                 self._given = jax.dlpack.from_dlpack(_Lent(self._tensor), copy=False)
             return self._given
-        self._event.record(torchs)
         return jax.dlpack.from_dlpack(self, copy=False)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
