@@ -332,8 +332,10 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(calls: Mapping[str, Call], bar: bars.Bar, is_busy: bool = False) -> list[HostTime]:
-    """Times calls of which the first is what `Measure.INDEX_COPY` is about."""
+def time_eager_calls(
+    calls: Mapping[str, Call], held_to: Mapping[str, bars.Bar], is_busy: bool = False
+) -> list[HostTime]:
+    """Times calls of which the first is what `Measure.INDEX_COPY` is about, and some have a bar."""
     times = host_times(calls, is_busy)
     index_copy, *_ = times
     return [
@@ -341,7 +343,7 @@ def time_eager_calls(calls: Mapping[str, Call], bar: bars.Bar, is_busy: bool = F
             call=name,
             times=times[name],
             index_copy_ratio=times[name].seconds / times[index_copy].seconds,
-            bar=bar if name.startswith("kvjax_torch") else None,
+            bar=held_to.get(name),
             waits=host_waits(call),
         )
         for name, call in calls.items()
@@ -471,9 +473,10 @@ class TorchBenchmark(output.Program):
 
     def test_eager_calls(self) -> None:
         calls = eager_calls()
-        lines = time_eager_calls(calls, bars.EAGER_CALL)
+        index_copy, with_tensors, with_floats, _ = calls
+        lines = time_eager_calls(calls, dict.fromkeys((with_tensors, with_floats), bars.EAGER_CALL))
         if has_gpu():
-            index_copy, with_tensors, *_ = calls
+            held_to = {"kvjax_torch through JAX (DLPack)": bars.DLPACK_CALL}
             for name, call, is_busy in (
                 ("kvjax_torch through JAX (DLPack)", calls[with_tensors], False),
                 ("through JAX, GPU busy", calls[with_tensors], True),
@@ -481,7 +484,7 @@ class TorchBenchmark(output.Program):
             ):
                 with self.subTest(call=name), through_jax():
                     by_turns = {index_copy: calls[index_copy], name: call}
-                    lines += time_eager_calls(by_turns, bars.DLPACK_CALL, is_busy)[1:]
+                    lines += time_eager_calls(by_turns, held_to, is_busy)[1:]
         self.results.expect(len(lines))
         for line in lines:
             self.results.add(line.measurement())

@@ -10,6 +10,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -256,12 +257,15 @@ def test_a_thread_may_write_while_another_captures(either_path):
     expected, failures, ends = written(rows, cache, slots, "nvfp4"), [], threading.Event()
     write(rows, cache, slots, "nvfp4")
     torch.cuda.synchronize()
+    num_writes, in_captures = 0, 0
 
     def serve() -> None:
+        nonlocal num_writes
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 while not ends.is_set():
                     write(rows, cache, slots, "nvfp4")
+                    num_writes += 1
         except BaseException as error:  # a thread's failures are the test's
             failures.append(error)
 
@@ -271,13 +275,34 @@ def test_a_thread_may_write_while_another_captures(either_path):
         x = torch.zeros(100, device="cuda")
         for _ in range(20):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                before = num_writes
                 for _ in range(50):
                     x += 1
+                time.sleep(0.01)
+                in_captures += num_writes - before
     finally:
         ends.set()
         thread.join()
     assert not failures
+    assert in_captures
     torch.cuda.synchronize()
+    assert_same(cache, expected)
+
+
+def test_keys_may_come_from_another_stream(either_path):
+    """Of a stream that has nothing to do but to wait for it."""
+    cache, slots, source = new_cache("nvfp4", 8, 40), new_slots(64, 40), new_rows(64, 8)
+    rows, producer, consumer = torch.zeros_like(source), torch.cuda.Stream(), torch.cuda.Stream()
+    write(rows, cache, slots, "nvfp4")
+    expected = written(source, cache, slots, "nvfp4")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(producer):
+        torch.cuda._sleep(A_WHILE)
+        rows.copy_(source)
+    with torch.cuda.stream(consumer):
+        consumer.wait_stream(producer)
+        write(rows, cache, slots, "nvfp4")
+    consumer.synchronize()
     assert_same(cache, expected)
 
 

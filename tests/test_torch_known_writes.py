@@ -36,9 +36,13 @@ class Recorder:
             self.planned += 1
             return write_plan(*args)
 
+        def compiled(kernel: kernels.AnyCount, _: torch.device) -> cuda._Launcher:
+            assert cuda._one_at_a_time.locked()
+            return cuda._Launcher(self, kernel.num_programs)
+
         monkeypatch.setattr(cuda, "_known_writes", {})
         monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-        monkeypatch.setattr(cuda, "_compiled", lambda kernel, device: cuda._Launcher(self, kernel.num_programs))
+        monkeypatch.setattr(cuda, "_compiled", compiled)
         monkeypatch.setattr(cuda, "write_plan", plan)
 
     def __call__(self, entries: Any, num_programs: int) -> None:
@@ -56,17 +60,23 @@ class JaxRecorder(Recorder):
         monkeypatch.setattr(dlpack, "run_again", self.run_again)
 
     def run(self, call: calls.Call, known_as: Any) -> None:
-        assert cuda._lock(HOST).locked()
+        assert is_locked_alone(HOST)
         addresses = [tensor.data_ptr() for tensor in call.tensors]
         self.launches.append(([*kernels.packed(call.counts), *addresses], call.kernel.num_programs(call.amount)))
         if known_as is not None:
             self.known[known_as] = self.launches[-1]
 
     def run_again(self, device: int, known_as: Any) -> bool:
-        assert (device, cuda._lock(device).locked()) == (HOST, True)
+        assert device == HOST
+        assert is_locked_alone(HOST)
         if known_as in self.known:
             self.launches.append(self.known[known_as])
         return known_as in self.known
+
+
+def is_locked_alone(device: int) -> bool:
+    """Whether calls on one GPU wait, and neither those on others nor those that compile."""
+    return cuda._lock(device).locked() and not cuda._lock(device + 1).locked() and not cuda._one_at_a_time.locked()
 
 
 @pytest.fixture
@@ -194,6 +204,25 @@ def test_in_checked_mode_every_write_is_looked_at(either_recorder: Recorder):
     with kvjax.checked():
         cuda.write(**call)
     assert either_recorder.planned == 2
+
+
+def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    """On different GPUs too: a kernel is known by itself, so that one of two would be compiled for nobody."""
+    is_held = []
+    write_call, gather_call = calls.write_call, calls.gather_call
+    for name, made in (("write_call", write_call), ("gather_call", gather_call)):
+
+        def call(*args: Any, made: Any = made) -> Any:
+            is_held.append(cuda._one_at_a_time.locked())
+            return made(*args)
+
+        monkeypatch.setattr(calls, name, call)
+    Recorder(monkeypatch)
+    given = arguments()
+    cuda.write(**given)
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    cuda.gather(given["key_cache"], given["value_cache"], table, lengths, "nvfp4", *scales(given), "linear", None)
+    assert is_held == [True, True]
 
 
 def test_no_slots_are_no_launch(either_recorder: Recorder):

@@ -26,9 +26,12 @@ MIN_COMPUTE_CAPABILITY = 9
 _REMEMBERED = 4096
 """Kinds of calls; a model has a few, and one more for each size of cache."""
 
+_one_at_a_time = threading.Lock()
+"""Held by calls that may have to compile, so that threads that make the same first call compile it once."""
+
 _locks: dict[int, threading.Lock] = {}
-"""Of each GPU; held by calls that may have to compile, so that threads that make the same first call compile it once,
-and by those that JAX runs. These may wait for their GPU, so those of another, which it may wait for, must not wait."""
+"""Of each GPU, held by calls that JAX runs there. They may wait for their GPU, which may wait for what another thread
+is about to put on another GPU."""
 
 _through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
@@ -132,12 +135,12 @@ def write(
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
     has_one_scale = k_scale.numel() == v_scale.numel() == 1
-    with _lock(device):
+    with _one_at_a_time:
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
-        slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-        is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
-        is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
-        launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
+    slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
+    is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
+    is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
+    launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
     # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
     if launcher is not None and is_taken_as_it_comes and slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
@@ -162,9 +165,9 @@ def gather(
     _check_capability(key_cache.get_device())
     tensors = key_cache, value_cache, block_table, seq_lens
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    with _lock(key_cache.get_device()):
+    with _one_at_a_time:
         call = calls.gather_call(plan, *tensors, k_scale, v_scale)
-        _run(call)
+    _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
@@ -183,7 +186,8 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
         return None
     if not _through_jax:
         try:
-            launcher = _compiled(call.kernel, call.device)
+            with _one_at_a_time:
+                launcher = _compiled(call.kernel, call.device)
         except launch.LaunchUnavailableError as error:
             _through_jax = True
             warnings.warn(
@@ -197,7 +201,8 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
             addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
             launcher.launch(call.counts, addresses, call.amount)
             return launcher
-    dlpack.run(call, known_as)
+    with _lock(call.tensors[-1].get_device()):
+        dlpack.run(call, known_as)
     return None
 
 

@@ -2,13 +2,15 @@
 
 JAX borrows the memory and is given what is written for its own (donation), so that the kernel writes where torch will
 look. Shapes and numbers are constants of a JAX program: it is compiled for each number of tokens and blocks, and for
-each way that arrays begin between two multiples of 256 bytes, where JAX's own begin. The host waits for neither stream.
+each way that arrays begin between two multiples of 256 bytes, where JAX's own begin.
 
 To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
-memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there. The
-order of the streams takes one array that nobody reads, a signal, borrowed with every call unless torch's stream has
-nothing left to do: JAX's stream waits for torch's where torch lends it, and the program waits for all that it is given.
-torch's stream waits for JAX's where a result is lent.
+memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there.
+
+Nobody waits on the host, but for JAX, which lets so many programs be queued and no more. JAX's stream waits for torch's
+by an array that nobody reads, a signal: a program waits for all that it is given, and before JAX has the signal, it has
+to wait for an event on torch's stream, unless that has come to pass already. torch's stream waits for JAX's where a
+result is lent.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import atexit
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,13 +58,9 @@ def run(call: Call, known_as: Any = None) -> None:
         _check_can_run()
     start_jax()
     loans = _loans.setdefault(device, _Loans(device))
-    tensors = [
-        tensor if i in call.kernel.written else form.aligned(tensor)
-        for i, (tensor, form) in enumerate(zip(call.tensors, _forms(call.kernel), strict=True))
-    ]
-    known = _Run(loans, *loans.prepared(call, tensors), call.kernel.written)
+    known = _Run(loans, *loans.prepared(call), call.kernel.written)
     known()
-    if known_as is not None and all(taken is given for taken, given in zip(tensors, call.tensors, strict=True)):
+    if known_as is not None:
         loans.runs[known_as] = known
 
 
@@ -96,19 +94,17 @@ class _Loans:
 
     @functools.cached_property
     def signal(self) -> _Signal:
-        """What JAX borrows with every call."""
+        """What every program waits for."""
         return _Signal(self.device)
 
-    def prepared(
-        self, call: Call, tensors: Sequence[torch.Tensor]
-    ) -> tuple[Callable[..., list[jax.Array]], list[_Borrowed]]:
-        """The program that runs a call, and the memory of its tensors or of what stands for them."""
+    def prepared(self, call: Call) -> tuple[Callable[..., list[jax.Array]], list[_Borrowed]]:
+        """The program that runs a call, and the memory that it takes."""
         if len(self.runs) >= _KEPT:
             self.runs.clear()
-        if len(self.borrowed) + len(tensors) > _KEPT:
+        if len(self.borrowed) + len(call.tensors) > _KEPT:
             self.drop()
         numbers, memory = list(call.counts), []
-        for i, (tensor, form) in enumerate(zip(tensors, _forms(call.kernel), strict=True)):
+        for i, (tensor, form) in enumerate(zip(call.tensors, _forms(call.kernel), strict=True)):
             address, rows, beginning = form.place(tensor)
             # What is written is given away, so it is an array of its own, whatever else lies there.
             place = address, rows, form, i if i in call.kernel.written else None
@@ -287,12 +283,6 @@ class _Form(NamedTuple):
         row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         return cls(torch_dtype(array.dtype), array.shape[1:], row_bytes, argument.unit)
 
-    def aligned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that begins between no two units: another, with a copy of all that lies among it, if need be."""
-        if not tensor.data_ptr() % _ALIGNMENT % self.unit:
-            return tensor
-        return tensor.as_strided((_extent(tensor),), (1,)).clone().as_strided(tensor.shape, tensor.stride())
-
     def place(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """Where the rows that a tensor lies in begin, how many they are, and how many units into them it begins.
 
@@ -300,7 +290,8 @@ class _Form(NamedTuple):
         """
         address = tensor.data_ptr()
         before = address % _ALIGNMENT
-        nbytes = before + _extent(tensor) * tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = before + (last + 1) * tensor.element_size()
         beginning, rest = divmod(before, self.unit)
         if rest:
             raise UnsupportedError(f"got an array at address {address:#x}, expected a multiple of {self.unit} bytes")
@@ -310,11 +301,6 @@ class _Form(NamedTuple):
         """Rows that begin at an address."""
         memory = torch.as_tensor(_Memory(address, rows * self.row_bytes), device=torch.device("cuda", device))
         return memory.view(self.dtype).view(rows, *self.shape)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, whatever of them is the tensor's."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

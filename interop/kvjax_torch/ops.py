@@ -61,7 +61,7 @@ def reshape_and_cache_flash(
         it. Scales on a GPU are not read back, so their values are not checked, nor are those of slots; in
         `kvjax.checked` they all are, and a call waits for them.
       UnsupportedError: tensors on a device that has no implementation; while a CUDA graph is captured in
-        `kvjax.checked`, or where JAX runs the kernels since it lacks what launching on torch's streams takes.
+        `kvjax.checked`, or on the path without the launcher (docs/interop.md).
     """
     if not isinstance(k_scale, torch.Tensor):
         k_scale = _as_tensor("k_scale", k_scale, key_cache)

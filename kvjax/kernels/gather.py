@@ -220,8 +220,8 @@ def any_count(
             index,
             *(scale_argument(size) for size in scale_sizes),
             *(memory.argument(spec.storage_dtype) for memory in pages),
-            # Results are new arrays, which begin at such multiples: the body takes theirs to begin where JAX's do.
-            *(Argument(_result_type(MOST, spec, size, dtype), MAX_VECTOR_BYTES) for size in _head_sizes(spec)),
+            # The body takes results, which are new arrays, to begin where JAX's do, so that they begin nowhere else.
+            *(Argument(_result_type(MOST, spec, size, dtype), compat.BASE_ALIGNMENT) for size in _head_sizes(spec)),
         ),
         written=(6, 7),
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
