@@ -8,9 +8,11 @@ one scale and with one a head. From the root of the source tree, with a Python w
     compute-sanitizer --tool racecheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
     ncu --clock-control none -k regex:mosaic --set full python3 tools/sanitize_kernels.py --dtype nvfp4
 
-`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens. With that
-allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access past the
-end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
+With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
+past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
+
+`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens. What a gather
+returns is torch's then: `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for an allocation of its own.
 """
 
 from __future__ import annotations
