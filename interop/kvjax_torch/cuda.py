@@ -2,8 +2,8 @@
 
 A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
 has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
-differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them,
-addresses and the number of tokens have to be the same too.
+differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them, addresses and
+the number of tokens have to be the same too.
 """
 
 from __future__ import annotations

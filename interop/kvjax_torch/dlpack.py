@@ -7,10 +7,9 @@ each way that arrays begin between two multiples of 256 bytes, where JAX's own b
 To borrow an array takes the host as long as to run the program, so arrays are kept by address, for calls that pass
 memory there again. They own nothing: nobody may read them in between, since torch may have freed what lies there.
 
-Nobody waits on the host, but for JAX, which lets so many programs be queued and no more. JAX's stream waits for torch's
-by an array that nobody reads, a signal: a program waits for all that it is given, and before JAX has the signal, it has
-to wait for an event on torch's stream, unless that has come to pass already. torch's stream waits for JAX's where a
-result is lent.
+JAX's stream waits for torch's by an array that nobody reads, a signal: a program waits for all that it is given, and
+JAX has the signal only after an event on torch's stream, unless that has passed already. torch's stream waits for JAX's
+where a result is lent. The host waits for neither, unless it has queued as many programs as JAX lets it.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class _Run(NamedTuple):
         with torch.cuda.device(self.loans.device):  # of which torch lends
             _check_can_run()
             stream = torch._C._cuda_getCurrentRawStream(self.loans.device)
-            self.loans.signal.mark(stream)  # early, so that it may have come to pass before anybody asks
+            self.loans.signal.mark(stream)  # early, to have passed by the time that it is asked for
             arrays = [memory.borrow() for memory in self.memory]
             written = [self.memory[i] for i in self.written]
             for memory in written:
@@ -230,13 +229,13 @@ class _Signal(_Lent):
         self._given: jax.Array | None = None
 
     def mark(self, stream: int) -> None:
-        """Says of what torch's stream now has to do that `after` is about it."""
+        """Notes how far torch's stream has to come, for `after`."""
         self._event.record(_stream(stream, self._index))
 
     def after(self) -> jax.Array:
-        """An array that is there when all has been done that was marked."""
-        # As where the GPU waits for the host. To ask the stream would not do: what has to be done before it on others,
-        # where it is the default one, counts for it only with its next work.
+        """An array that is there when torch's stream has come so far."""
+        # It often has, where the GPU waits for the host. To ask the stream itself would not do: the default one has to
+        # wait for others, but only its next work does, of which it knows nothing yet.
         if apart_from_captures(self._event.query):
             if self._given is None or self._given.is_deleted():
                 self._given = jax.dlpack.from_dlpack(_Lent(self._tensor), copy=False)
