@@ -12,7 +12,7 @@ import itertools
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from absl.testing import absltest
@@ -48,11 +48,13 @@ DECODE_TOKENS = 64
 EAGER_DTYPE = bars.NVFP4
 EAGER_BLOCKS = 1024
 
+THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
+
 CALLS_AHEAD = 8
 """Calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait."""
 
 PLACES, PLACE_BYTES = 2_000, 256
-"""Where what comes with every step lies in calls that have it elsewhere each time."""
+"""Of what comes with every step, in calls that have it elsewhere each time: how many, and how far apart."""
 
 GRAPH_WRITES = 32
 GRAPH_TOKENS = (64, 2_048)
@@ -255,8 +257,7 @@ def moving_write() -> Call:
     """The same write of keys, values and slots that lie elsewhere each time, at more addresses than JAX's are kept."""
     caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
     key, value = new_rows(CASE, DECODE_TOKENS)
-    places = range(0, PLACES * PLACE_BYTES, PLACE_BYTES)
-    moved = [_copies(tensor, places) for tensor in (key, value, new_slots(DECODE_TOKENS, EAGER_BLOCKS))]
+    moved = map(_copies, (key, value, new_slots(DECODE_TOKENS, EAGER_BLOCKS)))
     dtype, scales = EAGER_DTYPE.value, scale_tensors()
     writes = [
         functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, dtype, *scales)
@@ -266,11 +267,11 @@ def moving_write() -> Call:
     return lambda: next_write()()
 
 
-def _copies(tensor: torch.Tensor, places: Iterable[int]) -> list[torch.Tensor]:
-    """Of packed rows, at so many bytes from the beginning of one allocation on; they overlap."""
+def _copies(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Of packed rows, at each of the places in one allocation; they overlap."""
     step = PLACE_BYTES // tensor.element_size()
     memory = tensor.flatten().repeat(1 + -(-PLACES * step // tensor.numel()))
-    return [memory.as_strided(tensor.shape, tensor.stride(), place // tensor.element_size()) for place in places]
+    return [memory.as_strided(tensor.shape, tensor.stride(), place * step) for place in range(PLACES)]
 
 
 def jitted_write() -> Call:
@@ -282,9 +283,8 @@ def jitted_write() -> Call:
 
 def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Timing]:
     """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with, or comes to later."""
-    rounds, in_a_row = timing.LIMITS.min_calls, 100 if has_gpu() else 3
-    if is_busy:
-        in_a_row = CALLS_AHEAD
+    rounds = timing.LIMITS.min_calls
+    in_a_row = CALLS_AHEAD if is_busy else 100 if has_gpu() else 3
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -476,9 +476,9 @@ class TorchBenchmark(output.Program):
         index_copy, with_tensors, with_floats, _ = calls
         lines = time_eager_calls(calls, dict.fromkeys((with_tensors, with_floats), bars.EAGER_CALL))
         if has_gpu():
-            held_to = {"kvjax_torch through JAX (DLPack)": bars.DLPACK_CALL}
+            held_to = {THROUGH_JAX: bars.DLPACK_CALL}
             for name, call, is_busy in (
-                ("kvjax_torch through JAX (DLPack)", calls[with_tensors], False),
+                (THROUGH_JAX, calls[with_tensors], False),
                 ("through JAX, GPU busy", calls[with_tensors], True),
                 ("through JAX, tokens at new addresses", moving_write(), False),
             ):

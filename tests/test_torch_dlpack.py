@@ -63,9 +63,6 @@ class Result:
         self.is_deleted, self.delete = array.is_deleted, array.delete
 
     def unsafe_buffer_pointer(self) -> int:
-        return self.address()
-
-    def address(self) -> int:
         return self.array.unsafe_buffer_pointer()
 
     def __dlpack__(self, *, stream: int) -> None:
@@ -356,7 +353,7 @@ def test_torch_waits_for_what_runs_though_its_results_cannot_be_looked_at(host, 
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Result, "address", interrupted)
+    monkeypatch.setattr(Result, "unsafe_buffer_pointer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dlpack.run(call(*tensors), known_as="call")
     assert host.waited == [(values_of(tensors), STREAM)]

@@ -54,7 +54,7 @@ def run(call: Call, known_as: Any = None) -> None:
     """
     device = call.device.index
     with torch.cuda.device(device):
-        _check_can_run()
+        _check_can_run()  # as each run does, but before there is anything to start or to keep
     start_jax()
     loans = _loans.setdefault(device, _Loans(device))
     known = _Run(loans, *loans.prepared(call), call.kernel.written)
