@@ -104,6 +104,24 @@ def test_a_rung_is_taken_from_its_number_of_tokens_on(programs, least, tokens, m
         assert config.num_programs(num_tokens) == kernel.num_programs(num_tokens)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "leasts"),
+    [
+        (KVCacheDType.BFLOAT16, 8, [1]),
+        (KVCacheDType.BFLOAT16, 4, [1, 528]),
+        (KVCacheDType.FP8_E4M3, 8, [1]),
+        (KVCacheDType.FP8_E5M2, 16, [1]),
+        (KVCacheDType.FP8_E4M3, 4, [1, 528, 1056]),
+        (KVCacheDType.NVFP4, 8, [1, 528]),
+    ],
+)
+def test_a_kernel_has_nothing_to_choose_where_a_token_is_enough_for_a_program(dtype, num_heads, leasts):
+    spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=128)
+    assert [rung.least for rung in write._rungs(spec, unique_slots=True)] == leasts
+    kernel = write_kernel(spec, unique_slots=True)
+    assert kernel.num_programs(600) == (600 if leasts == [1] else 300)
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 16])
 @EACH_DTYPE
 def test_no_program_takes_more_than_it_should(dtype, num_heads):

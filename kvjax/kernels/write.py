@@ -418,9 +418,13 @@ def any_count(
 def _rungs(spec: AttentionSpec, unique_slots: bool) -> list[_Rung]:
     """What a kernel for any count chooses from: `RUNGS` of the ladder and its last.
 
-    Where slots may repeat there is one more, from which on they do not.
+    Where slots may repeat there is one more, from which on they do not. Of fp8 there is one less where a token is as
+    much as a program takes of unquantized ones: to choose takes longer than a second token saves.
     """
     ladder = WriteConfig.ladder(spec)
+    elements = spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
+    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and elements >= ELEMENTS[KVQuantMode.NONE]:
+        ladder = {1: ladder[1]}
     [*_, most] = ladder.values()
     configs = {least: config for least, config in ladder.items() if config.tokens in RUNGS or config is most}
     leasts = sorted(configs if unique_slots else {*configs, SEARCHED})
@@ -484,7 +488,7 @@ def _write_tokens(
     half = lax.rem(program, jnp.int32(2)) if config.halves_apart else None
     program_first = (lax.div(program, jnp.int32(2)) if config.halves_apart else program) * config.tokens
     # The last program starts early instead of reading past the end; tokens of the one before are not its to write.
-    first = jnp.minimum(program_first, num_tokens - config.tokens)
+    first = program_first if config.tokens == 1 else jnp.minimum(program_first, num_tokens - config.tokens)
     if staged:
         staged_halves = list(zip(halves, itertools.batched(staged, 2), strict=True))
         write_blocks = functools.partial(_write_blocks, slots, spec, config.tokens, first, program_first, dtype)
