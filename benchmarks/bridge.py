@@ -9,10 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import multiprocessing
+import os
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, ClassVar
 
 from absl.testing import absltest
@@ -59,6 +62,13 @@ PLACES, PLACE_BYTES = 2_000, 256
 GRAPH_WRITES = 32
 GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
+
+OTHER_GRAPHS = 8
+"""What a process records before it replays its first graph again. Of a few the driver lets its kernels come faster one
+after the other, whoever's kernels they are; which takes up to three."""
+
+ADDED_ELEMENTS = 1024
+"""Of the tensors that the kernels of torch add to that are recorded for comparison."""
 
 A_WHILE = 20_000_000
 """Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
@@ -123,26 +133,51 @@ class HostTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplayTime:
-    """One line of the table of graphs: times of a replay, and seconds of one of its kernels, where those were timed."""
+class ReplayTimes:
+    """How long replays of a graph take.
+
+    Attributes:
+      first: of the first graph of a process.
+      later: of the same, when `OTHER_GRAPHS` more were recorded.
+    """
+
+    first: Timing
+    later: Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteReplay:
+    """One line of the table of graphs: of `GRAPH_WRITES` writes.
+
+    Attributes:
+      dtype: of the cache.
+      num_tokens: tokens of each write.
+      times: of the graph.
+      kernel_seconds: what one of its kernels takes, where that was timed.
+    """
 
     dtype: KVCacheDType
     num_tokens: int
-    num_writes: int
-    times: Timing
-    kernel_seconds: float | None
+    times: ReplayTimes
+    kernel_seconds: float | None = None
 
     @property
     def ratio(self) -> float | None:
         """The replay's time over that of its kernels."""
-        return None if self.kernel_seconds is None else self.times.seconds / (self.num_writes * self.kernel_seconds)
+        return None if self.kernel_seconds is None else self.times.first.seconds / (GRAPH_WRITES * self.kernel_seconds)
 
-    def measurement(self) -> Measurement:
+    def measurements(self) -> list[Measurement]:
         """The same for the file."""
-        moved = self.num_writes * WriteJob(CASE, self.dtype, self.num_tokens).bytes_moved
-        subject = {**_subject(CASE, self.dtype, self.num_tokens), "num_writes": self.num_writes}
+        moved = GRAPH_WRITES * WriteJob(CASE, self.dtype, self.num_tokens).bytes_moved
+        subject = {**_subject(CASE, self.dtype, self.num_tokens), "num_writes": GRAPH_WRITES}
         facts = {"kernel_seconds": self.kernel_seconds}
-        return Measurement("bridge replay", subject, "kvjax_torch", self.times, moved, copy.measure(moved), facts)
+        return [
+            Measurement("bridge replay", subject, peer, times, moved, copy.measure(moved), facts)
+            for peer, times in (
+                ("kvjax_torch", self.times.first),
+                ("kvjax_torch, after other graphs", self.times.later),
+            )
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,26 +412,58 @@ def check_written(cache: KVCache, expected: KVCache) -> None:
     workload.check_same_bits(cache.kv, expected.kv)
 
 
-def time_replay(tokens: workload.Tokens, dtype: KVCacheDType, num_tokens: int) -> ReplayTime:
-    """Records, checks and times `GRAPH_WRITES` writes of other tokens each."""
+def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
+    """Records, times and checks `GRAPH_WRITES` writes of other tokens each."""
     spec = CASE.spec(dtype)
+    tokens = workload.make_tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     writes = torch_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
     writes[0]()
+    times = time_replays(writes)
+    check_written(cache, tokens.expected(spec, len(writes) * num_tokens))
+    return times
+
+
+def time_additions_replayed() -> ReplayTimes:
+    """The same of as many small kernels of torch."""
+    return time_replays(additions())
+
+
+def additions() -> list[Call]:
+    tensors = [torch.zeros(ADDED_ELEMENTS, device=device()) for _ in range(GRAPH_WRITES)]
+    return [functools.partial(tensor.add_, 1) for tensor in tensors]
+
+
+def time_replays(calls: Sequence[Call]) -> ReplayTimes:
+    """Records calls in the first graph of this process and times it, and again when there are others."""
+    graph = recorded(calls)
+    first = event_times(graph.replay)
+    others = [recorded(additions()) for _ in range(OTHER_GRAPHS)]
+    later = event_times(graph.replay)
+    del others
+    return ReplayTimes(first, later)
+
+
+def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # Only what this thread does is recorded: one of JAX's may ask for an event meanwhile, which else is an error.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for write in writes:
-            write()
-    graph.replay()
-    check_written(cache, tokens.expected(spec, len(writes) * num_tokens))
-    return ReplayTime(
-        dtype=dtype,
-        num_tokens=num_tokens,
-        num_writes=len(writes),
-        times=event_times(graph.replay),
-        kernel_seconds=None,
-    )
+        for call in calls:
+            call()
+    return graph
+
+
+def in_new_process[T](function: Callable[..., T], *args: Any) -> T:
+    """Calls a function of this module in a process that has done nothing before."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=(output.SMOKE.value,)) as processes:
+        return processes.submit(function, *args).result()
+
+
+def _begin(is_smoke: bool) -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX has most of the GPU's memory already, in this program
+    if is_smoke:
+        output.shorten()
 
 
 def event_times(call: Call) -> Timing:
@@ -446,17 +513,18 @@ class TorchBenchmark(output.Program):
     """
 
     name = "benchmarks.bridge"
-    replays: ClassVar[list[ReplayTime]]
+    replays: ClassVar[list[WriteReplay]]
     kernels: ClassVar[list[KernelTime]]
+    additions: ClassVar[ReplayTimes | None]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.replays, cls.kernels = [], []
+        cls.replays, cls.kernels, cls.additions = [], [], None
 
     @classmethod
     def tearDownClass(cls) -> None:
-        add_replays(cls.results, cls.replays, cls.kernels)
+        add_replays(cls.results, cls.replays, cls.additions, cls.kernels)
         super().tearDownClass()
 
     def test_compilations(self) -> None:
@@ -495,10 +563,12 @@ class TorchBenchmark(output.Program):
             self.results.skip("CUDA graphs", "need an NVIDIA GPU")
             return
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
-        tokens = workload.make_tokens(CASE, GRAPH_WRITES * max(counts))
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                self.replays.append(time_replay(tokens, dtype, num_tokens))
+                times = in_new_process(time_writes_replayed, dtype, num_tokens)
+                self.replays.append(WriteReplay(dtype, num_tokens, times))
+        with self.subTest(call="add_"):
+            type(self).additions = in_new_process(time_additions_replayed)
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
@@ -559,34 +629,54 @@ def host_words(line: HostTime) -> list[str]:
     ]
 
 
-def add_replays(to: output.Report, replays: Sequence[ReplayTime], kernels: Sequence[KernelTime]) -> None:
+def add_replays(
+    to: output.Report,
+    replays: Sequence[WriteReplay],
+    of_additions: ReplayTimes | None,
+    kernels: Sequence[KernelTime],
+) -> None:
     """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
     seconds = {(line.dtype, line.num_tokens): line.from_torch.seconds for line in kernels if line.clock is Clock.DEVICE}
     lines = [dataclasses.replace(line, kernel_seconds=seconds.get((line.dtype, line.num_tokens))) for line in replays]
     words = [replay_words(line) for line in lines]
-    to.expect(len(lines))
-    for line in lines:
-        to.add(line.measurement())
+    passes = bars.summary([line[-1] for line in words])
+    measured = [each for line in lines for each in line.measurements()]
+    if of_additions is not None:
+        words.append(["torch add_", "-", *times_words(of_additions), *["-"] * 4])
+        subject = {"num_kernels": GRAPH_WRITES, "num_elements": ADDED_ELEMENTS}
+        times = {"torch": of_additions.first, "torch, after other graphs": of_additions.later}
+        measured += [Measurement("bridge replay of add_", subject, *each) for each in times.items()]
+    to.expect(len(measured))
+    for each in measured:
+        to.add(each)
     to.table(
         f"Time of a CUDA graph of {GRAPH_WRITES} writes",
-        ["dtype", "tokens", "us", "5-95%", "us a write", "kernel us", "x kernels", "bar", "reached"],
+        ["dtype", "tokens", "us", "5-95%", "us a kernel", "later us", "kernel us", "x kernels", "bar", "reached"],
         words,
-        note=f"Of one replay among {REPLAYS_IN_A_ROW}; by {output.clocks(line.times for line in lines)}."
-        + bars.summary([line[-1] for line in words]),
+        note=f"Of one replay among {REPLAYS_IN_A_ROW} of the first graph of a process, and later, when the process has"
+        f" recorded {OTHER_GRAPHS} others; last a graph of {GRAPH_WRITES} additions to {ADDED_ELEMENTS:,} floats; by"
+        f" {output.clocks(measured)}.{passes}",
     )
 
 
-def replay_words(line: ReplayTime) -> list[str]:
+def replay_words(line: WriteReplay) -> list[str]:
     return [
         line.dtype.value,
         f"{line.num_tokens:,}",
-        output.microseconds(line.times.seconds),
-        output.spread(line.times.samples),
-        output.microseconds(line.times.seconds / line.num_writes),
+        *times_words(line.times),
         output.microseconds(line.kernel_seconds),
         "-" if line.ratio is None else f"{line.ratio:.2f}",
         str(bars.REPLAY),
-        bars.verdict(bars.REPLAY, line.ratio, line.times.clock),
+        bars.verdict(bars.REPLAY, line.ratio, line.times.first.clock),
+    ]
+
+
+def times_words(times: ReplayTimes) -> list[str]:
+    return [
+        output.microseconds(times.first.seconds),
+        output.spread(times.first.samples),
+        output.microseconds(times.first.seconds / GRAPH_WRITES),
+        output.microseconds(times.later.seconds),
     ]
 
 

@@ -51,6 +51,12 @@ SAVE_SECONDS = 10.0
 """How often the JSON file is written while a program runs, so that one that is stopped leaves what it has."""
 
 
+def shorten() -> None:
+    """From now on does as little as there is to do."""
+    timing.shorten()
+    workload.shrink()
+
+
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
     """A flag that takes numbers with commas between them; `numbers` reads it."""
     holder = flags.DEFINE_list(name, None, words)
@@ -321,8 +327,7 @@ class Program(absltest.TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         if SMOKE.value:
-            timing.shorten()
-            workload.shrink()
+            shorten()
         cls.results = Report(cls.name)
 
     @classmethod

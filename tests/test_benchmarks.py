@@ -162,13 +162,14 @@ def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path
     for each in of["kernel"]:
         assert each["clock"] == timing.Clock.DEVICE
         assert [("reshape_and_cache_flash" in name) for name in each["kernels"]] == [True]
-    assert len(of["replay"]) == 6
+    assert len(of["replay"]) == 12
     for each in of["replay"]:
         assert each["clock"] == timing.Clock.EVENTS
         assert (each["kernel_seconds"] is not None) == (each["num_tokens"] == 64)
+    assert [each["peer"] for each in of["replay of add_"]] == ["torch", "torch, after other graphs"]
 
 
-BRIDGE = ["host", "kernel", "replay"]
+BRIDGE = ["host", "kernel", "replay", "replay of add_"]
 
 
 @pytest.mark.gpu
