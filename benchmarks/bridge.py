@@ -64,8 +64,8 @@ GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
 
 OTHER_GRAPHS = 8
-"""What a process records before it replays its first graph again. Of a few the driver lets its kernels come faster one
-after the other, whoever's kernels they are; which takes up to three."""
+"""What a process records before it replays its first graph again. After up to three, kernels of all its graphs follow
+each other more slowly, whoever's kernels they are."""
 
 ADDED_ELEMENTS = 1024
 """Of the tensors that the kernels of torch add to that are recorded for comparison."""
