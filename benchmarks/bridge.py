@@ -64,11 +64,11 @@ GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
 
 OTHER_GRAPHS = 8
-"""What a process records before it replays its first graph again. After up to three, kernels of all its graphs follow
-each other more slowly, whoever's kernels they are."""
+"""What a process records before it replays its first graph again. Once it has recorded two or three, kernels follow
+each other more slowly in all of its graphs, torch's own kernels too."""
 
 ADDED_ELEMENTS = 1024
-"""Of the tensors that the kernels of torch add to that are recorded for comparison."""
+"""Of each tensor in the graph of torch's own kernels."""
 
 A_WHILE = 20_000_000
 """Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
@@ -163,8 +163,16 @@ class WriteReplay:
 
     @property
     def ratio(self) -> float | None:
-        """The replay's time over that of its kernels."""
-        return None if self.kernel_seconds is None else self.times.first.seconds / (GRAPH_WRITES * self.kernel_seconds)
+        """The first replays' time over that of their kernels."""
+        return self._over_kernels(self.times.first)
+
+    @property
+    def later_ratio(self) -> float | None:
+        """The later replays' time over that of their kernels."""
+        return self._over_kernels(self.times.later)
+
+    def _over_kernels(self, times: Timing) -> float | None:
+        return None if self.kernel_seconds is None else times.seconds / (GRAPH_WRITES * self.kernel_seconds)
 
     def measurements(self) -> list[Measurement]:
         """The same for the file."""
@@ -413,12 +421,11 @@ def check_written(cache: KVCache, expected: KVCache) -> None:
 
 
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
-    """Records, times and checks `GRAPH_WRITES` writes of other tokens each."""
+    """Records, times and then checks `GRAPH_WRITES` writes of other tokens each."""
     spec = CASE.spec(dtype)
     tokens = workload.make_tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     writes = torch_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    writes[0]()
     times = time_replays(writes)
     check_written(cache, tokens.expected(spec, len(writes) * num_tokens))
     return times
@@ -435,16 +442,17 @@ def additions() -> list[Call]:
 
 
 def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Records calls in the first graph of this process and times it, and again when there are others."""
+    """Records calls in the first graph of this process and times it, and again when others were recorded."""
     graph = recorded(calls)
     first = event_times(graph.replay)
-    others = [recorded(additions()) for _ in range(OTHER_GRAPHS)]
-    later = event_times(graph.replay)
-    del others
-    return ReplayTimes(first, later)
+    for _ in range(OTHER_GRAPHS):
+        recorded(additions())
+    return ReplayTimes(first, later=event_times(graph.replay))
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """A graph of calls, the first of which is made beforehand: what it compiles or loads, no graph could record."""
+    calls[0]()
     graph = torch.cuda.CUDAGraph()
     # Only what this thread does is recorded: one of JAX's may ask for an event meanwhile, which else is an error.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -461,7 +469,8 @@ def in_new_process[T](function: Callable[..., T], *args: Any) -> T:
 
 
 def _begin(is_smoke: bool) -> None:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX has most of the GPU's memory already, in this program
+    # The program's own JAX has three quarters of the GPU's memory.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
         output.shorten()
 
@@ -515,16 +524,16 @@ class TorchBenchmark(output.Program):
     name = "benchmarks.bridge"
     replays: ClassVar[list[WriteReplay]]
     kernels: ClassVar[list[KernelTime]]
-    additions: ClassVar[ReplayTimes | None]
+    addition_times: ClassVar[ReplayTimes | None]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.replays, cls.kernels, cls.additions = [], [], None
+        cls.replays, cls.kernels, cls.addition_times = [], [], None
 
     @classmethod
     def tearDownClass(cls) -> None:
-        add_replays(cls.results, cls.replays, cls.additions, cls.kernels)
+        add_replays(cls.results, cls.replays, cls.addition_times, cls.kernels)
         super().tearDownClass()
 
     def test_compilations(self) -> None:
@@ -568,7 +577,7 @@ class TorchBenchmark(output.Program):
                 times = in_new_process(time_writes_replayed, dtype, num_tokens)
                 self.replays.append(WriteReplay(dtype, num_tokens, times))
         with self.subTest(call="add_"):
-            type(self).additions = in_new_process(time_additions_replayed)
+            type(self).addition_times = in_new_process(time_additions_replayed)
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
@@ -632,30 +641,29 @@ def host_words(line: HostTime) -> list[str]:
 def add_replays(
     to: output.Report,
     replays: Sequence[WriteReplay],
-    of_additions: ReplayTimes | None,
+    addition_times: ReplayTimes | None,
     kernels: Sequence[KernelTime],
 ) -> None:
     """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
     seconds = {(line.dtype, line.num_tokens): line.from_torch.seconds for line in kernels if line.clock is Clock.DEVICE}
     lines = [dataclasses.replace(line, kernel_seconds=seconds.get((line.dtype, line.num_tokens))) for line in replays]
     words = [replay_words(line) for line in lines]
-    passes = bars.summary([line[-1] for line in words])
     measured = [each for line in lines for each in line.measurements()]
-    if of_additions is not None:
-        words.append(["torch add_", "-", *times_words(of_additions), *["-"] * 4])
+    if addition_times is not None:
+        words.append(["torch add_", "-", *times_words(addition_times), *["-"] * 5])
         subject = {"num_kernels": GRAPH_WRITES, "num_elements": ADDED_ELEMENTS}
-        times = {"torch": of_additions.first, "torch, after other graphs": of_additions.later}
+        times = {"torch": addition_times.first, "torch, after other graphs": addition_times.later}
         measured += [Measurement("bridge replay of add_", subject, *each) for each in times.items()]
     to.expect(len(measured))
     for each in measured:
         to.add(each)
     to.table(
         f"Time of a CUDA graph of {GRAPH_WRITES} writes",
-        ["dtype", "tokens", "us", "5-95%", "us a kernel", "later us", "kernel us", "x kernels", "bar", "reached"],
+        ["dtype", "tokens", "us", "5-95%", "later us", "kernel us", "x kernels", "later x", "bar", "reached"],
         words,
         note=f"Of one replay among {REPLAYS_IN_A_ROW} of the first graph of a process, and later, when the process has"
         f" recorded {OTHER_GRAPHS} others; last a graph of {GRAPH_WRITES} additions to {ADDED_ELEMENTS:,} floats; by"
-        f" {output.clocks(measured)}.{passes}",
+        f" {output.clocks(measured)}.{bars.summary([line[-1] for line in words])}",
     )
 
 
@@ -665,7 +673,7 @@ def replay_words(line: WriteReplay) -> list[str]:
         f"{line.num_tokens:,}",
         *times_words(line.times),
         output.microseconds(line.kernel_seconds),
-        "-" if line.ratio is None else f"{line.ratio:.2f}",
+        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (line.ratio, line.later_ratio)),
         str(bars.REPLAY),
         bars.verdict(bars.REPLAY, line.ratio, line.times.first.clock),
     ]
@@ -675,7 +683,6 @@ def times_words(times: ReplayTimes) -> list[str]:
     return [
         output.microseconds(times.first.seconds),
         output.spread(times.first.samples),
-        output.microseconds(times.first.seconds / GRAPH_WRITES),
         output.microseconds(times.later.seconds),
     ]
 

@@ -53,8 +53,9 @@ def new_slots(num_tokens: int, num_blocks: int, seed: int = 0) -> torch.Tensor:
     return torch.randperm(num_blocks * BLOCK_SIZE, generator=generator, device="cuda")[:num_tokens]
 
 
-def write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str, scales=SCALES) -> None:
-    kvjax_torch.reshape_and_cache_flash(rows[:, 1], rows[:, 2], cache[:, 0], cache[:, 1], slots, dtype, *scales)
+def write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str, scales=SCALES, **given) -> None:
+    arguments = rows[:, 1], rows[:, 2], cache[:, 0], cache[:, 1], slots, dtype, *scales
+    kvjax_torch.reshape_and_cache_flash(*arguments, **given)
 
 
 def written(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype: str, scales=SCALES) -> torch.Tensor:
@@ -83,20 +84,21 @@ def test_of_several_tokens_for_a_slot_the_last_is_written_whole(dtype: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_heads", [1, 8])
-def test_one_compilation_serves_every_number_of_tokens(dtype: str, num_heads: int):
+@pytest.mark.parametrize("unique_slots", [False, True])
+def test_one_compilation_serves_every_number_of_tokens(dtype: str, num_heads: int, unique_slots: bool):
     num_blocks = 300
     cache = new_cache(dtype, num_heads, num_blocks)
-    write(new_rows(3, num_heads), cache, new_slots(3, num_blocks), dtype)
+    write(new_rows(3, num_heads), cache, new_slots(3, num_blocks), dtype, unique_slots=unique_slots)
     compilations = launch.num_compilations()
     for num_tokens in (0, 1, 2, 7, 127, 527, 528, 1055, 1057, 2113, 4223, 4225, 4800):
         rows, slots = new_rows(num_tokens, num_heads, num_tokens), new_slots(num_tokens, num_blocks, num_tokens)
         slots[::5] = -1
         cache.view(torch.uint8).fill_(0xCD)
         expected = written(rows, cache, slots, dtype)
-        write(rows, cache, slots, dtype)
+        write(rows, cache, slots, dtype, unique_slots=unique_slots)
         assert_same(cache, expected)
     other = new_cache(dtype, num_heads, num_blocks + 7)
-    write(new_rows(5, num_heads), other, new_slots(5, num_blocks), dtype)
+    write(new_rows(5, num_heads), other, new_slots(5, num_blocks), dtype, unique_slots=unique_slots)
     assert launch.num_compilations() == compilations
 
 

@@ -418,8 +418,8 @@ def any_count(
 def _rungs(spec: AttentionSpec, unique_slots: bool) -> list[_Rung]:
     """What a kernel for any count chooses from: `RUNGS` of the ladder and its last.
 
-    Where slots may repeat there is one more, from which on they do not. Of fp8 there is one less where a token is as
-    much as a program takes of unquantized ones: to choose takes longer than a second token saves.
+    Where slots may repeat there is one more, from which on they do not. fp8 of 1,024 elements a token always takes one
+    token a program: of few tokens not to choose gains more than it loses of very many (docs/kernels.md).
     """
     ladder = WriteConfig.ladder(spec)
     elements = spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
