@@ -48,7 +48,7 @@ def unchanged_context() -> Iterator[None]:
 
 
 def apart_from_captures(ask: Callable[[], bool]) -> bool:
-    """What `ask` returns, which may ask a stream of this thread's how far it is.
+    """What `ask` returns, which may ask whether an event of this thread's has passed.
 
     While another thread captures a graph, CUDA forbids that to all threads, and gives up the capture, unless this one
     says that it answers for itself.
