@@ -63,13 +63,6 @@ GRAPH_WRITES = 32
 GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
 
-OTHER_GRAPHS = 8
-"""What a process records before it replays its first graph again. Once it has recorded two or three, kernels follow
-each other more slowly in all of its graphs, torch's own kernels too."""
-
-ADDED_ELEMENTS = 1024
-"""Of each tensor in the graph of torch's own kernels."""
-
 A_WHILE = 20_000_000
 """Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
 
@@ -136,13 +129,16 @@ class HostTime:
 class ReplayTimes:
     """How long replays of a graph take.
 
+    CUDA lets kernels follow each other more slowly, in all streams and graphs, once a process has launched some eight
+    on a second stream; torch launches two on one of its own for each graph that it records.
+
     Attributes:
-      first: of the first graph of a process.
-      later: of the same, when `OTHER_GRAPHS` more were recorded.
+      one_stream: before that.
+      two_streams: afterwards.
     """
 
-    first: Timing
-    later: Timing
+    one_stream: Timing
+    two_streams: Timing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,13 +159,13 @@ class WriteReplay:
 
     @property
     def ratio(self) -> float | None:
-        """The first replays' time over that of their kernels."""
-        return self._over_kernels(self.times.first)
+        """A replay's time over that of its kernels."""
+        return self._over_kernels(self.times.one_stream)
 
     @property
-    def later_ratio(self) -> float | None:
-        """The later replays' time over that of their kernels."""
-        return self._over_kernels(self.times.later)
+    def two_streams_ratio(self) -> float | None:
+        """The same where a second stream was in use."""
+        return self._over_kernels(self.times.two_streams)
 
     def _over_kernels(self, times: Timing) -> float | None:
         return None if self.kernel_seconds is None else times.seconds / (GRAPH_WRITES * self.kernel_seconds)
@@ -182,8 +178,8 @@ class WriteReplay:
         return [
             Measurement("bridge replay", subject, peer, times, moved, copy.measure(moved), facts)
             for peer, times in (
-                ("kvjax_torch", self.times.first),
-                ("kvjax_torch, after other graphs", self.times.later),
+                ("kvjax_torch", self.times.one_stream),
+                ("kvjax_torch, two streams", self.times.two_streams),
             )
         ]
 
@@ -431,23 +427,26 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
     return times
 
 
-def time_additions_replayed() -> ReplayTimes:
-    """The same of as many small kernels of torch."""
-    return time_replays(additions())
+def time_additions_replayed(num_tokens: int) -> ReplayTimes:
+    """The same of as many of torch's own kernels, each of which adds a number to the keys and values of a write."""
+    return time_replays(additions(num_tokens))
 
 
-def additions() -> list[Call]:
-    tensors = [torch.zeros(ADDED_ELEMENTS, device=device()) for _ in range(GRAPH_WRITES)]
+def additions(num_tokens: int) -> list[Call]:
+    shape = 2, num_tokens, CASE.num_kv_heads, CASE.head_size
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device=device()) for _ in range(GRAPH_WRITES)]
     return [functools.partial(tensor.add_, 1) for tensor in tensors]
 
 
 def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Records calls in the first graph of this process and times it, and again when others were recorded."""
+    """Records and times calls in a process that has done nothing before, and times them again with a second stream."""
     graph = recorded(calls)
-    first = event_times(graph.replay)
-    for _ in range(OTHER_GRAPHS):
-        recorded(additions())
-    return ReplayTimes(first, later=event_times(graph.replay))
+    one_stream = event_times(graph.replay)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for add in additions(DECODE_TOKENS):
+            add()
+    synchronize()
+    return ReplayTimes(one_stream, event_times(graph.replay))
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -524,12 +523,12 @@ class TorchBenchmark(output.Program):
     name = "benchmarks.bridge"
     replays: ClassVar[list[WriteReplay]]
     kernels: ClassVar[list[KernelTime]]
-    addition_times: ClassVar[ReplayTimes | None]
+    addition_times: ClassVar[dict[int, ReplayTimes]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.replays, cls.kernels, cls.addition_times = [], [], None
+        cls.replays, cls.kernels, cls.addition_times = [], [], {}
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -576,8 +575,9 @@ class TorchBenchmark(output.Program):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                 times = in_new_process(time_writes_replayed, dtype, num_tokens)
                 self.replays.append(WriteReplay(dtype, num_tokens, times))
-        with self.subTest(call="add_"):
-            type(self).addition_times = in_new_process(time_additions_replayed)
+        for num_tokens in counts:
+            with self.subTest(call="add_", num_tokens=num_tokens):
+                self.addition_times[num_tokens] = in_new_process(time_additions_replayed, num_tokens)
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
@@ -641,7 +641,7 @@ def host_words(line: HostTime) -> list[str]:
 def add_replays(
     to: output.Report,
     replays: Sequence[WriteReplay],
-    addition_times: ReplayTimes | None,
+    addition_times: Mapping[int, ReplayTimes],
     kernels: Sequence[KernelTime],
 ) -> None:
     """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
@@ -649,20 +649,20 @@ def add_replays(
     lines = [dataclasses.replace(line, kernel_seconds=seconds.get((line.dtype, line.num_tokens))) for line in replays]
     words = [replay_words(line) for line in lines]
     measured = [each for line in lines for each in line.measurements()]
-    if addition_times is not None:
-        words.append(["torch add_", "-", *times_words(addition_times), *["-"] * 5])
-        subject = {"num_kernels": GRAPH_WRITES, "num_elements": ADDED_ELEMENTS}
-        times = {"torch": addition_times.first, "torch, after other graphs": addition_times.later}
-        measured += [Measurement("bridge replay of add_", subject, *each) for each in times.items()]
+    for num_tokens, times in addition_times.items():
+        words.append(["torch add_", f"{num_tokens:,}", *times_words(times), *["-"] * 5])
+        subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens}
+        peers = {"torch": times.one_stream, "torch, two streams": times.two_streams}
+        measured += [Measurement("bridge replay of add_", subject, *each) for each in peers.items()]
     to.expect(len(measured))
     for each in measured:
         to.add(each)
     to.table(
         f"Time of a CUDA graph of {GRAPH_WRITES} writes",
-        ["dtype", "tokens", "us", "5-95%", "later us", "kernel us", "x kernels", "later x", "bar", "reached"],
+        ["dtype", "tokens", "us", "5-95%", "2 streams us", "kernel us", "x kernels", "2 streams x", "bar", "reached"],
         words,
-        note=f"Of one replay among {REPLAYS_IN_A_ROW} of the first graph of a process, and later, when the process has"
-        f" recorded {OTHER_GRAPHS} others; last a graph of {GRAPH_WRITES} additions to {ADDED_ELEMENTS:,} floats; by"
+        note=f"Of one replay among {REPLAYS_IN_A_ROW} in a new process, and again when {GRAPH_WRITES} kernels have run on"
+        f" a second stream; last graphs of {GRAPH_WRITES} additions to as many numbers as a write has; by"
         f" {output.clocks(measured)}.{bars.summary([line[-1] for line in words])}",
     )
 
@@ -673,17 +673,17 @@ def replay_words(line: WriteReplay) -> list[str]:
         f"{line.num_tokens:,}",
         *times_words(line.times),
         output.microseconds(line.kernel_seconds),
-        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (line.ratio, line.later_ratio)),
+        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (line.ratio, line.two_streams_ratio)),
         str(bars.REPLAY),
-        bars.verdict(bars.REPLAY, line.ratio, line.times.first.clock),
+        bars.verdict(bars.REPLAY, line.ratio, line.times.one_stream.clock),
     ]
 
 
 def times_words(times: ReplayTimes) -> list[str]:
     return [
-        output.microseconds(times.first.seconds),
-        output.spread(times.first.samples),
-        output.microseconds(times.later.seconds),
+        output.microseconds(times.one_stream.seconds),
+        output.spread(times.one_stream.samples),
+        output.microseconds(times.two_streams.seconds),
     ]
 
 

@@ -166,7 +166,7 @@ def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path
     for each in of["replay"]:
         assert each["clock"] == timing.Clock.EVENTS
         assert (each["kernel_seconds"] is not None) == (each["num_tokens"] == 64)
-    assert [each["peer"] for each in of["replay of add_"]] == ["torch", "torch, after other graphs"]
+    assert [each["peer"] for each in of["replay of add_"]] == ["torch", "torch, two streams"] * 2
 
 
 BRIDGE = ["host", "kernel", "replay", "replay of add_"]

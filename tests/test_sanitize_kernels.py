@@ -31,21 +31,34 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str]):
     ]
 
 
-def test_from_torch_it_runs_what_torch_calls(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("through_jax", [False, True])
+def test_from_torch_it_runs_what_torch_calls(
+    through_jax: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Every dtype, layout and kind of scales, in torch's terms; on the CPU, which has no kernels."""
     torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")
+    from kvjax_torch import cuda
+
+    monkeypatch.setattr(cuda, "_through_jax", cuda._through_jax)
     read, gather_kv = [], kvjax_torch.gather_kv
     monkeypatch.setattr(
         kvjax_torch, "gather_kv", lambda *args, **options: read.append(gather_kv(*args, **options)) or read[-1]
     )
-    DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2"])
-    assert len(capsys.readouterr().out.splitlines()) == len(read) == 18
+    DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2", *["--through-jax"] * through_jax])
+    assert cuda._through_jax == through_jax
+    assert len(capsys.readouterr().out.splitlines()) == len(read) // 2 == 18
     rng = np.random.default_rng(0)
     slots = rng.permutation(48)[:33]
     row = torch.from_numpy(rng.standard_normal((33, 2, 128), np.float32))[0]  # the first token has its slot alone
     for keys, _ in read:
         got = keys.float().flatten(0, 1)[slots[0]]
         assert torch.nn.functional.cosine_similarity(got.flatten(), row.flatten(), dim=0) > 0.98
+
+
+def test_jax_runs_no_kernels_of_torch_that_were_not_asked_for(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        DRIVER["main"](["--through-jax"])
+    assert "--through-jax is for --from-torch" in capsys.readouterr().err
 
 
 def test_where_no_kernel_can_run_it_fails():

@@ -1,7 +1,8 @@
 """Runs each kind of kernel, for tools that look into kernels while they run on a GPU.
 
 The kinds are a write and a gather of every storage dtype, in NHD and HND, with linear and with swizzled V scales, with
-one scale and with one a head. From the root of the source tree, with a Python whose jax sees the GPU:
+one scale and with one a head; each write with slots that repeat, and with ones that are promised to be unique. From
+the root of the source tree, with a Python whose jax sees the GPU:
 
     export XLA_PYTHON_CLIENT_ALLOCATOR=platform
     compute-sanitizer --tool memcheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
@@ -11,8 +12,9 @@ one scale and with one a head. From the root of the source tree, with a Python w
 With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
 past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
 
-`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens. What a gather
-returns is torch's then: `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for an allocation of its own.
+`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens, on tensors
+that begin between two multiples of 256 bytes; with `--through-jax` JAX runs them there. Memory is torch's then:
+`export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for an allocation each.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ from kvjax import (
     reshape_and_cache_flash,
 )
 
-_write = jax.jit(reshape_and_cache_flash, static_argnames="implementation", donate_argnames="cache")
+_write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
+
+_OFFSET = 16
+"""Bytes that tensors begin behind a multiple of 256."""
 
 
 def kinds(
@@ -61,36 +66,50 @@ def kinds(
 
 
 def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, is_from_torch: bool) -> None:
-    """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it."""
+    """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it.
+
+    Then the same without the tokens that go to another's slot, and with the promise that slots are unique.
+    """
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
-    slots = rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32)
+    unique_slots = rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32)
+    unique_slots[5::7], unique_slots[6::7] = -1, num_blocks * spec.block_size
+    slots = unique_slots.copy()
     slots[4::7] = np.resize(slots[3::7], slots[4::7].shape)
-    slots[5::7], slots[6::7] = -1, num_blocks * spec.block_size
     shape = num_tokens, spec.num_kv_heads, spec.head_size
     key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
     scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
-    cache = KVCache.allocate(spec, num_blocks)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     lengths = np.array([num_blocks * spec.block_size], np.int32)
-    if is_from_torch:
-        arrays = key, value, cache.kv, *map(jnp.asarray, (slots, table, lengths)), *scales.values()
-        _run_from_torch(spec, *jax.block_until_ready(arrays))
-        return
-    cache = _write(key, value, cache, slots, **scales, implementation="mosaic")
-    jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
+    for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
+        cache = KVCache.allocate(spec, num_blocks)
+        if is_from_torch:
+            arrays = key, value, cache.kv, *map(jnp.asarray, (slot_mapping, table, lengths)), *scales.values()
+            _run_from_torch(spec, is_unique, *jax.block_until_ready(arrays))
+            continue
+        options = {"unique_slots": is_unique, "implementation": "mosaic"}
+        cache = _write(key, value, cache, slot_mapping, **scales, **options)
+        jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
 
 
-def _run_from_torch(spec: FullAttentionSpec, *arrays: jax.Array) -> None:
+def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:
+    import torch
+
     import kvjax_torch
 
-    key, value, kv, slots, table, lengths, *scales = map(kvjax_torch.to_torch, arrays)
+    def copied(array: jax.Array) -> torch.Tensor:
+        """Where a program that takes JAX's alignment for granted would read or write before the beginning."""
+        tensor = kvjax_torch.to_torch(array)
+        memory = torch.empty(_OFFSET + array.nbytes, dtype=torch.uint8, device=tensor.device)
+        return memory[_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    key, value, kv, slots, table, lengths, *scales = map(copied, arrays)
     caches = kv[:, 0], kv[:, 1]
     if spec.layout is CacheLayout.HND:
         caches = tuple(cache.transpose(1, 2) for cache in caches)
-    options = {"v_scale_layout": spec.v_scale_layout.value}
-    kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, spec.dtype.value, *scales, **options)
-    keys, values = kvjax_torch.gather_kv(*caches, table, lengths, spec.dtype.value, *scales, **options)
+    dtype, layout = spec.dtype.value, {"v_scale_layout": spec.v_scale_layout.value}
+    kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
+    keys, values = kvjax_torch.gather_kv(*caches, table, lengths, dtype, *scales, **layout)
     keys.cpu(), values.cpu()  # arrays are freed only then
 
 
@@ -105,7 +124,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--from-torch", action="store_true", help="launch them on torch's stream")
+    parser.add_argument("--through-jax", action="store_true", help="with --from-torch: have JAX run them")
     args = parser.parse_args(arguments)
+    if args.through_jax and not args.from_torch:
+        parser.error("--through-jax is for --from-torch")
+    if args.from_torch:
+        from kvjax_torch import cuda
+
+        cuda._through_jax = args.through_jax
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         for num_tokens in args.num_tokens:
             run(spec, scale_shape, num_tokens, args.from_torch)
