@@ -323,6 +323,17 @@ def test_panels_that_no_dtype_needs_stay_empty(save, plots):
     assert [panel.axison for panel in figure.axes] == [True] * 7 + [False] * 2 + [True] + [False] * 2
 
 
+def test_times_of_less_than_a_decade_have_numbers_for_people(save, plots):
+    times = {64: 35.2, 2_048: 187.0}
+    file = contents(*(measurement("kvjax", count, us=us, copy_seconds=None) for count, us in times.items()))
+    report = report_of(save(file))
+    [operation] = report.operations("NVIDIA H200")
+    figure = plots.draw(report.slices(operation)["llama-3.1-8b"], plots.styles([]), "a title")
+    figure.draw_without_rendering()
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels(which="both")]
+    assert {"50", "100"} <= {label for label in labels if label} <= {"10", "20", "50", "100", "200", "500"}
+
+
 def test_no_two_peers_look_alike(plots):
     names = [f"peer {number}" for number in range(20)]
     looks = {tuple(style.items()) for style in plots.styles(["kvjax", *names, "kvjax"]).values()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
 from benchmarks.report.results import OWN, Measurement, Word
@@ -170,6 +170,7 @@ def _set_ticks(times: Axes, of: Slice) -> None:
     times.xaxis.set_major_formatter(FuncFormatter(_short))
     times.yaxis.set_major_locator(_powers(*times.get_ylim()))
     times.yaxis.set_major_formatter(FuncFormatter(_short))
+    times.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _powers(low: float, high: float) -> LogLocator:
