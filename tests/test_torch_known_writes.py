@@ -251,6 +251,11 @@ WRONG = {
     "blocks of values": {"value_cache": MORE["value_cache"]},
     "dtype of key_cache": {"key_cache": FLOAT8["key_cache"]},
     "dtype of value_cache": {"value_cache": FLOAT8["value_cache"]},
+    "sparse keys": {"key": rows(5, NUM_HEADS, HEAD_SIZE).to_sparse()},
+    "sparse slots": {"slot_mapping": torch.arange(5).to_sparse()},
+    "sparse cache": {"value_cache": torch.zeros(*PAGES, ROW, dtype=torch.uint8).to_sparse()},
+    "sparse scale": {"v_scale": torch.ones(1).to_sparse()},
+    "nested values": {"value": torch.nested.nested_tensor([*rows(5, NUM_HEADS, HEAD_SIZE)], layout=torch.jagged)},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch_helpers import FORMS, from_numpy, random_pages, to_numpy, torch_cache  # noqa: E402
 
+import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import (  # noqa: E402
     STORED_KV_CACHE_DTYPES,
@@ -29,7 +29,6 @@ from kvjax import (  # noqa: E402
 from kvjax_torch import arguments, host  # noqa: E402
 from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
 
-NUM_TOKENS = 20
 DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
 HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 48}
 AXES = {
@@ -38,8 +37,9 @@ AXES = {
     "layout": ["NHD", "HND", "NHD-diffkv", "HND-diffkv"],
     "v_scale_layout": ["linear", "swizzled"],
     "head_size": list(HEAD_SIZE_V),
-    "num_kv_heads": [1, 2, 3, 5, 8, 16],
-    "block_size": [1, 8, 16, 64, 784],
+    "num_kv_heads": [1, 2, 3, 4, 5, 8, 10, 16],
+    "block_size": [1, 8, 16, 32, 64, 128, 784],
+    "num_tokens": [20, 1, 2, 7, 127],
     "scale": ["float", "tensor", "per_head"],
     "slots": ["int64", "int32", "padded", "out_of_range", "fewer_than_rows", "none"],
     "rows": ["contiguous", "fused_qkv", "heads_first", "offset"],
@@ -71,8 +71,8 @@ def make_spec(case: dict) -> AttentionSpec:
     )
 
 
-def make_slots(kind: str, num_slots: int) -> np.ndarray:
-    slots = np.random.default_rng(1).permutation(num_slots)[: min(NUM_TOKENS, num_slots - 1)]
+def make_slots(kind: str, num_slots: int, num_tokens: int) -> np.ndarray:
+    slots = np.random.default_rng(1).permutation(num_slots)[:num_tokens]
     if kind == "padded":
         slots[::3] = -1
     elif kind == "out_of_range":
@@ -124,12 +124,13 @@ def test_every_byte_is_the_references_and_is_read_back_as_it_decodes(case: dict,
     if through_jax:
         request.getfixturevalue("through_jax")
     spec = make_spec(case)
-    num_blocks = max(3, -(-2 * NUM_TOKENS // spec.block_size))
+    num_tokens = case["num_tokens"]
+    num_blocks = max(3, -(-2 * num_tokens // spec.block_size))
     pages = random_pages(spec, num_blocks)
     element = storage_dtypes(spec.dtype)[-1 if case["element"] == "own" else 0]
     cache = torch_cache(pages, spec, form=case["form"], dtype=element, device=device)
-    slots = make_slots(case["slots"], num_blocks * spec.block_size)
-    key, value = kv_tokens(spec, NUM_TOKENS, INPUT_DTYPES[case["input_dtype"]])
+    slots = make_slots(case["slots"], num_blocks * spec.block_size, num_tokens)
+    key, value = kv_tokens(spec, num_tokens, INPUT_DTYPES[case["input_dtype"]])
     scales = make_scales(case["scale"], spec.num_kv_heads)
     arguments = [as_argument(scale, case["scale"], device) for scale in scales]
     options = {"v_scale_layout": case["v_scale_layout"]}
@@ -380,32 +381,108 @@ WRONG = {
     "nvfp4_heads_scale": (nvfp4(v_scale=torch.ones(2)), "v_scale: got shape (2,), expected one element for 'nvfp4'"),
     "scale_dtype": ({"k_scale": torch.ones(1).half()}, "k_scale: got dtype torch.float16, expected torch.float32"),
     "scale_type": ({"k_scale": "1.0"}, "k_scale: got '1.0' of type str, expected a number or a tensor"),
-    "key_device": ({"key": ROWS.to("meta")}, "key: got device meta, expected cpu, that of key_cache"),
-    "slot_device": ({"slot_mapping": torch.arange(6, device="meta")}, "slot_mapping: got device meta, expected cpu"),
-    "scale_device": ({"k_scale": torch.ones(1, device="meta")}, "k_scale: got device meta, expected cpu"),
-    "address": (
+    "key_device": ({"key": ROWS.to("meta")}, "key: got device meta, expected {device}, that of key_cache"),
+    "slot_device": ({"slot_mapping": torch.ones(6, device="meta")}, "slot_mapping: got device meta, expected {device}"),
+    "scale_device": ({"k_scale": torch.ones(1, device="meta")}, "k_scale: got device meta, expected {device}"),
+    "key_address": (
         {"key": misaligned(torch.bfloat16, 6, 2, 64)},
         ", expected a multiple of 2, the bytes of a torch.bfloat16",
+    ),
+    "value_address": ({"value": misaligned(torch.bfloat16, 6, 2, 64)}, "value: got address 0x"),
+    "cache_addresses": (
+        {
+            "kv_cache_dtype": "float32",
+            "key_cache": misaligned(torch.float32, 4, 8, 2, 64),
+            "value_cache": misaligned(torch.float32, 4, 8, 2, 64),
+        },
+        ", expected a multiple of 4, the bytes of a torch.float32",
+    ),
+    "key_list": ({"key": ROWS.tolist()}, "key: got a list, expected a torch.Tensor"),
+    "no_slots": ({"slot_mapping": None}, "slot_mapping: got a NoneType, expected a torch.Tensor"),
+    "sparse": ({"key": ROWS.to_sparse()}, "key: got layout torch.sparse_coo, expected torch.strided: key.to_dense()"),
+    "sparse_scale": ({"k_scale": torch.ones(1).to_sparse()}, "k_scale: got layout torch.sparse_coo, expected"),
+    "nested": (
+        {"value": torch.nested.nested_tensor([*ROWS], layout=torch.jagged)},
+        "value: got layout nested, expected torch.strided",
     ),
 }
 
 
+def on(device: str, argument: object) -> object:
+    """A tensor with the strides and the remainder of its address that it has on the host; all else as it is."""
+    if not isinstance(argument, torch.Tensor) or device == "cpu" or argument.device.type == "meta":
+        return argument
+    if argument.layout is not torch.strided or argument.is_nested:
+        return argument.to(device)
+    storage = argument.untyped_storage()
+    first, size = storage.data_ptr() % 16, storage.nbytes()
+    memory = torch.zeros(first + size, dtype=torch.uint8, device=device)
+    memory[first:] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    part = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + first, memory.device, size)
+    moved = torch.empty(0, dtype=argument.dtype, device=device)
+    moved.set_(part, argument.storage_offset(), argument.shape, argument.stride())
+    moved.memory = memory
+    return moved.requires_grad_(argument.requires_grad)
+
+
+def test_moving_a_tensor_to_another_device_keeps_what_is_wrong_with_it():
+    for tensor in (misaligned(torch.bfloat16, 6, 2, 64), BYTES[:1].expand(4, 8, 2, 64), ROWS[..., :48]):
+        moved = on("cpu:0", tensor)
+        assert moved is not tensor
+        assert moved.data_ptr() % 16 == tensor.data_ptr() % 16
+        assert moved.stride() == tensor.stride()
+        assert torch.equal(moved, tensor)
+
+
+ON_EITHER = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", ON_EITHER)
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_is_written(case: str):
+def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, device: str):
     changes, message = WRONG[case]
-    arguments = valid_write() | changes
+    arguments = {name: on(device, argument) for name, argument in (valid_write() | changes).items()}
+    device = str(arguments["key_cache"].device)
     caches = [cache.clone() for cache in (arguments["key_cache"], arguments["value_cache"])]
-    with pytest.raises((KVCacheValueError, KVCacheTypeError), match=re.escape(message)):
+    # The values of scales that lie on a GPU are looked at only then.
+    with kvjax.checked("cuda" in device), pytest.raises((KVCacheValueError, KVCacheTypeError)) as error:
         kvjax_torch.reshape_and_cache_flash(**arguments)
+    assert message.replace("{device}", device) in str(error.value)
     for name, before in zip(("key_cache", "value_cache"), caches, strict=True):
         assert torch.equal(arguments[name], before)
 
 
-def test_the_arguments_that_the_wrong_ones_are_made_from_are_right():
+@pytest.mark.parametrize("device", ON_EITHER)
+def test_the_arguments_that_the_wrong_ones_are_made_from_are_right(device: str):
     for changes in ({}, nvfp4()):
-        arguments = valid_write() | changes
+        arguments = {name: on(device, argument) for name, argument in (valid_write() | changes).items()}
         kvjax_torch.reshape_and_cache_flash(**arguments)
         assert (arguments["key_cache"][0, 0] != 0xAB).any()
+
+
+def test_what_is_no_cache_is_named():
+    with pytest.raises(KVCacheTypeError, match=r"key_cache: got a ndarray, expected a torch\.Tensor"):
+        kvjax_torch.reshape_and_cache_flash(**valid_write() | {"key_cache": BYTES.numpy()})
+    with pytest.raises(KVCacheTypeError, match=r"key: got a ndarray, expected a torch\.Tensor"):
+        kvjax_torch.warm_up(**valid_write() | {"key": ROWS.float().numpy()})
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecat|quantiz)")
+def test_quantized_tensors_are_refused():
+    quantized = torch.quantize_per_tensor(ROWS.float(), 0.1, 0, torch.qint8)
+    with pytest.raises(KVCacheTypeError, match=r"value: got a quantized tensor, expected its numbers: value\.dequ"):
+        kvjax_torch.reshape_and_cache_flash(**valid_write() | {"value": quantized})
+
+
+def test_torch_has_no_negative_strides():
+    """So there is no message for them: whoever has a reversed array is told so by torch."""
+    reversed_array = np.ones((6, 2, 64), np.float32)[::-1]
+    with pytest.raises(ValueError, match="negative"):
+        torch.from_numpy(reversed_array)
+    with pytest.raises(RuntimeError, match=r"overflowed|[Nn]egative"):
+        torch.from_dlpack(reversed_array)
+    with pytest.raises(RuntimeError, match="Negative strides are not supported"):
+        ROWS.as_strided((6, 2, 64), (-128, 64, 1), 640)
 
 
 WRONG_READS = {
@@ -420,20 +497,26 @@ WRONG_READS = {
         "dtype: got torch.int8, expected one of torch.float32, torch.float16, torch.bfloat16",
     ),
     "row": ({"kv_cache_dtype": "nvfp4"}, "key_cache: got rows of 64 bytes, expected a multiple of 9 for 'nvfp4'"),
-    "device": ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens: got device meta, expected cpu"),
+    "device": ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens: got device meta, expected {device}"),
     "scale": ({"v_scale": torch.inf}, "v_scale: got inf, expected a finite number of at least"),
+    "table_list": ({"block_table": [[0, 1, 2]] * 2}, "block_table: got a list, expected a torch.Tensor"),
+    "sparse": ({"value_cache": BYTES.to_sparse()}, "value_cache: got layout torch.sparse_coo, expected torch.strided"),
 }
 
 
+@pytest.mark.parametrize("device", ON_EITHER)
 @pytest.mark.parametrize("case", WRONG_READS)
-def test_what_cannot_be_read_is_named(case: str):
+def test_what_cannot_be_read_is_named(case: str, device: str):
     changes, message = WRONG_READS[case]
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     caches = {
         name: valid_write()[name] for name in ("key_cache", "value_cache", "kv_cache_dtype", "k_scale", "v_scale")
     }
-    with pytest.raises((KVCacheValueError, KVCacheTypeError), match=re.escape(message)):
-        kvjax_torch.gather_kv(**(caches | {"block_table": table, "seq_lens": lengths} | changes))
+    arguments = caches | {"block_table": table, "seq_lens": lengths} | changes
+    arguments = {name: on(device, argument) for name, argument in arguments.items()}
+    with pytest.raises((KVCacheValueError, KVCacheTypeError)) as error:
+        kvjax_torch.gather_kv(**arguments)
+    assert message.replace("{device}", str(arguments["key_cache"].device)) in str(error.value)
 
 
 def resident_bytes() -> int:
@@ -454,7 +537,7 @@ def test_calls_leave_no_memory_behind():
         call()
     gc.collect()
     before, arrays = resident_bytes(), len(jax.live_arrays())
-    for _ in range(3000):  # what one call handles is some 30 kB: 90 MB, were it kept
+    for _ in range(10_000):  # what one call handles is some 30 kB: 300 MB, were it kept
         call()
     gc.collect()
     assert len(jax.live_arrays()) <= arrays

@@ -43,6 +43,7 @@ def write_plan(
     refuse_gradient(key=key, value=value)
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
+    check_tensors(**tensors, slot_mapping=slot_mapping, **scales)
     check_devices(**tensors, slot_mapping=slot_mapping, **scales)
     plan = _write_plan(
         Facts.of(key_cache),
@@ -87,6 +88,7 @@ def gather_plan(
     """
     tensors = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
+    check_tensors(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
     check_devices(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
     plan = _gather_plan(
         Facts.of(key_cache),
@@ -109,6 +111,18 @@ def gather_plan(
         blocks, lengths = _on_host("block_table", block_table), _on_host("seq_lens", seq_lens)
         kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], plan.cache.spec.block_size)
     return plan
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raises `KVCacheTypeError` where something is no tensor, or none whose elements lie in memory as they are."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise KVCacheTypeError(f"{name}: got a {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
+        if tensor.is_quantized:
+            raise KVCacheTypeError(f"{name}: got a quantized tensor, expected its numbers: {name}.dequantize()")
 
 
 def refuse_gradient(**tensors: torch.Tensor) -> None:

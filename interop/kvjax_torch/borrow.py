@@ -50,6 +50,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     longer be resized, as after `tensor.numpy()`; resizing a CUDA storage pulls the memory from under the array.
 
     JAX takes arrays to be constant. Write into the tensor only where nothing that JAX still has to run reads the array.
+    Where the array is donated on CPU, XLA copies it and the tensor stays as it was: write through kvjax_torch instead.
     On CUDA the array waits for what is queued on torch's current stream at this call, and the host does not.
 
     Args:

@@ -66,19 +66,19 @@ def write(
     unique_slots: bool,
 ) -> None:
     """`reshape_and_cache_flash` of CUDA tensors."""
-    addresses = (
-        slot_mapping.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        k_scale.data_ptr(),
-        v_scale.data_ptr(),
-    )
     device = key_cache.get_device()
     num_tokens = slot_mapping.numel()
-    key_shape, value_shape = key.shape, value.shape
     try:
+        key_shape, value_shape = key.shape, value.shape
+        addresses = (
+            slot_mapping.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            k_scale.data_ptr(),
+            v_scale.data_ptr(),
+        )
         kind = (
             device,
             kv_cache_dtype,
@@ -109,8 +109,8 @@ def write(
             v_scale.dtype,
             v_scale.stride(),
         )
-    except IndexError:  # too few dimensions, which the checks will say
-        kind = None
+    except (IndexError, RuntimeError):  # too few dimensions, or no memory of its own: the checks will say which
+        kind, addresses = None, (0, 0, 0, 0, 0, 0, 0)
     if (
         kind is not None
         and 0 < num_tokens <= key_shape[0]
@@ -138,7 +138,7 @@ def write(
     with _one_at_a_time:
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
     slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-    is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
+    is_taken_as_it_comes = kind is not None and has_one_scale and others_taken == [*addresses[1:]]
     is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
     launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
     # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.

@@ -9,7 +9,7 @@ import torch
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import check_scale_value
+from kvjax_torch.arguments import check_scale_value, check_tensors
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
@@ -63,6 +63,8 @@ def reshape_and_cache_flash(
       UnsupportedError: tensors on a device that has no implementation; while a CUDA graph is captured in
         `kvjax.checked`, or on the path without the launcher (docs/interop.md).
     """
+    if not isinstance(key_cache, torch.Tensor):
+        check_tensors(key_cache=key_cache)
     if not isinstance(k_scale, torch.Tensor):
         k_scale = _as_tensor("k_scale", k_scale, key_cache)
     if not isinstance(v_scale, torch.Tensor):
@@ -72,6 +74,8 @@ def reshape_and_cache_flash(
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
         cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
+        check_tensors(key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
+        check_tensors(key_cache=key_cache, k_scale=k_scale, v_scale=v_scale)
         write = torch.ops.kvjax.reshape_and_cache_flash.default
         options = {"v_scale_layout": v_scale_layout, "unique_slots": unique_slots}
         write(*tensors, kv_cache_dtype, k_scale, v_scale, **options)
@@ -121,14 +125,17 @@ def gather_kv(
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
     """
+    check_tensors(key_cache=key_cache, value_cache=value_cache, block_table=block_table, seq_lens=seq_lens)
+    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
+    check_tensors(k_scale=k_scale, v_scale=v_scale)
     keys, values = torch.ops.kvjax.gather_kv.default(
         key_cache,
         value_cache,
         block_table,
         seq_lens,
         kv_cache_dtype,
-        _as_tensor("k_scale", k_scale, key_cache),
-        _as_tensor("v_scale", v_scale, key_cache),
+        k_scale,
+        v_scale,
         v_scale_layout=v_scale_layout,
         dtype=dtype,
     )
@@ -174,6 +181,7 @@ def warm_up(
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
     """
+    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     for name, rows in (("key", key), ("value", value)):
         if rows.shape[0] < 2:
             raise KVCacheValueError(
