@@ -21,9 +21,18 @@ def test_every_kind_of_kernel_is_run_once():
     assert {spec.dtype for spec, _ in every} == set(STORED_KV_CACHE_DTYPES)
 
 
-def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str]):
+def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    promises = []
+
+    def watched_write(*args: object, **options: object) -> object:
+        promises.append(options["unique_slots"])
+        return write(*args, **options)
+
+    write = DRIVER["_write"]
+    monkeypatch.setitem(DRIVER["run"].__globals__, "_write", watched_write)
     with interpret_mode():
         DRIVER["main"](["--dtype", "fp8_e4m3", "--num-tokens", "9", "--num-kv-heads", "1"])
+    assert promises == [False, True] * 4
     assert capsys.readouterr().out.splitlines() == [
         f"wrote and gathered fp8_e4m3 {layout} linear, one {scales}"
         for layout in ("NHD", "HND")
@@ -40,19 +49,46 @@ def test_from_torch_it_runs_what_torch_calls(
     from kvjax_torch import cuda
 
     monkeypatch.setattr(cuda, "_through_jax", cuda._through_jax)
-    read, gather_kv = [], kvjax_torch.gather_kv
-    monkeypatch.setattr(
-        kvjax_torch, "gather_kv", lambda *args, **options: read.append(gather_kv(*args, **options)) or read[-1]
-    )
+    write, gather_kv = kvjax_torch.reshape_and_cache_flash, kvjax_torch.gather_kv
+    written, read = [], []
+
+    def watched_write(*args: object, **options: object) -> None:
+        write(*args, **options)
+        written.append((args[:5], options["unique_slots"]))
+
+    def watched_gather(*args: object, **options: object) -> object:
+        read.append(gather_kv(*args, **options))
+        return read[-1]
+
+    monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", watched_write)
+    monkeypatch.setattr(kvjax_torch, "gather_kv", watched_gather)
     DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2", *["--through-jax"] * through_jax])
     assert cuda._through_jax == through_jax
-    assert len(capsys.readouterr().out.splitlines()) == len(read) // 2 == 18
+    assert len(capsys.readouterr().out.splitlines()) == 18
+    assert [is_unique for _, is_unique in written] == [False, True] * 18
+    for (*_, slots), is_unique in written:
+        stored = slots[(slots >= 0) & (slots < 48)]
+        assert (len(stored.unique()) == len(stored)) == is_unique
+    for tensor in (tensor for tensors, _ in written for tensor in tensors):
+        assert tensor._base.storage_offset() * tensor.element_size() >= DRIVER["_OFFSET"] > 0
     rng = np.random.default_rng(0)
     slots = rng.permutation(48)[:33]
     row = torch.from_numpy(rng.standard_normal((33, 2, 128), np.float32))[0]  # the first token has its slot alone
+    assert len(read) == 36
     for keys, _ in read:
         got = keys.float().flatten(0, 1)[slots[0]]
         assert torch.nn.functional.cosine_similarity(got.flatten(), row.flatten(), dim=0) > 0.98
+
+
+def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")
+
+    def write_before(key: torch.Tensor, *_: object, **__: object) -> None:
+        torch.empty(0, dtype=torch.uint8).set_(key.untyped_storage())[DRIVER["_OFFSET"] - 1] = 0
+
+    monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", write_before)
+    with pytest.raises(AssertionError, match="before the beginning of a tensor"):
+        DRIVER["main"](["--from-torch", "--num-tokens", "9", "--dtype", "bfloat16"])
 
 
 def test_jax_runs_no_kernels_of_torch_that_were_not_asked_for(capsys: pytest.CaptureFixture[str]):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -47,8 +48,8 @@ from kvjax import (
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
 
-_OFFSET = 16
-"""Bytes that tensors begin behind a multiple of 256."""
+_OFFSET, _POISON = 16, 0xAB
+"""Bytes that tensors begin behind a multiple of 256, and what these are."""
 
 
 def kinds(
@@ -68,7 +69,7 @@ def kinds(
 def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, is_from_torch: bool) -> None:
     """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it.
 
-    Then the same without the tokens that go to another's slot, and with the promise that slots are unique.
+    Then again with each token in a slot of its own, or in none, and the promise that slots are unique.
     """
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
@@ -97,11 +98,13 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
 
     import kvjax_torch
 
+    memories = []
+
     def copied(array: jax.Array) -> torch.Tensor:
-        """Where a program that takes JAX's alignment for granted would read or write before the beginning."""
+        """The same in torch's memory; memcheck sees what goes past its end, the caller what is written before it."""
         tensor = kvjax_torch.to_torch(array)
-        memory = torch.empty(_OFFSET + array.nbytes, dtype=torch.uint8, device=tensor.device)
-        return memory[_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        memories.append(torch.full((_OFFSET + array.nbytes,), _POISON, dtype=torch.uint8, device=tensor.device))
+        return memories[-1][_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     key, value, kv, slots, table, lengths, *scales = map(copied, arrays)
     caches = kv[:, 0], kv[:, 1]
@@ -111,6 +114,8 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
     keys, values = kvjax_torch.gather_kv(*caches, table, lengths, dtype, *scales, **layout)
     keys.cpu(), values.cpu()  # arrays are freed only then
+    if any((memory[:_OFFSET] != _POISON).any() for memory in memories):
+        raise AssertionError("a kernel has written before the beginning of a tensor")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -132,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from kvjax_torch import cuda
 
         cuda._through_jax = args.through_jax
+        warnings.simplefilter("error", RuntimeWarning)  # that JAX runs them, where nobody asked for that
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         for num_tokens in args.num_tokens:
             run(spec, scale_shape, num_tokens, args.from_torch)
