@@ -64,7 +64,7 @@ GRAPH_TOKENS = (64, 2_048)
 REPLAYS_IN_A_ROW = 10
 
 OTHER_GRAPHS = 8
-"""What a process records beside the graph that is timed; a server has many."""
+"""Graphs that a process records besides the one that is timed, since a server has many."""
 
 A_WHILE = 20_000_000
 """Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
@@ -132,13 +132,12 @@ class HostTime:
 class ReplayTimes:
     """How long replays of a graph take.
 
-    From the eighth kernel on that a process launches on a second stream, CUDA lets kernels follow each other more
-    slowly, in all of its streams and graphs. For each graph that it records torch launches two: on a stream of its own,
-    where it is given none.
+    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
+    slowly in all of its streams and graphs: see docs/interop.md.
 
     Attributes:
-      one_stream: where all kernels were launched, and all graphs recorded, on one.
-      two_streams: where others were launched on another afterwards.
+      one_stream: where torch launched all kernels, and recorded all graphs, on one. JAX filled the cache on its own.
+      two_streams: where torch had launched others on a second stream afterwards.
     """
 
     one_stream: Timing
@@ -446,8 +445,10 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
     """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream."""
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
+    others = additions(DECODE_TOKENS)
+    synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        for add in additions(DECODE_TOKENS):
+        for add in others:
             add()
     synchronize()
     return ReplayTimes(one_stream, event_times(graphs[0].replay))
@@ -659,9 +660,10 @@ def add_replays(
     measured = [each for line in lines for each in line.measurements()]
     for num_tokens, times in addition_times.items():
         words.append(["torch add_", f"{num_tokens:,}", *times_words(times), *["-"] * 5])
-        subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens}
+        subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
+        facts = {"num_elements": 2 * num_tokens * CASE.num_kv_heads * CASE.head_size}
         peers = {"torch": times.one_stream, "torch, two streams": times.two_streams}
-        measured += [Measurement("bridge replay of add_", subject, *each) for each in peers.items()]
+        measured += [Measurement("bridge replay of add_", subject, *each, facts=facts) for each in peers.items()]
     to.expect(len(measured))
     for each in measured:
         to.add(each)
@@ -669,9 +671,9 @@ def add_replays(
         f"Time of a CUDA graph of {GRAPH_WRITES} writes",
         ["dtype", "tokens", "us", "5-95%", "2 streams us", "kernel us", "x kernels", "2 streams x", "bar", "reached"],
         words,
-        note=f"Of one replay among {REPLAYS_IN_A_ROW}, where the process records this graph and {OTHER_GRAPHS} more and"
-        f" does all on one stream, and again when {GRAPH_WRITES} kernels have run on another; last graphs of"
-        f" {GRAPH_WRITES} additions to as many numbers as a write has; by {output.clocks(measured)}."
+        note=f"Of one replay among {REPLAYS_IN_A_ROW}, where the process records this graph and {OTHER_GRAPHS} more,"
+        f" and torch does all on one stream; then again, when {GRAPH_WRITES} kernels have run on a second. Last"
+        f" graphs of {GRAPH_WRITES} additions to as many bfloat16 numbers as a write has. By {output.clocks(measured)}."
         f"{bars.summary([line[-1] for line in words])}",
     )
 

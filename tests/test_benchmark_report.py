@@ -323,7 +323,7 @@ def test_panels_that_no_dtype_needs_stay_empty(save, plots):
     assert [panel.axison for panel in figure.axes] == [True] * 7 + [False] * 2 + [True] + [False] * 2
 
 
-def test_times_of_less_than_a_decade_have_numbers_for_people(save, plots):
+def test_axes_of_less_than_a_decade_have_plain_numbers(save, plots):
     times = {64: 35.2, 2_048: 187.0}
     file = contents(*(measurement("kvjax", count, us=us, copy_seconds=None) for count, us in times.items()))
     report = report_of(save(file))
