@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_helpers import nested  # noqa: E402
+
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
 from kvjax_torch import calls, cuda, dlpack, launch, ops  # noqa: E402
@@ -255,7 +257,7 @@ WRONG = {
     "sparse slots": {"slot_mapping": torch.arange(5).to_sparse()},
     "sparse cache": {"value_cache": torch.zeros(*PAGES, ROW, dtype=torch.uint8).to_sparse()},
     "sparse scale": {"v_scale": torch.ones(1).to_sparse()},
-    "nested values": {"value": torch.nested.nested_tensor([*rows(5, NUM_HEADS, HEAD_SIZE)], layout=torch.jagged)},
+    "nested values": {"value": nested(rows(5, NUM_HEADS, HEAD_SIZE))},
 }
 
 

@@ -15,7 +15,7 @@ from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, pairwise, simple
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import FORMS, from_numpy, random_pages, to_numpy, torch_cache  # noqa: E402
+from torch_helpers import FORMS, from_numpy, nested, random_pages, to_numpy, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -402,7 +402,7 @@ WRONG = {
     "sparse": ({"key": ROWS.to_sparse()}, "key: got layout torch.sparse_coo, expected torch.strided: key.to_dense()"),
     "sparse_scale": ({"k_scale": torch.ones(1).to_sparse()}, "k_scale: got layout torch.sparse_coo, expected"),
     "nested": (
-        {"value": torch.nested.nested_tensor([*ROWS], layout=torch.jagged)},
+        {"value": nested(ROWS)},
         "value: got layout nested, expected torch.strided",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,13 @@ class TorchCache:
     key: torch.Tensor
     value: torch.Tensor
     pages: Callable[[], np.ndarray]
+
+
+def nested(rows: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a tensor that torch keeps in another way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which says that these are a prototype
+        return torch.nested.nested_tensor([*rows], layout=torch.jagged)
 
 
 def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndarray:
