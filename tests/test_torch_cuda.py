@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -32,6 +32,9 @@ BLOCK_SIZE = 16
 SCALES = (0.0173, 0.029)
 A_WHILE = 100_000_000
 """Cycles that a stream is kept busy for: about 55 ms, in which a busy host gets through a few calls."""
+
+Read = Callable[..., Sequence[torch.Tensor]]
+"""`as_bytes` or `as_tokens`."""
 
 
 def new_cache(dtype: str, num_heads: int, num_blocks: int) -> torch.Tensor:
@@ -65,8 +68,24 @@ def written(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, dtype:
     return on_cpu
 
 
+def as_bytes(cache: torch.Tensor, dtype: str, scales=SCALES) -> Sequence[torch.Tensor]:
+    return [cache]
+
+
+def as_tokens(cache: torch.Tensor, dtype: str, scales=SCALES) -> Sequence[torch.Tensor]:
+    """What is gathered of all blocks, as one sequence; nothing here makes the host wait."""
+    table = torch.arange(len(cache), dtype=torch.int32, device=cache.device)[None]
+    lengths = torch.full((1,), len(cache) * BLOCK_SIZE, dtype=torch.int32, device=cache.device)
+    return kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, dtype, *scales)
+
+
 def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+def assert_all_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for each, wanted in zip(got, expected, strict=True):
+        assert_same(each, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,8 +132,7 @@ def test_a_gather_of_any_size_is_one_compilation():
         lengths = torch.randint(0, max_blocks * BLOCK_SIZE + 1, (num_seqs,), device="cuda", dtype=torch.int32)
         read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *SCALES)
         wanted = kvjax_torch.gather_kv(on_cpu[:, 0], on_cpu[:, 1], table.cpu(), lengths.cpu(), "nvfp4", *SCALES)
-        for got, expected in zip(read, wanted, strict=True):
-            assert_same(got, expected)
+        assert_all_same(read, wanted)
         compilations = compilations or launch.num_compilations()
     assert launch.num_compilations() == compilations
 
@@ -128,13 +146,15 @@ def either_path(request) -> None:
 
 @pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, new_stream, either_path):
-    """On a stream that is busy for a while before the rows are there: a write on another would come too early."""
+@pytest.mark.parametrize("read", [as_bytes, as_tokens])
+def test_calls_wait_for_their_stream_and_for_nothing_else(read: Read, dtype: str, new_stream, either_path):
+    """On a stream that is busy for a while before the rows are there: a call on another would come too early."""
     num_blocks, stream, idle = 40, new_stream(), torch.cuda.Event()
     cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
     rows = torch.zeros_like(new_rows(64, 8))
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
     write(rows, cache, slots, dtype, scales)
+    read(cache, dtype, scales)
     torch.cuda.synchronize()
     for seed in range(20):
         source = new_rows(64, 8, seed)
@@ -144,12 +164,12 @@ def test_a_write_waits_for_its_stream_and_for_nothing_else(dtype: str, new_strea
             torch.cuda._sleep(A_WHILE)
             rows.copy_(source)
             write(rows, cache, slots, dtype, scales)
-            read = cache.clone()
+            used = [each.clone() for each in read(cache, dtype, scales)]
             rows.zero_()
             idle.record()
         assert not idle.query(), "the host waited for the stream"
         stream.synchronize()
-        assert_same(read, expected)
+        assert_all_same(used, read(expected, dtype))
         assert_same(cache, expected)
 
 
@@ -171,18 +191,22 @@ def test_the_default_stream_comes_after_all_that_block(either_path):
     driver.call("cuStreamDestroy_v2", handle)
 
 
-def test_eight_writes_wait_for_a_busy_gpu_in_its_queue(either_path):
+@pytest.mark.parametrize(("read", "turns"), [(as_bytes, 8), (as_tokens, 4)])
+def test_eight_calls_wait_for_a_busy_gpu_in_its_queue(read: Read, turns: int, either_path):
     """Those of a GPU that comes later: JAX lets so many more than one be queued, though not any number."""
     cache, rows, slots, done = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40), torch.cuda.Event()
     expected = written(rows, cache, slots, "nvfp4")
     write(rows, cache, slots, "nvfp4")
+    read(cache, "nvfp4")
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
-    for _ in range(8):
+    for _ in range(turns):
         write(rows, cache, slots, "nvfp4")
+        last = read(cache, "nvfp4")
     done.record()
     assert not done.query(), "the host waited"
     assert_same(cache, expected)
+    assert_all_same(last, read(expected, "nvfp4"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,8 +229,7 @@ def test_a_graph_of_32_layers_replays_with_what_is_then_in_the_buffers(dtype: st
             layer_rows.copy_(new_rows(num_tokens, 8, 100 * seed + layer))
         expected = [written(*call, slots, dtype) for call in zip(rows, caches, strict=True)]
         graph.replay()
-        for cache, wanted in zip(caches, expected, strict=True):
-            assert_same(cache, wanted)
+        assert_all_same(caches, expected)
 
 
 def test_a_gather_is_recorded_too():
@@ -221,15 +244,15 @@ def test_a_gather_is_recorded_too():
     write(new_rows(320, 8), cache, torch.arange(320, device="cuda"), "nvfp4")
     lengths.fill_(287)
     graph.replay()
-    for got, expected in zip((keys, values), kvjax_torch.gather_kv(*arguments), strict=True):
-        assert_same(got, expected)
+    assert_all_same((keys, values), kvjax_torch.gather_kv(*arguments))
 
 
-def test_threads_on_streams_of_their_own(either_path):
+@pytest.mark.parametrize("read", [as_bytes, as_tokens])
+def test_threads_on_streams_of_their_own(read: Read, either_path):
     num_blocks, failures = 40, []
     cases = [(dtype, new_cache(dtype, 8, num_blocks), new_rows(64, 8, seed)) for seed, dtype in enumerate(DTYPES[1:])]
     slots = new_slots(64, num_blocks)
-    expected = [written(rows, cache, slots, dtype) for dtype, cache, rows in cases]
+    expected = [read(written(rows, cache, slots, dtype), dtype) for dtype, cache, rows in cases]
     torch.cuda.synchronize()
 
     def serve(index: int) -> None:
@@ -240,9 +263,9 @@ def test_threads_on_streams_of_their_own(either_path):
                 with torch.cuda.stream(stream):
                     cache.view(torch.uint8).fill_(0xAB)
                     write(rows, cache, slots, dtype)
-                    read = cache.clone()
+                    used = [each.clone() for each in read(cache, dtype)]
                 stream.synchronize()
-                assert_same(read, expected[index])
+                assert_all_same(used, expected[index])
         except BaseException as error:  # a thread's failures are the test's
             failures.append(error)
 
@@ -291,21 +314,28 @@ def test_a_thread_may_write_while_another_captures(either_path):
     assert_same(cache, expected)
 
 
-def test_keys_may_come_from_another_stream(either_path):
+@pytest.mark.parametrize("written_on", ["producer", "consumer"])
+def test_keys_and_pages_may_come_from_another_stream(written_on: str, either_path):
     """Of a stream that has nothing to do but to wait for it."""
     cache, slots, source = new_cache("nvfp4", 8, 40), new_slots(64, 40), new_rows(64, 8)
     rows, producer, consumer = torch.zeros_like(source), torch.cuda.Stream(), torch.cuda.Stream()
     write(rows, cache, slots, "nvfp4")
+    as_tokens(cache, "nvfp4")
     expected = written(source, cache, slots, "nvfp4")
     torch.cuda.synchronize()
     with torch.cuda.stream(producer):
         torch.cuda._sleep(A_WHILE)
         rows.copy_(source)
+        if written_on == "producer":
+            write(rows, cache, slots, "nvfp4")
     with torch.cuda.stream(consumer):
         consumer.wait_stream(producer)
-        write(rows, cache, slots, "nvfp4")
+        if written_on == "consumer":
+            write(rows, cache, slots, "nvfp4")
+        read = as_tokens(cache, "nvfp4")
     consumer.synchronize()
     assert_same(cache, expected)
+    assert_all_same(read, as_tokens(expected, "nvfp4"))
 
 
 def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
@@ -321,17 +351,31 @@ def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
     assert_same(cache, expected)
 
 
-def test_tensors_of_another_gpu_are_written_there(either_path):
+@pytest.mark.parametrize("read", [as_bytes, as_tokens])
+def test_tensors_of_another_gpu_are_written_and_read_there(read: Read, either_path):
+    """On the current stream of that GPU, whichever GPU is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     current = torch.cuda.current_device()
     other = torch.device("cuda", (current + 1) % torch.cuda.device_count())
     first = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
-    cache, rows, slots = (tensor.to(other) for tensor in first)
-    expected = written(rows, cache, slots, "nvfp4")
+    cache, source, slots = (tensor.to(other) for tensor in first)
+    rows, stream = torch.zeros_like(source), torch.cuda.Stream(other)
+    expected = written(source, cache, slots, "nvfp4")
     write(rows, cache, slots, "nvfp4")
+    read(cache, "nvfp4")
     assert torch.cuda.current_device() == current
     torch.cuda.synchronize(other)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(A_WHILE)
+        rows.copy_(source)
+        with torch.cuda.device(current):
+            write(rows, cache, slots, "nvfp4")
+            used = [each.clone() for each in read(cache, "nvfp4")]
+            assert torch.cuda.current_device() == current
+    stream.synchronize()
+    assert {each.device for each in used} == {other}
+    assert_all_same(used, read(expected, "nvfp4"))
     assert_same(cache, expected)
     write(first[1], first[0], first[2], "nvfp4")
     assert_same(first[0], expected)
@@ -352,19 +396,35 @@ def test_torchs_current_gpu_stays_when_jax_starts():
 def test_ten_thousand_calls_leave_no_memory_behind(either_path):
     cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
     calls = [rows, rows.transpose(1, 2).contiguous().transpose(1, 2)]  # the second is copied at each call
+    table = torch.tensor([[3, 1]], device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([20], device="cuda", dtype=torch.int32)
+    doubled = jax.jit(lambda array: array * 2)
 
-    def serve(count: int) -> tuple[int, int, int]:
+    def call(index: int) -> None:
+        write(calls[index % 2], cache, slots, "nvfp4")
+        kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *SCALES)
+        lent = kvjax_torch.to_jax(torch.empty(2 << 20, dtype=torch.uint8, device="cuda"))
+        kvjax_torch.to_torch(lent)
+        kvjax_torch.to_torch(doubled(lent))
+
+    def serve(count: int) -> tuple[list[int], int]:
         for index in range(count):
-            write(calls[index % 2], cache, slots, "nvfp4")
+            call(index)
         torch.cuda.synchronize()
         gc.collect()
-        return torch.cuda.memory_allocated(), len(jax.live_arrays()), resident_bytes()
+        time.sleep(0.5)  # JAX gives back what it has borrowed on a thread of its own
+        on_gpu = [torch.cuda.memory_allocated(), jax_bytes(), len(jax.live_arrays())]
+        return on_gpu, resident_bytes()
 
     serve(500)
-    torch_before, jax_before, host_before = serve(500)
-    torch_after, jax_after, host_after = serve(10_000)
-    assert (torch_after, jax_after) == (torch_before, jax_before)
+    gpu_before, host_before = serve(500)
+    gpu_after, host_after = serve(10_000)
+    assert gpu_after == gpu_before
     assert host_after - host_before < 4 << 20
+
+
+def jax_bytes() -> int:
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def resident_bytes() -> int:
@@ -397,8 +457,7 @@ def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeyp
                     read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, dtype, *SCALES)
                     halves = expected[:, 0], expected[:, 1]
                     wanted = kvjax_torch.gather_kv(*halves, table.cpu(), lengths.cpu(), dtype, *SCALES)
-                    for got, want in zip(read, wanted, strict=True):
-                        assert_same(got, want)
+                    assert_all_same(read, wanted)
     finally:
         cuda._compiled.cache_clear()
 
@@ -429,8 +488,7 @@ def test_tensors_may_begin_anywhere(dtype: str, start: int, either_path):
     lengths, _ = late(torch.tensor([20, 9], device="cuda", dtype=torch.int32), 4)
     read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, *scales)
     wanted = kvjax_torch.gather_kv(on_cpu[:, 0], on_cpu[:, 1], table.cpu(), lengths.cpu(), dtype, *SCALES)
-    for got, want in zip(read, wanted, strict=True):
-        assert_same(got, want)
+    assert_all_same(read, wanted)
 
 
 def late(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -459,8 +517,7 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
             read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, scales[0], scales[1])
             on_cpu = expected[:, 0], expected[:, 1]
             wanted = kvjax_torch.gather_kv(*on_cpu, table.cpu(), lengths.cpu(), dtype, *SCALES)
-            for got, want in zip(read, wanted, strict=True):
-                assert_same(got, want)
+            assert_all_same(read, wanted)
             addresses.add(cache.data_ptr())
             calls += 1
             del cache, halves
