@@ -11,7 +11,7 @@ import torch
 import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
-from kvjax_torch.driver import start_jax
+from kvjax_torch import driver
 from kvjax_torch.dtypes import numpy_dtype
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
@@ -63,7 +63,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
       KVCacheValueError: it needs a copy (strides, alignment, conjugation), has a gradient, or JAX lacks its device.
     """
     _check_lendable(tensor)
-    start_jax()
+    driver.start_jax()
     # A tensor of its own: the lender's may be given other storage (`set_`, `.data =`) while JAX reads this one.
     lent = tensor.detach()
     if lent.dtype is torch.float4_e2m1fn_x2:
@@ -85,7 +85,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
     Either may be deleted first. JAX takes arrays to be constant: write into the tensor only where JAX reads the array
     no more, and donate the array only where torch reads the tensor no more. On CUDA torch's current stream waits for
-    the array, and the host does not; on CPU this call waits.
+    the array, and the host does not; on CPU this call waits. JAX knows nothing of torch's streams: on CUDA keep the
+    tensor or the array until what torch has queued has read it, for without either JAX gives the memory out again.
 
     Raises:
       KVCacheTypeError: not a JAX array, one that is being traced, or of a dtype that torch has not (float4 and int4,
@@ -93,8 +94,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
       KVCacheValueError: the array is deleted or donated, lies on several devices, or torch lacks its device.
     """
     _check_exportable(array)
+    is_on_gpu = driver.library() is not None and all(device.platform == "gpu" for device in array.devices())
+    context = driver.unchanged_context() if is_on_gpu else contextlib.nullcontext()
     try:
-        tensor = torch.utils.dlpack.from_dlpack(array)
+        with context:  # JAX makes that of the array current to have torch's stream wait for it
+            tensor = torch.utils.dlpack.from_dlpack(array)
     except (BufferError, RuntimeError, ValueError) as error:
         raise KVCacheValueError(f"array: torch cannot borrow an array on {array.sharding}: {error}") from error
     _check_same_memory("array", array.size, array.unsafe_buffer_pointer(), tensor.data_ptr())
