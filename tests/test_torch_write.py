@@ -476,11 +476,8 @@ def test_quantized_tensors_are_refused():
 
 def test_torch_has_no_negative_strides():
     """So there is no message for them: whoever has a reversed array is told so by torch."""
-    reversed_array = np.ones((6, 2, 64), np.float32)[::-1]
     with pytest.raises(ValueError, match="negative"):
-        torch.from_numpy(reversed_array)
-    with pytest.raises(RuntimeError, match=r"overflowed|[Nn]egative"):
-        torch.from_dlpack(reversed_array)
+        torch.from_numpy(np.ones((6, 2, 64), np.float32)[::-1])
     with pytest.raises(RuntimeError, match="Negative strides are not supported"):
         ROWS.as_strided((6, 2, 64), (-128, 64, 1), 640)
 
