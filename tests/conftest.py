@@ -56,6 +56,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where torch's tensors are."""
+    if request.param == "cuda" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("needs a torch that sees the CUDA GPU")
+    return request.param
+
+
 @pytest.fixture
 def through_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has JAX run torch's calls on a GPU, as where the launcher's parts are missing."""

@@ -13,11 +13,6 @@ from kvjax import KVCacheValueError, UnsupportedError  # noqa: E402
 SCALE_MESSAGE = "k_scale: got 0.0, expected a finite number of at least 7.9e-31"
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def new_cache(device: str) -> torch.Tensor:
     """Four blocks of eight tokens, fp8."""
     return torch.full((4, 2, 8, 2, 64), 0xAB, dtype=torch.uint8, device=device)

@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
+from torch_helpers import A_WHILE, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
@@ -30,8 +31,6 @@ DTYPES = ("bfloat16", "fp8_e4m3", "nvfp4")
 HEAD_SIZE = 128
 BLOCK_SIZE = 16
 SCALES = (0.0173, 0.029)
-A_WHILE = 100_000_000
-"""Cycles that a stream is kept busy for: about 55 ms, in which a busy host gets through a few calls."""
 
 Read = Callable[..., Sequence[torch.Tensor]]
 """`as_bytes` or `as_tokens`."""
@@ -425,11 +424,6 @@ def test_ten_thousand_calls_leave_no_memory_behind(either_path):
 
 def jax_bytes() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
 
 
 def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeypatch):

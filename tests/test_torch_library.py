@@ -24,11 +24,6 @@ CACHES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def new_cache(dtype: str, device: str) -> torch.Tensor:
     shape, element = CACHES[dtype]
     stored = torch.uint8 if element is not torch.bfloat16 else element

@@ -50,7 +50,6 @@ def num_compiled() -> tuple[int, ...]:
     return launch.num_compilations(), host.encode_chunk._cache_size(), host.decode_chunk._cache_size()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_warm_is_not_compiled_again(case: str, device: str):
     spec, scale, index_dtype = CASES[case]

@@ -40,13 +40,6 @@ def scales_for(dtype: str, factor: float) -> tuple[float, float]:
     return 6 * factor / largest, 5 * factor / largest
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a torch that sees the CUDA GPU")
-    return request.param
-
-
 def make_model(
     device: str,
     dtype: torch.dtype = torch.float32,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
 from kvjax_torch.dtypes import torch_dtype
+
+A_WHILE = 100_000_000
+"""Cycles that a stream is kept busy for: about 55 ms, in which a busy host gets through a few calls."""
 
 FORMS = ("one_allocation", "two_tensors", "padded_pages", "offset")
 
@@ -24,11 +29,16 @@ class TorchCache:
     pages: Callable[[], np.ndarray]
 
 
+def resident_bytes() -> int:
+    """Memory of this process on the host."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def nested(rows: torch.Tensor) -> torch.Tensor:
     """The same numbers as a tensor that torch keeps in another way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which says that these are a prototype
-        return torch.nested.nested_tensor([*rows], layout=torch.jagged)
+        return torch.nested.nested_tensor([*rows])
 
 
 def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndarray:

@@ -43,7 +43,6 @@ def write_plan(
     refuse_gradient(key=key, value=value)
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    check_tensors(**tensors, slot_mapping=slot_mapping, **scales)
     check_devices(**tensors, slot_mapping=slot_mapping, **scales)
     plan = _write_plan(
         Facts.of(key_cache),
@@ -88,7 +87,6 @@ def gather_plan(
     """
     tensors = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    check_tensors(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
     check_devices(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
     plan = _gather_plan(
         Facts.of(key_cache),

@@ -19,7 +19,7 @@ import torch
 import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dlpack, launch
-from kvjax_torch.arguments import gather_plan, write_plan
+from kvjax_torch.arguments import check_tensors, gather_plan, write_plan
 
 MIN_COMPUTE_CAPABILITY = 9
 
@@ -109,8 +109,12 @@ def write(
             v_scale.dtype,
             v_scale.stride(),
         )
-    except (IndexError, RuntimeError):  # too few dimensions, or no memory of its own: the checks will say which
-        kind, addresses = None, (0, 0, 0, 0, 0, 0, 0)
+    except IndexError:  # too few dimensions, which the checks will say
+        kind = None
+    except RuntimeError:  # no address or no shape, as of sparse and nested tensors
+        check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+        check_tensors(k_scale=k_scale, v_scale=v_scale)
+        raise
     if (
         kind is not None
         and 0 < num_tokens <= key_shape[0]
@@ -138,7 +142,7 @@ def write(
     with _one_at_a_time:
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
     slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-    is_taken_as_it_comes = kind is not None and has_one_scale and others_taken == [*addresses[1:]]
+    is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
     is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
     launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
     # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
