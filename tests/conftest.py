@@ -26,6 +26,11 @@ if not _has_nvidia_driver():
 # Each process of the tests would take most of a GPU's memory for itself, though several run side by side.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Set before torch is imported. Several processes with as many threads of torch's as there are cores wait for each
+    # other: on two cores, three take ten times as long as with one thread each.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The first call of a jitted function compiles; a deadline would measure that.
 hypothesis.settings.register_profile("kvjax", deadline=None)
 hypothesis.settings.load_profile("kvjax")

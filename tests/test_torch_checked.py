@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_helpers import capture  # noqa: E402
+
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheValueError, UnsupportedError  # noqa: E402
@@ -112,7 +114,7 @@ def test_under_capture_there_is_nothing_to_wait_for():
 
     run()
     torch.cuda.synchronize()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), kvjax.checked():
+    with capture(torch.cuda.CUDAGraph()), kvjax.checked():
         with pytest.raises(
             UnsupportedError, match=r"kvjax\.checked\(\) reads \w+ on the host.*kvjax\.checked\(False\)"
         ):

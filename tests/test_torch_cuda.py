@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
-from torch_helpers import A_WHILE, resident_bytes  # noqa: E402
+from torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
@@ -217,7 +217,7 @@ def test_a_graph_of_32_layers_replays_with_what_is_then_in_the_buffers(dtype: st
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
     write(rows[0], caches[0], slots, dtype, scales)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         for layer_rows, cache in zip(rows, caches, strict=True):
             write(layer_rows, cache, slots, dtype, scales)
     for cache in caches:
@@ -238,7 +238,7 @@ def test_a_gather_is_recorded_too():
     arguments = (cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *scales)
     kvjax_torch.gather_kv(*arguments)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         keys, values = kvjax_torch.gather_kv(*arguments)
     write(new_rows(320, 8), cache, torch.arange(320, device="cuda"), "nvfp4")
     lengths.fill_(287)
@@ -298,7 +298,7 @@ def test_a_thread_may_write_while_another_captures(either_path):
     try:
         x = torch.zeros(100, device="cuda")
         for _ in range(20):
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with capture(torch.cuda.CUDAGraph()):
                 before = num_writes
                 for _ in range(50):
                     x += 1
@@ -390,6 +390,42 @@ assert torch.cuda.current_device() == 0, torch.cuda.current_device()
 
 def test_torchs_current_gpu_stays_when_jax_starts():
     subprocess.run([sys.executable, "-c", STARTS_JAX], check=True)
+
+
+RECORDS = """
+import sys, time, torch, kvjax_torch
+from jax._src import xla_bridge
+
+mode, jax_computes = sys.argv[1], sys.argv[2] == "True"
+cache = torch.zeros(4, 2, 16, 8, 72, dtype=torch.uint8, device="cuda")
+rows = torch.randn(48, 3, 8, 128, dtype=torch.bfloat16, device="cuda")
+slots, scale = torch.arange(48, device="cuda"), torch.tensor(0.02, device="cuda")
+
+def call():
+    halves = cache[:, 0], cache[:, 1]
+    kvjax_torch.reshape_and_cache_flash(rows[:, 1], rows[:, 2], *halves, slots, "nvfp4", scale, scale)
+    return kvjax_torch.gather_kv(*halves, slots[:3, None], slots[:3] + 1, "nvfp4", scale, scale)[0]
+
+call()
+expected = cache.clone()
+assert not xla_bridge.backends_are_initialized(), "launching a kernel has started JAX"
+lent = kvjax_torch.to_jax(torch.ones(64, device="cuda")) if jax_computes else None
+cache.zero_()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode=mode):
+    read = call()
+    time.sleep(11)
+    call()
+graph.replay()
+assert torch.equal(cache, expected) and torch.equal(read, call())
+assert not jax_computes or (lent + 1).sum() == 128
+"""
+
+
+@pytest.mark.parametrize(("mode", "jax_computes"), [("global", False), ("thread_local", True)])
+def test_a_capture_may_take_its_time(mode: str, jax_computes: bool):
+    """JAX looks at its streams every five seconds, which CUDA forbids during a capture in its global mode."""
+    subprocess.run([sys.executable, "-c", RECORDS, mode, str(jax_computes)], check=True)
 
 
 def test_ten_thousand_calls_leave_no_memory_behind(either_path):
@@ -520,7 +556,7 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
 
 
 def record(call: Callable[[], None]) -> None:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with capture(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
         call()
 

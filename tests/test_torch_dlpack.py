@@ -21,7 +21,7 @@ from helpers import simple_spec  # noqa: E402
 from torch_helpers import random_pages, torch_cache  # noqa: E402
 
 from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import dlpack, driver  # noqa: E402
+from kvjax_torch import dlpack  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 
@@ -395,8 +395,7 @@ class Event:
     def wait(self, stream: tuple[int, int]) -> None:
         self.order.append(("wait", stream))
 
-    def query(self, apart_from_captures: bool = False) -> bool:
-        assert apart_from_captures
+    def query(self) -> bool:
         what, (handle, _) = self.order[-1]
         return what == "record" and handle in IDLE
 
@@ -416,7 +415,6 @@ def event(monkeypatch) -> Event:
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
-    monkeypatch.setattr(dlpack, "apart_from_captures", lambda ask: ask(True))
     yield event
     dlpack._stream.cache_clear()
 
@@ -541,20 +539,3 @@ def late_rows(spec: AttentionSpec, size: int, start: int) -> torch.Tensor:
     flat = torch.zeros(5 * spec.num_kv_heads * size + 256, dtype=torch.bfloat16)
     first = (-flat.data_ptr() % 256 + start) // 2
     return flat[first:][: 5 * spec.num_kv_heads * size].view(5, spec.num_kv_heads, size)
-
-
-def test_a_thread_asks_as_one_that_answers_for_itself_and_is_then_as_before(monkeypatch):
-    modes = [0]
-
-    def exchange(name, mode):
-        assert name == "cuThreadExchangeStreamCaptureMode"
-        modes.append(mode._obj.value)
-        mode._obj.value = modes[-2]
-
-    monkeypatch.setattr(driver, "call", exchange)
-    for answer in (True, False):
-        assert driver.apart_from_captures(lambda answer=answer: (modes[-1] == 1) and answer) is answer
-        assert modes[-1] == 0
-    with pytest.raises(ZeroDivisionError):
-        driver.apart_from_captures(lambda: 1 / 0)
-    assert modes[-1] == 0

@@ -5,7 +5,6 @@ No GPU is asked: what would be launched on one is written down instead. `test_to
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from torch_helpers import nested  # noqa: E402
 
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, dlpack, launch, ops  # noqa: E402
+from kvjax_torch import calls, cuda, dlpack, ops  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -395,28 +394,6 @@ def test_what_the_last_token_of_each_slot_was_is_not_known_to_jax(jax_recorder: 
         assert jax_recorder.planned - planned_before == planned_for
 
 
-@pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])
-def test_host_code_is_called_as_jaxlib_has_it(jaxlib: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    """With function, stream and list; since 0.12 with the compiled kernel before them and the device behind."""
-    called = []
-    pointer, entries = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
-    types = [pointer, pointer, entries] if jaxlib < (0, 12) else [pointer, pointer, pointer, entries, ctypes.c_int]
-
-    def host_code(*args: Any) -> None:
-        called.append([args[types.index(entries)][1] if i == types.index(entries) else x for i, x in enumerate(args)])
-
-    callback = ctypes.CFUNCTYPE(None, *types)(host_code)
-    compiled = (ctypes.c_void_p * 3)(0x10, ctypes.cast(callback, ctypes.c_void_p), 0x30)
-    monkeypatch.setattr(launch, "_JAXLIB", jaxlib)
-    launch._launcher(compiled, 5)(0x20, launch.struct.pack("=2Q", 7, 9))
-    assert called == [[0x10, 0x20, 9] if jaxlib < (0, 12) else [0x30, 0x10, 0x20, 9, 5]]
-
-
-def test_a_module_of_another_form_is_not_launched():
-    with pytest.raises(launch.LaunchUnavailableError), launch._expecting_this_form():
-        launch.given_integers(b"garbage", 3)
-
-
 def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):
     """A graph may read it: it is never replaced."""
     monkeypatch.setattr(ops, "_constants", {})
@@ -426,15 +403,3 @@ def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):
     for same in (1, np.float64(1), 1.0):
         assert ops._as_tensor("k_scale", same, cache) is first
     assert ops._as_tensor("k_scale", 2, cache).item() == 2
-
-
-def test_the_list_that_a_launch_is_given(monkeypatch: pytest.MonkeyPatch):
-    """The kernel's entries and then the number of programs, on torch's stream."""
-    given = []
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(launch._thread, "has_context", True, raising=False)
-    pack = launch.struct.Struct("=4Q").pack
-    kernel = launch.Kernel(3, None, lambda stream, packed: given.append((stream, packed)), pack)
-    kernel((7 | 9 << 32, 1 << 47, 5), 11)
-    assert given == [(1003, np.array([7 | 9 << 32, 1 << 47, 5, 11], np.uint64).tobytes())]

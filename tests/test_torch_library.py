@@ -16,6 +16,9 @@ from torch.utils import _triton  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 
+# Of the compiler's own imports: whichever test here comes first to a process of the tests makes them.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 CACHES = {
     "auto": ((4, 2, 8, 2, 64), torch.bfloat16),
     "fp8": ((4, 2, 8, 2, 64), torch.float8_e4m3fn),
@@ -109,7 +112,6 @@ def skip_where_inductor_cannot_compile_for(device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", "auto"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4")])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what would be faster on a GPU
 def test_compiled_code_writes_and_reads_what_eager_code_does(backend: str, dtype: str, device: str):
     if backend == "inductor":

@@ -29,6 +29,11 @@ class TorchCache:
     pages: Callable[[], np.ndarray]
 
 
+def capture(graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    """Records into `graph`, in the mode that a process needs where JAX computes on the GPU too."""
+    return torch.cuda.graph(graph, capture_error_mode="thread_local")
+
+
 def resident_bytes() -> int:
     """Memory of this process on the host."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -26,7 +26,7 @@ import torch
 
 from kvjax import UnsupportedError, kernels
 from kvjax_torch.calls import Call
-from kvjax_torch.driver import apart_from_captures, start_jax
+from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
 
 _KEPT = 4096
@@ -236,7 +236,7 @@ class _Signal(_Lent):
         """An array that is there when torch's stream has come so far."""
         # It often has, where the GPU waits for the host. To ask the stream itself would not do: the default one has to
         # wait for others, but only its next work does, of which it knows nothing yet.
-        if apart_from_captures(self._event.query):
+        if self._event.query():
             if self._given is None or self._given.is_deleted():
                 self._given = jax.dlpack.from_dlpack(_Lent(self._tensor), copy=False)
             return self._given

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
-
-_THREAD_LOCAL = 1
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 @functools.cache
@@ -45,20 +42,6 @@ def unchanged_context() -> Iterator[None]:
         yield
     finally:
         make_current(before)
-
-
-def apart_from_captures(ask: Callable[[], bool]) -> bool:
-    """What `ask` returns, which may ask whether an event of this thread's has passed.
-
-    While another thread captures a graph, CUDA forbids that to all threads, and gives up the capture, unless this one
-    says that it answers for itself.
-    """
-    mode = ctypes.c_int(_THREAD_LOCAL)
-    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-    try:
-        return ask()
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # which is now what it was before
 
 
 @functools.cache

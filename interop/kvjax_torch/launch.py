@@ -7,6 +7,9 @@ take for granted that they are multiples of 256, as JAX's are, but torch's tenso
 addresses too. So a kernel serves every call of its kind, and a launch is one call into compiled code: nothing is
 allocated, copied, or waited for, so that `torch.cuda.graph` records it like any other kernel.
 
+JAX is not started for that. Started, it would look at its streams on the GPU every five seconds, which ends whatever
+`torch.cuda.graph` is capturing in CUDA's global mode; and in a process that torch alone computes in, it is of no use.
+
 `MosaicGpuCompile` and the form of what JAX hands to it are no public interface. What this module needs of them is
 looked for when a kernel is compiled; where it is missing, `LaunchUnavailableError` is raised.
 """
@@ -22,6 +25,7 @@ import importlib.metadata
 import io
 import struct
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +37,10 @@ from kvjax_torch import driver
 
 try:
     from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
     from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+
+    mosaic: Any = importlib.import_module("jax.experimental.mosaic.gpu.core")
 except ImportError as error:
     _MISSING: ImportError | None = error
 else:
@@ -104,7 +111,6 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     context = driver.primary_context(index)
-    driver.start_jax()
     with _compile_lock, driver.unchanged_context():
         lowered = _lower(function, args, _Target.of(device))
         with _expecting_this_form():
@@ -145,8 +151,34 @@ def _expecting_this_form() -> Iterator[None]:
 def _lower(function: Callable[..., Any], args: Sequence[Any], target: _Target) -> Any:
     with _expecting_this_form():
         mesh = AbstractMesh((), (), abstract_device=target)
-    with use_abstract_mesh(mesh):
+    with use_abstract_mesh(mesh), _without_starting_jax():
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _without_starting_jax() -> Iterator[None]:
+    """Has what asks for a device while it lowers find one of the host's, and start no backend to look for it.
+
+    Of that device nothing is used. Mosaic GPU asks `jax.local_devices` how much shared memory there is, and takes it to
+    be 227 KiB where a device does not say, which is what all that kvjax's kernels run on have.
+    """
+    host = _host_device()
+    seen_by_mosaic = types.SimpleNamespace(**{**vars(jax), "local_devices": lambda: [host]})
+    mosaic.jax = seen_by_mosaic
+    try:
+        with jax.default_device(host):
+            yield
+    finally:
+        mosaic.jax = jax
+
+
+@functools.cache
+def _host_device() -> jax.Device:
+    """A device of a client that JAX does not know."""
+    with _expecting_this_form():
+        client: Any = xla_client.make_cpu_client()
+        device: jax.Device = client.local_devices()[0]
+    return device
 
 
 def _kernel_module(lowered: Any) -> bytes:

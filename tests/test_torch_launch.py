@@ -1,0 +1,87 @@
+"""Launching kernels from torch: what is private to JAX, and what a launch is given. `test_torch_cuda.py` launches.
+
+`test_kernels_any_count.py` compiles the kernels for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jax  # noqa: E402
+
+from kvjax_torch import launch  # noqa: E402
+
+LOWERS = """
+import numpy, torch
+from jax._src import xla_bridge
+from kvjax import FullAttentionSpec, KVCacheDType, kernels
+from kvjax_torch import launch
+
+spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=KVCacheDType.NVFP4)
+keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
+rows = kernels.RowMemory(numpy.dtype("float32"), 128, 16)
+write = kernels.write_kernel(spec, (rows, rows), (keys, values), numpy.dtype("int64"), (1, 1), unique_slots=True)
+lowered = launch._lower(write.function, write.args, launch._Target("NVIDIA H200", "9.0"))
+assert launch.given_integers(launch._kernel_module(lowered), len(write.args))
+assert not xla_bridge.backends_are_initialized()
+
+import jax
+assert (jax.numpy.ones(3) + 1).sum() == 6
+assert xla_bridge.backends_are_initialized()
+"""
+
+
+def test_jax_is_not_started_to_lower_a_kernel_and_can_be_later():
+    subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True)
+
+
+def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
+    with launch._without_starting_jax():
+        assert launch.mosaic.jax.local_devices() == [launch._host_device()]
+        assert launch.mosaic.jax.jit is jax.jit
+    assert launch.mosaic.jax is jax
+    with pytest.raises(ZeroDivisionError), launch._without_starting_jax():
+        raise ZeroDivisionError
+    assert launch.mosaic.jax is jax
+
+
+@pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])
+def test_host_code_is_called_as_jaxlib_has_it(jaxlib: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """With function, stream and list; since 0.12 with the compiled kernel before them and the device behind."""
+    called = []
+    pointer, entries = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
+    types = [pointer, pointer, entries] if jaxlib < (0, 12) else [pointer, pointer, pointer, entries, ctypes.c_int]
+
+    def host_code(*args: Any) -> None:
+        called.append([args[types.index(entries)][1] if i == types.index(entries) else x for i, x in enumerate(args)])
+
+    callback = ctypes.CFUNCTYPE(None, *types)(host_code)
+    compiled = (ctypes.c_void_p * 3)(0x10, ctypes.cast(callback, ctypes.c_void_p), 0x30)
+    monkeypatch.setattr(launch, "_JAXLIB", jaxlib)
+    launch._launcher(compiled, 5)(0x20, launch.struct.pack("=2Q", 7, 9))
+    assert called == [[0x10, 0x20, 9] if jaxlib < (0, 12) else [0x30, 0x10, 0x20, 9, 5]]
+
+
+def test_a_module_of_another_form_is_not_launched():
+    with pytest.raises(launch.LaunchUnavailableError), launch._expecting_this_form():
+        launch.given_integers(b"garbage", 3)
+
+
+def test_the_list_that_a_launch_is_given(monkeypatch: pytest.MonkeyPatch):
+    """The kernel's entries and then the number of programs, on torch's stream."""
+    given = []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(launch._thread, "has_context", True, raising=False)
+    pack = launch.struct.Struct("=4Q").pack
+    kernel = launch.Kernel(3, None, lambda stream, packed: given.append((stream, packed)), pack)
+    kernel((7 | 9 << 32, 1 << 47, 5), 11)
+    assert given == [(1003, np.array([7 | 9 << 32, 1 << 47, 5, 11], np.uint64).tobytes())]
