@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import types
 from unittest import mock
 
@@ -97,7 +98,7 @@ class Host:
         monkeypatch.setattr(dlpack._Loans, "signal", Signal())
         monkeypatch.setattr(dlpack, "_loans", {})
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
-        monkeypatch.setattr(dlpack._Form, "view", lambda *rows: self.view(*rows))
+        monkeypatch.setattr(dlpack, "_bytes_at", self.bytes_at)
         monkeypatch.setattr(torch.cuda, "device", self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
@@ -107,9 +108,9 @@ class Host:
         self.devices.add(device)
         return contextlib.nullcontext()
 
-    def view(self, form, address, rows, device):
+    def bytes_at(self, address, nbytes, device):
         self.devices.add(device)
-        return view(form, address, rows)
+        return bytes_at(address, nbytes)
 
     def borrow(self, lent, copy):
         assert copy is False
@@ -136,9 +137,8 @@ class Host:
         return results
 
 
-def view(form, address, rows):
-    memory = (ctypes.c_uint8 * (rows * form.row_bytes)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(form.dtype).view(rows, *form.shape)
+def bytes_at(address, nbytes):
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -349,6 +349,21 @@ def test_nothing_is_left_for_the_end_of_python(host, tensors):
     assert dlpack._loans == {}
 
 
+def test_python_ends_when_jax_has_given_everything_back():
+    lent = [dlpack._Memory(256, 4)]
+    threading.Timer(0.2, lent.clear).start()
+    dlpack._give_back()
+    assert lent == []
+    assert not dlpack._lent
+
+
+def test_python_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(dlpack, "_LONGEST_END", 0.1)
+    lent = dlpack._Memory(256, 4)
+    dlpack._give_back()
+    assert [*dlpack._lent] == [lent]
+
+
 def test_torch_waits_for_what_runs_though_its_results_cannot_be_looked_at(host, tensors, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
@@ -413,6 +428,7 @@ def event(monkeypatch) -> Event:
 
     event, on_host = Event(), memory(1, torch.int32)
     monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(dlpack, "_bytes_at", lambda address, nbytes, device: bytes_at(address, nbytes))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
     yield event

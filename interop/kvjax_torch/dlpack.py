@@ -18,6 +18,8 @@ import atexit
 import contextlib
 import functools
 import math
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +38,9 @@ _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 """Options of JAX under which nothing is donated, or results are read, on the host, and arguments used again."""
 
 _ALIGNMENT = kernels.BASE_ALIGNMENT
+
+_LONGEST_END = 10
+"""Seconds at most that the end of Python waits for JAX to give back what it has borrowed."""
 
 _LEGACY_STREAM = 1
 """What the protocol calls CUDA's default stream, which torch calls 0."""
@@ -122,7 +127,7 @@ _loans: dict[int, _Loans] = {}
 
 @atexit.register
 def _give_back() -> None:
-    """Drops all arrays while Python still runs: torch takes its tensors back in Python, whatever thread drops them."""
+    """Has JAX give back all tensors while Python still runs, in which torch takes them, on whatever thread that is."""
     for loans in list(_loans.values()):
         for memory in list(loans.borrowed.values()):
             if memory.array is not None and not memory.array.is_deleted():
@@ -130,6 +135,10 @@ def _give_back() -> None:
                     memory.array.block_until_ready()
         loans.drop()
     _loans.clear()
+    # A program has what it reads until some time after it has ended, which a thread of JAX's learns in its own time.
+    end = time.monotonic() + _LONGEST_END
+    while _lent and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _check_can_run() -> None:
@@ -220,7 +229,8 @@ class _Signal(_Lent):
     """
 
     def __init__(self, device: int) -> None:
-        super().__init__(torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device)))
+        self._owner = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        super().__init__(_bytes_at(self._owner.data_ptr(), self._owner.nbytes, device).view(torch.int32))
         # JAX gives the tensor back on a thread of its own. Were Python alone left to hold it, that would take Python's
         # lock, which the next call wants. So a capsule holds it too.
         self._held = super().__dlpack__()
@@ -265,6 +275,15 @@ class _Memory:
             "typestr": "|u1",
             "version": 3,
         }
+        _lent.add(self)
+
+
+_lent: weakref.WeakSet[_Memory] = weakref.WeakSet()
+"""What tensors that torch has not got back lie over."""
+
+
+def _bytes_at(address: int, nbytes: int, device: int) -> torch.Tensor:
+    return torch.as_tensor(_Memory(address, nbytes), device=torch.device("cuda", device))
 
 
 class _Form(NamedTuple):
@@ -298,8 +317,7 @@ class _Form(NamedTuple):
 
     def view(self, address: int, rows: int, device: int) -> torch.Tensor:
         """Rows that begin at an address."""
-        memory = torch.as_tensor(_Memory(address, rows * self.row_bytes), device=torch.device("cuda", device))
-        return memory.view(self.dtype).view(rows, *self.shape)
+        return _bytes_at(address, rows * self.row_bytes, device).view(self.dtype).view(rows, *self.shape)
 
 
 @functools.lru_cache(maxsize=1024)
