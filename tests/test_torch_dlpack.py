@@ -10,6 +10,7 @@ import ctypes
 import functools
 import threading
 import types
+import weakref
 from unittest import mock
 
 import pytest
@@ -61,7 +62,7 @@ class Result:
 
     def __init__(self, array: jax.Array, waited: list[tuple[int, int]]) -> None:
         self.array, self.waited = array, waited
-        self.is_deleted, self.delete = array.is_deleted, array.delete
+        self.is_deleted, self.delete, self.block_until_ready = array.is_deleted, array.delete, array.block_until_ready
 
     def unsafe_buffer_pointer(self) -> int:
         return self.array.unsafe_buffer_pointer()
@@ -97,6 +98,7 @@ class Host:
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
         monkeypatch.setattr(dlpack._Loans, "signal", Signal())
         monkeypatch.setattr(dlpack, "_loans", {})
+        monkeypatch.setattr(dlpack, "_lent", weakref.WeakSet())
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
         monkeypatch.setattr(dlpack, "_bytes_at", self.bytes_at)
         monkeypatch.setattr(torch.cuda, "device", self.current)
@@ -110,14 +112,15 @@ class Host:
 
     def bytes_at(self, address, nbytes, device):
         self.devices.add(device)
-        return bytes_at(address, nbytes)
+        return bytes_at(address, nbytes, device)
 
     def borrow(self, lent, copy):
         assert copy is False
         self.borrowed.append(lent._tensor.data_ptr())
         return self.from_dlpack(lent, copy=False)
 
-    def program(self, numbers, amount, signal, *arrays):
+    def program(self, numbers, amount, *arrays):
+        *arrays, signal = arrays
         assert amount == 2
         assert signal == self.stream
         self.numbers.append(numbers)
@@ -137,8 +140,13 @@ class Host:
         return results
 
 
-def bytes_at(address, nbytes):
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+def bytes_at(address, nbytes, _):
+    class Bytes(ctypes.c_uint8 * nbytes):
+        memory: dlpack._Memory
+
+    held = Bytes.from_address(address)
+    held.memory = dlpack._Memory(address, nbytes)
+    return torch.frombuffer(held, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -326,30 +334,32 @@ def test_no_more_than_so_many_runs_are_known(host, tensors, monkeypatch):
     assert host.borrowed == addresses(tensors)  # which is not forgotten with them
 
 
-def test_nothing_is_left_for_the_end_of_python(host, tensors):
+def test_python_ends_when_every_program_has_ended(host, tensors):
     for device in range(2):
         host.stream = STREAM + device
         dlpack.run(call(*tensors, device=device), known_as="call")
-    waited = []
+    ended = []
 
     def wait(number):
-        waited.append(number)
+        ended.append(("wait", number))
         raise jax.errors.JaxRuntimeError("its program failed, and its caller was told")
 
     every = list(dlpack._loans.values())
     for i, memory in enumerate(memory for loans in every for memory in loans.borrowed.values()):
         memory.array = types.SimpleNamespace(
-            is_deleted=lambda i=i: i % 5 == 0, block_until_ready=functools.partial(wait, i)
+            is_deleted=lambda i=i: i % 5 == 0,
+            block_until_ready=functools.partial(wait, i),
+            delete=functools.partial(ended.append, ("delete", i)),
         )
         if i % 5 == 1:
             memory.array = None  # given away
     dlpack._give_back()
-    assert waited == [2, 3, 4, 7, 8, 9]
+    assert ended == [(what, i) for i in (7, 8, 9, 2, 3, 4) for what in ("wait", "delete")]
     assert [(loans.runs, loans.borrowed) for loans in every] == [({}, {})] * 2
     assert dlpack._loans == {}
 
 
-def test_python_ends_when_jax_has_given_everything_back():
+def test_python_ends_when_jax_has_given_everything_back(host):
     lent = [dlpack._Memory(256, 4)]
     threading.Timer(0.2, lent.clear).start()
     dlpack._give_back()
@@ -357,11 +367,27 @@ def test_python_ends_when_jax_has_given_everything_back():
     assert not dlpack._lent
 
 
-def test_python_does_not_wait_for_ever(monkeypatch):
+def test_python_does_not_wait_for_ever(host, monkeypatch):
     monkeypatch.setattr(dlpack, "_LONGEST_END", 0.1)
     lent = dlpack._Memory(256, 4)
     dlpack._give_back()
     assert [*dlpack._lent] == [lent]
+
+
+def test_what_still_refers_to_a_run_does_not_keep_python(host, tensors, signal, monkeypatch):
+    """As the traceback of an error does, or the function that waits."""
+    dlpack.run(call(*tensors), known_as="call")
+    loans = dlpack._loans[0]
+    vars(loans)["signal"] = signal
+    signal.mark(30)
+    signal.after()
+    held = [loans.runs["call"], *loans.borrowed.values()]
+    assert len(dlpack._lent) == 1 + len(loans.borrowed)
+    never = types.SimpleNamespace(sleep=lambda _: pytest.fail("JAX has not given everything back"), monotonic=lambda: 0)
+    monkeypatch.setattr(dlpack, "time", never)
+    dlpack._give_back()
+    assert not dlpack._lent
+    del held
 
 
 def test_torch_waits_for_what_runs_though_its_results_cannot_be_looked_at(host, tensors, monkeypatch):
@@ -379,9 +405,9 @@ def test_a_program_takes_a_signal_that_nobody_reads_and_arrays_of_which_it_write
     """Of a signal that it did not take, it would not wait for torch."""
     kernel = mock.Mock(written=(1,))
     kernel.with_numbers = lambda numbers, amount, read, written: [written + read + numbers[0] + amount]
-    arrays = [jax.ShapeDtypeStruct((size,), np.int32) for size in (1, 5, 5)]
+    arrays = [jax.ShapeDtypeStruct((size,), np.int32) for size in (5, 5, 1)]
     lowered = dlpack._program(kernel, (3,), 4).lower(*arrays)
-    signal, read, written = jax.tree.leaves(lowered.args_info)
+    read, written, signal = jax.tree.leaves(lowered.args_info)
     assert [signal.donated, read.donated, written.donated] == [False, False, True]
     header = next(line for line in lowered.as_text().splitlines() if "@main" in line)
     assert header.count("%arg") == 3
@@ -428,7 +454,7 @@ def event(monkeypatch) -> Event:
 
     event, on_host = Event(), memory(1, torch.int32)
     monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(dlpack, "_bytes_at", lambda address, nbytes, device: bytes_at(address, nbytes))
+    monkeypatch.setattr(dlpack, "_bytes_at", bytes_at)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda handle, device: (handle, device))
     yield event
@@ -509,13 +535,14 @@ def test_nothing_runs_on_an_array_between_two_units(host, tensors, monkeypatch):
 
 def traced(call: Call) -> None:
     """Traces what runs a call of tensors that begin where they do; results begin where they would on a GPU."""
-    numbers, arrays = list(call.counts), [jax.ShapeDtypeStruct((1,), np.int32)]
+    numbers, arrays = list(call.counts), []
     for tensor, argument, form in zip(call.tensors, call.kernel.arguments, dlpack._forms(call.kernel), strict=True):
         is_result = form.unit == kernels.BASE_ALIGNMENT
         _, rows, beginning = (0, tensor.nbytes // form.row_bytes, 0) if is_result else form.place(tensor)
         numbers.append(beginning)
         arrays.append(jax.ShapeDtypeStruct((rows, *argument.array.shape[1:]), argument.array.dtype))
-    dlpack._program(call.kernel, tuple(numbers), call.amount).trace(*arrays)
+    signal = jax.ShapeDtypeStruct((1,), np.int32)
+    dlpack._program(call.kernel, tuple(numbers), call.amount).trace(*arrays, signal)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "NHD-diffkv", "HND-diffkv"])

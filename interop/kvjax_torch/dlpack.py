@@ -39,8 +39,8 @@ _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 
 _ALIGNMENT = kernels.BASE_ALIGNMENT
 
-_LONGEST_END = 10
-"""Seconds at most that the end of Python waits for JAX to give back what it has borrowed."""
+_LONGEST_END = 2
+"""Seconds at most that the end of Python waits, when programs have ended, for JAX to give back what they were given."""
 
 _LEGACY_STREAM = 1
 """What the protocol calls CUDA's default stream, which torch calls 0."""
@@ -121,21 +121,28 @@ class _Loans:
         self.runs.clear()
         self.borrowed.clear()
 
+    def end(self) -> None:
+        """Waits for every program and has JAX give everything back, whoever may hold it; nothing runs afterwards."""
+        arrays = [memory.array for memory in self.borrowed.values()]
+        if (signal := vars(self).pop("signal", None)) is not None:
+            arrays.append(signal.end())
+        self.drop()
+        for array in arrays:
+            if array is not None and not array.is_deleted():
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    array.block_until_ready()
+                array.delete()
+
 
 _loans: dict[int, _Loans] = {}
 
 
 @atexit.register
 def _give_back() -> None:
-    """Has JAX give back all tensors while Python still runs, in which torch takes them, on whatever thread that is."""
-    for loans in list(_loans.values()):
-        for memory in list(loans.borrowed.values()):
-            if memory.array is not None and not memory.array.is_deleted():
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    memory.array.block_until_ready()
-        loans.drop()
-    _loans.clear()
-    # A program has what it reads until some time after it has ended, which a thread of JAX's learns in its own time.
+    """Has JAX give back everything while Python still runs: torch takes it back in Python, on a thread of JAX's."""
+    while _loans:
+        _loans.popitem()[1].end()
+    # JAX has what a program reads until that thread has learnt that the program has ended.
     end = time.monotonic() + _LONGEST_END
     while _lent and time.monotonic() < end:
         time.sleep(0.001)
@@ -155,7 +162,7 @@ class _Run(NamedTuple):
 
     Attributes:
       loans: of the GPU that it runs on.
-      program: what JAX runs; takes a signal and the arrays, and returns those that it has written.
+      program: what JAX runs; takes the arrays and a signal, and returns those that it has written.
       memory: of its arrays.
       written: which of them it writes.
     """
@@ -170,11 +177,8 @@ class _Run(NamedTuple):
             _check_can_run()
             stream = torch._C._cuda_getCurrentRawStream(self.loans.device)
             self.loans.signal.mark(stream)  # early, to have passed by the time that it is asked for
-            arrays = [memory.borrow() for memory in self.memory]
             written = [self.memory[i] for i in self.written]
-            for memory in written:
-                memory.array = None
-            results = self.program(self.loans.signal.after(), *arrays)
+            results = self.program(*self._arrays(written), self.loans.signal.after())
             try:
                 for memory, result in zip(written, results, strict=True):
                     if (address := result.unsafe_buffer_pointer()) != memory.address:
@@ -187,6 +191,12 @@ class _Run(NamedTuple):
                 results[-1].__dlpack__(stream=stream or _LEGACY_STREAM)  # type: ignore[call-arg]
         for memory, result in zip(written, results, strict=True):
             memory.array = result  # and not before: what failed is not to be used again
+
+    def _arrays(self, given_away: list[_Borrowed]) -> list[jax.Array]:
+        arrays = [memory.borrow() for memory in self.memory]
+        for memory in given_away:
+            memory.array = None
+        return arrays
 
 
 class _Borrowed:
@@ -237,6 +247,11 @@ class _Signal(_Lent):
         self._index = device
         self._event = torch.cuda.Event()
         self._given: jax.Array | None = None
+
+    def end(self) -> jax.Array | None:
+        """Lets go of the tensor, which is not lent again, and returns the array that JAX still has of it."""
+        del self._tensor, self._held
+        return self._given
 
     def mark(self, stream: int) -> None:
         """Notes how far torch's stream has to come, for `after`."""
@@ -327,10 +342,10 @@ def _forms(kernel: kernels.AnyCount) -> list[_Form]:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _program(kernel: kernels.AnyCount, numbers: tuple[int, ...], amount: int) -> Callable[..., list[jax.Array]]:
-    """What runs a kernel with these numbers and this amount, given a signal and its arrays."""
+    """What runs a kernel with these numbers and this amount, given its arrays and a signal."""
 
-    def program(signal: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        del signal
+    def program(*given: jax.Array) -> list[jax.Array]:
+        *arrays, _ = given
         return kernel.with_numbers(numbers, amount, *arrays)
 
-    return jax.jit(program, donate_argnums=[1 + i for i in kernel.written], keep_unused=True)
+    return jax.jit(program, donate_argnums=kernel.written, keep_unused=True)
