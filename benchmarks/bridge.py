@@ -221,7 +221,7 @@ def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[st
 
 
 def has_gpu() -> bool:
-    """Whether torch has one. JAX is not asked, for that would start it before the first call does."""
+    """Whether torch has one. JAX is not asked, for that would start it, as no call does."""
     return torch.cuda.is_available()
 
 

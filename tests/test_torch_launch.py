@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
+from helpers import simple_spec  # noqa: E402
 
+from kvjax import KVCacheDType, kernels  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 
 LOWERS = """
@@ -29,7 +32,7 @@ spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=KVCa
 keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
 rows = kernels.RowMemory(numpy.dtype("float32"), 128, 16)
 write = kernels.write_kernel(spec, (rows, rows), (keys, values), numpy.dtype("int64"), (1, 1), unique_slots=True)
-lowered = launch._lower(write.function, write.args, launch._Target("NVIDIA H200", "9.0"))
+lowered = launch._lower(write.function, write.args, launch._Target("NVIDIA H200", "9.0", 232448))
 assert launch.given_integers(launch._kernel_module(lowered), len(write.args))
 assert not xla_bridge.backends_are_initialized()
 
@@ -44,13 +47,34 @@ def test_jax_is_not_started_to_lower_a_kernel_and_can_be_later():
 
 
 def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
-    with launch._without_starting_jax():
-        assert launch.mosaic.jax.local_devices() == [launch._host_device()]
+    target = launch._Target("NVIDIA H200", "9.0", 232448)
+    with launch._without_starting_jax(target):
+        assert launch.mosaic.jax.local_devices() == [target]
         assert launch.mosaic.jax.jit is jax.jit
     assert launch.mosaic.jax is jax
-    with pytest.raises(ZeroDivisionError), launch._without_starting_jax():
+    with pytest.raises(ZeroDivisionError), launch._without_starting_jax(target):
         raise ZeroDivisionError
     assert launch.mosaic.jax is jax
+
+
+def test_mosaic_is_told_of_the_gpu_that_it_lowers_for():
+    """Of none of JAX's: these kernels take no shared memory, which is more than this GPU has."""
+    spec = simple_spec(KVCacheDType.NVFP4)
+    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
+    gather = kernels.gather_kernel(spec, (keys, values), np.dtype(np.float32), (1, 1))
+    with pytest.raises(ValueError, match="exceeds available shared memory: smem_bytes=0 > max_smem_bytes=-1"):
+        launch._lower(gather.function, gather.args, launch._Target("NVIDIA H200", "9.0", -1))
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError])
+def test_without_a_client_of_the_host_nothing_is_launched(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    def make_cpu_client() -> None:
+        raise error("it is taken away")
+
+    monkeypatch.setattr(launch.xla_client, "make_cpu_client", make_cpu_client)
+    monkeypatch.setattr(launch, "_host_device", functools.cache(launch._host_device.__wrapped__))
+    with pytest.raises(launch.LaunchUnavailableError, match=r"has no client of the host.*it is taken away"):
+        launch._host_device()
 
 
 @pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,15 +17,20 @@ from torch.utils import _triton  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 
-# Of the compiler's own imports: whichever test here comes first to a process of the tests makes them.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 CACHES = {
     "auto": ((4, 2, 8, 2, 64), torch.bfloat16),
     "fp8": ((4, 2, 8, 2, 64), torch.float8_e4m3fn),
     "fp8_e5m2": ((4, 2, 8, 2, 64), torch.uint8),
     "nvfp4": ((4, 2, 8, 2, 36), torch.uint8),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def import_the_compiler() -> None:
+    """With the warnings of its own imports, which are not what the first test is about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
 
 
 def new_cache(dtype: str, device: str) -> torch.Tensor:
@@ -112,6 +118,7 @@ def skip_where_inductor_cannot_compile_for(device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", "auto"), ("aot_eager", "nvfp4"), ("inductor", "nvfp4")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what would be faster on a GPU
 def test_compiled_code_writes_and_reads_what_eager_code_does(backend: str, dtype: str, device: str):
     if backend == "inductor":

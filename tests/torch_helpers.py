@@ -30,7 +30,7 @@ class TorchCache:
 
 
 def capture(graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
-    """Records into `graph`, in the mode that a process needs where JAX computes on the GPU too."""
+    """Records into `graph`, in the mode that it takes where JAX has started."""
     return torch.cuda.graph(graph, capture_error_mode="thread_local")
 
 

@@ -7,8 +7,8 @@ take for granted that they are multiples of 256, as JAX's are, but torch's tenso
 addresses too. So a kernel serves every call of its kind, and a launch is one call into compiled code: nothing is
 allocated, copied, or waited for, so that `torch.cuda.graph` records it like any other kernel.
 
-JAX is not started for that. Started, it would look at its streams on the GPU every five seconds, which ends whatever
-`torch.cuda.graph` is capturing in CUDA's global mode; and in a process that torch alone computes in, it is of no use.
+JAX is not started for that. Once started it looks at its streams on the GPU every five seconds, which ends whatever
+`torch.cuda.graph` is capturing in CUDA's global mode; and where only torch computes on a GPU, JAX has no use for it.
 
 `MosaicGpuCompile` and the form of what JAX hands to it are no public interface. What this module needs of them is
 looked for when a kernel is compiled; where it is missing, `LaunchUnavailableError` is raised.
@@ -25,7 +25,6 @@ import importlib.metadata
 import io
 import struct
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -151,33 +150,49 @@ def _expecting_this_form() -> Iterator[None]:
 def _lower(function: Callable[..., Any], args: Sequence[Any], target: _Target) -> Any:
     with _expecting_this_form():
         mesh = AbstractMesh((), (), abstract_device=target)
-    with use_abstract_mesh(mesh), _without_starting_jax():
+    with use_abstract_mesh(mesh), _without_starting_jax(target):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 @contextlib.contextmanager
-def _without_starting_jax() -> Iterator[None]:
-    """Has what asks for a device while it lowers find one of the host's, and start no backend to look for it.
+def _without_starting_jax(target: _Target) -> Iterator[None]:
+    """Gives what asks for a device while it lowers one that is there without JAX having started.
 
-    Of that device nothing is used. Mosaic GPU asks `jax.local_devices` how much shared memory there is, and takes it to
-    be 227 KiB where a device does not say, which is what all that kvjax's kernels run on have.
+    `jit` wants any, and uses nothing of it. Mosaic GPU asks the first of `jax.local_devices` how much shared memory it
+    has. Whoever lowers another Mosaic kernel on another thread in the meantime is told of this GPU too. Should a later
+    JAX ask in another way, it starts.
     """
-    host = _host_device()
-    seen_by_mosaic = types.SimpleNamespace(**{**vars(jax), "local_devices": lambda: [host]})
-    mosaic.jax = seen_by_mosaic
+    mosaic.jax = _JaxOfOneDevice(target)
     try:
-        with jax.default_device(host):
+        with jax.default_device(_host_device()):
             yield
     finally:
         mosaic.jax = jax
 
 
+class _JaxOfOneDevice:
+    """The module `jax`, but for the devices."""
+
+    def __init__(self, target: _Target) -> None:
+        self._target = target
+
+    def local_devices(self, *_: Any, **__: Any) -> list[_Target]:
+        return [self._target]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
 @functools.cache
 def _host_device() -> jax.Device:
     """A device of a client that JAX does not know."""
-    with _expecting_this_form():
+    try:
         client: Any = xla_client.make_cpu_client()
         device: jax.Device = client.local_devices()[0]
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise LaunchUnavailableError(
+            f"JAX {jax.__version__} has no client of the host to lower with: {error}"
+        ) from error
     return device
 
 
@@ -202,13 +217,15 @@ class _Target:
 
     device_kind: str
     compute_capability: str
+    shared_memory_per_block_optin: int
     platform: str = "gpu"
     num_cores: int | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> _Target:
         properties = torch.cuda.get_device_properties(device)
-        return cls(properties.name, f"{properties.major}.{properties.minor}")
+        capability = f"{properties.major}.{properties.minor}"
+        return cls(properties.name, capability, properties.shared_memory_per_block_optin)
 
 
 def given_integers(serialized: bytes, num_args: int) -> bytes:
