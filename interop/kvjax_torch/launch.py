@@ -156,11 +156,11 @@ def _lower(function: Callable[..., Any], args: Sequence[Any], target: _Target) -
 
 @contextlib.contextmanager
 def _without_starting_jax(target: _Target) -> Iterator[None]:
-    """Gives what asks for a device while it lowers one that is there without JAX having started.
+    """Answers those who ask JAX for a device while a kernel is lowered, for which JAX would start.
 
-    `jit` wants any, and uses nothing of it. Mosaic GPU asks the first of `jax.local_devices` how much shared memory it
-    has. Whoever lowers another Mosaic kernel on another thread in the meantime is told of this GPU too. Should a later
-    JAX ask in another way, it starts.
+    `jit` wants any device, and uses nothing of it. Mosaic GPU asks the first of `jax.local_devices` how much shared
+    memory it has; so does, and is told of this GPU, who lowers another Mosaic kernel on another thread in the meantime.
+    A later JAX that asks in other ways starts, and kernels are launched all the same.
     """
     mosaic.jax = _JaxOfOneDevice(target)
     try:
