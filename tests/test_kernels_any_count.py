@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_count import BFLOAT16, gather_kernel, page_memory, write_kernel
 from gpu_compile import TARGETS, compile_for, why_not
 from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
@@ -19,27 +20,8 @@ from interpret_mode import interpret_mode
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
 from kvjax.kernels import write
 
-BFLOAT16 = np.dtype(jnp.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 NUM_BLOCKS = 3
-
-
-def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
-    return keys, values
-
-
-def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
-    rows = [
-        kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
-    ]
-    return kernels.write_kernel(
-        spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1), unique_slots=unique_slots
-    )
-
-
-def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
-    return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
 
 
 def call_write(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array, unique_slots: bool) -> list[jax.Array]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,21 +18,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
+from any_count import gather_kernel  # noqa: E402
 from helpers import simple_spec  # noqa: E402
 
-from kvjax import KVCacheDType, kernels  # noqa: E402
+from kvjax import KVCacheDType  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 
 LOWERS = """
-import numpy, torch
+from any_count import write_kernel
+from any_count import gather_kernel  # noqa: E402
+from helpers import simple_spec
 from jax._src import xla_bridge
-from kvjax import FullAttentionSpec, KVCacheDType, kernels
+from kvjax import KVCacheDType
 from kvjax_torch import launch
 
-spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=KVCacheDType.NVFP4)
-keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
-rows = kernels.RowMemory(numpy.dtype("float32"), 128, 16)
-write = kernels.write_kernel(spec, (rows, rows), (keys, values), numpy.dtype("int64"), (1, 1), unique_slots=True)
+write = write_kernel(simple_spec(KVCacheDType.NVFP4))
 lowered = launch._lower(write.function, write.args, launch._Target("NVIDIA H200", "9.0", 232448))
 assert launch.given_integers(launch._kernel_module(lowered), len(write.args))
 assert not xla_bridge.backends_are_initialized()
@@ -43,7 +44,8 @@ assert xla_bridge.backends_are_initialized()
 
 
 def test_jax_is_not_started_to_lower_a_kernel_and_can_be_later():
-    subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True, env=env)
 
 
 def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
@@ -59,9 +61,7 @@ def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
 
 def test_mosaic_is_told_of_the_gpu_that_it_lowers_for():
     """Of none of JAX's: these kernels take no shared memory, which is more than this GPU has."""
-    spec = simple_spec(KVCacheDType.NVFP4)
-    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
-    gather = kernels.gather_kernel(spec, (keys, values), np.dtype(np.float32), (1, 1))
+    gather = gather_kernel(simple_spec(KVCacheDType.NVFP4))
     with pytest.raises(ValueError, match="exceeds available shared memory: smem_bytes=0 > max_smem_bytes=-1"):
         launch._lower(gather.function, gather.args, launch._Target("NVIDIA H200", "9.0", -1))
 

@@ -116,11 +116,16 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise KVCacheTypeError(f"{name}: got a {type(tensor).__name__}, expected a torch.Tensor")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else tensor.layout
-            raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
+        check_strided(name, tensor)
         if tensor.is_quantized:
             raise KVCacheTypeError(f"{name}: got a quantized tensor, expected its numbers: {name}.dequantize()")
+
+
+def check_strided(name: str, tensor: torch.Tensor) -> None:
+    """Raises `KVCacheTypeError` for sparse and nested tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
 
 
 def refuse_gradient(**tensors: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
+from kvjax_torch.arguments import check_strided
 from kvjax_torch.dtypes import numpy_dtype
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
@@ -115,9 +116,7 @@ def _check_lendable(tensor: torch.Tensor) -> None:
         )
     if tensor.is_quantized:
         raise KVCacheTypeError(f"tensor: got a quantized one, {tensor.dtype}, expected its integers: tensor.int_repr()")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else tensor.layout
-        raise KVCacheTypeError(f"tensor: got layout {kind}, expected torch.strided: tensor.to_dense()")
+    check_strided("tensor", tensor)
     if tensor.device.type not in ALIGNMENT:
         raise KVCacheValueError(f"tensor: got device {tensor.device}, expected {' or '.join(ALIGNMENT)}")
     if tensor.requires_grad:

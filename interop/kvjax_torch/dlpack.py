@@ -193,6 +193,7 @@ class _Run(NamedTuple):
             memory.array = result  # and not before: what failed is not to be used again
 
     def _arrays(self, given_away: list[_Borrowed]) -> list[jax.Array]:
+        """All that the program takes of memory, in no variable of the caller's: an error would keep that."""
         arrays = [memory.borrow() for memory in self.memory]
         for memory in given_away:
             memory.array = None
@@ -239,6 +240,7 @@ class _Signal(_Lent):
     """
 
     def __init__(self, device: int) -> None:
+        # Lent as the rest is, without its owner, so that the end of Python knows when it is back.
         self._owner = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
         super().__init__(_bytes_at(self._owner.data_ptr(), self._owner.nbytes, device).view(torch.int32))
         # JAX gives the tensor back on a thread of its own. Were Python alone left to hold it, that would take Python's

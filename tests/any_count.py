@@ -1,0 +1,28 @@
+"""Kernels that take addresses and counts, for memory as torch's callers have it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import AttentionSpec, kernels
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
+    return keys, values
+
+
+def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
+    rows = [
+        kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
+    ]
+    return kernels.write_kernel(
+        spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1), unique_slots=unique_slots
+    )
+
+
+def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
+    return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
