@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
 import types
 import weakref
 from unittest import mock
@@ -23,7 +22,7 @@ from helpers import simple_spec  # noqa: E402
 from torch_helpers import random_pages, torch_cache  # noqa: E402
 
 from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import dlpack  # noqa: E402
+from kvjax_torch import dlpack, lent  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 
@@ -98,7 +97,7 @@ class Host:
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
         monkeypatch.setattr(dlpack._Loans, "signal", Signal())
         monkeypatch.setattr(dlpack, "_loans", {})
-        monkeypatch.setattr(dlpack, "_lent", weakref.WeakSet())
+        monkeypatch.setattr(lent, "_lent", weakref.WeakSet())
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
         monkeypatch.setattr(dlpack, "_bytes_at", self.bytes_at)
         monkeypatch.setattr(torch.cuda, "device", self.current)
@@ -359,21 +358,6 @@ def test_python_ends_when_every_program_has_ended(host, tensors):
     assert dlpack._loans == {}
 
 
-def test_python_ends_when_jax_has_given_everything_back(host):
-    lent = [dlpack._Memory(256, 4)]
-    threading.Timer(0.2, lent.clear).start()
-    dlpack._give_back()
-    assert lent == []
-    assert not dlpack._lent
-
-
-def test_python_does_not_wait_for_ever(host, monkeypatch):
-    monkeypatch.setattr(dlpack, "_LONGEST_END", 0.1)
-    lent = dlpack._Memory(256, 4)
-    dlpack._give_back()
-    assert [*dlpack._lent] == [lent]
-
-
 def test_what_still_refers_to_a_run_does_not_keep_python(host, tensors, signal, monkeypatch):
     """As the traceback of an error does, or the function that waits."""
     dlpack.run(call(*tensors), known_as="call")
@@ -382,11 +366,9 @@ def test_what_still_refers_to_a_run_does_not_keep_python(host, tensors, signal, 
     signal.mark(30)
     signal.after()
     held = [loans.runs["call"], *loans.borrowed.values()]
-    assert len(dlpack._lent) == 1 + len(loans.borrowed)
-    never = types.SimpleNamespace(sleep=lambda _: pytest.fail("JAX has not given everything back"), monotonic=lambda: 0)
-    monkeypatch.setattr(dlpack, "time", never)
+    assert len(lent._lent) == 1 + len(loans.borrowed)
     dlpack._give_back()
-    assert not dlpack._lent
+    assert not lent._lent
     del held
 
 

@@ -14,6 +14,7 @@ from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
 from kvjax_torch.arguments import check_strided
 from kvjax_torch.dtypes import numpy_dtype
+from kvjax_torch.lent import Lent
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
@@ -77,7 +78,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
             array = jax.dlpack.from_dlpack(lent, copy=False)
     except (BufferError, RuntimeError, ValueError) as error:
         raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
-    _check_same_memory("tensor", lent.numel(), lent.data_ptr(), array.unsafe_buffer_pointer())
+    address = array.unsafe_buffer_pointer()
+    _check_same_memory("tensor", lent.numel(), lent.data_ptr(), address)
+    if lent.is_cuda:
+        lent._kvjax_lent = Lent(address)  # type: ignore[attr-defined]
     return array
 
 

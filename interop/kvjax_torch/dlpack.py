@@ -18,8 +18,6 @@ import atexit
 import contextlib
 import functools
 import math
-import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ from kvjax import UnsupportedError, kernels
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
+from kvjax_torch.lent import Lent
 
 _KEPT = 4096
 """Arrays at most, and runs at most, of each GPU; a model has a few for each layer, and others with every step."""
@@ -38,9 +37,6 @@ _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 """Options of JAX under which nothing is donated, or results are read, on the host, and arguments used again."""
 
 _ALIGNMENT = kernels.BASE_ALIGNMENT
-
-_LONGEST_END = 2
-"""Seconds at most that the end of Python waits, when programs have ended, for JAX to give back what they were given."""
 
 _LEGACY_STREAM = 1
 """What the protocol calls CUDA's default stream, which torch calls 0."""
@@ -139,13 +135,9 @@ _loans: dict[int, _Loans] = {}
 
 @atexit.register
 def _give_back() -> None:
-    """Has JAX give back everything while Python still runs: torch takes it back in Python, on a thread of JAX's."""
+    """Has JAX give back everything, for which the end of Python then waits."""
     while _loans:
         _loans.popitem()[1].end()
-    # JAX has what a program reads until that thread has learnt that the program has ended.
-    end = time.monotonic() + _LONGEST_END
-    while _lent and time.monotonic() < end:
-        time.sleep(0.001)
 
 
 def _check_can_run() -> None:
@@ -215,11 +207,11 @@ class _Borrowed:
     def borrow(self) -> jax.Array:
         """The array, borrowed if need be, with no wait for torch."""
         if self.array is None or self.array.is_deleted():  # as by a caller who deletes all of `jax.live_arrays()`
-            self.array = jax.dlpack.from_dlpack(_Lent(self._view()), copy=False)
+            self.array = jax.dlpack.from_dlpack(_Producer(self._view()), copy=False)
         return self.array
 
 
-class _Lent:
+class _Producer:
     """A tensor for JAX to borrow without waiting for torch."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -233,7 +225,7 @@ class _Lent:
         return self._device
 
 
-class _Signal(_Lent):
+class _Signal(_Producer):
     """A tensor that JAX waits for torch to lend.
 
     It stays, with all that `torch.Tensor.__dlpack__` makes anew, which would take the host longer than the wait.
@@ -265,7 +257,7 @@ class _Signal(_Lent):
         # wait for others, but only its next work does, of which it knows nothing yet.
         if self._event.query():
             if self._given is None or self._given.is_deleted():
-                self._given = jax.dlpack.from_dlpack(_Lent(self._tensor), copy=False)
+                self._given = jax.dlpack.from_dlpack(_Producer(self._tensor), copy=False)
             return self._given
         return jax.dlpack.from_dlpack(self, copy=False)
 
@@ -282,21 +274,17 @@ def _stream(handle: int, device: int) -> torch.cuda.Stream:
     return torch.cuda.get_stream_from_external(handle, device)
 
 
-class _Memory:
+class _Memory(Lent):
     """Bytes on a GPU, for torch to make a tensor of that does not own them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
+        super().__init__(address)
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
             "version": 3,
         }
-        _lent.add(self)
-
-
-_lent: weakref.WeakSet[_Memory] = weakref.WeakSet()
-"""What tensors that torch has not got back lie over."""
 
 
 def _bytes_at(address: int, nbytes: int, device: int) -> torch.Tensor:

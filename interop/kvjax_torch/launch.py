@@ -223,7 +223,7 @@ class _Target:
 
     @classmethod
     def of(cls, device: torch.device) -> _Target:
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # not all versions declare all that they have
         capability = f"{properties.major}.{properties.minor}"
         return cls(properties.name, capability, properties.shared_memory_per_block_optin)
 
