@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import types
-import weakref
 from unittest import mock
 
 import pytest
@@ -22,7 +21,7 @@ from helpers import simple_spec  # noqa: E402
 from torch_helpers import random_pages, torch_cache  # noqa: E402
 
 from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import dlpack, lent  # noqa: E402
+from kvjax_torch import dlpack, loan  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 
@@ -97,7 +96,7 @@ class Host:
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
         monkeypatch.setattr(dlpack._Loans, "signal", Signal())
         monkeypatch.setattr(dlpack, "_loans", {})
-        monkeypatch.setattr(lent, "_lent", weakref.WeakSet())
+        monkeypatch.setattr(loan, "_loans", set())
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
         monkeypatch.setattr(dlpack, "_bytes_at", self.bytes_at)
         monkeypatch.setattr(torch.cuda, "device", self.current)
@@ -366,9 +365,9 @@ def test_what_still_refers_to_a_run_does_not_keep_python(host, tensors, signal, 
     signal.mark(30)
     signal.after()
     held = [loans.runs["call"], *loans.borrowed.values()]
-    assert len(lent._lent) == 1 + len(loans.borrowed)
+    assert len(loan._loans) == 1 + len(loans.borrowed)
     dlpack._give_back()
-    assert not lent._lent
+    assert not loan._loans
     del held
 
 

@@ -14,7 +14,7 @@ from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
 from kvjax_torch.arguments import check_strided
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.lent import Lent
+from kvjax_torch.loan import Loan
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
@@ -80,8 +80,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
     address = array.unsafe_buffer_pointer()
     _check_same_memory("tensor", lent.numel(), lent.data_ptr(), address)
-    if lent.is_cuda:
-        lent._kvjax_lent = Lent(address)  # type: ignore[attr-defined]
+    lent._kvjax_loan = Loan(address, lent.device.type)  # type: ignore[attr-defined]
     return array
 
 

@@ -28,7 +28,7 @@ from kvjax import UnsupportedError, kernels
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.lent import Lent
+from kvjax_torch.loan import Loan
 
 _KEPT = 4096
 """Arrays at most, and runs at most, of each GPU; a model has a few for each layer, and others with every step."""
@@ -133,7 +133,7 @@ class _Loans:
 _loans: dict[int, _Loans] = {}
 
 
-@atexit.register
+@atexit.register  # before the end waits for it: that was imported earlier
 def _give_back() -> None:
     """Has JAX give back everything, for which the end of Python then waits."""
     while _loans:
@@ -274,11 +274,11 @@ def _stream(handle: int, device: int) -> torch.cuda.Stream:
     return torch.cuda.get_stream_from_external(handle, device)
 
 
-class _Memory(Lent):
+class _Memory(Loan):
     """Bytes on a GPU, for torch to make a tensor of that does not own them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        super().__init__(address)
+        super().__init__(address, "cuda")
         self.__cuda_array_interface__ = {
             "data": (address, False),
             "shape": (nbytes,),
