@@ -175,15 +175,18 @@ def test_other_threads_may_lend_meanwhile(arrays, monkeypatch):
         sys.setswitchinterval(before)
 
 
-MANY = {"cpu": 200, "cuda": 20_000}
-"""Rounds of a program that take some tenths of a second, in which Python ends."""
+PROGRAMS = {
+    "cpu": "jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), array)",
+    "cuda": "array * rounds",
+}
+"""What still runs when Python ends: many rounds on a CPU; on a GPU anything, for that is kept busy before."""
 
 # How Python ends, and what then is so, which would not be if the end waited less, or more.
 ENDS = {
     "nobody_has_the_result": ("program(lend(), many)", "memory.expired()"),
     "the_result_is_kept": ("result = program(lend(), many)", "result.is_ready() and memory.expired()"),
     "memory_of_an_array_is_lent_again": (
-        "tensor = new(); array = to_jax(tensor); result = program(to_jax(tensor), many)",
+        "tensor = new(); lend(); array = to_jax(tensor); result = program(to_jax(tensor), many)",
         "result.is_ready()",
     ),
     "an_array_is_kept": ("array = lend(); result = program(array, many)", "not result.is_ready()"),
@@ -206,7 +209,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kvjax_torch import loan, to_jax
 
 loan._LONGEST_END = 1000  # longer than this test
-program = jax.jit(lambda array, rounds: jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), array))
+program = jax.jit(lambda array, rounds: {PROGRAMS[device]})
 
 def new():
     return torch.ones(512, 512, device="{device}")
@@ -215,9 +218,11 @@ def lend():
     global memory
     tensor = new()
     memory = StorageWeakRef(tensor.untyped_storage())
+    if tensor.is_cuda:
+        torch.cuda._sleep(400_000_000)
     return to_jax(tensor)
 
-where, many = jax.devices("{device}")[0], {MANY[device]}
+where, many = jax.devices("{device}")[0], 200
 program(lend(), 1).block_until_ready()
 {last_call}
 """
