@@ -44,7 +44,7 @@ _loans: set[weakref.ref[Loan]] = set()
 
 @atexit.register  # before what JAX has registered, which may let go of its devices: it was imported earlier
 def _wait() -> None:
-    """Waits for memory that only programs of JAX's have: what arrays have has been seen to come back after the end."""
+    """Waits for memory that only programs have. Arrays keep theirs until after the end, where none has aborted."""
     if not Loan.was_made:
         return
     end = time.monotonic() + _LONGEST_END
