@@ -219,7 +219,7 @@ def lend():
     tensor = new()
     memory = StorageWeakRef(tensor.untyped_storage())
     if tensor.is_cuda:
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second, in which Python ends
     return to_jax(tensor)
 
 where, many = jax.devices("{device}")[0], 200
