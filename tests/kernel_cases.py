@@ -188,11 +188,16 @@ def make_tables(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compare_gathers(cache: KVCache, table: np.ndarray, lengths: np.ndarray, dtype: str, **scales: np.ndarray) -> None:
-    """Bit for bit with XLA on the same device; with XLA on the CPU any NaN is as good as another."""
+    """Bit for bit with XLA on the same GPU; with XLA on the CPU any NaN is as good as another.
+
+    On a CPU without bfloat16 instructions the NaN of one case had other bits, though XLA's program has it as integers
+    from when it is chosen on: what LLVM makes of that is not ours to say.
+    """
+    on_gpu = jax.default_backend() != "cpu"
     got = read("mosaic", cache, table, lengths, dtype, **scales)
     for mine, expected in zip(got, read("xla", cache, table, lengths, dtype, **scales), strict=True):
-        assert_same_bytes(mine, expected)
-    if jax.default_backend() != "cpu":
+        (assert_same_bytes if on_gpu else assert_same_floats)(mine, expected)
+    if on_gpu:
         with jax.default_device(jax.devices("cpu")[0]):
             on_cpu = KVCache(jnp.asarray(np.asarray(cache.kv)), cache.spec)
             for mine, expected in zip(got, read("xla", on_cpu, table, lengths, dtype, **scales), strict=True):
