@@ -146,13 +146,17 @@ def read(
     scale: np.ndarray | float,
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Keys or values `[num_seqs, max_blocks * block_size, num_kv_heads, size]`, zero past each length."""
+    """Keys or values `[num_seqs, max_blocks * block_size, num_kv_heads, size]`, zero past each length and where the
+    table names no page.
+    """
     size = (spec.head_size, spec.head_size_v)[half]
     num_seqs, max_blocks = block_table.shape
     dense = np.zeros((num_seqs, max_blocks * spec.block_size, spec.num_kv_heads, size), dtype)
     for seq, length in enumerate(seq_lens):
         for position in range(length):
             block, token = block_table[seq, position // spec.block_size], position % spec.block_size
+            if not 0 <= block < len(pages):
+                continue
             heads = [byte_offsets(spec, half, token, head) for head in range(spec.num_kv_heads)]
             rows = [np.stack([pages[block, offsets] for offsets in part]) for part in zip(*heads, strict=True)]
             dense[seq, position] = cast(decode(rows, spec, scale), dtype)

@@ -479,6 +479,23 @@ def check_sequences_elsewhere_are_empty() -> None:
         gather_kv(cache, table[:3], lens[:3], **scales)
 
 
+def check_blocks_out_of_range_are_not_read() -> None:
+    """They are zeros, and the other blocks of their sequences are read, whichever share these are in."""
+    cache, _, _, scales = small("nvfp4-NHD", "both")
+    table, lens = (
+        np.array([[-1, 2], [0, NUM_BLOCKS], [2**31 - 1, 5], [4, -(2**31)]], np.int32),
+        np.full(4, 16, np.int32),
+    )
+    is_block = (table >= 0) & (table < NUM_BLOCKS)
+    whole = np.where(is_block, table, [[0], [1], [6], [7]]).astype(np.int32)
+    for got, expected in zip(
+        jax.jit(gather_kv)(cache, table, lens, **scales), gather_kv(cache, whole, lens, **scales), strict=True
+    ):
+        got, expected = (np.asarray(x).view(np.uint16).reshape(4, 2, -1) for x in (got, expected))
+        assert expected.any(axis=-1).all()
+        np.testing.assert_array_equal(got, np.where(is_block[..., None], expected, 0))
+
+
 def check_checked_values() -> None:
     cache, _, (key, value), scales = small("fp8_e4m3-HND", "both")
     slots, message = np.append(SLOTS[:-1], NUM_BLOCKS * 8), r"got 64, expected less than num_slots=64"
@@ -575,6 +592,7 @@ CHECKS = {
         check_programs_are_reused,
         check_split_views,
         check_sequences_elsewhere_are_empty,
+        check_blocks_out_of_range_are_not_read,
         check_checked_values,
         check_copies,
         check_caches_made_by_hand,

@@ -161,3 +161,25 @@ def test_a_length_past_the_table_reads_the_whole_table(implementation):
     )
     for past in longer:
         jax.tree.map(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b)), past, full)
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
+def test_nothing_is_read_where_the_table_names_no_block(implementation, dtype):
+    """Zeros, and never what another sequence has in the first or the last page; the other blocks are read as usual."""
+    cache = poisoned(simple_spec(dtype), 4)
+    pages, lens = page_bytes(cache), np.array([16, 16, 13], np.int32)
+
+    def check(table, given):
+        got = gather_kv(cache, given, lens, implementation=implementation)
+        for half, dense in zip((reference.KEYS, reference.VALUES), got, strict=True):
+            dense = np.asarray(dense)
+            assert_same_floats(dense, reference.read(pages, cache.spec, half, table, lens, 1.0, dense.dtype))
+            assert not dense[(table != np.clip(table, 0, 3)).repeat(8, axis=1)].view(np.uint16).any()
+
+    table = np.array([[-1, 2], [4, 99], [3, -(2**31)]], np.int32)
+    check(table, table)
+    check(table, jnp.asarray(table))
+    table = np.array([[2**32, 2], [1, 2**31], [-(2**32), -(2**63)]])  # the low halves of some are blocks
+    check(table, table)
+    with jax.enable_x64(True):
+        check(table, jnp.asarray(table))

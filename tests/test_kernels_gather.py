@@ -106,8 +106,10 @@ def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
             got = read("mosaic", cache, table, lengths)
     for g, e in zip(got, expected, strict=True):
         assert_same_bytes(g, e)
-    pages = np.asarray(cache.kv)[:, 0]
-    np.testing.assert_array_equal(got[0][1].view(np.uint32), pages[[0, 0]].reshape(16, 2, 64).view(np.uint32))
+    read_or_zero = got[0].view(np.uint32)
+    assert read_or_zero[0, :8].any()
+    assert not read_or_zero[0, 8:].any()
+    assert not read_or_zero[1].any()
 
 
 @pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=str)

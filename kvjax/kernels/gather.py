@@ -2,7 +2,8 @@
 
 A program takes `tokens` neighbouring tokens of one block of one sequence. It loads what the page holds of them before
 it needs any of it, decodes in registers, and stores the tokens' rows, which are neighbours in the result; tokens
-past the sequence's length are zeros. What is past the length altogether is not read.
+past the sequence's length are zeros. What is past the length altogether is not read, nor is anything where the block
+table names no block of the cache: those tokens are zeros too.
 
 Every array in registers has the axes of the result, tokens first, whatever the order in the page: a thread loads what
 it stores. An NVFP4 byte holds two elements: a result of 16 bits an element is then one of words that hold two, and a
@@ -90,10 +91,10 @@ class Table(NamedTuple):
     last_block: Number
     start: Number = 0
 
-    def block(self, seq: jax.Array, index: jax.Array) -> jax.Array:
-        """A block of a sequence, whatever the entry is: past its length it may be anything."""
+    def block(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the entry for a block of a sequence is, which may be anything, and whether the cache has that block."""
         entry = self.ref[self.start + seq * self.stride + index]
-        return jnp.minimum(jnp.maximum(entry, 0), self.last_block)
+        return entry, (entry >= 0) & (entry <= self.last_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Piece:
             compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
 
     def store_zeros(self) -> None:
-        """Stores what there is past the end of a sequence."""
+        """Stores what there is past the end of a sequence, and in place of a block that the cache does not have."""
         for dense in self.dense:
             compat.store(dense, plgpu.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
 
@@ -267,8 +268,8 @@ def _gather_tokens(
     seq, chunk = _divmod(lax.axis_index("program"), table.max_blocks * chunks_a_block)
     index, part = _divmod(chunk, chunks_a_block)
     position = chunk * config.tokens
-    num_valid = jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position
-    block = table.block(seq, index)
+    block, is_block = table.block(seq, index)
+    num_valid = jnp.where(is_block, jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position, 0)
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []

@@ -72,6 +72,17 @@ def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
     return jnp.asarray(slot_mapping)
 
 
+def as_blocks(block_table: Any, cache: KVCache) -> jax.Array:
+    """`block_table` as an int32 JAX array, in which an entry that is not a block of the cache still is not one."""
+    if block_table.dtype == np.int32 and cache.sharding is None:
+        return jnp.asarray(block_table)
+    # The low half of an int64 may be a block. And a share of a divided cache, which counts its own blocks, has to tell
+    # what is no block at all from one of another share: it is -1.
+    xp: Any = np if isinstance(block_table, np.ndarray) else jnp
+    is_block = (block_table >= 0) & (block_table < cache.num_blocks)
+    return jnp.asarray(xp.where(is_block, block_table, -1).astype(np.int32))
+
+
 def as_lengths(seq_lens: ArrayLike) -> jax.Array:
     """`seq_lens` as a JAX array, in which a NumPy int64 past what int32 holds is as long as one can be."""
     if isinstance(seq_lens, np.ndarray):

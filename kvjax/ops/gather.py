@@ -18,6 +18,7 @@ from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
+    as_blocks,
     as_lengths,
     as_scale,
     check_array,
@@ -44,7 +45,8 @@ def gather_kv(
 
     Args:
       cache: the layer's cache.
-      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. Entries past a sequence's last
+      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. Tokens in an entry that is not
+        a block of the cache are not there, as those of a block that was given back, -1; entries past a sequence's last
         block may hold anything.
       seq_lens: int32 `[num_seqs]`: tokens of each sequence.
       k_scale: the decode scale that the keys were written with.
@@ -55,7 +57,7 @@ def gather_kv(
 
     Returns:
       `(key, value)`: `[num_seqs, max_len, num_kv_heads, head_size]` and `[.., head_size_v]`, where `max_len` is
-      `max_blocks * block_size`; zeros from each sequence's length on.
+      `max_blocks * block_size`; zeros from each sequence's length on, and for tokens that are not there.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it.
@@ -91,7 +93,17 @@ def as_sequences(
     if is_checked():
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
     scales = as_scale("k_scale", k_scale, cache.spec), as_scale("v_scale", v_scale, cache.spec)
-    return jnp.asarray(block_table), as_lengths(seq_lens), *scales
+    return as_blocks(block_table, cache), as_lengths(seq_lens), *scales
+
+
+def tokens_there(block_table: jax.Array, seq_lens: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
+    """Which tokens of sequences there are: bool `[num_seqs, max_blocks * block_size]`.
+
+    None from a sequence's length on, and none whose block is not one of the cache's `num_blocks`: whatever would be
+    read in place of those belongs to another sequence. So every implementation reads none of them.
+    """
+    is_block = jnp.repeat((block_table >= 0) & (block_table < num_blocks), block_size, axis=1)
+    return is_block & (jnp.arange(is_block.shape[1])[None, :] < seq_lens[:, None])
 
 
 def gather_xla(
@@ -107,12 +119,12 @@ def gather_xla(
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
-    written = (jnp.arange(max_len) < seq_lens[:, None])[:, :, None, None]
+    there = tokens_there(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
     def decode(half: int, scale: jax.Array) -> jax.Array:
         decoded = quant.cast(decode_rows(page_rows(pages, spec, half), spec, scale), dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
-        return jnp.where(written, dense, jnp.zeros((), dtype))
+        return jnp.where(there, dense, jnp.zeros((), dtype))
 
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
@@ -134,23 +146,25 @@ def _gather_mosaic(
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:
         pages = from_array_dtype(pages, spec.storage_dtype)
-    tables = _as_int32(block_table, cache.num_blocks - 1), _as_int32(seq_lens, max_len)
+    if seq_lens.dtype != jnp.int32:
+        seq_lens = jnp.clip(seq_lens, 0, max_len).astype(jnp.int32)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
-    return kernel.gather(pages, *tables, *scales, spec, dtype, kernel.GatherConfig.choose(spec, dtype))
-
-
-def _as_int32(x: jax.Array, most: int) -> jax.Array:
-    return x if x.dtype == jnp.int32 else jnp.clip(x, 0, most).astype(jnp.int32)
+    config = kernel.GatherConfig.choose(spec, dtype)
+    return kernel.gather(pages, block_table, seq_lens, *scales, spec, dtype, config)
 
 
 def own_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, block_table: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A block table in a share's own numbers, and lengths: of a sequence with a block in another share 0."""
-    block_table = block_table - first_block.astype(block_table.dtype)
-    is_used = jnp.arange(block_table.shape[1]) * spec.block_size < seq_lens[:, None]
-    is_elsewhere = is_used & ((block_table < 0) | (block_table >= num_blocks))
-    return block_table, jnp.where(is_elsewhere.any(axis=1), 0, seq_lens)
+    """A block table in a share's own numbers, and lengths: of a sequence with a block in another share 0.
+
+    An entry that is not a block of the whole cache is negative, as `as_blocks` has it, and stays so.
+    """
+    is_block = block_table >= 0
+    own = block_table - first_block.astype(block_table.dtype)
+    is_used = jnp.arange(own.shape[1])[None, :] * spec.block_size < seq_lens[:, None]
+    is_elsewhere = is_used & is_block & ((own < 0) | (own >= num_blocks))
+    return jnp.where(is_block, own, -1), jnp.where(is_elsewhere.any(axis=1), 0, seq_lens)
 
 
 def _own_sequences(
