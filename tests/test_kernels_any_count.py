@@ -158,7 +158,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens
         assert_same_bytes(np.asarray(changed).view(np.uint8).reshape(NUM_BLOCKS, -1), page_bytes(expected))
 
         full = expected.kv.reshape(NUM_BLOCKS, -1)
-        table, lengths = jnp.array([2, 0, 1, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
+        table, lengths = jnp.array([NUM_BLOCKS, 0, 2, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
         small = map(behind_another, (table, lengths, k_scale, v_scale))

@@ -56,7 +56,7 @@ def test_slots_are_looked_at_before_anything_is_written(device, slots, message):
 @pytest.mark.parametrize(
     ("table", "lengths", "message"),
     [
-        ([[0, 4]], [9], "block_table[0, 1]: got 4, expected between 0 and 3: the 9 tokens of its sequence need this"),
+        ([[0, 4]], [9], "block_table[0, 1]: got 4, expected between 0 and 3, or -1 for a block that was given back"),
         ([[0, 1]], [17], "seq_lens[0]: got 17, expected between 0 and 16, what the 2 blocks of 8 tokens"),
         ([[0, 1]], [-3], "seq_lens[0]: got -3, expected between 0 and 16"),
     ],
@@ -71,7 +71,7 @@ def test_tables_and_lengths_are_looked_at(device, table, lengths, message):
 
 def test_what_is_allowed_has_the_same_result(device):
     cache, plain = new_cache(device), new_cache(device)
-    slots, table = [31, -1, 0, -7, 8], [[3, 0, -1], [1, 2, 3], [99, 98, 97]]
+    slots, table = [31, -1, 0, -7, 8], [[3, 0, -2], [-1, 2, 3], [99, 98, 97]]
     write(plain, slots)
     with kvjax.checked():
         for _ in range(2):  # the second call is of a kind that is known

@@ -144,6 +144,23 @@ def either_path(request) -> None:
         request.getfixturevalue("through_jax")
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_nothing_is_read_where_the_table_names_no_block(index: torch.dtype, either_path):
+    cache = new_cache("nvfp4", 8, 10)
+    write(new_rows(10 * BLOCK_SIZE, 8), cache, torch.arange(10 * BLOCK_SIZE, device="cuda"), "nvfp4")
+    past = {torch.int32: 2**31 - 1, torch.int64: 2**32}[index]  # the low half of the latter is a block
+    table = torch.tensor([[-1, 2], [past, 10], [9, -past], [3, 4]], dtype=index, device="cuda")
+    lengths = torch.tensor([20, 32, 32, 32], dtype=index, device="cuda")
+    on_cpu = cache.cpu()
+    read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, "nvfp4", *SCALES)
+    wanted = kvjax_torch.gather_kv(on_cpu[:, 0], on_cpu[:, 1], table.cpu(), lengths.cpu(), "nvfp4", *SCALES)
+    assert_all_same(read, wanted)
+    for dense in read:
+        is_block = ((table >= 0) & (table < 10)).repeat_interleave(BLOCK_SIZE, 1)
+        assert not dense[~is_block].any()
+        assert dense[3].any()
+
+
 @pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read", [as_bytes, as_tokens])

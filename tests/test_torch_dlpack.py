@@ -543,6 +543,17 @@ def test_tensors_may_begin_anywhere(dtype, layout, start):
     traced(gather_call(gather_plan(*halves, table, lengths, *options, None), *halves, table, lengths, *scales))
 
 
+def test_what_is_no_block_is_none_in_the_kernels_table():
+    """Kernels are given int32, in which the low half of an int64 could be a block."""
+    spec = simple_spec(KVCacheDType.BFLOAT16)
+    cache, lengths = torch_cache(random_pages(spec, 4), spec), torch.zeros(1, dtype=torch.int64)
+    table = torch.tensor([[3, 4, -1, 2**32, 1 - 2**32, 2**63 - 1, -(2**63), 0]])
+    arguments, scales = (cache.key, cache.value, table, lengths), (torch.ones(1), torch.ones(1))
+    call = gather_call(gather_plan(*arguments, "bfloat16", *scales, "linear", None), *arguments, *scales)
+    given, last_block = call.tensors[0], call.counts[-1]
+    assert ((given >= 0) & (given <= last_block)).tolist() == [[True, *[False] * 6, True]]
+
+
 def test_results_of_a_gather_begin_where_jaxs_arrays_do():
     """Its kernel takes that for granted, whatever memory torch has its tensors from."""
     spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=2, head_size=128)

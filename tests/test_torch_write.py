@@ -252,6 +252,18 @@ def test_blocks_past_the_end_of_a_table_may_hold_anything():
     assert cache.pages().tobytes() == pages.tobytes()
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_nothing_is_read_where_the_table_names_no_block(index):
+    """Zeros, and never what another sequence has in the first or the last page; the other blocks are read as usual."""
+    spec, pages, cache = simple_cache(KVCacheDType.FP8_E5M2)
+    past = {torch.int32: 2**31 - 1, torch.int64: 2**32}[index]  # the low half of the latter is a block
+    table, lengths = torch.tensor([[-1, 2], [past, len(pages)], [1, -past]], dtype=index), torch.tensor([16, 16, 13])
+    read = kvjax_torch.gather_kv(cache.key, cache.value, table, lengths, "fp8_e5m2", 0.5, 2.0)
+    sequences, dtype = (table.numpy(), lengths.numpy()), np.dtype(ml_dtypes.bfloat16)
+    for half, dense, scale in zip((0, 1), read, (0.5, 2.0), strict=True):
+        assert_same_bytes(to_numpy(dense, dtype), reference.read(pages, spec, half, *sequences, scale, dtype))
+
+
 def test_rows_with_gaps_between_heads_and_tokens_are_written_where_they_lie():
     key, value, rows = simple_rows(simple_spec(), 9)
     memory = torch.full((4, 8, 3, 2, 2, 80), 7.0, dtype=torch.float16)  # block, token, gap, key or value, head, row

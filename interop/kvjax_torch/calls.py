@@ -104,7 +104,8 @@ def gather_call(
         key_cache.new_empty((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
         for size in (spec.head_size, spec.head_size_v)
     )
-    block_table, seq_lens = _int32(block_table, last_block), _int32(seq_lens, max_len)
+    # What is no block stays one less than the first, or one more than the last.
+    block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
     kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments)
     arrays = (block_table, seq_lens, _scale(k_scale), _scale(v_scale), key_cache, value_cache, keys, values)
@@ -161,9 +162,9 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone(memory_format=torch.contiguous_format)
 
 
-def _int32(indices: torch.Tensor, most: int) -> torch.Tensor:
+def _int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
     if indices.dtype is not torch.int32:
-        indices = indices.clamp(0, most).to(torch.int32)
+        indices = indices.clamp(least, most).to(torch.int32)
     return indices if indices.stride(-1) == 1 else indices.contiguous()
 
 

@@ -63,8 +63,11 @@ def gather(
     """Reads the sequences of a `gather_kv` call that `plan` describes."""
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    seq, position = (torch.arange(max_len, device=seq_lens.device) < seq_lens[:, None]).nonzero(as_tuple=True)
-    block = block_table[seq, position // spec.block_size].to(torch.int64).clamp(0, key_cache.shape[0] - 1)
+    is_block = (block_table >= 0) & (block_table < key_cache.shape[0])
+    is_there = torch.arange(max_len, device=seq_lens.device) < seq_lens[:, None]
+    is_there &= is_block.repeat_interleave(spec.block_size, dim=1)
+    seq, position = is_there.nonzero(as_tuple=True)
+    block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
     staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
     for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, pages):

@@ -108,7 +108,8 @@ def gather_kv(
     Args:
       key_cache: as in `reshape_and_cache_flash`.
       value_cache: as in `reshape_and_cache_flash`.
-      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Entries past a
+      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Tokens in an entry
+        that is not a block of the cache are not there, as those of a block that was given back, -1; entries past a
         sequence's last block may hold anything.
       seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence.
       kv_cache_dtype: as in `reshape_and_cache_flash`.
@@ -120,7 +121,7 @@ def gather_kv(
 
     Returns:
       `(key, value)`: `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` and `[.., head_size_v]`, zeros from
-      each sequence's length on.
+      each sequence's length on, and for tokens that are not there.
 
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.

@@ -29,7 +29,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     A slot at or past `num_slots`, which would write nothing; two tokens with one slot; a block outside the cache that a
     sequence needs; a length that its block table does not hold; a scale that is not between `MIN_SCALE` and
     `MAX_SCALE`; pairs of blocks past the cache or with one destination. What is negative on purpose, padding of slots
-    and pairs, is none of these.
+    and pairs, is none of these, nor is -1 in a block table, which stands for a block that was given back.
 
     Arrays are read on the host, which waits for them, before anything is written. What is traced is checked by
     `jax.experimental.checkify`: a jitted step is then `jax.jit(checkify.checkify(step), ...)`, which returns an error
@@ -86,7 +86,8 @@ def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
 def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int, block_size: int) -> None:
     """Checks that `[num_seqs]` lengths fit `[num_seqs, max_blocks]` tables, and that the blocks they need exist.
 
-    Entries past a sequence's last block may be anything.
+    An entry may be -1, for a block that was given back: its tokens are not there. Entries past a sequence's last block
+    may be anything.
 
     Raises:
       KVCacheValueError: names the first length, or else the first entry.
@@ -107,12 +108,12 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     if not max_blocks:
         return
     needed = np.arange(max_blocks) * block_size < lens[:, None]
-    wrong = (needed & ((table < 0) | (table >= num_blocks))).reshape(-1)
+    wrong = (needed & ((table < -1) | (table >= num_blocks))).reshape(-1)
     entry = xp.argmax(wrong)
     _refuse(
         wrong.any(),
-        f"block_table[{{seq}}, {{column}}]: got {{block}}, expected between 0 and {num_blocks - 1}: the"
-        " {length} tokens of its sequence need this block",
+        f"block_table[{{seq}}, {{column}}]: got {{block}}, expected between 0 and {num_blocks - 1}, or -1"
+        " for a block that was given back: it holds some of the {length} tokens of its sequence",
         seq=entry // max_blocks,
         column=entry % max_blocks,
         block=table.reshape(-1)[entry],
