@@ -138,6 +138,8 @@ class KVCache:
             )
         if self.sharding is not None and not isinstance(self.kv, jax.core.Tracer):
             partition.check_sharding(what, self.kv, self.sharding)
+        if self.sharding is None and not self.spec.has_head_axis:
+            as_seen_here(self, what)  # refuses what shows that it is divided by heads
 
 
 def check_not_donated(what: str, kv: Any) -> None:
@@ -196,7 +198,7 @@ def _split_views(kv: jax.Array, spec: AttentionSpec) -> Any:
     return (k_data, v_data), (lax.bitcast_convert_type(k_scale, e4m3), lax.bitcast_convert_type(v_scale, e4m3))
 
 
-def as_seen_here(cache: KVCache) -> KVCache:
+def as_seen_here(cache: KVCache, what: str = "cache") -> KVCache:
     """A checked cache as operations take it at the place that is being traced: it has the spec of its array there.
 
     Its sharding is over the axes that no shard_map around it has divided yet; one whose maker gave none is that which
@@ -212,7 +214,7 @@ def as_seen_here(cache: KVCache) -> KVCache:
     divided = partition.partition_of(cache.spec, shown)
     if divided.size(divided.heads) > 1 and not cache.spec.has_head_axis:
         raise KVCacheValueError(
-            f"cache: got an NVFP4 array divided as {shown.spec} and no sharding, which leaves open whether its pages"
+            f"{what}: got an NVFP4 array divided as {shown.spec} and no sharding, which leaves open whether its pages"
             " hold the heads of one device or of all; expected KVCache.allocate(..., sharding=...), or if each device's"
             " pages are those of its own heads KVCache(kv, spec, sharding)"
         )

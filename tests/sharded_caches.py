@@ -530,6 +530,65 @@ def check_copies() -> None:
         assert_same_bytes(page_bytes(back)[[0, 6]], expected[[0, 6]])
 
 
+def check_copies_between_divisions() -> None:
+    """From a cache to one that is divided in any other way, each device has the bytes of its own heads and blocks."""
+    names = ("nvfp4-NHD-swizzled-diffkv", "nvfp4-HND-swizzled", "bfloat16-NHD", "fp8_e4m3-HND")
+    other_mesh = jax.make_mesh((2, 4), ("few", "rest"), (AxisType[AXIS_TYPE],) * 2, devices=jax.devices()[::-1])
+    for name in names:
+        spec = SPECS[name]
+        placements = {division: sharding_of(spec, division) for division in DIVISIONS} | {
+            "one device": jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+            "another mesh": NamedSharding(other_mesh, P("rest", *[None] * (head_axis(spec) - 1), "few")),
+        }
+        if name not in names[:2]:
+            placements = {key: placements[key] for key in ("one device", "both", "another mesh")}
+        # Every number of shares of the heads comes after every other.
+        walk = ["one device", *placements, "heads", "one device", "another mesh", "blocks", "heads over both axes"]
+        walk = [key for key in walk if key in placements]
+        cache = poisoned(spec, NUM_BLOCKS)
+        whole = page_bytes(cache)
+        for place in walk:
+            empty = KVCache.allocate(spec, NUM_BLOCKS, sharding=placements[place])
+            before = page_bytes(empty)
+            cache = swap_blocks(cache, empty, np.array([*[[b, b] for b in range(1, NUM_BLOCKS)], [0, -1]]))
+            whole[0] = before[0]
+            check_pages(cache, whole)
+
+
+def check_pages(cache: KVCache, whole: np.ndarray) -> None:
+    """Every device has of pages, given as those of an undivided cache, the bytes of its own heads."""
+    spec, local = cache.spec, cache.local_spec
+    axis = head_axis(spec)
+    for shard in cache.kv.addressable_shards:
+        first = shard.index[axis].start or 0
+        expected = np.zeros((len(whole), local.page_size_bytes), np.uint8)
+        for half, token, head in itertools.product((0, 1), range(spec.block_size), range(local.num_kv_heads)):
+            mine = reference.byte_offsets(local, half, token, head)
+            for to, at in zip(mine, reference.byte_offsets(spec, half, token, first + head), strict=True):
+                expected[:, to] = whole[:, at]
+        got = np.asarray(shard.data)
+        assert_same_bytes(got.reshape(len(got), -1).view(np.uint8), expected[shard.index[0]])
+
+
+def check_swaps_that_are_refused() -> None:
+    cache, _, _, _ = small("nvfp4-NHD", "heads")
+    pairs = np.array([[1, 2]])
+    whole = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P()))
+    message = f"NVFP4 cache whose heads are divided into 1 shares, expected {TENSOR}, as source has them"
+    with pytest.raises(KVCacheValueError, match=message):
+        jax.jit(swap_blocks)(cache, whole, pairs)
+    by_hand = KVCache(cache.kv, cache.spec)
+    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+    with pytest.raises(KVCacheValueError, match="source: got an NVFP4 array divided as"):
+        swap_blocks(by_hand, host, pairs)
+    with pytest.raises(KVCacheValueError, match="destination: got an NVFP4 array divided as"):
+        swap_blocks(host, by_hand, pairs)
+    with pytest.raises(KVCacheValueError, match="leaves open whether its pages"):
+        copy_blocks(by_hand, pairs)
+    with pytest.raises(KVCacheValueError, match="leaves open whether its pages"):
+        by_hand.check()
+
+
 def check_caches_made_by_hand() -> None:
     """The array of a cache that names no sharding shows one, where it is not traced or the axes are explicit."""
     for name, division in itertools.product(("bfloat16-NHD", "fp8_e4m3-HND"), ("heads", "both")):
@@ -595,6 +654,8 @@ CHECKS = {
         check_blocks_out_of_range_are_not_read,
         check_checked_values,
         check_copies,
+        check_copies_between_divisions,
+        check_swaps_that_are_refused,
         check_caches_made_by_hand,
         check_documentation,
         check_explicit_types,

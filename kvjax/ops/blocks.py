@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -12,11 +14,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, as_seen_here, split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
+from kvjax.layouts import CacheLayout
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.values import check_pairs, is_checked
+from kvjax.spec import AttentionSpec
 
 
 def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None = None) -> KVCache:
@@ -52,7 +56,11 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
     are, byte for byte. `source` is left as it is. **`destination` is donated**, and so written in place: use the cache
     that is returned.
 
+    The two may be divided among devices in any two ways. Where a device's NVFP4 pages are those of its own heads, and
+    the other cache divides the heads into another number of shares, the bytes of each page are put into its order.
+
     Traced, as inside `jit`, it is a copy between caches of one device, in place where the caller donates `destination`.
+    NVFP4 caches whose heads are divided into different numbers of shares are not taken there.
 
     Args:
       source: the cache to read.
@@ -62,7 +70,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
         copies nothing, and every number of pairs is compiled for once.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice.
+      KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice;
+        traced NVFP4 caches of which a page's bytes lie in different orders.
       UnsupportedError: a cache in another memory of a device than its own, or a destination spread over devices by
         another kind of sharding.
     """
@@ -77,14 +86,27 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
                 f"destination.spec: got {field.name}={_word(got)}, expected {_word(expected)}, as source.spec has it"
             )
     _check_pairs(pairs, source, destination)
+    shares = _head_shares(source), _head_shares(destination)
+    is_in_order = source.spec.has_head_axis or shares[0] == shares[1]
     if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs)):
+        if not is_in_order:
+            raise KVCacheValueError(
+                f"destination: got an NVFP4 cache whose heads are divided into {shares[1]} shares, expected"
+                f" {shares[0]}, as source has them: the bytes of a page lie in another order, in which swap_blocks puts"
+                " them outside jit and shard_map"
+            )
         from_blocks, to_blocks = _as_blocks(pairs, source, destination)
         return dataclasses.replace(destination, kv=_put(destination.kv, _take(source.kv, from_blocks), to_blocks))
     for name, cache in (("source", source), ("destination", destination)):
         _check_memory(name, cache.kv)
     sharding = _sharding_of_pages(destination.kv)
     from_blocks, to_blocks = _as_blocks(np.asarray(pairs), source, destination)
-    pages = jax.device_put(_take_jit(source.kv, from_blocks), sharding)
+    pages = _take_jit(source.kv, from_blocks)
+    if not is_in_order:
+        if shares[0] > 1:
+            pages = jax.device_put(pages, _undivided(sharding))
+        pages = _regroup(pages, source.spec, *shares)
+    pages = jax.device_put(pages, sharding)
     return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks))
 
 
@@ -118,6 +140,40 @@ def _sharding_of_pages(kv: jax.Array) -> Sharding:
     return sharding
 
 
+def _undivided(sharding: Sharding) -> Sharding:
+    """Where whole pages lie on every device."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _head_shares(cache: KVCache) -> int:
+    """Into how many shares a cache's heads are divided; each device's pages are those of its own."""
+    return cache.spec.num_kv_heads // as_seen_here(cache).local_spec.num_kv_heads
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares: int) -> jax.Array:
+    """NVFP4 pages `[..., *spec.cache_shape(n)[1:]]` in the byte order of another number of shares of the heads.
+
+    A share's part of the array, along the axis of heads, is a page of its heads: their regions one after the other.
+    A region's rows of a head, swizzled ones too, lie in a page in one order whatever the number of heads beside it.
+    """
+    page_shape = spec.cache_shape(1)[1:]
+    lead, head_axis = pages.shape[: pages.ndim - len(page_shape)], -3 if spec.layout is CacheLayout.HND else -2
+
+    def of_a_share(num_shares: int) -> AttentionSpec:
+        return dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // num_shares)
+
+    old, new = of_a_share(old_shares), of_a_share(new_shares)
+    old_pages = [part.reshape(*lead, -1) for part in jnp.split(pages, old_shares, head_axis)]
+    parts: list[list[jax.Array]] = [[] for _ in range(new_shares)]
+    for region in itertools.chain(*old.regions):
+        rows = jnp.concatenate([split_region(page, old, region) for page in old_pages], head_axis)
+        for part, own in zip(parts, jnp.split(rows, new_shares, head_axis), strict=True):
+            part.append(own.reshape(*lead, -1))
+    new_pages = [jnp.concatenate(part, -1).reshape(*lead, *new.cache_shape(1)[1:]) for part in parts]
+    return jnp.concatenate(new_pages, head_axis)
+
+
 def _as_blocks(pairs: Any, source: KVCache, destination: KVCache) -> tuple[ArrayLike, ArrayLike]:
     """Blocks to read and blocks to write: of a pair that copies nothing, some block and one past the last.
 
@@ -132,18 +188,19 @@ def _as_blocks(pairs: Any, source: KVCache, destination: KVCache) -> tuple[Array
 
 
 def _take(kv: jax.Array, blocks: ArrayLike) -> jax.Array:
+    """Pages as integers: XLA adds up what devices hold of them, and floats' -0.0 would become 0.0, and NaNs others."""
     sharding = jax.typeof(kv).sharding
     # Of pages that are spread over an explicit axis JAX asks where they are to come together.
     together = (
         None if sharding.spec[0] is None else NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
     )
-    # As integers: XLA adds up what devices hold of the pages, and floats' -0.0 would become 0.0, and NaNs others.
     stored = lax.bitcast_convert_type(kv, f"uint{8 * kv.dtype.itemsize}")
-    return lax.bitcast_convert_type(stored.at[blocks].get(mode="clip", out_sharding=together), kv.dtype)
+    return stored.at[blocks].get(mode="clip", out_sharding=together)
 
 
 def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike) -> jax.Array:
     sharding = jax.typeof(kv).sharding
+    pages = lax.bitcast_convert_type(pages, kv.dtype)
     return kv.at[blocks].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
 
 
