@@ -43,6 +43,16 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 
+def is_of_torch(value: object) -> bool:
+    """Whether it is a tensor of torch, which kvjax does not import."""
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
+
+
+def for_torch(value: object) -> str:
+    """The end of a message about a value that has no place here: where torch's tensors have theirs, if it is one."""
+    return "; kvjax_torch has the operations on torch's tensors" if is_of_torch(value) else ""
+
+
 def got_expected(what: str, got: object, accepted: Iterable[object]) -> str:
     """Words `got X, expected one of ...`, with the nearest accepted string where `got` looks like a typo."""
     choices = [str(choice) for choice in accepted]

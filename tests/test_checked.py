@@ -297,7 +297,7 @@ def test_off_it_leaves_no_trace_in_a_program(run, monkeypatch: pytest.MonkeyPatc
     # The same programs as of a kvjax that has no checks.
     for module in (kvjax.ops.write, kvjax.ops.gather, kvjax.ops.blocks, kvjax.ops.arguments):
         monkeypatch.setattr(module, "is_checked", lambda: False)
-        for name in ("check_slots", "check_sequences", "check_pairs", "check_scale"):
+        for name in ("check_slots", "check_sequences", "check_pairs"):
             monkeypatch.delattr(module, name, raising=False)
     jax.clear_caches()
     assert programs() == off

@@ -42,7 +42,16 @@ ATTEND = {"query": QUERY, **READ}
 SCALE_RANGE = "expected between 7.9e-31 and 1.3e+30"
 
 VALUE, TYPE = KVCacheValueError, KVCacheTypeError
+NO_SCALES = [
+    ([0.0, -1.0], "got [0.0, -1.0] of type list, expected a number or an array of numbers: numpy.array(k_scale, "),
+    ("-1", "got '-1' of type str, expected a number or an array of numbers"),
+    (None, "got None of type NoneType, expected a number or an array of numbers"),
+    (True, "got True of type bool, expected a number or an array of numbers"),
+    (np.array(["1"]), "got dtype <U1, expected numbers, such as float32"),
+    (jnp.array([True, True]), "got dtype bool, expected numbers, such as float32"),
+]
 WRITE_ERRORS = [
+    *(({"k_scale": scale}, TYPE, f"k_scale: {message}") for scale, message in NO_SCALES),
     ({"key": TOKENS[0]}, VALUE, "key: got shape (2, 64), expected [num_tokens, num_kv_heads=2, head_size=64]"),
     ({"key": TOKENS[:, :1]}, VALUE, "key: got shape (3, 1, 64), expected [num_tokens, num_kv_heads=2, head_size=64]"),
     ({"key": TOKENS[..., :32]}, VALUE, "key: got shape (3, 2, 32), expected [num_tokens, num_kv_heads=2, head_size=64"),
@@ -72,6 +81,8 @@ WRITE_ERRORS = [
     ({"v_scale": float("inf")}, VALUE, f"v_scale: got inf, {SCALE_RANGE}"),
     ({"v_scale": 1e-40}, VALUE, f"v_scale: got 1e-40, {SCALE_RANGE}"),
     ({"v_scale": 1e38}, VALUE, f"v_scale: got 1e+38, {SCALE_RANGE}"),
+    ({"v_scale": 10**400}, VALUE, "v_scale: got 1000000"),
+    ({"k_scale": np.float16([np.inf])}, VALUE, f"k_scale: got inf, {SCALE_RANGE}"),
     ({"v_scale": np.float32([1.0, 0.0])}, VALUE, f"v_scale: got 0.0, {SCALE_RANGE}"),
     (
         {"k_scale": np.ones(3, np.float32)},
@@ -82,6 +93,7 @@ WRITE_ERRORS = [
     ({"implementation": "xlaa"}, VALUE, "implementation: got 'xlaa', expected one of "),
 ]
 READ_ERRORS = [
+    *(({"k_scale": scale}, TYPE, f"k_scale: {message}") for scale, message in NO_SCALES[:1]),
     ({"block_table": TABLE[0]}, VALUE, "block_table: got shape (2,), expected [num_seqs"),
     ({"block_table": TABLE.astype(np.uint8)}, TYPE, "block_table: got dtype uint8, expected one of int32, int64"),
     ({"block_table": [[0]]}, TYPE, "block_table: got a list, expected an array"),
@@ -317,3 +329,16 @@ def test_a_misspelt_implementation_is_told_the_nearest():
         KVCacheValueError, match=r"got 'mosiac', expected one of mosaic, xla \(did you mean 'mosaic'\?\)"
     ):
         chosen("mosiac", BOTH)
+
+
+def test_tensors_of_torch_are_sent_to_kvjax_torch():
+    torch = pytest.importorskip("torch")
+    cache = poisoned(FP8, 2)
+    message = "got a Tensor, expected an array; kvjax_torch has the operations on torch's tensors"
+    with pytest.raises(KVCacheTypeError, match=f"slot_mapping: {message}"):
+        reshape_and_cache_flash(TOKENS, TOKENS, cache, torch.zeros(3, dtype=torch.int32))
+    for scale in (torch.tensor(1.0), torch.nn.Parameter(torch.ones(2))):
+        with pytest.raises(
+            KVCacheTypeError, match=r"v_scale: got .*expected a number .*; kvjax_torch has the operations"
+        ):
+            gather_kv(cache, TABLE, LENS, v_scale=scale)

@@ -12,8 +12,6 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheValueError, UnsupportedError  # noqa: E402
 
-SCALE_MESSAGE = "k_scale: got 0.0, expected a finite number of at least 7.9e-31"
-
 
 def new_cache(device: str) -> torch.Tensor:
     """Four blocks of eight tokens, fp8."""
@@ -90,11 +88,14 @@ def test_a_kind_of_call_that_is_known_is_looked_at_too(device):
         write(cache, [1, 32, 3])
 
 
-def test_scales_are_looked_at_on_a_gpu_too(device):
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e38, float("nan")])
+def test_scales_are_looked_at_on_a_gpu_too(device, scale):
     cache = new_cache(device)
-    with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
-        write(cache, [1], torch.zeros((), device=device))
-    assert str(raised.value) == SCALE_MESSAGE
+    for given in (torch.tensor(scale, device=device), torch.tensor([1.0, scale], device=device)):
+        with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
+            write(cache, [1], given)
+        assert str(raised.value) == f"k_scale: got {scale}, expected between 7.9e-31 and 1.3e+30"
+    assert (cache == 0xAB).all()
 
 
 def test_the_operations_that_compiled_code_calls_are_looked_at_too(device):

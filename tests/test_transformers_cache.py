@@ -441,7 +441,9 @@ LLAMA = LlamaConfig(num_hidden_layers=2, dtype="bfloat16")
         ({"kv_cache_dtype": "fp9"}, KVCacheValueError, "kv_cache_dtype: got 'fp9', expected one of auto"),
         ({"skip_layers": [2]}, KVCacheValueError, "skip_layers: got 2, expected one of a layer index from 0 to 1"),
         ({"k_scale": [1.0]}, KVCacheValueError, "k_scale: got 1 scales, expected one for each of 2 layers"),
-        ({"v_scale": [1.0, -2.0]}, KVCacheValueError, "v_scale: got -2.0, expected a finite number"),
+        ({"v_scale": "1"}, KVCacheTypeError, "v_scale: got '1' of type str, expected a number"),
+        ({"v_scale": [1.0, 1e38]}, KVCacheValueError, "v_scale: got 1e.38, expected between 7.9e-31"),
+        ({"v_scale": [1.0, -2.0]}, KVCacheValueError, "v_scale: got -2.0, expected between 7.9e-31"),
         ({"model_dtype": torch.float64}, KVCacheValueError, "model dtype: got torch.float64, expected one of float32"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 import kvjax
-from kvjax import MIN_SCALE, AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError
+from kvjax import AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError
 from kvjax_torch.caches import Facts, cache_plan, check_caches
 from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resolve_cache_dtype, row_head_size
 from kvjax_torch.plan import GatherPlan, WritePlan
@@ -252,15 +252,13 @@ def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
-    """Raises `KVCacheValueError` where a scale that lies on the host is not finite or too small.
+    """Raises `KVCacheValueError` where a scale that lies on the host is none that `kvjax.check_scale` takes.
 
     In `kvjax.checked` also one that lies on a GPU; to read it makes the host wait.
     """
     for name, scale in scales.items():
         if scale.device.type == "cpu" or kvjax.is_checked():
-            scale = _on_host(name, scale)
-            for value in [scale.item()] if scale.numel() == 1 else scale.tolist():
-                check_scale_value(name, value)
+            kvjax.check_scale(name, _on_host(name, scale).detach().numpy())
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,9 +270,3 @@ def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
             " the capture, with kvjax.checked(False)"
         )
     return tensor.cpu()
-
-
-def check_scale_value(name: str, value: float) -> None:
-    """Raises `KVCacheValueError` where a scale cannot be divided by."""
-    if not (math.isfinite(value) and value >= MIN_SCALE):
-        raise KVCacheValueError(f"{name}: got {value}, expected a finite number of at least {MIN_SCALE:.2g}")

@@ -6,16 +6,16 @@ import functools
 
 import torch
 
-from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import check_scale_value, check_tensors
+from kvjax_torch.arguments import check_tensors
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
 
 Scale = float | torch.Tensor
-"""A decode scale: a positive number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`."""
+"""A decode scale: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`, from 2^-100 to 2^100."""
 
 
 def reshape_and_cache_flash(
@@ -220,17 +220,19 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
             return constant
     if isinstance(scale, torch.Tensor):
         return scale
-    if not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
-    if torch.compiler.is_compiling() or not cache.is_cuda:
+    if torch.compiler.is_compiling():
+        return torch.full((), scale, dtype=torch.float32, device=cache.device)
+    check_scale(what, scale)  # of those on a GPU nobody looks at the values
+    if not cache.is_cuda:
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
     constant = _constants.get((scale, cache.get_device()))
-    return _new_constant(what, scale, cache.device) if constant is None else constant
+    return _new_constant(scale, cache.device) if constant is None else constant
 
 
-def _new_constant(what: str, scale: float, device: torch.device) -> torch.Tensor:
+def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
     """A number on a GPU, put there once, while the host waits, so that it is there for every stream."""
-    check_scale_value(what, scale)  # of those on a GPU nobody looks at the values
     # In a capture the host may not wait, nor may what a graph owns be kept; and no constant ever goes, for graphs may
     # read it.
     if torch.cuda.is_current_stream_capturing() or len(_constants) >= MAX_CONSTANTS:

@@ -14,7 +14,16 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvjax
-from kvjax import MIN_SCALE, AttentionSpec, CacheLayout, KVCacheDType, KVCacheTypeError, KVCacheValueError
+from kvjax import (
+    MAX_SCALE,
+    MIN_SCALE,
+    AttentionSpec,
+    CacheLayout,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    check_scale,
+)
 from kvjax_torch.arguments import check_scale_values
 from kvjax_torch.block_table import BlockTable
 from kvjax_torch.dtypes import torch_dtype
@@ -269,7 +278,7 @@ def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
         return torch.ones((), device=states.device)
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
     # No scale fits zeros, and infinite or undefined numbers leave no choice of one either.
-    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, 1 / MIN_SCALE)
+    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, MAX_SCALE)
 
 
 def _one_a_layer(what: str, scale: Scale | Sequence[Scale] | None, num_layers: int) -> list[torch.Tensor | None]:
@@ -278,6 +287,9 @@ def _one_a_layer(what: str, scale: Scale | Sequence[Scale] | None, num_layers: i
     scales = list(scale) if isinstance(scale, (list, tuple)) else [scale] * num_layers
     if len(scales) != num_layers:
         raise KVCacheValueError(f"{what}: got {len(scales)} scales, expected one for each of {num_layers} layers")
+    for one in scales:
+        if not isinstance(one, torch.Tensor):
+            check_scale(what, one)
     tensors = [torch.as_tensor(one, dtype=torch.float32) for one in scales]
     for tensor in tensors:
         check_scale_values({what: tensor})

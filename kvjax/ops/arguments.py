@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
-from kvjax.ops.values import MAX_SCALE, MIN_SCALE, check_scale, is_checked
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch
+from kvjax.ops.values import check_scale, check_scale_type, is_checked
 from kvjax.spec import AttentionSpec
 
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -25,7 +25,7 @@ INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
     """Raises where `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
     if not isinstance(array, (jax.Array, np.ndarray)):
-        raise KVCacheTypeError(f"{what}: got a {type(array).__name__}, expected an array")
+        raise KVCacheTypeError(f"{what}: got a {type(array).__name__}, expected an array{for_torch(array)}")
     if array.dtype not in dtypes:
         raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected one of {', '.join(map(str, dtypes))}")
     fits = len(array.shape) == len(dims) and all(
@@ -94,9 +94,12 @@ def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
     """A decode scale as float32 that broadcasts against `[..., num_kv_heads, head_size]`.
 
     Raises:
+      KVCacheTypeError: not a number or an array of numbers.
       KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is not between
         `MIN_SCALE` and `MAX_SCALE`.
     """
+    is_on_device = isinstance(scale, jax.Array)  # to look at one its caller has to ask: that waits for the device
+    (check_scale_type if is_on_device and not is_checked() else check_scale)(what, scale)
     array = jnp.asarray(scale, jnp.float32)
     per_head = array.shape == (spec.num_kv_heads,) and spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
     if array.shape != () and not per_head:
@@ -104,10 +107,4 @@ def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
         if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
             accepted += f" or [num_kv_heads={spec.num_kv_heads}]"
         raise KVCacheValueError(f"{what}: got shape {array.shape}, expected {accepted} for dtype {spec.dtype.value!r}")
-    if isinstance(scale, (bool, int, float, np.ndarray, np.generic)):
-        for value in np.ravel(scale).tolist():
-            if not MIN_SCALE <= value <= MAX_SCALE:
-                raise KVCacheValueError(f"{what}: got {value}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}")
-    elif is_checked():
-        check_scale(what, array)
     return array[:, None] if per_head else array

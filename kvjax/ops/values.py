@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, shown
 
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
 """Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
@@ -153,21 +153,46 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
     )
 
 
-def check_scale(what: str, scale: ArrayLike) -> None:
-    """Checks that the values of a scale lie between `MIN_SCALE` and `MAX_SCALE`.
+def check_scale_type(what: str, scale: Any) -> None:
+    """Checks that a scale is a number or an array of numbers, whatever their values.
 
     Raises:
-      KVCacheValueError: names the first that does not.
+      KVCacheTypeError: it is anything else: None, a bool, a string, a list; an array of bools.
     """
+    if isinstance(scale, (jax.Array, np.ndarray, np.generic)):
+        if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
+            raise KVCacheTypeError(f"{what}: got dtype {scale.dtype}, expected numbers, such as float32")
+        return
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return
+    expected = "expected a number or an array of numbers"
+    if is_of_torch(scale):  # whose numbers may be on a GPU
+        raise KVCacheTypeError(f"{what}: got a {type(scale).__name__}, {expected}{for_torch(scale)}")
+    if isinstance(scale, (list, tuple)):
+        expected += f": numpy.array({what}, numpy.float32)"
+    raise KVCacheTypeError(f"{what}: got {shown(scale)} of type {type(scale).__name__}, {expected}")
+
+
+def check_scale(what: str, scale: Any) -> None:
+    """Checks that a scale is a number or an array of numbers, each of them between `MIN_SCALE` and `MAX_SCALE`.
+
+    Raises:
+      KVCacheTypeError: it is neither.
+      KVCacheValueError: names the first number that does not lie there.
+    """
+    check_scale_type(what, scale)
+    message = f"{what}: got {{value}}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}"
+    if isinstance(scale, (int, float)):  # of ints also such as no array holds
+        _refuse(not MIN_SCALE <= scale <= MAX_SCALE, message, value=shown(scale))
+        return
     xp, scales = _readable(scale)
     scales = scales.reshape(-1)
-    wrong = ~((scales >= MIN_SCALE) & (scales <= MAX_SCALE))
-    head = xp.argmax(wrong)
-    _refuse(
-        wrong.any(),
-        f"{what}: got {{value}}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}",
-        value=scales[head],
-    )
+    if not scales.size:
+        return
+    wide = scales.astype(np.float32 if xp is jnp else np.float64)  # float16 holds neither bound
+    wrong = ~((wide >= MIN_SCALE) & (wide <= MAX_SCALE))
+    first = scales[xp.argmax(wrong)]
+    _refuse(wrong.any(), message, value=first if xp is jnp else str(first))
 
 
 def _readable(*arrays: ArrayLike) -> tuple[ModuleType, *tuple[Any, ...]]:
