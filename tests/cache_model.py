@@ -95,13 +95,15 @@ class CacheModel:
     def read(
         self, spec: AttentionSpec, half: int, table: np.ndarray, lengths: np.ndarray, scale: Scales, dtype: np.dtype
     ) -> np.ndarray:
-        """What a gather of `dtype` gives: zeros from each length on."""
+        """What a gather of `dtype` gives: zeros from each length on, and where the table names no block."""
         size = (spec.head_size, spec.head_size_v)[half]
         dense = np.zeros((*table.shape, spec.block_size, spec.num_kv_heads, size), dtype)
         for seq, length in enumerate(lengths):
             for position in range(min(length, table.shape[1] * spec.block_size)):
                 index, token = divmod(position, spec.block_size)
-                rows = self._rows(spec, half, int(table[seq, index]), token)
+                if not 0 <= (block := int(table[seq, index])) < len(self):
+                    continue
+                rows = self._rows(spec, half, block, token)
                 dense[seq, index, token] = reference.cast(reference.decode(rows, spec, scale), dtype)
         return dense.reshape(table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads, size)
 

@@ -370,7 +370,7 @@ class CacheMachine(RuleBasedStateMachine):
         most = max_blocks * spec.block_size
         length = st.integers(0, most) | st.sampled_from([most + 1, 10**6, -1, *([2**32 + 1] if int64 else [])])
         lengths = np.array(data.draw(st.lists(length, min_size=num_seqs, max_size=num_seqs)), np.int64)
-        table = np.random.default_rng(seed).integers(0, self.num_blocks, (num_seqs, max_blocks))
+        table = np.random.default_rng(seed).integers(-1, self.num_blocks + 1, (num_seqs, max_blocks))
         unused = np.arange(max_blocks) * spec.block_size >= lengths[:, None]
         table[unused] = np.resize([-7, 2**31 - 1, *([2**40] if int64 else [])], unused.sum())
         if not int64:

@@ -23,7 +23,7 @@ from helpers import (
 )
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv
-from kvjax.ops.arguments import MAX_SCALE, MIN_SCALE
+from kvjax.ops.values import MAX_SCALE, MIN_SCALE
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 

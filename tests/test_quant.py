@@ -15,7 +15,7 @@ import reference
 from helpers import INPUT_DTYPES, assert_same_bytes
 
 from kvjax import KVCacheDType, quant
-from kvjax.ops.arguments import MAX_SCALE, MIN_SCALE
+from kvjax.ops.values import MAX_SCALE, MIN_SCALE
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
 SCALES = pytest.mark.parametrize("scale", [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE])
