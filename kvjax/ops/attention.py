@@ -1,8 +1,9 @@
-"""Decode attention over a paged cache: `paged_attention`."""
+"""Attention of the last tokens of each sequence over a paged cache: `paged_attention`."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,51 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_seen_here
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.ops import select
 from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.gather import as_sequences, gather_xla, own_sequences
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
+
+MAX_WINDOW = 2**31 - 1
+"""Any window past the largest length is no window."""
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    cache: KVCache,
+    block_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    k_scale: ArrayLike = ...,
+    v_scale: ArrayLike = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    cache: KVCache,
+    block_table: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    k_scale: ArrayLike = ...,
+    v_scale: ArrayLike = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def paged_attention(
@@ -28,53 +68,111 @@ def paged_attention(
     v_scale: ArrayLike = 1.0,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array:
-    """Attention of one query token a sequence over that sequence's cached tokens, grouped-query, softmax in float32.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of the last tokens of each sequence over its cached tokens: grouped-query, softmax in float32.
 
-    The query stands at position `seq_lens - 1`: write its own key and value first.
+    Row `j` of `q_len` stands at position `seq_lens - q_len + j` and sees every token up to its own, so that the query
+    tokens are causal among themselves: write their keys and values first. With a window of W it sees the last W of
+    these, its own included. The logit of a token is `query . key * sm_scale`, and with a soft cap
+    `cap * tanh(logit / cap)` of that. A sink is one more logit in the softmax's denominator, without a value.
+
+    A row that sees nothing, for the sequence is shorter than that or empty, is 0, and its log-sum-exp that of its sink,
+    or -inf. Tokens that no row of a sequence sees may hold anything, NaN included, and so may the entries of the block
+    table past its length or before its window.
 
     Args:
-      query: `[num_seqs, num_heads, head_size]`, float32, float16 or bfloat16; `num_heads` a multiple of
-        `num_kv_heads`, neighbouring query heads sharing a KV head.
+      query: `[num_seqs, num_heads, head_size]`, one token a sequence, or `[num_seqs, q_len, num_heads, head_size]`;
+        float32, float16 or bfloat16. `num_heads` is a multiple of `num_kv_heads`, and neighbouring query heads share a
+        KV head.
       cache: the layer's cache.
       block_table: int32 `[num_seqs, max_blocks]`, the pages of each sequence.
-      seq_lens: int32 `[num_seqs]`, tokens of each sequence; the result is zero where it is 0.
+      seq_lens: int32 `[num_seqs]`, tokens of each sequence, those of the query included.
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
-      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that the query sees, its own included; by default the layer's own window.
+      sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
+      sliding_window: tokens that a row sees, its own included; by default the layer's own window.
+      logits_soft_cap: what no logit exceeds, a positive Python number; None for no cap.
+      sinks: float32 `[num_heads]`, a logit of each head in units of the natural exponential, neither scaled nor capped;
+        -inf for none.
+      return_lse: whether to return the log-sum-exp too.
       implementation: `"xla"`, or `None` to choose.
 
     Returns:
-      `[num_seqs, num_heads, head_size_v]` of `query`'s dtype.
+      `[num_seqs, num_heads, head_size_v]` or `[num_seqs, q_len, num_heads, head_size_v]`, of `query`'s dtype. With
+      `return_lse` a pair of this and the natural logarithm of each softmax's denominator, the sink included: float32,
+      of the same shape without `head_size_v`. `merge_attention_states` takes such pairs.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype, scale or window that does not fit, naming it.
+      KVCacheValueError, KVCacheTypeError: a shape, dtype, scale, window, cap or sink that does not fit, naming it.
       UnsupportedError: the implementation asked for cannot serve this call.
     """
     check_cache(cache)
     cache = as_seen_here(cache)
     spec = cache.spec
-    check_array("query", query, [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)], INPUT_DTYPES)
-    check_devices(cache, query=query)
+    dims: list[tuple[str, int | None]] = [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)]
+    if has_rows := np.ndim(query) == 4:
+        dims.insert(1, ("q_len", None))
+    check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
-    if query.shape[1] % spec.num_kv_heads or not query.shape[1]:
+    num_heads = query.shape[-2]
+    if num_heads % spec.num_kv_heads or not num_heads:
         raise KVCacheValueError(
-            f"query: got num_heads={query.shape[1]}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
+            f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
         )
+    if sinks is None:
+        sinks = jnp.full(num_heads, -jnp.inf, jnp.float32)
+    check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
+    check_devices(cache, query=query, sinks=sinks)
     sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale, num_seqs=query.shape[0])
-    window = spec.sliding_window if sliding_window is None else sliding_window
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+    serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
+    attended, lse = serve(
+        cache,
+        query if has_rows else query[:, None],
+        *sequences,
+        jnp.asarray(sinks),
+        sm_scale=1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale),
+        window=_as_window(spec.sliding_window if sliding_window is None else sliding_window),
+        logits_soft_cap=_as_soft_cap(logits_soft_cap),
+    )
+    if not has_rows:
+        attended, lse = attended[:, 0], lse[:, 0]
+    return (attended, lse) if return_lse else attended
+
+
+def _as_window(window: Any) -> int | None:
+    """A window as int; None where every token is inside it."""
+    if window is None:
+        return None
+    if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
         raise KVCacheTypeError(
             f"sliding_window: got {window!r} of type {type(window).__name__}, expected an int or None"
         )
-    if window is not None and window <= 0:
+    if window <= 0:
         raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
-    factor = 1.0 / math.sqrt(spec.head_size) if sm_scale is None else sm_scale
-    serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
-    attended: jax.Array = serve(cache, query, *sequences, factor, window=window)
-    return attended
+    return int(window) if window <= MAX_WINDOW else None
+
+
+def _as_number(what: str, number: Any) -> float:
+    """A number that a program is made of as float; one that float32 holds."""
+    if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
+        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type(number).__name__}, expected a float or None")
+    magnitude: Any = abs(number)
+    if not magnitude <= float(np.finfo(np.float32).max):
+        raise KVCacheValueError(f"{what}: got {shown(number)}, expected a number that is finite in float32")
+    return float(number)
+
+
+def _as_soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    number = _as_number("logits_soft_cap", cap)
+    if number < np.finfo(np.float32).tiny:
+        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
+    return number
 
 
 def _attention_xla(
@@ -84,31 +182,56 @@ def _attention_xla(
     seq_lens: jax.Array,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sm_scale: float,
+    sinks: jax.Array,
     *,
+    sm_scale: float,
     window: int | None,
-) -> jax.Array:
-    keys, values = gather_xla(cache, block_table, seq_lens, k_scale, v_scale, dtype=np.dtype(np.float32))
-    num_seqs, num_heads, head_size = query.shape
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What every implementation takes, checked, and returns; and the reference of its numbers.
+
+    Args:
+      cache: one device's cache or share of it.
+      query: `[num_seqs, q_len, num_heads, head_size]`.
+      block_table: int32 `[num_seqs, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
+      seq_lens: int32 `[num_seqs]`, of any numbers: below 0 is 0. Past `max_blocks * block_size` there are no tokens,
+        but the rows stand at the end of the length as it is given.
+      k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
+      v_scale: likewise.
+      sinks: float32 `[num_heads]`, -inf where there is none: it adds `exp(-inf)`, nothing, to a denominator.
+      sm_scale: finite.
+      window: from 1 to `MAX_WINDOW`.
+      logits_soft_cap: positive and finite.
+
+    Returns:
+      `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
+    """
+    num_seqs, q_len, num_heads, head_size = query.shape
     num_kv_heads = cache.spec.num_kv_heads
-    grouped = query.astype(jnp.float32).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
-    lens = seq_lens[:, None]
-    position = jnp.arange(keys.shape[1])
-    seen = position < lens
+    keys, values = gather_xla(cache, block_table, seq_lens, k_scale, v_scale, dtype=np.dtype(np.float32))
+    length = jnp.maximum(seq_lens, 0)
+    # How many tokens before a row's own each token stands, [num_seqs, q_len, max_len]; no number here overflows int32.
+    age = (length[:, None] - q_len + jnp.arange(q_len))[:, :, None] - jnp.arange(keys.shape[1])
+    seen = age >= 0
     if window is not None:
-        seen &= position >= lens - window
-    # What is not seen may be anything, and a weight of 0 makes 0 of a number only.
-    values = jnp.where(seen[:, :, None, None], values, 0.0)
-    seen = seen[:, None, None, :]
-    logits = jnp.einsum("shgd,sthd->shgt", grouped, keys, precision="highest") * sm_scale
-    logits = jnp.where(seen, logits, -jnp.inf)
-    # A sequence that sees nothing has no largest logit: subtract 0, and divide its zero weights by 1.
-    largest = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
-    weights = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+        seen &= age < window
+    # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
+    values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0.0)
+    grouped = query.astype(jnp.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
+    logits = jnp.einsum("sqhgd,sthd->shgqt", grouped, keys, precision="highest") * sm_scale
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+    sink = sinks.reshape(num_kv_heads, -1, 1, 1)
+    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf), sink)
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
+    weights = jnp.exp(logits - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest)
+    lse = largest + jnp.log(total)
     probabilities = weights / jnp.where(total == 0.0, 1.0, total)
-    attended = jnp.einsum("shgt,sthd->shgd", probabilities, values, precision="highest")
-    return attended.reshape(num_seqs, num_heads, cache.spec.head_size_v).astype(query.dtype)
+    attended = jnp.einsum("shgqt,sthd->sqhgd", probabilities, values, precision="highest")
+    attended = attended.reshape(num_seqs, q_len, num_heads, cache.spec.head_size_v).astype(query.dtype)
+    return attended, jnp.moveaxis(lse, -2, 1).reshape(num_seqs, q_len, num_heads)
 
 
 def _own_sequences(
@@ -120,8 +243,15 @@ def _own_sequences(
 _IMPLEMENTATIONS = select.Candidates(
     xla=_attention_xla,
     signature=Signature(
-        arguments=("sequences heads head_size", "sequences blocks_in_order", "sequences", "heads", "heads", ""),
-        results="sequences heads head_size",
+        arguments=(
+            "sequences queries heads head_size",
+            "sequences blocks_in_order",
+            "sequences",
+            "heads",
+            "heads",
+            "heads",
+        ),
+        results=("sequences queries heads head_size", "sequences queries heads"),
         own=_own_sequences,
     ),
 )
