@@ -99,21 +99,32 @@ def assert_same_floats(got: np.ndarray, expected: np.ndarray) -> None:
 
 def pairwise(axes: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Few combinations that together hold every valid pair of values of any two axes."""
+    return covering(axes, valid, 2)
+
+
+def covering(
+    axes: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool], strength: int
+) -> list[dict[str, Any]]:
+    """Few combinations that together hold every valid combination of values of any `strength` axes."""
     rng = random.Random(0)
     names = list(axes)
-    todo = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
+    todo = {
+        tuple(zip(some, values, strict=True))
+        for some in itertools.combinations(names, strength)
+        for values in itertools.product(*(axes[name] for name in some))
+    }
 
-    def pairs(case: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-        return {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(names, 2)}
+    def held(case: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
+        return {tuple((name, case[name]) for name in some) for some in itertools.combinations(names, strength)}
 
     cases = []
     while todo:
         wanted = dict(min(todo, key=repr))
         drawn = ({name: rng.choice(axes[name]) for name in names} | wanted for _ in range(200))
-        best = max(filter(valid, drawn), key=lambda case: len(pairs(case) & todo), default=None)
+        best = max(filter(valid, drawn), key=lambda case: len(held(case) & todo), default=None)
         if best is None:
-            todo -= {tuple(wanted.items())}  # no valid case holds this pair
+            todo -= {tuple(wanted.items())}  # no valid case holds this combination
         else:
             cases.append(best)
-            todo -= pairs(best)
+            todo -= held(best)
     return cases

@@ -1,0 +1,308 @@
+"""What every implementation of paged attention is held to: cases, their exact results and what error they may have.
+
+A case is built in numpy alone, from the formulas of tests/reference.py: tokens are put as bytes into the slots that a
+call may use, and every other byte of the cache is poison, as every entry of a block table that no row needs is garbage.
+An implementation is a function `attend(query, cache, block_table, seq_lens, **options) -> (out, lse)` of arrays that
+takes `paged_attention`'s options; the whole suite is `check(case, attend)` for every case, `check_alone` where results
+are not to depend on the rest of a batch, and the tests of tests/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import cache_model
+import ml_dtypes
+import numpy as np
+import reference
+from helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, covering
+
+from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+
+Attend = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+NAN, ZERO = 0xFF, 0
+"""Bytes to fill a cache with: as elements of every dtype, and as NVFP4's block scales, the first are NaN."""
+
+LENGTHS = {
+    "few": (5, 0, 17),
+    "mixed": (0, 1, 15, 16, 17, 1328),
+    "long": (100_000, 1, 0, 17),
+    "one": (77,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kind of call. `scales`: "one", "scalar" or "per_head"."""
+
+    dtype: str = "bfloat16"
+    query_dtype: str = "bfloat16"
+    layout: str = "NHD"
+    v_scale_layout: str = "linear"
+    head_size: int = 64
+    head_size_v: int | None = None
+    block_size: int = 16
+    num_kv_heads: int = 2
+    group: int = 2
+    q_len: int = 1
+    lengths: str | tuple[int, ...] = "few"
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    scales: str = "one"
+    sm_scale: float | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Of the cache."""
+        return FullAttentionSpec(
+            self.block_size,
+            self.num_kv_heads,
+            self.head_size,
+            self.head_size_v,
+            dtype=KVCacheDType(self.dtype),
+            layout=self.layout,
+            v_scale_layout=self.v_scale_layout,
+        )
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        return np.array(LENGTHS[self.lengths] if isinstance(self.lengths, str) else self.lengths, np.int32)
+
+    def __str__(self) -> str:
+        """What differs from the plainest case."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+
+
+def is_valid(case: dict[str, Any]) -> bool:
+    """Whether there is such a cache, and it does not take minutes."""
+    can_swizzle, takes_per_head = case["dtype"] == "nvfp4", case["dtype"].startswith("fp8")
+    swizzles = case["v_scale_layout"] == "swizzled"
+    if (swizzles and not (can_swizzle and case["block_size"] % 4 == 0)) or (
+        case["scales"] == "per_head" and not takes_per_head
+    ):
+        return False
+    heads = case["num_kv_heads"] * case["group"] * case["q_len"]
+    return case["lengths"] != "long" or (heads <= 8 and case["head_size"] == 64 and case["block_size"] >= 16)
+
+
+AXES: dict[str, Sequence[Any]] = {
+    "dtype": ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4"),
+    "query_dtype": ("bfloat16", "float16", "float32"),
+    "layout": ("NHD", "HND"),
+    "v_scale_layout": ("linear", "swizzled"),
+    "head_size": (64, 80, 96, 112, 128, 192, 256),
+    "head_size_v": (None, 64, 128),
+    "block_size": (1, 8, 16, 32, 784),
+    "num_kv_heads": (1, 2, 3, 8),
+    "group": (1, 2, 3, 4, 5, 7, 8, 12, 16),
+    "q_len": (1, 2, 3, 4, 8),
+    "lengths": ("mixed", "few", "long", "one"),
+    "window": (None, 1, 16, 127, 1024),
+    "cap": (None, 50.0),
+    "sinks": (False, True),
+    "scales": ("one", "scalar", "per_head"),
+}
+"""Everything that a kernel may have to be written for."""
+
+
+def cases(strength: int) -> list[Case]:
+    """Cases that together hold every valid combination of the values of so many axes."""
+    return [Case(**case) for case in covering(AXES, is_valid, strength)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A call, and what the bytes that it may use stand for.
+
+    Attributes:
+      args: query, cache, block table and lengths.
+      options: of the call.
+      keys: of each sequence float32 `[length, num_kv_heads, head_size]`, 0 where no row sees the token.
+      values: likewise.
+    """
+
+    case: Case
+    args: tuple[np.ndarray, KVCache, np.ndarray, np.ndarray]
+    options: dict[str, Any]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+    def run(self, attend: Attend) -> tuple[np.ndarray, np.ndarray]:
+        """The results of an implementation, of the shapes and dtypes that they have to have."""
+        out, lse = map(np.asarray, attend(*self.args, **self.options))
+        query, spec = self.args[0], self.case.spec
+        assert (out.shape, out.dtype) == ((*query.shape[:-1], spec.head_size_v), query.dtype)
+        assert (lse.shape, lse.dtype) == (query.shape[:-1], np.float32)
+        return out, lse
+
+
+def build(
+    case: Case, *, seed: int = 0, fill: int = NAN, garbage: Sequence[int] = (-1, 2**31 - 1, -(2**31), 0)
+) -> Problem:
+    """The call of a case.
+
+    Two problems of one case and seed differ in what must not matter alone: `fill` is every byte that no row may see,
+    also of pages that a table names before a window, and of `garbage` are the entries of the tables where no row sees a
+    token, in turns; 0 stands for a block of the cache that nobody may see.
+    """
+    spec, seq_lens, rng = case.spec, case.seq_lens, np.random.default_rng(seed)
+    first = first_seen(case)
+    max_blocks = max(int(-(-seq_lens.max(initial=0) // spec.block_size)), 1) + 1
+    needed = [
+        range(start // spec.block_size, -(-end // spec.block_size)) for start, end in zip(first, seq_lens, strict=True)
+    ]
+    num_blocks = sum(map(len, needed)) + 2
+    blocks = iter(rng.permutation(np.arange(1, num_blocks)))  # block 0 is nobody's
+    block_table = np.resize(np.array(garbage, np.int32), (len(seq_lens), max_blocks))
+    for row, columns in zip(block_table, needed, strict=True):
+        row[columns.start : columns.stop] = [next(blocks) for _ in columns]
+
+    scales = {
+        "one": (np.float32(1), np.float32(1)),
+        "scalar": (np.float32(0.37), np.float32(2.3)),
+        "per_head": tuple(np.float32([0.37, 2.3])[:, None] * np.linspace(0.5, 2, spec.num_kv_heads, dtype=np.float32)),
+    }[case.scales]
+    pages = np.full((num_blocks, spec.page_size_bytes), fill, np.uint8)
+    dense: list[list[np.ndarray]] = [[], []]
+    for seq, (start, end) in enumerate(zip(first, seq_lens, strict=True)):
+        position = np.arange(start, end)
+        block, token = block_table[seq, position // spec.block_size], position % spec.block_size
+        for half, size in enumerate((spec.head_size, spec.head_size_v)):
+            x = rng.standard_normal((len(position), spec.num_kv_heads, size)).astype(np.float32)
+            rows = reference.encode(x, spec, scales[half])
+            for at, part in zip(cache_model.offsets(spec, half), rows, strict=True):
+                pages[block[:, None, None], at[token]] = part
+            decoded = np.zeros((end, spec.num_kv_heads, size), np.float32)
+            decoded[start:] = reference.decode(rows, spec, scales[half])
+            dense[half].append(decoded)
+
+    shape = (len(seq_lens), case.q_len, case.num_kv_heads * case.group, case.head_size)
+    query = rng.standard_normal(shape).astype(np.float32).astype(INPUT_DTYPES[case.query_dtype])
+    options = {"k_scale": scales[0], "v_scale": scales[1], "sm_scale": case.sm_scale}
+    options |= {"sliding_window": case.window, "logits_soft_cap": case.cap}
+    options["sinks"] = (2 * rng.standard_normal(shape[2])).astype(np.float32) if case.sinks else None
+    args = query, cache_from_bytes(pages, spec, num_blocks), block_table, seq_lens
+    return Problem(case, args, options, *dense)
+
+
+def first_seen(case: Case) -> np.ndarray:
+    """The first token of each sequence that a row of its query sees."""
+    before = case.seq_lens if case.window is None else case.window + case.q_len - 1
+    return np.maximum(case.seq_lens - before, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Results of one sequence in float64, `[q_len, num_heads, ...]`, and what errors they may have."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_max: float
+    out_rms: float
+    lse_max: float
+
+
+def expected(problem: Problem, seq: int) -> Expected:
+    """Attention in float64, and twice the error of attention with float32 logits whose weights are rounded to bfloat16.
+
+    The allowance for float32's own rounding, which matters where the weights of few tokens are exact, goes by the
+    largest sum of magnitudes that a logit is made of.
+    """
+    query, keys, values = problem.args[0][seq], problem.keys[seq], problem.values[seq]
+    out, lse, magnitude = attention(problem, query, keys, values, seq, np.float64)
+    rounded, _, _ = attention(problem, query, keys, values, seq, np.float32)
+    error = np.abs(rounded.astype(query.dtype).astype(np.float64) - out)
+    float32_eps = float(np.finfo(np.float32).eps)
+    logits_error = float32_eps * (8 * magnitude + 16)
+    floor = logits_error * np.abs(values).max(initial=0)
+    rms = np.sqrt(np.mean(error**2)) if error.size else 0.0
+    return Expected(out, lse, 2 * error.max(initial=0) + floor, 2 * rms + floor, 4 * logits_error)
+
+
+def attention(
+    problem: Problem, query: np.ndarray, keys: np.ndarray, values: np.ndarray, seq: int, dtype: Any
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Of one sequence `[q_len, num_heads, head_size_v]`, `[q_len, num_heads]` and the largest sum in a logit.
+
+    In float32 the weights go to bfloat16 before they meet the values, as they do on tensor cores.
+    """
+    case, sinks = problem.case, problem.options["sinks"]
+    q_len, num_heads, head_size = query.shape
+    sm_scale = dtype(head_size**-0.5 if case.sm_scale is None else case.sm_scale)
+    grouped = query.astype(dtype).reshape(q_len, case.num_kv_heads, case.group, head_size)
+    out = np.zeros((q_len, case.num_kv_heads, case.group, values.shape[-1]))
+    lse = np.full((q_len, case.num_kv_heads, case.group), -np.inf)
+    magnitude = 0.0
+    for row in range(q_len):
+        position = len(keys) - q_len + row
+        seen = slice(0 if case.window is None else max(0, position - case.window + 1), max(position + 1, 0))
+        for head in range(case.num_kv_heads):
+            k, v, q = keys[seen, head].astype(dtype), values[seen, head].astype(dtype), grouped[row, head]
+            logits = q @ k.T * sm_scale
+            magnitude = max(magnitude, (np.abs(q) @ np.abs(k).T * abs(sm_scale)).max(initial=0))
+            if case.cap is not None:
+                logits = dtype(case.cap) * np.tanh(logits / dtype(case.cap))
+            sink = np.full(case.group, -np.inf) if sinks is None else sinks.reshape(-1, case.group)[head]
+            largest = np.maximum(logits.max(axis=-1, initial=-np.inf), sink.astype(dtype))[:, None]
+            if not len(k) and sinks is None:
+                continue
+            weights = np.exp(logits - largest)
+            total = weights.sum(axis=-1) + np.exp(sink - largest[:, 0])
+            if dtype is np.float32:
+                weights = weights.astype(ml_dtypes.bfloat16).astype(np.float32)
+            out[row, head] = weights @ v / total[:, None]
+            lse[row, head] = largest[:, 0] + np.log(total)
+    return out.reshape(q_len, num_heads, -1), lse.reshape(q_len, num_heads), float(magnitude)
+
+
+def assert_right(problem: Problem, out: np.ndarray, lse: np.ndarray) -> None:
+    """Holds results against `expected`, each sequence by its own errors, and rows that see nothing exactly."""
+    for seq, length in enumerate(problem.case.seq_lens):
+        want = expected(problem, seq)
+        nothing = np.arange(problem.case.q_len) < problem.case.q_len - length
+        assert not out[seq, nothing].astype(np.float32).any(), f"sequence {seq} sees nothing, and is not 0"
+        error = np.abs(out[seq].astype(np.float64) - want.out)
+        rms = np.sqrt(np.mean(error**2))
+        message = f"sequence {seq} of length {length}: largest error {error.max():.3g}, rms {rms:.3g}"
+        assert error.max() <= want.out_max, f"{message}, expected at most {want.out_max:.3g}"
+        assert rms <= want.out_rms, f"{message}, expected rms at most {want.out_rms:.3g}"
+        has_denominator = ~np.isneginf(want.lse)
+        np.testing.assert_array_equal(~np.isneginf(lse[seq]), has_denominator)
+        lse_error = np.abs(lse[seq][has_denominator].astype(np.float64) - want.lse[has_denominator]).max(initial=0)
+        assert lse_error <= want.lse_max, f"{message}; of lse {lse_error:.3g}, expected at most {want.lse_max:.3g}"
+
+
+def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
+    """Right, the same bits when called again, and the same bits whatever is where nobody may look."""
+    problem = build(case, seed=seed)
+    results = problem.run(attend)
+    assert_right(problem, *results)
+    for other in (
+        problem,
+        build(case, seed=seed, fill=ZERO, garbage=(-1,)),
+        build(case, seed=seed, garbage=(0, 7, -3)),
+    ):
+        for got, first in zip(other.run(attend), results, strict=True):
+            assert_same_bytes(got, first)
+
+
+def check_alone(case: Case, attend: Attend, *, sequences: Iterable[int]) -> None:
+    """The same bits of a sequence that is the only one, and of one that stands elsewhere in another batch."""
+    problem = build(case)
+    query, cache, table, seq_lens = problem.args
+    results = problem.run(attend)
+    for seq in sequences:
+        for batch in ([seq], [*range(seq, len(seq_lens)), *range(seq)][::-1]):
+            part = dataclasses.replace(problem, args=(query[batch], cache, table[batch], seq_lens[batch]))
+            for got, whole in zip(part.run(attend), results, strict=True):
+                assert_same_bytes(got[batch.index(seq)], whole[seq])
