@@ -14,7 +14,7 @@ from kvjax.cache import KVCache, as_seen_here
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.ops import select
 from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
-from kvjax.ops.gather import as_sequences, gather_xla, own_sequences
+from kvjax.ops.gather import as_sequences, gather_xla, own_sequences, tokens_there
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
 
@@ -80,9 +80,9 @@ def paged_attention(
     these, its own included. The logit of a token is `query . key * sm_scale`, and with a soft cap
     `cap * tanh(logit / cap)` of that. A sink is one more logit in the softmax's denominator, without a value.
 
-    A row that sees nothing, for the sequence is shorter than that or empty, is 0, and its log-sum-exp that of its sink,
-    or -inf. Tokens that no row of a sequence sees may hold anything, NaN included, and so may the entries of the block
-    table past its length or before its window.
+    A row that sees nothing, for example of a sequence shorter than `q_len`, is 0, and its log-sum-exp is its sink, or
+    -inf. Tokens that no row of a sequence sees may hold anything, NaN included, and so may entries of the block table
+    past its length or before its window. Tokens in any other entry that is not a block of the cache are not seen.
 
     Args:
       query: `[num_seqs, num_heads, head_size]`, one token a sequence, or `[num_seqs, q_len, num_heads, head_size]`;
@@ -127,15 +127,18 @@ def paged_attention(
         sinks = jnp.full(num_heads, -jnp.inf, jnp.float32)
     check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
     check_devices(cache, query=query, sinks=sinks)
-    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale, num_seqs=query.shape[0])
+    rows = query if has_rows else query[:, None]
+    window = _as_window(spec.sliding_window if sliding_window is None else sliding_window)
+    reach = None if window is None else min(window + rows.shape[1] - 1, MAX_WINDOW)
+    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale, num_seqs=rows.shape[0], last_tokens=reach)
     serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
     attended, lse = serve(
         cache,
-        query if has_rows else query[:, None],
+        rows,
         *sequences,
         jnp.asarray(sinks),
         sm_scale=1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale),
-        window=_as_window(spec.sliding_window if sliding_window is None else sliding_window),
+        window=window,
         logits_soft_cap=_as_soft_cap(logits_soft_cap),
     )
     if not has_rows:
@@ -211,8 +214,8 @@ def _attention_xla(
     keys, values = gather_xla(cache, block_table, seq_lens, k_scale, v_scale, dtype=np.dtype(np.float32))
     length = jnp.maximum(seq_lens, 0)
     # How many tokens before a row's own each token stands, [num_seqs, q_len, max_len]; no number here overflows int32.
-    age = (length[:, None] - q_len + jnp.arange(q_len))[:, :, None] - jnp.arange(keys.shape[1])
-    seen = age >= 0
+    age = (length[:, None] - q_len + jnp.arange(q_len)[None, :])[:, :, None] - jnp.arange(keys.shape[1])[None, None, :]
+    seen = (age >= 0) & tokens_there(block_table, length, cache.num_blocks, cache.spec.block_size)[:, None, :]
     if window is not None:
         seen &= age < window
     # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
@@ -221,8 +224,8 @@ def _attention_xla(
     logits = jnp.einsum("sqhgd,sthd->shgqt", grouped, keys, precision="highest") * sm_scale
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
-    sink = sinks.reshape(num_kv_heads, -1, 1, 1)
+    logits = jnp.where(seen[:, None, None, :, :], logits, -jnp.inf)
+    sink = sinks.reshape(1, num_kv_heads, -1, 1, 1)
     largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf), sink)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
     weights = jnp.exp(logits - largest)

@@ -85,15 +85,33 @@ def as_sequences(
     k_scale: ArrayLike,
     v_scale: ArrayLike,
     num_seqs: int | None = None,
+    last_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths and scales."""
+    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths and scales.
+
+    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read, the entries before
+    theirs are neither checked nor taken for blocks of another share.
+    """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
     check_devices(cache, block_table=block_table, seq_lens=seq_lens, k_scale=k_scale, v_scale=v_scale)
     check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
+    if last_tokens is not None and (is_checked() or cache.sharding is not None):
+        block_table = _last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
     if is_checked():
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
     scales = as_scale("k_scale", k_scale, cache.spec), as_scale("v_scale", v_scale, cache.spec)
-    return as_blocks(block_table, cache), as_lengths(seq_lens), *scales
+    lengths = as_lengths(seq_lens)
+    if lengths.dtype != jnp.int32:
+        lengths = jnp.clip(lengths, 0, np.iinfo(np.int32).max).astype(jnp.int32)
+    return as_blocks(block_table, cache), lengths, *scales
+
+
+def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: int, block_size: int) -> Any:
+    """The table with -1 for the blocks before those of the last tokens of each sequence."""
+    is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens))
+    xp: Any = jnp if is_traced else np
+    ends = block_size * xp.arange(1, block_table.shape[1] + 1)
+    return xp.where(seq_lens[:, None] - ends[None, :] >= last_tokens, -1, block_table)
 
 
 def tokens_there(block_table: jax.Array, seq_lens: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
@@ -146,8 +164,6 @@ def _gather_mosaic(
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:
         pages = from_array_dtype(pages, spec.storage_dtype)
-    if seq_lens.dtype != jnp.int32:
-        seq_lens = jnp.clip(seq_lens, 0, max_len).astype(jnp.int32)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     config = kernel.GatherConfig.choose(spec, dtype)
     return kernel.gather(pages, block_table, seq_lens, *scales, spec, dtype, config)
