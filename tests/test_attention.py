@@ -1,156 +1,284 @@
-"""paged_attention against attention in float64 over the values that the cache's bytes stand for."""
+"""paged_attention passes tests/attention_suite.py, and means what its documentation says beside that."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import attention_suite as suite
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import INPUT_DTYPES, kv_tokens, page_bytes, poisoned, run_write, simple_spec
+from attention_suite import Attend, Case
+from helpers import INPUT_DTYPES, assert_same_bytes, simple_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCache, KVCacheDType, SlidingWindowSpec, paged_attention
+import kvjax
+from kvjax import (
+    KVCache,
+    KVCacheTypeError,
+    KVCacheValueError,
+    SlidingWindowSpec,
+    merge_attention_states,
+    paged_attention,
+)
 
-EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
-SCALES = {"k_scale": 0.37, "v_scale": 2.3}
-
-SEQ_LENS = np.array([11, 0, 24, 1, 8], np.int32)
-BLOCK_TABLE = np.array([[4, 9, 77], [-5, 77, 77], [2, 0, 5], [7, 77, 77], [3, 77, 77]], np.int32)
-NUM_BLOCKS = 10
+STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation")
+_run = jax.jit(paged_attention, static_argnames=STATIC)
 
 
 @pytest.fixture
-def implementation() -> str:
-    """Attention has no kernel."""
-    return "xla"
+def attend(implementation: str) -> Attend:
+    """Each implementation under `jit`, as users call it."""
+
+    def run(query: Any, *args: Any, **options: Any) -> Any:
+        # A float32 query is XLA's where the kernel does not take it.
+        name = None if implementation == "mosaic" and query.dtype == np.float32 else implementation
+        return _run(query, *args, **options, return_lse=True, implementation=name)
+
+    return run
 
 
-def written_cache(spec: AttentionSpec) -> KVCache:
-    """A poisoned cache that holds the tokens of `SEQ_LENS`: what lies past a length, or in no table, is garbage."""
-    slots = [
-        BLOCK_TABLE[seq, position // spec.block_size] * spec.block_size + position % spec.block_size
-        for seq, length in enumerate(SEQ_LENS)
-        for position in range(length)
-    ]
-    rng = np.random.default_rng(3)
-    key, value = (
-        rng.standard_normal((len(slots), spec.num_kv_heads, size)).astype(np.float32)
-        for size in (spec.head_size, spec.head_size_v)
+SMALL = [case for case in suite.cases(1) if case.lengths != "long"]
+EVERY = [Case(lengths="long", num_kv_heads=1), *SMALL]
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_each_case(attend, case):
+    suite.check(case, attend)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", suite.cases(2), ids=str)
+def test_each_pair_of_choices(attend, case):
+    suite.check(case, attend)
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.tuples(*[st.integers(0, 48)] * 4),
+    dtype=st.sampled_from(["bfloat16", "nvfp4"]),
+    rows=st.sampled_from([(1, None), (3, 9)]),
+    garbage=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 20), min_size=1, max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_lengths_and_tables(lengths, dtype, rows, garbage, seed):
+    q_len, window = rows
+    case = Case(dtype, lengths=(*lengths, 48), block_size=8, q_len=q_len, window=window, sinks=window is not None)
+    attend = functools.partial(_run, return_lse=True)
+    problem = suite.build(case, seed=seed, garbage=garbage)
+    suite.assert_right(problem, *problem.run(attend))
+
+
+@pytest.mark.full
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_case(data):
+    drawn = {name: data.draw(st.sampled_from(values), name) for name, values in suite.AXES.items()}
+    for name, least, most in (("block_size", 1, 40), ("group", 1, 17), ("q_len", 1, 9), ("num_kv_heads", 1, 4)):
+        drawn[name] = data.draw(st.integers(least, most), name)
+    drawn["lengths"] = tuple(data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=5), "lengths"))
+    drawn["window"] = data.draw(st.none() | st.integers(1, 220), "window")
+    if not suite.is_valid(drawn):
+        drawn |= {"v_scale_layout": "linear", "scales": "scalar"}
+    suite.check(
+        Case(**drawn), functools.partial(_run, return_lse=True), seed=data.draw(st.integers(0, 2**32 - 1), "seed")
     )
-    return run_write("xla", key, value, poisoned(spec, NUM_BLOCKS), np.array(slots, np.int32), **SCALES)
 
 
-def make_query(spec: AttentionSpec, group: int, dtype=np.float32) -> np.ndarray:
-    shape = (len(SEQ_LENS), spec.num_kv_heads * group, spec.head_size)
-    return (2 * np.random.default_rng(4).standard_normal(shape)).astype(dtype)
+WRONG = {
+    "one more token": lambda run, query, cache, table, lens, **options: run(query, cache, table, lens + 1, **options),
+    "a larger window": lambda run, *args, sliding_window, **options: run(*args, sliding_window=10, **options),
+    "no cap": lambda run, *args, logits_soft_cap, **options: run(*args, **options),
+    "scaled sinks": lambda run, *args, sinks, **options: run(*args, sinks=sinks / 8, **options),
+    "rows in reverse": lambda run, *args, **options: [x[:, ::-1] for x in run(*args, **options)],
+    "logarithms of base 2": lambda run, *args, **options: (
+        run(*args, **options)[0],
+        run(*args, **options)[1] / np.log(2),
+    ),
+    "weights of three bits": lambda run, *args, **options: [x * np.float32(1.06) for x in run(*args, **options)],
+}
 
 
-def attend(query: np.ndarray, cache: KVCache, window: int | None, sm_scale: float | None = None) -> np.ndarray:
-    spec, pages, num_heads = cache.spec, page_bytes(cache), query.shape[1]
-    keys, values = (
-        reference.read(pages, spec, half, BLOCK_TABLE, SEQ_LENS, scale, np.dtype(np.float32)).astype(np.float64)
-        for half, scale in enumerate(SCALES.values())
-    )
-    attended = np.zeros((len(SEQ_LENS), num_heads, spec.head_size_v))
-    for seq, length in enumerate(SEQ_LENS):
-        if length:
-            seen = slice(max(0, length - (window or length)), length)
-            for head in range(num_heads):
-                kv_head = head // (num_heads // spec.num_kv_heads)
-                logits = keys[seq, seen, kv_head] @ query[seq, head].astype(np.float64)
-                logits *= spec.head_size**-0.5 if sm_scale is None else sm_scale
-                weights = np.exp(logits - logits.max())
-                attended[seq, head] = weights / weights.sum() @ values[seq, seen, kv_head]
-    return attended
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_suite_finds_mistakes(mistake):
+    case = Case("float32", "float32", block_size=8, lengths=(0, 3, 17, 33), q_len=2, window=9, cap=4.0, sinks=True)
+    run = functools.partial(_run, return_lse=True)
+    problem = suite.build(case)
+    suite.assert_right(problem, *problem.run(run))
+    with pytest.raises(AssertionError, match=r"^sequence |^x and y|Not equal|Arrays are not equal"):
+        suite.assert_right(problem, *map(np.asarray, problem.run(functools.partial(WRONG[mistake], run))))
 
 
-def check(spec: AttentionSpec, implementation: str, *, group: int = 1, dtype=np.float32, window=None, **arguments):
-    cache, query = written_cache(spec), make_query(spec, group, dtype)
-    run = jax.jit(paged_attention, static_argnames=("sm_scale", "sliding_window", "implementation"))
-    got = run(query, cache, BLOCK_TABLE, SEQ_LENS, **SCALES, **arguments, implementation=implementation)
-    expected = attend(query, cache, window, arguments.get("sm_scale"))
-    assert (got.shape, got.dtype) == (expected.shape, np.dtype(dtype))
-    # float32 arithmetic, then one rounding to the query's dtype.
-    tolerance = 1e-5 + float(jnp.finfo(dtype).eps) / 2
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
-    assert not np.asarray(got, np.float32)[SEQ_LENS == 0].any()
+def test_a_sequence_alone_and_among_others(attend, implementation):
+    """XLA promises no bits here, since it may multiply matrices of other shapes in another order."""
+    case = Case("fp8_e4m3", lengths="mixed", q_len=2)
+    if implementation == "mosaic":
+        suite.check_alone(case, attend, sequences=[1, 3, 5])
+        return
+    problem = suite.build(case)
+    query, cache, table, lens = problem.args
+    whole, alone = problem.run(attend), attend(query[5:], cache, table[5:], lens[5:], **problem.options)
+    for got, among in zip(alone, whole, strict=True):
+        np.testing.assert_allclose(np.float32(got[0]), np.float32(among[5]), rtol=1e-2, atol=1e-5)
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_each_dtype(implementation, dtype, layout):
-    check(simple_spec(dtype, layout=layout), implementation, group=4)
+def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
+    problem = suite.build(Case("nvfp4", window=9, sinks=True))
+    query, *rest = problem.args
+    expected = problem.run(attend)
+    for got, rows in zip(attend(query[:, 0], *rest, **problem.options), expected, strict=True):
+        assert_same_bytes(np.asarray(got), rows[:, 0])
 
 
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (1, 8), (3, 1), (5, 2), (8, 4)])
-def test_grouped_queries(implementation, num_kv_heads, group):
-    check(simple_spec(num_kv_heads=num_kv_heads), implementation, group=group)
+def test_without_its_log_sum_exp(implementation):
+    problem = suite.build(Case())
+    run = functools.partial(_run, *problem.args, **problem.options, implementation=implementation)
+    assert_same_bytes(np.asarray(run()), np.asarray(run(return_lse=True)[0]))
 
 
-@pytest.mark.parametrize("name", INPUT_DTYPES)
-def test_query_dtypes(implementation, name):
-    check(simple_spec(KVCacheDType.FP8_E4M3), implementation, group=2, dtype=INPUT_DTYPES[name])
+def test_rows_are_causal(attend):
+    """Several rows see what single ones of shorter sequences do; before a sequence's start they see nothing."""
+    problem = suite.build(Case("float32", "float32", q_len=4, window=6, sinks=True, lengths=(0, 2, 5, 33)))
+    query, cache, table, lens = problem.args
+    out, lse = problem.run(attend)
+    for row in range(4):
+        args = query[:, row], cache, table, np.maximum(lens - 3 + row, 0)
+        for got, expected in zip(attend(*args, **problem.options), (out, lse), strict=True):
+            np.testing.assert_allclose(got, expected[:, row], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sm_scale", [None, 1.0, 0.03])
-def test_sm_scale(implementation, sm_scale):
-    check(simple_spec(head_size=80), implementation, sm_scale=sm_scale)
+@pytest.mark.parametrize("sm_scale", [1.0, 0.03, -2, 300.0], ids=str)
+def test_sm_scale(attend, sm_scale):
+    suite.check(Case("float32", "float32", head_size=80, sm_scale=sm_scale), attend)
 
 
-@pytest.mark.parametrize("window", [1, 5, 8, 24, 1000])
-def test_sliding_window_argument(implementation, window):
-    check(simple_spec(KVCacheDType.NVFP4), implementation, group=2, window=window, sliding_window=window)
+@pytest.mark.parametrize(("argument", "window"), [(None, 6), (3, 3), (np.int32(9), 9), (2**70, None)])
+def test_a_sliding_layer_has_its_own_window(attend, argument, window):
+    problem = suite.build(Case("float16", window=window))
+    query, cache, *tables = problem.args
+    spec = dataclasses.asdict(cache.spec) | {"sliding_window": 6}
+    sliding = KVCache(cache.kv, SlidingWindowSpec(**spec))
+    got = attend(query, sliding, *tables, **problem.options | {"sliding_window": argument})
+    suite.assert_right(problem, *map(np.asarray, got))
 
 
-@pytest.mark.parametrize(("argument", "window"), [(None, 6), (3, 3), (100, 100)])
-def test_a_sliding_layer_has_its_own_window(implementation, argument, window):
-    spec = SlidingWindowSpec(8, 2, 64, dtype=KVCacheDType.FLOAT16, sliding_window=6)
-    check(spec, implementation, window=window, sliding_window=argument)
+def test_tokens_of_no_block_are_not_seen(attend):
+    """As if the sequence had never had them; a block of somebody else's stands next to each."""
+    problem = suite.build(Case("float32", "float32", block_size=4, lengths=(11, 9)))
+    query, cache, table, lens = problem.args
+    for entry in (-1, cache.num_blocks, 2**31 - 1, -(2**31)):
+        holed = table.copy()
+        holed[0, 1] = entry
+        keys, values = ([np.delete(x[0], slice(4, 8), axis=0), x[1]] for x in (problem.keys, problem.values))
+        shorter = dataclasses.replace(problem, case=Case("float32", "float32", block_size=4, lengths=(7, 9)))
+        shorter = dataclasses.replace(shorter, keys=keys, values=values)
+        got = attend(query, cache, holed, lens, **problem.options)
+        suite.assert_right(shorter, *map(np.asarray, got))
 
 
-@EACH_DTYPE
-def test_values_of_another_head_size(implementation, dtype):
-    check(simple_spec(dtype, head_size=96, head_size_v=32), implementation, group=2)
+def test_a_nan_of_one_sequence_stays_there(attend):
+    problem = suite.build(Case("float32", "float32", lengths=(17, 16, 5)))
+    query, cache, table, lens = problem.args
+    expected = problem.run(attend)
+    spoilt = KVCache(cache.kv.at[table[0, 0]].set(jnp.nan), cache.spec)
+    for got, was in zip(attend(query, spoilt, table, lens, **problem.options), expected, strict=True):
+        assert np.isnan(got[0]).all()
+        assert_same_bytes(np.asarray(got[1:]), was[1:])
 
 
-def test_swizzled_scales(implementation):
-    check(simple_spec(KVCacheDType.NVFP4, v_scale_layout="swizzled", num_kv_heads=3), implementation, group=2)
+def test_no_sequences_no_rows_and_no_blocks(attend):
+    cache, sinks = KVCache.allocate(simple_spec(head_size_v=32), 2), np.arange(4, dtype=np.float32)
+    for num_seqs, q_len, max_blocks in ((0, 1, 3), (5, 2, 0), (0, 1, 0), (2, 0, 3)):
+        query = np.ones((num_seqs, q_len, 4, 64), np.float16)
+        tables = np.zeros((num_seqs, max_blocks), np.int32), np.zeros(num_seqs, np.int32)
+        out, lse = attend(query, cache, *tables, sinks=sinks)
+        assert out.shape == (num_seqs, q_len, 4, 32)
+        assert not np.asarray(out).any()
+        np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (num_seqs, q_len, 4)))
 
 
-def test_per_head_scales(implementation):
-    spec = simple_spec(KVCacheDType.FP8_E5M2, num_kv_heads=3)
-    cache, query = written_cache(spec), make_query(spec, 2)
-    factors = np.float32([0.5, 2, 8])  # powers of two, so that a head's scale moves its logits and values exactly
-    scales = {name: np.float32(scale) * factors for name, scale in SCALES.items()}
-    got = paged_attention(query, cache, BLOCK_TABLE, SEQ_LENS, **scales, implementation=implementation)
-    by_head = factors.repeat(2)[:, None]
-    expected = attend(query * by_head, cache, None) * by_head
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=3e-6, atol=3e-5)
+def test_over_batches_of_queries_and_of_caches(attend):
+    problem = suite.build(Case("nvfp4", q_len=2))
+    query, cache, *tables = problem.args
+    caches = jax.tree.map(lambda kv: jnp.stack([kv, jnp.zeros_like(kv), kv]), cache)
+    queries = np.stack([query, query, query[::-1]])
+    got = jax.vmap(lambda query, cache: attend(query, cache, *tables, **problem.options))(queries, caches)
+    for i, kv in enumerate(caches.kv):
+        one = attend(queries[i], KVCache(kv, cache.spec), *tables, **problem.options)
+        for batched, single in zip(got, one, strict=True):
+            np.testing.assert_allclose(np.float32(batched[i]), np.float32(single), rtol=1e-2, atol=1e-5)
 
 
-def test_logits_too_large_for_exp(implementation):
-    check(simple_spec(KVCacheDType.FLOAT32), implementation, sm_scale=300.0)
+def parts_of(problem: suite.Problem, attend: Attend, cut: int) -> Any:
+    """Attention over the first `cut` blocks of each sequence, and over all the others."""
+    query, cache, table, lens = problem.args
+    size = cache.spec.block_size
+    first = attend(query, cache, table[:, :cut], np.minimum(lens, cut * size), **problem.options)
+    rest = attend(query, cache, table[:, cut:], np.maximum(lens - cut * size, 0), **problem.options)
+    return zip(first, rest, strict=True)
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
-def test_what_lies_behind_the_window_is_not_seen(implementation, garbage):
-    """Blocks behind a window are given back and hold another sequence's tokens, or anything."""
-    spec = SlidingWindowSpec(8, 2, 64, dtype=KVCacheDType.FLOAT32, sliding_window=3)
-    cache, query = written_cache(spec), make_query(spec, 2)
-    expected = paged_attention(query, cache, BLOCK_TABLE, SEQ_LENS, implementation=implementation)
-    assert SEQ_LENS[2] - spec.sliding_window >= 16  # of the third sequence only the last block is in the window
-    given_back = np.array([block * 8 + token for block in BLOCK_TABLE[2, :2] for token in range(8)], np.int32)
-    key, value = (np.full_like(x, garbage) for x in kv_tokens(spec, len(given_back)))
-    cache = run_write("xla", key, value, cache, given_back)
-    got = paged_attention(query, cache, BLOCK_TABLE, SEQ_LENS, implementation=implementation)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_parts_of_sequences_merge_into_the_whole(name):
+    problem = suite.build(Case("float32", name, block_size=8, lengths=(0, 3, 17, 33)))
+    outs, lses = parts_of(problem, functools.partial(_run, return_lse=True), 1)
+    out, lse = jax.jit(merge_attention_states)(outs, lses)
+    expected_out, expected_lse = problem.run(functools.partial(_run, return_lse=True))
+    assert (out.dtype, lse.dtype) == (INPUT_DTYPES[name], np.float32)
+    tolerance = 1e-5 + 2 * float(jnp.finfo(out.dtype).eps)
+    np.testing.assert_allclose(np.float32(out), np.float32(expected_out), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    for got, stacked in zip(merge_attention_states(jnp.stack(outs), np.stack(lses)), (out, lse), strict=True):
+        assert_same_bytes(np.asarray(got), np.asarray(stacked))
 
 
-def test_no_sequences_and_no_blocks(implementation):
-    cache = written_cache(simple_spec())
-    query = make_query(cache.spec, 2)
-    for num_seqs, max_blocks in ((0, 3), (5, 0), (0, 0)):
-        tables = BLOCK_TABLE[:num_seqs, :max_blocks], np.zeros(num_seqs, np.int32)
-        got = paged_attention(query[:num_seqs], cache, *tables, implementation=implementation)
-        assert got.shape == (num_seqs, 4, 64)
-        assert not np.asarray(got).any()
+def test_merging_what_saw_nothing():
+    """It counts for nothing, whatever it holds; and where nothing was seen the result is exactly that."""
+    seen, nothing = np.float32([[0.1, 3e38]]), np.full((1, 2), np.nan, np.float32)
+    lse, none = np.float32([-1e4]), np.float32([-np.inf])
+    for outs, lses in (([seen, nothing], [lse, none]), ([nothing, seen, nothing], [none, lse, none]), ([seen], [lse])):
+        got = merge_attention_states(outs, lses)
+        assert_same_bytes(np.asarray(got[0]), seen)
+        assert_same_bytes(np.asarray(got[1]), lse)
+    out, total = merge_attention_states([nothing] * 2, [none] * 2)
+    assert_same_bytes(np.asarray(out), np.zeros((1, 2), np.float32))
+    assert_same_bytes(np.asarray(total), none)
+    _, total = merge_attention_states([seen] * 4, [np.float32([200])] * 4)
+    assert math.isclose(float(total[0]), 200 + math.log(4), rel_tol=1e-6)
+
+
+F32 = np.zeros((2, 3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        ([], [], KVCacheValueError, "outs: got no parts, expected at least one"),
+        (F32[:0], F32[:0, :, 0], KVCacheValueError, "outs: got no parts, expected at least one"),
+        (F32[0], F32[0, :, 0], KVCacheValueError, "outs: got shape (3, 4), expected [num_parts, ..., num_heads, head"),
+        (F32, F32, KVCacheValueError, "lses: got shape (2, 3, 4), expected (2, 3), that of outs less its last dim"),
+        (F32.astype(np.float64), F32[..., 0], KVCacheTypeError, "outs: got dtype float64, expected one of float32"),
+        (F32, F32[..., 0].astype(np.float16), KVCacheTypeError, "lses: got dtype float16, expected one of float32"),
+        (F32, 3.0, KVCacheTypeError, "lses: got a float, expected an array or a sequence of arrays"),
+        (F32, [1.0, 2.0], KVCacheTypeError, "lses[0]: got a float, expected an array"),
+        ([F32, F32[:1]], [F32] * 2, KVCacheValueError, "outs[1]: got float32[1, 3, 4], expected float32[2, 3, 4] as o"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(outs, lses, error, message):
+    with pytest.raises(error) as raised:
+        merge_attention_states(outs, lses)
+    assert str(raised.value).startswith(message)
+
+
+def test_blocks_before_a_window_are_not_looked_for():
+    """Checked mode names blocks that are needed alone."""
+    problem = suite.build(Case(window=9, lengths=(40, 17)), garbage=[-7, 2**31 - 1])
+    with kvjax.checked():
+        paged_attention(*problem.args, **problem.options)
+        with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got -7, expected between"):
+            paged_attention(*problem.args, **problem.options | {"sliding_window": None})

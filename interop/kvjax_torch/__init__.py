@@ -3,5 +3,6 @@
 from kvjax_torch.borrow import to_jax as to_jax
 from kvjax_torch.borrow import to_torch as to_torch
 from kvjax_torch.ops import gather_kv as gather_kv
+from kvjax_torch.ops import paged_attention as paged_attention
 from kvjax_torch.ops import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax_torch.ops import warm_up as warm_up

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +17,10 @@ import kvjax
 from kvjax import AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError
 from kvjax_torch.caches import Facts, cache_plan, check_caches
 from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resolve_cache_dtype, row_head_size
-from kvjax_torch.plan import GatherPlan, WritePlan
+from kvjax_torch.plan import AttentionPlan, GatherPlan, WritePlan
+
+MAX_WINDOW = 2**31 - 1
+"""Any window past the largest length is no window."""
 
 IndexFacts = tuple[torch.dtype, int]
 """Of a tensor of slots, blocks or lengths: dtype and number of dimensions."""
@@ -79,8 +83,9 @@ def gather_plan(
     v_scale: torch.Tensor,
     v_scale_layout: str,
     dtype: torch.dtype | None,
+    last_tokens: int | None = None,
 ) -> GatherPlan:
-    """The plan of a `gather_kv` call.
+    """The plan of a `gather_kv` call; where only `last_tokens` of a sequence count, their blocks alone are checked.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
@@ -106,9 +111,123 @@ def gather_plan(
     _check_addresses(tensors)
     check_scale_values(scales)
     if kvjax.is_checked():
+        block_size = plan.cache.spec.block_size
         blocks, lengths = _on_host("block_table", block_table), _on_host("seq_lens", seq_lens)
-        kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], plan.cache.spec.block_size)
+        if last_tokens is not None:
+            ends = block_size * torch.arange(1, blocks.shape[1] + 1)
+            blocks = blocks.masked_fill(lengths[:, None] - ends >= last_tokens, -1)
+        kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], block_size)
     return plan
+
+
+def attention_plan(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    sm_scale: float | None,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> AttentionPlan:
+    """The plan of a `paged_attention` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+    """
+    refuse_gradient("attention over a cache", query=query)
+    check_devices(key_cache, query=query)
+    if query.ndim not in (3, 4):
+        raise KVCacheValueError(
+            f"query: got {query.ndim} dimensions, expected [num_seqs, num_heads, head_size] or [num_seqs, q_len,"
+            " num_heads, head_size]"
+        )
+    q_len = query.shape[1] if query.ndim == 4 else 1
+    sm_scale, window, cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
+    gathered = gather_plan(
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        v_scale_layout,
+        torch.float32,
+        last_tokens=None if window is None else window + q_len - 1,
+    )
+    spec = gathered.cache.spec
+    if query.dtype not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"query: got dtype {query.dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
+    num_heads, head_size = query.shape[-2:]
+    if query.shape[0] != block_table.shape[0] or head_size != spec.head_size:
+        raise KVCacheValueError(
+            f"query: got shape {tuple(query.shape)}, expected num_seqs={block_table.shape[0]} and"
+            f" head_size={spec.head_size}"
+        )
+    if num_heads % spec.num_kv_heads or not num_heads:
+        raise KVCacheValueError(
+            f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
+        )
+    if sinks is not None:
+        refuse_gradient("attention over a cache", sinks=sinks)
+        check_devices(key_cache, sinks=sinks)
+        if sinks.dtype is not torch.float32:
+            raise KVCacheTypeError(f"sinks: got dtype {sinks.dtype}, expected torch.float32")
+        if sinks.shape != (num_heads,):
+            raise KVCacheValueError(f"sinks: got shape {tuple(sinks.shape)}, expected [num_heads={num_heads}]")
+    return AttentionPlan(
+        gathered.cache,
+        query.dtype,
+        num_heads,
+        q_len,
+        gathered.scale_sizes,
+        head_size**-0.5 if sm_scale is None else sm_scale,
+        window,
+        cap,
+        sinks is not None,
+    )
+
+
+def attention_numbers(
+    sm_scale: object, sliding_window: object, logits_soft_cap: object
+) -> tuple[float | None, int | None, float | None]:
+    """The numbers of a `paged_attention` call as torch's dispatcher takes them; a window that holds all is None.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: one of another type, or one that is not finite in float32 or not positive.
+    """
+    scale, cap = _as_float("sm_scale", sm_scale), _as_float("logits_soft_cap", logits_soft_cap)
+    if cap is not None and cap < torch.finfo(torch.float32).tiny:
+        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
+    if sliding_window is None:
+        return scale, None, cap
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, numbers.Integral):
+        kind = type(sliding_window).__name__
+        raise KVCacheTypeError(f"sliding_window: got {sliding_window!r} of type {kind}, expected an int or None")
+    window = int(sliding_window)
+    if window <= 0:
+        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
+    return scale, window if window <= MAX_WINDOW else None, cap
+
+
+def _as_float(what: str, number: object) -> float | None:
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise KVCacheTypeError(f"{what}: got {number!r} of type {type(number).__name__}, expected a float or None")
+    try:
+        value = float(number)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise KVCacheValueError(f"{what}: got {number}, expected a number that is finite in float32")
+    return value
 
 
 def check_tensors(**tensors: object) -> None:
@@ -128,12 +247,12 @@ def check_strided(name: str, tensor: torch.Tensor) -> None:
         raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
 
 
-def refuse_gradient(**tensors: torch.Tensor) -> None:
-    """Raises `KVCacheTypeError` where autograd would look for the gradient of a stored value, which is rounded."""
+def refuse_gradient(what: str = "a write into a cache", /, **tensors: torch.Tensor) -> None:
+    """Raises `KVCacheTypeError` where autograd would look for a gradient through stored values, which are rounded."""
     for name, tensor in tensors.items():
         if tensor.requires_grad and torch.is_grad_enabled():
             raise KVCacheTypeError(
-                f"{name}: got requires_grad=True, but a write into a cache has no gradient;"
+                f"{name}: got requires_grad=True, but {what} has no gradient;"
                 f" pass {name}.detach(), or call under torch.no_grad()"
             )
 

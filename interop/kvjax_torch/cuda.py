@@ -18,8 +18,9 @@ import torch
 
 import kvjax
 from kvjax import UnsupportedError, kernels
-from kvjax_torch import calls, dlpack, launch
+from kvjax_torch import calls, dense, dlpack, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, write_plan
+from kvjax_torch.plan import AttentionPlan, GatherPlan
 
 MIN_COMPUTE_CAPABILITY = 9
 
@@ -174,6 +175,27 @@ def gather(
     _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
+
+
+def attend(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention` of CUDA tensors that `plan` describes, over what the gather's kernel reads in float32."""
+    _check_capability(key_cache.get_device())
+    gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
+    with _one_at_a_time:
+        call = calls.gather_call(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    _run(call)
+    keys, values = call.tensors[-2:]
+    return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
 
 
 def _lock(device: int) -> threading.Lock:

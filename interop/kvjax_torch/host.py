@@ -19,9 +19,10 @@ import torch
 
 import kvjax
 from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
+from kvjax_torch import dense
 from kvjax_torch.borrow import to_jax, to_torch
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import CachePlan, GatherPlan, StridedRows, WritePlan
+from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, StridedRows, WritePlan
 
 CHUNK_TOKENS = 16
 """Tokens that JAX encodes or decodes at a time: few, for the last chunk is filled up with zeros."""
@@ -80,10 +81,27 @@ def gather(
     for part in _chunks(slot.shape[0]):
         stored = _filled_up(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
         decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), _scale(k_scale), _scale(v_scale))
-        for dense, rows in zip(gathered, decoded, strict=True):
-            dense[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
+        for result, rows in zip(gathered, decoded, strict=True):
+            result[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
     keys, values = gathered
     return keys, values
+
+
+def attend(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends as a `paged_attention` call that `plan` describes, over what a gather reads in float32."""
+    gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
+    keys, values = gather(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvjax_torch import cuda, host
-from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, write_plan
+from kvjax_torch.arguments import attention_plan, check_devices, gather_plan, refuse_gradient, write_plan
 from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -22,6 +22,12 @@ _LIBRARY.define(
 _LIBRARY.define(
     "gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, str kv_cache_dtype,"
     " Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', ScalarType? dtype=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,"
+    " str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', float? sm_scale=None,"
+    " int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -64,6 +70,31 @@ def _gather(
         return cuda.gather(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
     return host.gather(plan, *tensors, k_scale, v_scale)
+
+
+def _attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = query, key_cache, value_cache, block_table, seq_lens
+    numbers = sm_scale, sliding_window, logits_soft_cap
+    plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks)
+    rows = query if query.ndim == 4 else query[:, None]
+    serve = cuda.attend if key_cache.is_cuda else host.attend
+    out, lse = serve(plan, rows, *tensors[1:], k_scale, v_scale, sinks)
+    return out.view(*query.shape[:-1], out.shape[-1]), lse.view(query.shape[:-1])
 
 
 def _write_fake(
@@ -121,7 +152,43 @@ def _gather_fake(
     return dense("key_cache", key_cache), dense("value_cache", value_cache)
 
 
-for _name, _kernel, _fake in (("reshape_and_cache_flash", _write, _write_fake), ("gather_kv", _gather, _gather_fake)):
+def _attend_fake(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_gradient("attention over a cache", query=query, **({} if sinks is None else {"sinks": sinks}))
+    check_devices(
+        key_cache,
+        query=query,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    head_size_v = row_head_size("value_cache", value_cache.shape[3] * value_cache.dtype.itemsize, stored)
+    out = query.new_empty((*query.shape[:-1], head_size_v))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+for _name, _kernel, _fake in (
+    ("reshape_and_cache_flash", _write, _write_fake),
+    ("gather_kv", _gather, _gather_fake),
+    ("paged_attention", _attend, _attend_fake),
+):
     _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"kvjax::{_name}", _fake, lib=_LIBRARY)

@@ -1,15 +1,16 @@
-"""vLLM's cache operations on torch tensors: `reshape_and_cache_flash` and `gather_kv`, and what warms them up."""
+"""The operations on torch tensors: vLLM's `reshape_and_cache_flash`, `gather_kv`, `paged_attention`; and `warm_up`."""
 
 from __future__ import annotations
 
 import functools
+from typing import Literal, overload
 
 import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import check_tensors
+from kvjax_torch.arguments import attention_numbers, check_tensors
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
@@ -141,6 +142,116 @@ def gather_kv(
         dtype=dtype,
     )
     return keys, values
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of each sequence over its cached tokens, as `kvjax.paged_attention` defines it.
+
+    `torch.ops.kvjax.paged_attention` is the same operation with scales that are tensors on the caches' device, and
+    always returns both results. Neither has a gradient. No kernel reads the pages yet: whole sequences are gathered in
+    float32 first, on a GPU by the gather's kernel.
+
+    Args:
+      query: `[num_seqs, num_heads, head_size]`, or `[num_seqs, q_len, num_heads, head_size]` for the last `q_len`
+        tokens of each sequence; float32, float16 or bfloat16, with any strides.
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      block_table: as in `gather_kv`; entries of blocks before a window may be anything too.
+      seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence, those of the query included.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: the decode scale that the keys were written with.
+      v_scale: the decode scale that the values were written with.
+      v_scale_layout: the order that the V scales were written in.
+      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
+      sliding_window: tokens that a query token sees, its own included; None for all.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
+      return_lse: whether to return the log-sum-exp too.
+
+    Returns:
+      A tensor of the query's shape, but for `head_size_v`, and dtype. With `return_lse` also the natural logarithm of
+      each softmax's denominator: float32, of the same shape without `head_size_v`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
+    """
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    check_tensors(**tensors, block_table=block_table, seq_lens=seq_lens)
+    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
+    check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
+    sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
+    out, lse = torch.ops.kvjax.paged_attention.default(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        v_scale_layout=v_scale_layout,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+    )
+    return (out, lse) if return_lse else out
 
 
 def warm_up(

@@ -91,3 +91,30 @@ class GatherPlan:
     cache: CachePlan
     dtype: torch.dtype
     scale_sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """One kind of `paged_attention` call.
+
+    Attributes:
+      cache: the cache it reads.
+      dtype: element type of the query and of the result.
+      num_heads: of the query.
+      q_len: query tokens of each sequence.
+      scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
+      sm_scale: factor on the logits.
+      window: tokens that a query token sees, its own included; None for all.
+      logits_soft_cap: what no logit exceeds; None for no cap.
+      has_sinks: whether each head has a sink.
+    """
+
+    cache: CachePlan
+    dtype: torch.dtype
+    num_heads: int
+    q_len: int
+    scale_sizes: tuple[int, int]
+    sm_scale: float
+    window: int | None
+    logits_soft_cap: float | None
+    has_sinks: bool

@@ -45,7 +45,7 @@ def merge_attention_states(
         )
     if lses.shape != outs.shape[:-1]:
         raise KVCacheValueError(
-            f"lses: got shape {lses.shape}, expected {outs.shape[:-1]}, that of outs but for its last"
+            f"lses: got shape {lses.shape}, expected {outs.shape[:-1]}, that of outs less its last dimension"
         )
     largest = jnp.max(lses, axis=0)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # an infinity less itself would be NaN
