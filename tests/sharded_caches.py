@@ -94,7 +94,7 @@ SLOTS = np.array(
     ],
     np.int32,
 )
-
+WINDOW = 2
 
 AXIS_TYPE, DATA, TENSOR = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 MESH = jax.make_mesh(
@@ -228,8 +228,12 @@ def gather_all(caches, scales, table, lens, implementation="xla"):
     }
 
 
-def attend_all(caches, queries, scales, table, lens):
-    return {name: paged_attention(queries[name], cache, table, lens, **scales[name]) for name, cache in caches.items()}
+def attend_all(caches, queries, scales, table, lens, sinks):
+    options = {"sinks": sinks, "sliding_window": WINDOW, "return_lse": True}
+    return {
+        name: paged_attention(queries[name], cache, table, lens, **scales[name], **options)
+        for name, cache in caches.items()
+    }
 
 
 def compile_without_collectives(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -294,23 +298,34 @@ def check_division(division: str, names: Any, implementation: str, *, divided: b
 
 
 def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) -> None:
-    """In numpy from the keys and values that the cache gives back, which `check_read` has checked."""
+    """In numpy from the keys and values that the cache gives back, which `check_read` has checked.
+
+    Two rows a sequence, with sinks, behind a window: blocks before it are somebody else's, on this device or another.
+    """
     dense = jax.device_get(jax.jit(gather_all)(written, scales, TABLE, LENS))
+    rng = np.random.default_rng(1)
     queries = {
-        name: np.random.default_rng(1).standard_normal((4, NUM_HEADS, 2, cache.spec.head_size)).astype(np.float32)
+        name: rng.standard_normal((4, 2, NUM_HEADS, 2, cache.spec.head_size)).astype(np.float32)
         for name, cache in written.items()
     }
-    args = written, {name: query.reshape(4, 2 * NUM_HEADS, -1) for name, query in queries.items()}, scales, TABLE, LENS
+    sinks = rng.standard_normal((NUM_HEADS, 2)).astype(np.float32)
+    table = np.where(LENS[:, None] - 8 * np.arange(1, 3) >= WINDOW + 1, 7 - TABLE, TABLE)
+    assert (table != TABLE).any()
+    given = {name: query.reshape(4, 2, 2 * NUM_HEADS, -1) for name, query in queries.items()}
+    args = written, given, scales, table, LENS, sinks.reshape(-1)
     attended = compile_without_collectives(attend_all, *args)(*args)
-    for name, result in attended.items():
+    age = (LENS[:, None] - 2 + np.arange(2))[:, :, None] - np.arange(dense[next(iter(written))][0].shape[1])
+    for name, (result, lse) in attended.items():
         keys, values = dense[name]
-        weights = np.exp(np.einsum("shgd,sthd->shgt", queries[name], keys) / np.sqrt(keys.shape[-1]))
-        weights *= (np.arange(keys.shape[1]) < LENS[:, None])[:, None, None]
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
-        expected = np.einsum("shgt,sthd->shgd", weights, values).reshape(result.shape)
-        np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-4, atol=1e-5)
-        axes = [entry or None for entry in DIVISIONS[division]]
-        assert result.sharding.is_equivalent_to(NamedSharding(MESH, P(*axes)), 3)
+        weights = np.exp(np.einsum("sqhgd,sthd->sqhgt", queries[name], keys) / np.sqrt(keys.shape[-1]))
+        weights *= ((age >= 0) & (age < WINDOW))[:, :, None, None]
+        total = weights.sum(-1) + np.exp(sinks)
+        expected = np.einsum("sqhgt,sthd->sqhgd", weights / total[..., None], values)
+        np.testing.assert_allclose(np.asarray(result), expected.reshape(result.shape), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(lse), np.log(total).reshape(lse.shape), rtol=1e-4, atol=1e-5)
+        blocks, heads = (entry or None for entry in DIVISIONS[division])
+        for array in (result, lse):
+            assert array.sharding.is_equivalent_to(NamedSharding(MESH, P(blocks, None, heads)), array.ndim)
 
 
 def check_every_format() -> None:

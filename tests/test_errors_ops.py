@@ -122,6 +122,20 @@ ATTENTION_ERRORS = [
     ({"sliding_window": -4}, VALUE, "sliding_window: got -4, expected a positive int or None"),
     ({"sliding_window": 4.0}, TYPE, "sliding_window: got 4.0 of type float, expected an int or None"),
     ({"sliding_window": True}, TYPE, "sliding_window: got True of type bool, expected an int or None"),
+    ({"query": QUERY[:, None, None]}, VALUE, "query: got shape (4, 1, 1, 6, 64), expected [num_seqs, num_heads, head"),
+    ({"query": QUERY[:, None, :5]}, VALUE, "query: got num_heads=5, expected a multiple of num_kv_heads=2"),
+    ({"query": QUERY[:, None, :, :8]}, VALUE, "query: got shape (4, 1, 6, 8), expected [num_seqs, q_len, num_heads, h"),
+    ({"sm_scale": "1"}, TYPE, "sm_scale: got '1' of type str, expected a float or None"),
+    ({"sm_scale": np.ones(1)}, TYPE, "sm_scale: got array([1.]) of type ndarray, expected a float or None"),
+    ({"sm_scale": float("inf")}, VALUE, "sm_scale: got inf, expected a number that is finite in float32"),
+    ({"sm_scale": 1e39}, VALUE, "sm_scale: got 1e+39, expected a number that is finite in float32"),
+    ({"logits_soft_cap": 0}, VALUE, "logits_soft_cap: got 0, expected a positive number or None"),
+    ({"logits_soft_cap": -50.0}, VALUE, "logits_soft_cap: got -50.0, expected a positive number or None"),
+    ({"logits_soft_cap": float("nan")}, VALUE, "logits_soft_cap: got nan, expected a number that is finite in float32"),
+    ({"logits_soft_cap": True}, TYPE, "logits_soft_cap: got True of type bool, expected a float or None"),
+    ({"sinks": LENS}, TYPE, "sinks: got dtype int32, expected one of float32"),
+    ({"sinks": np.zeros(2, np.float32)}, VALUE, "sinks: got shape (2,), expected [num_heads=6]"),
+    ({"sinks": 1.0}, TYPE, "sinks: got a float, expected an array"),
     (
         {"implementation": "mosaic"},
         UnsupportedError,
@@ -239,13 +253,15 @@ def test_an_array_of_the_other_layout_is_named_as_such(operation):
         (lambda cache, n: KVCache.allocate(FP8, n), "num_blocks: got "),
         (lambda cache, n: simple_spec(block_size=n), "FullAttentionSpec.block_size: got "),
         (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, sliding_window=n), "sliding_window: got "),
+        (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, sm_scale=n), "sm_scale: got "),
+        (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, logits_soft_cap=n), "logits_soft_cap: got "),
     ],
-    ids=["num_blocks", "block_size", "sliding_window"],
+    ids=["num_blocks", "block_size", "sliding_window", "sm_scale", "logits_soft_cap"],
 )
 def test_what_a_program_is_made_of_has_to_be_known_when_it_is_traced(call, message):
     cache = poisoned(FP8, 2)
     call(cache, 4)
-    with pytest.raises(KVCacheTypeError, match=rf"^{message}.*Tracer.*, expected an int"):
+    with pytest.raises(KVCacheTypeError, match=rf"^{message}.*Tracer.*, expected an? (int|float)"):
         jax.jit(call)(cache, 4)
 
 
