@@ -123,7 +123,7 @@ ATTENTION_ERRORS = [
     ({"sliding_window": 4.0}, TYPE, "sliding_window: got 4.0 of type float, expected an int or None"),
     ({"sliding_window": True}, TYPE, "sliding_window: got True of type bool, expected an int or None"),
     ({"query": QUERY[:, None, None]}, VALUE, "query: got shape (4, 1, 1, 6, 64), expected [num_seqs, num_heads, head"),
-    ({"query": QUERY[:, None, :5]}, VALUE, "query: got num_heads=5, expected a multiple of num_kv_heads=2"),
+    ({"query": QUERY[:, None, :3]}, VALUE, "query: got num_heads=3, expected a multiple of num_kv_heads=2"),
     ({"query": QUERY[:, None, :, :8]}, VALUE, "query: got shape (4, 1, 6, 8), expected [num_seqs, q_len, num_heads, h"),
     ({"sm_scale": "1"}, TYPE, "sm_scale: got '1' of type str, expected a float or None"),
     ({"sm_scale": np.ones(1)}, TYPE, "sm_scale: got array([1.]) of type ndarray, expected a float or None"),
