@@ -225,8 +225,7 @@ def expected(problem: Problem, seq: int) -> Expected:
     float32_eps = float(np.finfo(np.float32).eps)
     logits_error = float32_eps * (8 * magnitude + 16)
     floor = logits_error * np.abs(values).max(initial=0)
-    rms = np.sqrt(np.mean(error**2)) if error.size else 0.0
-    return Expected(out, lse, 2 * error.max(initial=0) + floor, 2 * rms + floor, 4 * logits_error)
+    return Expected(out, lse, 2 * error.max(initial=0) + floor, 2 * _rms(error) + floor, 4 * logits_error)
 
 
 def attention(
@@ -265,6 +264,19 @@ def attention(
     return out.reshape(q_len, num_heads, -1), lse.reshape(q_len, num_heads), float(magnitude)
 
 
+def error_shares(problem: Problem, out: np.ndarray) -> list[float]:
+    """Of each sequence that has tokens, its root mean square error over that of weights rounded to bfloat16."""
+    shares = []
+    for seq in np.flatnonzero(problem.case.seq_lens):
+        want = expected(problem, seq)
+        shares.append(2 * _rms(out[seq].astype(np.float64) - want.out) / want.out_rms)
+    return shares
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
+
+
 def assert_right(problem: Problem, out: np.ndarray, lse: np.ndarray) -> None:
     """Holds results against `expected`, each sequence by its own errors, and rows that see nothing exactly."""
     for seq, length in enumerate(problem.case.seq_lens):
@@ -272,7 +284,7 @@ def assert_right(problem: Problem, out: np.ndarray, lse: np.ndarray) -> None:
         nothing = np.arange(problem.case.q_len) < problem.case.q_len - length
         assert not out[seq, nothing].astype(np.float32).any(), f"sequence {seq} sees nothing, and is not 0"
         error = np.abs(out[seq].astype(np.float64) - want.out)
-        rms = np.sqrt(np.mean(error**2))
+        rms = _rms(error)
         message = f"sequence {seq} of length {length}: largest error {error.max():.3g}, rms {rms:.3g}"
         assert error.max() <= want.out_max, f"{message}, expected at most {want.out_max:.3g}"
         assert rms <= want.out_rms, f"{message}, expected rms at most {want.out_rms:.3g}"

@@ -110,7 +110,7 @@ def test_the_suite_finds_mistakes(mistake):
     run = functools.partial(_run, return_lse=True)
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(run))
-    with pytest.raises(AssertionError, match=r"^sequence |^x and y|Not equal|Arrays are not equal"):
+    with pytest.raises(AssertionError):
         suite.assert_right(problem, *map(np.asarray, problem.run(functools.partial(WRONG[mistake], run))))
 
 
