@@ -43,13 +43,15 @@ def attend(
     # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
     values = values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
     grouped = query.to(torch.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-    logits = torch.einsum("sqhgd,sthd->shgqt", grouped, keys) * plan.sm_scale
+    logits = torch.einsum("sqhgd,sthd->sqhgt", grouped, keys) * plan.sm_scale
     if plan.logits_soft_cap is not None:
         logits = plan.logits_soft_cap * torch.tanh(logits / plan.logits_soft_cap)
-    logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
     sink = logits.new_full((num_heads,), -torch.inf) if sinks is None else sinks
-    sink = sink.reshape(1, num_kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+    sink = sink.reshape(num_kv_heads, -1, 1).expand(*logits.shape[:-1], 1)
     lse = torch.logsumexp(torch.cat([logits, sink], dim=-1), dim=-1)
     weights = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    out = torch.einsum("shgqt,sthd->sqhgd", weights, values).reshape(num_seqs, q_len, num_heads, values.shape[-1])
-    return out.to(query.dtype).contiguous(), lse.movedim(-1, 1).reshape(num_seqs, q_len, num_heads).contiguous()
+    attended = torch.einsum("sqhgt,sthd->sqhgd", weights, values)
+    # An einsum's result may be strided in any way, and the operation's is not.
+    out = query.new_empty((num_seqs, q_len, num_heads, values.shape[-1]))
+    return out.copy_(attended.reshape(out.shape)), lse.reshape(num_seqs, q_len, num_heads)

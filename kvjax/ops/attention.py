@@ -221,20 +221,20 @@ def _attention_xla(
     # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
     values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0.0)
     grouped = query.astype(jnp.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-    logits = jnp.einsum("sqhgd,sthd->shgqt", grouped, keys, precision="highest") * sm_scale
+    logits = jnp.einsum("sqhgd,sthd->sqhgt", grouped, keys, precision="highest") * sm_scale
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    logits = jnp.where(seen[:, None, None, :, :], logits, -jnp.inf)
-    sink = sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    logits = jnp.where(seen[:, :, None, None, :], logits, -jnp.inf)
+    sink = sinks.reshape(1, 1, num_kv_heads, -1, 1)
     largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf), sink)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest)
     lse = largest + jnp.log(total)
     probabilities = weights / jnp.where(total == 0.0, 1.0, total)
-    attended = jnp.einsum("shgqt,sthd->sqhgd", probabilities, values, precision="highest")
+    attended = jnp.einsum("sqhgt,sthd->sqhgd", probabilities, values, precision="highest")
     attended = attended.reshape(num_seqs, q_len, num_heads, cache.spec.head_size_v).astype(query.dtype)
-    return attended, jnp.moveaxis(lse, -2, 1).reshape(num_seqs, q_len, num_heads)
+    return attended, lse.reshape(num_seqs, q_len, num_heads)
 
 
 def _own_sequences(
