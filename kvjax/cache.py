@@ -1,13 +1,16 @@
-"""`KVCache`: one layer's pages on a device, as a pytree."""
+"""`KVCache`: pages of one layer, or of several of a kind, as a pytree."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, Sharding
 
@@ -17,35 +20,45 @@ from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout
 from kvjax.memory import zeroed_pages
 from kvjax.pages import PageRegion
-from kvjax.spec import AttentionSpec
+from kvjax.spec import AttentionSpec, as_int, spec_from_dict, spec_to_dict
 
 
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
-    """The paged keys and values of one attention layer.
+    """The paged keys and values of one attention layer, or of `num_layers` layers of one spec.
 
-    A frozen pytree: `kv` is its one leaf, `spec` and `sharding` are static, so a cache passes through `jit`, `scan` and
-    donation as an array does. Operations return a new `KVCache`; donate the old one to have it written in place. What
-    takes the old one apart after that, as a call of a jitted function does, raises `KVCacheValueError`.
+    A frozen pytree: `kv` is its one leaf, all else is static, so a cache passes through `jit`, `scan` and donation as
+    an array does. Operations return a new `KVCache`; donate the old one to have it written in place. An operation that
+    is given the old one after that raises `KVCacheValueError`.
+
+    In a cache of several layers a block number names a block in all of them, and operations take the `layer`. In a
+    `lax.scan` over layers, carry the cache and pass the layer's number: it is written in place.
+
+    Caches are equal only to themselves, and hash by identity: compare the bytes of `kv` where contents are meant.
 
     A cache that is divided among devices says so in `sharding`, for under `jit` its array does not. Each device holds a
     cache of its own blocks and heads, of `local_spec`: `kv` is those side by side. Inside a `jax.shard_map` over these
     axes, with `in_specs=cache.sharding.spec`, a cache is the device's own, and so are slots and block numbers there.
 
     Attributes:
-      kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks)`.
-      spec: the layer's layout, with the heads of all devices together.
+      kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks, num_layers)`.
+      spec: the layout of a layer, with the heads of all devices together.
       sharding: how `kv` is divided among the devices of a mesh, as `allocate` takes it; None without one.
+      num_layers: how many layers there are, in dimension 1 of `kv`; None for a cache of one without that dimension.
     """
 
     kv: jax.Array
     spec: AttentionSpec
     sharding: NamedSharding | None = None
+    num_layers: int | None = None
 
     @classmethod
-    def allocate(cls, spec: AttentionSpec, num_blocks: int, *, sharding: Sharding | None = None) -> KVCache:
+    def allocate(
+        cls, spec: AttentionSpec, num_blocks: int, *, num_layers: int | None = None, sharding: Sharding | None = None
+    ) -> KVCache:
         """A cache of `num_blocks` zeroed pages, placed by `sharding` (default: JAX's default device).
+
+        With `num_layers`, even 1, it is one of so many layers, and each of them has `num_blocks` pages.
 
         A `NamedSharding` may divide the cache's KV heads, its blocks or both, over any axes of a mesh; over the others
         it is repeated. Operations then run on each device's share, without communication. NVFP4 caches have an axis of
@@ -53,23 +66,20 @@ class KVCache:
         a shared pool (`page_size_padded`) hold no such axis, so a pool may be divided by blocks alone.
 
         Raises:
-          KVCacheTypeError, KVCacheValueError: `num_blocks` is no positive int, `spec` no `AttentionSpec`, or `sharding`
-            divides the cache in another way.
+          KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` not an
+            `AttentionSpec`, or `sharding` divides the cache in another way.
           KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
         """
         if not isinstance(spec, AttentionSpec):
             raise KVCacheTypeError(f"spec: got {spec!r} of type {type(spec).__name__}, expected an AttentionSpec")
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
-            raise KVCacheTypeError(
-                f"num_blocks: got {num_blocks!r} of type {type(num_blocks).__name__}, expected an int"
-            )
-        if num_blocks <= 0:
-            raise KVCacheValueError(f"num_blocks: got {num_blocks}, expected a positive int")
+        num_blocks = as_int("num_blocks", num_blocks, least=1)
+        if num_layers is not None:
+            num_layers = as_int("num_layers", num_layers, least=1)
         if not isinstance(sharding, NamedSharding):
             if isinstance(sharding, Sharding) and sharding.num_devices > 1:
                 raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
-            return cls(zeroed_pages(spec, num_blocks, sharding), spec)
-        divided = partition.partition_of(spec, sharding)
+            return cls(zeroed_pages(spec, num_blocks, num_layers, sharding), spec, num_layers=num_layers)
+        divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(
                 f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, into which"
@@ -77,37 +87,52 @@ class KVCache:
             )
         placed = divided.sharding(spec)
         memory = NamedSharding(placed.mesh, placed.spec, memory_kind=sharding.memory_kind)
-        return cls(zeroed_pages(spec, num_blocks, memory), spec, placed)
+        return cls(zeroed_pages(spec, num_blocks, num_layers, memory), spec, placed, num_layers)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """For `jax.tree_util`: the leaf with its name, and what is static."""
-        [kv], static = self.tree_flatten()
-        return ((jax.tree_util.GetAttrKey("kv"), kv),), static
+    def __repr__(self) -> str:
+        shape, dtype = getattr(self.kv, "shape", None), getattr(self.kv, "dtype", None)
+        kv = repr(self.kv) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
+        words = [kv + (" (donated)" if _is_donated(self.kv) else ""), repr(self.spec)]
+        words += [] if self.sharding is None else [f"sharding={self.sharding!r}"]
+        words += [] if self.num_layers is None else [f"num_layers={self.num_layers}"]
+        return f"KVCache({', '.join(words)})"
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """The same without the name. Raises `KVCacheValueError` if the cache was donated."""
-        # jit would raise first, and say only that some array has been deleted.
+    def __copy__(self) -> KVCache:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return dataclasses.replace(self, kv=copy.deepcopy(self.kv, memo))
+
+    def __getstate__(self) -> dict[str, Any]:
         check_not_donated("cache", self.kv)
-        return (self.kv,), (self.spec, self.sharding)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> KVCache:
-        """The reverse, of whatever leaf."""
-        return cls(*leaves, *static)
+        if self.sharding is not None:
+            raise KVCacheTypeError(
+                f"pickle: got a cache that is divided among devices as {self.sharding.spec}, expected one on one"
+                " device. Save jax.device_get(cache.kv), cache.spec and cache.num_layers, and make of them, with an"
+                " equal sharding, KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers)"
+            )
+        return self.__dict__
 
     @property
     def local_spec(self) -> AttentionSpec:
         """The spec of what one device holds: `spec` with its share of the heads."""
-        return self.spec if self.sharding is None else partition.partition_of(self.spec, self.sharding).share(self.spec)
+        if self.sharding is None:
+            return self.spec
+        return partition.partition_of(self.spec, self.sharding, self.num_layers).share(self.spec)
 
     @property
     def num_blocks(self) -> int:
-        """Pages in this cache."""
+        """Pages of a layer."""
         return self.kv.shape[0]
 
     @property
+    def num_pages(self) -> int:
+        """Pages of all layers."""
+        return self.num_blocks * (self.num_layers or 1)
+
+    @property
     def num_slots(self) -> int:
-        """Tokens that all pages hold together."""
+        """Tokens that all pages of a layer hold together."""
         return self.num_blocks * self.spec.block_size
 
     def check(self, what: str = "cache") -> None:
@@ -124,12 +149,18 @@ class KVCache:
             )
         spec = self.spec
         if self.sharding is not None:
-            spec, _ = partition.within_shard_map(spec, self.sharding)
-        expected = spec.cache_shape(self.kv.shape[0] if self.kv.ndim else 0)
+            spec, _ = partition.within_shard_map(spec, self.sharding, self.num_layers)
+        num_blocks, num_layers = self.kv.shape[0] if self.kv.ndim else 0, self.num_layers
+        expected = spec.cache_shape(num_blocks, num_layers)
         if self.kv.shape != expected:
             [other] = set(CacheLayout) - {spec.layout}
-            fits_other = dataclasses.replace(spec, layout=other).cache_shape(expected[0]) == self.kv.shape
+            fits_other = dataclasses.replace(spec, layout=other).cache_shape(num_blocks, num_layers) == self.kv.shape
             hint = f" (the shape is that of layout={other.value!r})" if fits_other else ""
+            if num_layers is None and self.kv.shape[2:] == expected[1:]:
+                hint = (
+                    f" (it has one dimension more: a cache of several layers is KVCache.allocate(..., num_layers=...),"
+                    f" an array [num_blocks, num_layers, {', '.join(map(str, expected[1:]))}])"
+                )
             if spec != self.spec:
                 hint += f" inside a shard_map over axes of {what}.sharding, whose in_specs have to be its spec"
             raise KVCacheValueError(
@@ -142,9 +173,36 @@ class KVCache:
             as_seen_here(self, what)  # refuses what shows that it is divided by heads
 
 
+def _serialize_static(static: Sequence[Any]) -> bytes:
+    """What of a cache is static, for a program that `jax.export` serializes."""
+    spec, sharding, num_layers = static
+    divided = None if sharding is None else partition.sharding_to_dict(sharding)
+    return json.dumps([spec_to_dict(spec), divided, num_layers]).encode()
+
+
+def _deserialize_static(serialized: bytes) -> tuple[Any, ...]:
+    spec, divided, num_layers = json.loads(serialized)
+    sharding = None if divided is None else partition.sharding_from_dict(divided)
+    return spec_from_dict(spec), sharding, num_layers
+
+
+jax.tree_util.register_dataclass(KVCache, data_fields=["kv"], meta_fields=["spec", "sharding", "num_layers"])
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="kvjax.KVCache",
+    serialize_auxdata=_serialize_static,
+    deserialize_auxdata=_deserialize_static,
+    from_children=lambda static, leaves: KVCache(*leaves, *static),
+)
+
+
+def _is_donated(kv: Any) -> bool:
+    return isinstance(kv, jax.Array) and not isinstance(kv, jax.core.Tracer) and kv.is_deleted()
+
+
 def check_not_donated(what: str, kv: Any) -> None:
     """Raises `KVCacheValueError` where `kv`, of a cache named `what`, is an array that is not there any more."""
-    if isinstance(kv, jax.Array) and not isinstance(kv, jax.core.Tracer) and kv.is_deleted():
+    if _is_donated(kv):
         raise KVCacheValueError(
             f"{what}.kv: got an array that was donated to an earlier call, expected the one that call returned:"
             " `cache = write(key, value, cache, slot_mapping)`"
@@ -169,7 +227,8 @@ def nvfp4_split_views(
 
     Data is uint8 `[num_blocks, block_size, num_kv_heads, head_size / 2]`, scales are float8_e4m3fn
     `[num_blocks, block_size, num_kv_heads, head_size / 16]` (HND: heads before tokens), as they are stored: V scales of
-    a swizzled cache come swizzled. JAX has no views: outside `jit` each is a copy.
+    a swizzled cache come swizzled. Of several layers they are `[num_blocks, num_layers, ...]`. JAX has no views:
+    outside `jit` each is a copy.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: the cache is not an NVFP4 one, or was donated.
@@ -180,18 +239,21 @@ def nvfp4_split_views(
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()
     cache = as_seen_here(cache)
+    num_layers = cache.num_layers
     if cache.sharding is None:
-        return _split_views(cache.kv, cache.spec)
-    dims = "blocks tokens heads row" if cache.spec.layout is CacheLayout.NHD else "blocks heads tokens row"
+        return _split_views(cache.kv, cache.spec, num_layers=num_layers)
+    dims = "tokens heads row" if cache.spec.layout is CacheLayout.NHD else "heads tokens row"
+    dims = f"blocks {dims}" if num_layers is None else f"blocks layers {dims}"
     signature = partition.Signature(arguments=(), results=((dims, dims), (dims, dims)))
+    divided = partition.partition_of(cache.spec, cache.sharding, num_layers)
     views: Any = partition.run_on_shares(
-        "nvfp4_split_views", _split_views, signature, cache.spec, cache.sharding, cache.kv
+        "nvfp4_split_views", _split_views, signature, divided, cache.spec, cache.kv, num_layers=num_layers
     )
     return views
 
 
-def _split_views(kv: jax.Array, spec: AttentionSpec) -> Any:
-    pages = kv.reshape(kv.shape[0], -1)
+def _split_views(kv: jax.Array, spec: AttentionSpec, *, num_layers: int | None) -> Any:
+    pages = kv.reshape(*kv.shape[: 1 if num_layers is None else 2], -1)
     keys, values = ([split_region(pages, spec, region) for region in regions] for regions in spec.regions)
     (k_data, k_scale), (v_data, v_scale) = keys, values
     e4m3 = jnp.float8_e4m3fn
@@ -208,29 +270,56 @@ def as_seen_here(cache: KVCache, what: str = "cache") -> KVCache:
       KVCacheValueError: the array shows a sharding that no cache has, or that may mean two things.
     """
     if cache.sharding is not None:
-        return KVCache(cache.kv, *partition.within_shard_map(cache.spec, cache.sharding))
+        here = partition.within_shard_map(cache.spec, cache.sharding, cache.num_layers)
+        return KVCache(cache.kv, *here, cache.num_layers)
     if (shown := partition.shown_sharding(cache.kv)) is None:
         return cache
-    divided = partition.partition_of(cache.spec, shown)
+    divided = partition.partition_of(cache.spec, shown, cache.num_layers)
     if divided.size(divided.heads) > 1 and not cache.spec.has_head_axis:
         raise KVCacheValueError(
             f"{what}: got an NVFP4 array divided as {shown.spec} and no sharding, which leaves open whether its pages"
             " hold the heads of one device or of all; expected KVCache.allocate(..., sharding=...), or if each device's"
             " pages are those of its own heads KVCache(kv, spec, sharding)"
         )
-    return KVCache(cache.kv, cache.spec, divided.sharding(cache.spec))
+    return dataclasses.replace(cache, sharding=divided.sharding(cache.spec))
+
+
+def as_one_layer(cache: KVCache) -> KVCache:
+    """The pages of all layers as those of one, a free reshape: block `b` of layer `i` is `b * num_layers + i` there."""
+    if cache.num_layers is None:
+        return cache
+    if cache.num_pages > jnp.iinfo(jnp.int32).max:
+        raise KVCacheValueError(
+            f"cache: got {cache.num_blocks} blocks of {cache.num_layers} layers, expected at most 2^31 - 1 pages on a"
+            " device"
+        )
+    return with_array(KVCache(cache.kv, cache.spec), cache.kv, cache.spec.cache_shape(cache.num_pages))
+
+
+def pages_of(cache: KVCache, layer: jax.Array | None, blocks: jax.Array, exist: jax.Array) -> jax.Array:
+    """Where blocks of a layer are in `as_one_layer(cache)`, as int32; past the last page where they do not `exist`."""
+    if cache.num_layers is None or layer is None:
+        return jnp.where(exist, blocks, cache.num_pages).astype(jnp.int32)
+    exist = exist & (layer >= 0) & (layer < cache.num_layers)
+    blocks = jnp.where(exist, blocks, 0).astype(jnp.int32)
+    return jnp.where(exist, blocks * cache.num_layers + layer, cache.num_pages)
 
 
 def flat_pages(cache: KVCache) -> jax.Array:
-    """The cache with each page flat: `[num_blocks, page_elements]`, a free reshape."""
-    return cache.kv.reshape(cache.num_blocks, -1)
+    """The cache with each page flat, `[num_pages, page_elements]`, a free reshape; in the order of `as_one_layer`."""
+    return cache.kv.reshape(cache.num_pages, -1)
 
 
 def with_flat_pages(cache: KVCache, pages: jax.Array) -> KVCache:
     """The cache whose pages, as `flat_pages` gives them, are `pages`."""
+    return with_array(cache, pages, cache.kv.shape)
+
+
+def with_array(cache: KVCache, kv: jax.Array, shape: tuple[int, ...]) -> KVCache:
+    """The cache with another array, reshaped for free."""
     # Without a layout, XLA on CPU may move an axis of one (head, token) outwards and copy the cache to move it back.
-    row_major = Layout(major_to_minor=tuple(range(cache.kv.ndim)))
-    return dataclasses.replace(cache, kv=with_layout_constraint(pages.reshape(cache.kv.shape), row_major))
+    row_major = Layout(major_to_minor=tuple(range(len(shape))))
+    return dataclasses.replace(cache, kv=with_layout_constraint(kv.reshape(shape), row_major))
 
 
 def split_region(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:

@@ -35,34 +35,37 @@ def host_sharding() -> SingleDeviceSharding:
     return SingleDeviceSharding(device)
 
 
-def zeroed_pages(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> jax.Array:
-    """The array of a cache of `num_blocks` pages, all zero, once it is there.
+def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> jax.Array:
+    """The array of a cache of `num_blocks` pages, or of so many of each layer, all zero, once it is there.
 
     Raises:
       KVCacheMemoryError: a device has not that much memory.
     """
-    if num_blocks * spec.page_size_bytes > MAX_BYTES:
-        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, sharding))
+    if num_blocks * (num_layers or 1) * spec.page_size_bytes > MAX_BYTES:
+        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, num_layers, sharding))
     try:
-        pages = jnp.zeros(spec.cache_shape(num_blocks), spec.array_dtype, device=sharding)
+        pages = jnp.zeros(spec.cache_shape(num_blocks, num_layers), spec.array_dtype, device=sharding)
         # Dispatch is asynchronous, and the error of an allocation may come to whoever waits for it.
         return pages if isinstance(pages, jax.core.Tracer) else pages.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, sharding)) from error
+        raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, num_layers, sharding)) from error
 
 
-def _what_was_asked(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> str:
+def _what_was_asked(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> str:
+    each = "a page" if num_layers is None else f"{num_layers} pages, one a layer,"
+    taken = _bytes(num_blocks * (num_layers or 1) * spec.page_size_bytes)
+    fits = _what_fits(spec, num_blocks, num_layers, sharding)
     return (
-        f"num_blocks: got {num_blocks}, which take {_bytes(num_blocks * spec.page_size_bytes)}, more memory than there"
-        f" is{_what_fits(spec, num_blocks, sharding)}. Each is a page of {spec.page_size_bytes} bytes of {spec}"
+        f"num_blocks: got {num_blocks}, which take {taken}, more memory than there is{fits}."
+        f" Each is {each} of {spec.page_size_bytes} bytes of {spec}"
     )
 
 
-def _what_fits(spec: AttentionSpec, num_blocks: int, sharding: Sharding | None) -> str:
-    """How many pages the fullest device has memory left for; nothing where devices do not say."""
-    shape = spec.cache_shape(num_blocks)
+def _what_fits(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> str:
+    """How many blocks the fullest device has memory left for; nothing where devices do not say."""
+    shape = spec.cache_shape(num_blocks, num_layers)
     if sharding is None:
         devices, shard = _default_devices(), shape
     else:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -25,11 +26,15 @@ from kvjax.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The axes of a mesh over which a cache's blocks and its KV heads are divided; over its others it is repeated."""
+    """The axes of a mesh over which a cache's blocks and its KV heads are divided; over its others it is repeated.
+
+    `num_layers` is the cache's: how many layers each of its blocks holds, `None` where its array has no such dimension.
+    """
 
     mesh: Mesh | AbstractMesh
     blocks: tuple[str, ...]
     heads: tuple[str, ...]
+    num_layers: int | None = None
 
     @property
     def num_block_shares(self) -> int:
@@ -43,7 +48,7 @@ class Partition:
 
     def sharding(self, spec: AttentionSpec) -> NamedSharding:
         """The sharding of the cache's array, as short as jit returns it."""
-        head_dim = _head_dim(spec)
+        head_dim = _head_dim(spec, self.num_layers)
         entries = [_entry(self.blocks)]
         if self.heads and head_dim:
             entries += [None] * (head_dim - 1) + [_entry(self.heads)]
@@ -52,7 +57,7 @@ class Partition:
     def divided_among(self, axes: Sequence[str]) -> Partition:
         """What of this is divided over `axes`; over all others the cache is whole."""
         blocks, heads = (tuple(axis for axis in names if axis in axes) for names in (self.blocks, self.heads))
-        return Partition(self.mesh, blocks, heads)
+        return dataclasses.replace(self, blocks=blocks, heads=heads)
 
     def spec_of(self, dims: str, ndim: int) -> PartitionSpec:
         """How an array is divided whose first `ndim` dimensions `dims` names; see `Signature`."""
@@ -65,19 +70,19 @@ class Partition:
 
 
 @functools.lru_cache(maxsize=1024)
-def partition_of(spec: AttentionSpec, sharding: NamedSharding) -> Partition:
-    """How `sharding` divides a cache of `spec`.
+def partition_of(spec: AttentionSpec, sharding: NamedSharding, num_layers: int | None = None) -> Partition:
+    """How `sharding` divides a cache of `spec`, or of `num_layers` layers of it.
 
     Raises:
       KVCacheValueError: it divides something else than blocks and KV heads, or heads into no equal shares.
     """
-    head_dim, ndim = _head_dim(spec), len(spec.cache_shape(1))
+    head_dim, ndim = _head_dim(spec, num_layers), len(spec.cache_shape(1, num_layers))
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     if len(entries) > ndim or any(entry is not None for dim, entry in enumerate(entries) if dim not in (0, head_dim)):
         raise KVCacheValueError(_unsupported(sharding, head_dim, ndim))
     if PartitionSpec.UNCONSTRAINED in entries:
         raise KVCacheValueError(_unsupported(sharding, head_dim, ndim))
-    partition = Partition(sharding.mesh, _axes(entries[0]), _axes(entries[head_dim]) if head_dim else ())
+    partition = Partition(sharding.mesh, _axes(entries[0]), _axes(entries[head_dim]) if head_dim else (), num_layers)
     if spec.num_kv_heads % (shares := partition.size(partition.heads)):
         raise KVCacheValueError(
             f"sharding: got {shares} devices along {'/'.join(partition.heads)} for num_kv_heads={spec.num_kv_heads},"
@@ -101,11 +106,11 @@ def _unsupported(sharding: NamedSharding, head_dim: int | None, ndim: int) -> st
     )
 
 
-def _head_dim(spec: AttentionSpec) -> int | None:
+def _head_dim(spec: AttentionSpec, num_layers: int | None) -> int | None:
     """Which dimension of the array counts heads, in an NVFP4 cache in name only; None in a shared pool."""
     if spec.page_size_padded is not None:
         return None
-    return len(spec.cache_shape(1)) - (3 if spec.layout is CacheLayout.HND else 2)
+    return len(spec.cache_shape(1, num_layers)) - (3 if spec.layout is CacheLayout.HND else 2)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -117,8 +122,10 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def within_shard_map(spec: AttentionSpec, sharding: NamedSharding) -> tuple[AttentionSpec, NamedSharding | None]:
-    """What a cache of `spec` and `sharding` is at the place that is being traced.
+def within_shard_map(
+    spec: AttentionSpec, sharding: NamedSharding, num_layers: int | None
+) -> tuple[AttentionSpec, NamedSharding | None]:
+    """What a cache of `spec`, `sharding` and `num_layers` is at the place that is being traced.
 
     A shard_map around it has divided everything over its axes already: the cache there is of the spec returned, and is
     divided as the sharding returned says, over the mesh's other axes; None where there are none.
@@ -126,7 +133,7 @@ def within_shard_map(spec: AttentionSpec, sharding: NamedSharding) -> tuple[Atte
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual:
         return spec, sharding
-    whole = partition_of(spec, sharding)
+    whole = partition_of(spec, sharding, num_layers)
     free = [axis for axis in sharding.mesh.axis_names if axis not in manual]
     spec = whole.divided_among(manual).share(spec)
     return spec, whole.divided_among(free).sharding(spec) if free else None
@@ -152,13 +159,43 @@ def check_sharding(what: str, kv: jax.Array, sharding: NamedSharding) -> None:
         )
 
 
+def sharding_to_dict(sharding: NamedSharding) -> dict[str, Any]:
+    """A cache's sharding as JSON has it; `sharding_from_dict` makes an equal one of it where its devices are."""
+    mesh = sharding.mesh
+    devices = None if isinstance(mesh, AbstractMesh) else [*mesh.devices.flat]
+    return {
+        "axes": [[name, size, kind.name] for name, size, kind in zip(*_axes_of(mesh), strict=True)],
+        "platform": devices and devices[0].platform,
+        "devices": devices and [device.id for device in devices],
+        "spec": [*sharding.spec],
+    }
+
+
+def _axes_of(mesh: Mesh | AbstractMesh) -> tuple[Sequence[str], Sequence[int], Sequence[AxisType]]:
+    return mesh.axis_names, mesh.axis_sizes, mesh.axis_types
+
+
+def sharding_from_dict(described: dict[str, Any]) -> NamedSharding:
+    """The sharding that `sharding_to_dict` described; over an abstract mesh where its devices are not here."""
+    names, sizes, kinds = zip(*described["axes"], strict=True)
+    types = tuple(AxisType[kind] for kind in kinds)
+    spec = PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in described["spec"]))
+    try:
+        here = {device.id: device for device in jax.devices(described["platform"])}
+        devices = np.array([here[number] for number in described["devices"]]).reshape(sizes)
+    except (RuntimeError, KeyError, TypeError):  # no such platform, no such device, or an abstract mesh to begin with
+        return NamedSharding(AbstractMesh(sizes, names, types), spec)
+    return NamedSharding(Mesh(devices, names, types), spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """Which dimensions of an operation's arguments and results are divided as the cache is.
 
     An array's dimensions are named in a string such as `"tokens heads head_size"`. Divided are `heads`, `blocks`, and
     `sequences`: in order, among the shares of the blocks. By any other name a device has the whole. An array may have
-    only the first of the dimensions named, as a scale has, which is for all heads or for each.
+    only the first of the dimensions named, as a scale has, which is for all heads or for each; and for an array there
+    may be `None`, as for the layer where a cache holds one.
 
     Attributes:
       arguments: of each array after the cache.
@@ -179,8 +216,8 @@ def run_on_shares(
     what: str,
     function: Callable[..., Any],
     signature: Signature,
+    partition: Partition,
     spec: AttentionSpec,
-    sharding: NamedSharding,
     kv: jax.Array,
     *args: Any,
     **static: Any,
@@ -191,41 +228,40 @@ def run_on_shares(
       what: the operation, for messages.
       function: what runs on a share. Like `static` it is hashable, for each is traced once.
       signature: what of `args` and of the results belongs to a share.
+      partition: the cache's, over axes that no shard_map around has divided already.
       spec: the cache's.
-      sharding: the cache's, over axes that no shard_map around has divided already.
       kv: the cache's array.
-      args: arrays, or numbers.
+      args: arrays, numbers or None.
       static: passed on.
 
     Raises:
       KVCacheValueError: sequences that divide into no equal shares; or, over explicit axes, an argument that would have
         to be communicated.
     """
-    shares = partition_of(spec, sharding).num_block_shares
+    shares = partition.num_block_shares
     for array, dims in zip(args, signature.arguments, strict=True):
         if dims.startswith("sequences") and (size := jnp.shape(array)[0]) % shares:
             raise KVCacheValueError(
                 f"{what}: got num_seqs={size} for a cache whose blocks are divided into {shares} shares, expected a"
                 f" multiple of {shares}: the first num_seqs / {shares} sequences read from the first share, and so on"
             )
-    return _run_on_shares(kv, args, what, function, signature, spec, sharding, tuple(static.items()))
+    return _run_on_shares(kv, args, what, function, signature, partition, spec, tuple(static.items()))
 
 
 @functools.partial(jax.jit, static_argnums=range(2, 8), inline=True)
 def _run_on_shares(
     kv: jax.Array,
-    args: tuple[jax.Array, ...],
+    args: tuple[jax.Array | None, ...],
     what: str,
     function: Callable[..., Any],
     signature: Signature,
+    partition: Partition,
     spec: AttentionSpec,
-    sharding: NamedSharding,
     static: tuple[tuple[str, Any], ...],
 ) -> Any:
-    partition = partition_of(spec, sharding)
-    share = partition.share(spec)
+    share, sharding = partition.share(spec), partition.sharding(spec)
 
-    def on_a_share(kv: jax.Array, *args: jax.Array) -> Any:
+    def on_a_share(kv: jax.Array, *args: Any) -> Any:
         if partition.blocks and signature.own is not None:
             args = signature.own(share, lax.axis_index(partition.blocks) * kv.shape[0], kv.shape[0], *args)
         return function(kv, share, *args, **dict(static))
@@ -233,8 +269,12 @@ def _run_on_shares(
     context = jax.sharding.get_abstract_mesh()
     mesh = context if dict(context.shape) == dict(sharding.mesh.shape) else sharding.mesh
     kv = _as_typed(what, kv, sharding.spec, mesh, or_whole=False)
-    in_specs = [partition.spec_of(dims, x.ndim) for x, dims in zip(args, signature.arguments, strict=True)]
-    args = tuple(_as_typed(what, x, wanted, mesh) for x, wanted in zip(args, in_specs, strict=True))
+    dims_of = zip(args, signature.arguments, strict=True)
+    in_specs = [None if x is None else partition.spec_of(dims, x.ndim) for x, dims in dims_of]
+    args = tuple(
+        None if x is None or wanted is None else _as_typed(what, x, wanted, mesh)
+        for x, wanted in zip(args, in_specs, strict=True)
+    )
     return jax.shard_map(
         on_a_share,
         mesh=mesh,

@@ -140,21 +140,23 @@ class AttentionSpec:
         """Bytes of each page that hold nothing."""
         return self.page_size_bytes - self.real_page_size_bytes
 
-    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+    def cache_shape(self, num_blocks: int, num_layers: int | None = None) -> tuple[int, ...]:
         """Shape of this layer's array of `num_blocks` pages, in elements of `array_dtype`.
 
         `[num_blocks, 2, block_size, num_kv_heads, row]` (HND: heads before tokens), where `row` is `head_size`
         elements, or for NVFP4 its data and scale bytes; `[num_blocks, block_size, num_kv_heads, row + row_v]` where
-        keys and values differ; `[num_blocks, page_size_padded]` in a shared pool.
+        keys and values differ; `[num_blocks, page_size_padded]` in a shared pool. Of `num_layers` such layers in one
+        array it is `[num_blocks, num_layers, ...]`.
         """
+        pages = (num_blocks,) if num_layers is None else (num_blocks, num_layers)
         if self.page_size_padded is not None:
-            return (num_blocks, self.page_size_padded)
+            return (*pages, self.page_size_padded)
         info = self.dtype.info
         row, row_v = (sum(info.row_bytes(size)) // info.storage_dtype.itemsize for size in self._head_sizes)
         inner = (self.block_size, self.num_kv_heads)
         if self.layout is CacheLayout.HND:
             inner = inner[::-1]
-        return (num_blocks, *inner, row + row_v) if self.is_diffkv else (num_blocks, 2, *inner, row)
+        return (*pages, *inner, row + row_v) if self.is_diffkv else (*pages, 2, *inner, row)
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
@@ -204,6 +206,23 @@ class SlidingWindowSpec(AttentionSpec):
         super().__post_init__()
         if self.sliding_window is None:
             raise KVCacheValueError("SlidingWindowSpec.sliding_window: got None, expected a positive int")
+
+
+_KINDS: dict[str, type[AttentionSpec]] = {
+    kind.__name__: kind for kind in (AttentionSpec, FullAttentionSpec, SlidingWindowSpec)
+}
+
+
+def spec_to_dict(spec: AttentionSpec) -> dict[str, Any]:
+    """A spec as JSON has it; `spec_from_dict` makes an equal one of it."""
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value}
+
+
+def spec_from_dict(fields: dict[str, Any]) -> AttentionSpec:
+    """The spec that `spec_to_dict` described."""
+    fields = {**fields, "dtype": KVCacheDType(fields["dtype"])}
+    return _KINDS[fields.pop("kind")](**fields)
 
 
 def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:

@@ -122,14 +122,15 @@ class Position(NamedTuple):
     """Where a token goes; `written` is false for one that goes nowhere."""
 
     written: jax.Array
-    block: jax.Array
+    page: jax.Array
     token: jax.Array
 
 
 class Slots(NamedTuple):
     """Slots, of one or two int32 words each, the low one first; that of token `t` is number `start + t` in `ref`.
 
-    `searched` is how many tokens to look through for later ones of the same slot, None for slots that are unique.
+    `searched` is how many tokens to look through for later ones of the same slot, None for slots that are unique. Of
+    several layers' pages, those of a block one after the other, `layer` is the one that slots are of.
     """
 
     ref: Any
@@ -137,6 +138,8 @@ class Slots(NamedTuple):
     last_slot: Number
     searched: Number | None
     start: Number = 0
+    layer: Number = 0
+    num_layers: int = 1
 
     def position(
         self, read: Callable[[jax.Array], jax.Array], token: jax.Array, condition: jax.Array, spec: AttentionSpec
@@ -148,7 +151,10 @@ class Slots(NamedTuple):
         if self.words == 2:
             written &= read(word + 1) == 0
         block_size = jnp.int32(spec.block_size)
-        return Position(written, lax.div(slot, block_size), lax.rem(slot, block_size))
+        page = lax.div(slot, block_size)
+        if not isinstance(self.layer, int):
+            page = page * jnp.int32(self.num_layers) + self.layer
+        return Position(written, page, lax.rem(slot, block_size))
 
     def repeated(self, first: jax.Array, tokens: int) -> jax.Array | None:
         """A bit for each of up to 32 tokens, set where a thread sees a later token with its slot, written instead.
@@ -251,11 +257,11 @@ class RowMove:
         starts = [pages.start + self.start(position.token, row, 0) for row in range(self.rows)]
         if compat.interpreting():  # which knows no reshaped references
             for start, row in zip(starts, rows, strict=True):
-                compat.store(pages.ref.at[position.block, pl.ds(start, self.columns)], row)
+                compat.store(pages.ref.at[position.page, pl.ds(start, self.columns)], row)
             return
         # From row to row, so past the page's end perhaps, but nothing is stored there.
         stride = self.columns if self.rows == 1 else self.region.head_stride
-        run = pages.ref.at[position.block, pl.ds(starts[0], self.rows * stride)].reshape(self.rows, stride)
+        run = pages.ref.at[position.page, pl.ds(starts[0], self.rows * stride)].reshape(self.rows, stride)
         compat.store(run.at[:, pl.ds(0, self.columns)], rows)
 
 
@@ -306,9 +312,7 @@ class Scatter:
         byte = lax.rem(piece, jnp.int32(self.pieces)) * self.piece
         row, column = lax.div(byte, jnp.int32(self.move.columns)), lax.rem(byte, jnp.int32(self.move.columns))
         starts = pages.start + self.move.start(positions.token, row, column)
-        compat.copy_each(
-            stage, piece * self.piece, pages.ref, positions.block, starts, written, self.piece, self.layout
-        )
+        compat.copy_each(stage, piece * self.piece, pages.ref, positions.page, starts, written, self.piece, self.layout)
 
     def _indices(self) -> jax.Array:
         return plgpu.layout_cast(lax.iota(jnp.int32, self._padded), self.layout)
@@ -325,33 +329,43 @@ def write(
     config: WriteConfig,
     *,
     unique_slots: bool,
+    layer: jax.Array | None = None,
+    num_layers: int = 1,
 ) -> jax.Array:
     """Writes tokens into flat pages `[num_blocks, page_elements]`, in place where they are donated.
 
     `slot_mapping` is int32 `[num_tokens]`, or int64 where x64 is on; scales are float32, `[1]` or `[num_kv_heads]`.
     Slots are unique if `unique_slots` says so and from `SEARCHED` tokens on; else the last token of a slot is written.
+    Of `num_layers` layers the pages are `[num_blocks * num_layers, page_elements]`, and `layer` is an int32 scalar:
+    the kernel reads it, so that no pages are sliced and one kernel serves every layer. One out of range has no slots.
     """
-    num_tokens, last_slot = key.shape[0], min(pages.shape[0] * spec.block_size, 1 << 31) - 1
+    num_tokens, num_blocks = key.shape[0], pages.shape[0] // num_layers
+    last_slot = min(num_blocks * spec.block_size, 1 << 31) - 1
     words = slot_mapping.dtype.itemsize // 4
     if words == 2:
         slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
-    def body(slots: Any, key: Any, value: Any, k_scale: Any, v_scale: Any, pages: Any, *staged: Any) -> None:
+    def body(slots: Any, key: Any, value: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
         halves = [
             Half(Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
         searched = None if unique_slots or num_tokens >= SEARCHED else num_tokens
-        _write_tokens(Slots(slots, words, last_slot, searched), halves, staged, spec, config, num_tokens, dtype)
+        own_slots, staged = Slots(slots, words, last_slot, searched), others
+        if layer is not None:
+            number, staged = others[0][0], others[1:]
+            last = jnp.where((number >= 0) & (number < num_layers), jnp.int32(last_slot), jnp.int32(-1))
+            own_slots = own_slots._replace(last_slot=last, layer=number, num_layers=num_layers)
+        _write_tokens(own_slots, halves, staged, spec, config, num_tokens, dtype)
 
     dtype = key.dtype
     kernel = _kernel(body, spec, config.tokens, grid=config.num_programs(num_tokens))
-    arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale, pages
+    arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale
+    layers = [] if layer is None else [lax.optimization_barrier(layer.reshape(1))]
     # XLA on GPUs may fuse slices of stacked arrays, before or after a kernel, with the kernel, and forgets then that
     # the kernel writes in place: what it leaves as it was would be lost. Nothing is fused across a barrier.
-    *inputs, pages = map(lax.optimization_barrier, arrays)
-    ref = jax.new_ref(pages)
-    kernel(*inputs, ref)
+    ref = jax.new_ref(lax.optimization_barrier(pages))
+    kernel(*map(lax.optimization_barrier, arrays), ref, *layers)
     return lax.optimization_barrier(jax.freeze(ref))
 
 

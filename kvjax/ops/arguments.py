@@ -12,9 +12,9 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch
-from kvjax.ops.values import check_scale, check_scale_type, is_checked
-from kvjax.spec import AttentionSpec
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, shown
+from kvjax.ops.values import check_layer, check_scale, check_scale_type, is_checked
+from kvjax.spec import AttentionSpec, as_int
 
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 """Element types that keys, values, queries and dequantized results may have."""
@@ -60,6 +60,33 @@ def check_devices(cache: KVCache, **arrays: Any) -> None:
 
 def _names(devices: set[jax.Device]) -> str:
     return ", ".join(str(device) for device in sorted(devices, key=lambda device: device.id))
+
+
+def as_layer(cache: KVCache, layer: ArrayLike | None) -> jax.Array | None:
+    """The number of a cache's layer as an int32 scalar, which may be out of range; None for a cache of one layer.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a layer for a cache of one, none for a cache of several, or not an int or an
+        integer scalar; and an int out of range.
+    """
+    num_layers = cache.num_layers
+    if num_layers is None:
+        if layer is not None:
+            raise KVCacheValueError(
+                f"layer: got {shown(layer)} for a cache without num_layers, expected None; a cache of several layers is"
+                " KVCache.allocate(..., num_layers=...)"
+            )
+        return None
+    if layer is None:
+        raise KVCacheValueError(f"layer: got None for a cache of num_layers={num_layers}, expected the layer's number")
+    if not isinstance(layer, jax.Array):
+        return jnp.int32(as_int("layer", layer, least=0, most=num_layers - 1))
+    check_array("layer", layer, [], INDEX_DTYPES)
+    if is_checked():
+        check_layer(layer, num_layers)
+    if layer.dtype == jnp.int32:  # as it is: each operation here would be one more before a kernel
+        return layer
+    return jnp.where((layer >= 0) & (layer < num_layers), layer, -1).astype(jnp.int32)
 
 
 def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
-from kvjax.partition import Signature, run_on_shares
+from kvjax.partition import Signature, partition_of, run_on_shares
 from kvjax.spec import AttentionSpec
 
 
@@ -47,9 +47,10 @@ class _OnAShare:
     operation: str
     requested: str | None
     candidates: Candidates
+    num_layers: int | None
 
     def __call__(self, kv: jax.Array, spec: AttentionSpec, *args: Any, **static: Any) -> Any:
-        cache = KVCache(kv, spec)
+        cache = KVCache(kv, spec, num_layers=self.num_layers)
         return choose(self.operation, self.requested, self.candidates, cache)(cache, *args, **static)
 
 
@@ -69,7 +70,8 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
     except ValueError:
         raise KVCacheValueError(got_expected("implementation", requested, list(Implementation))) from None
     if cache.sharding is not None and candidates.signature is not None:
-        return functools.partial(_run_on_shares, _OnAShare(operation, requested, candidates), candidates.signature)
+        on_a_share = _OnAShare(operation, requested, candidates, cache.num_layers)
+        return functools.partial(_run_on_shares, on_a_share, candidates.signature)
     if wanted is Implementation.XLA:
         return candidates.xla
     mosaic = candidates.mosaic
@@ -87,5 +89,5 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
 
 
 def _run_on_shares(run: _OnAShare, signature: Signature, cache: KVCache, *args: Any, **static: Any) -> Any:
-    sharding = cast(NamedSharding, cache.sharding)
-    return run_on_shares(run.operation, run, signature, cache.spec, sharding, cache.kv, *args, **static)
+    divided = partition_of(cache.spec, cast(NamedSharding, cache.sharding), cache.num_layers)
+    return run_on_shares(run.operation, run, signature, divided, cache.spec, cache.kv, *args, **static)

@@ -153,6 +153,20 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
     )
 
 
+def check_layer(layer: ArrayLike, num_layers: int) -> None:
+    """Checks that the number of a layer, a scalar, lies between 0 and `num_layers - 1`.
+
+    Raises:
+      KVCacheValueError: names it.
+    """
+    _, number = _readable(layer)
+    _refuse(
+        (number < 0) | (number >= num_layers),
+        f"layer: got {{layer}}, expected between 0 and {num_layers - 1}",
+        layer=number,
+    )
+
+
 def check_scale_type(what: str, scale: Any) -> None:
     """Checks that a scale is a number or an array of numbers, whatever their values.
 

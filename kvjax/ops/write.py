@@ -11,12 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_seen_here, flat_pages
+from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of, with_array
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_scale, as_slots, check_array, check_cache, check_devices
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    as_layer,
+    as_scale,
+    as_slots,
+    check_array,
+    check_cache,
+    check_devices,
+)
 from kvjax.ops.rows import (
     KEYS,
     VALUES,
@@ -37,6 +46,7 @@ def reshape_and_cache_flash(
     cache: KVCache,
     slot_mapping: ArrayLike,
     *,
+    layer: ArrayLike | None = None,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
     unique_slots: bool = False,
@@ -47,15 +57,17 @@ def reshape_and_cache_flash(
     Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place and
     costs what the tokens cost, whatever the cache's size. No byte outside the written slots changes.
 
-    In a `lax.scan` over layers, carry one cache that holds every layer's blocks and shift each layer's slots: caches
-    stacked for the scan to slice are written rightly too, but slicing copies a layer's cache.
+    In a `lax.scan` over layers, carry one cache of all of them (`KVCache.allocate(..., num_layers=...)`) and pass the
+    number of the `layer`: that is in place too. Caches stacked for the scan to slice are copied in every step.
 
     Args:
       key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16.
       value: `[num_tokens, num_kv_heads, head_size]`, of `key`'s dtype.
-      cache: the layer's cache.
+      cache: the layer's cache, or that of several layers.
       slot_mapping: int32 or int64 `[num_tokens]`: `block * block_size + offset` of each token. Negative slots and those
         at or past `cache.num_slots` write nothing. Of several tokens with one slot the last is written.
+      layer: in a cache of several layers the number of the layer to write, an int or an int32 scalar that may be
+        traced; the slots are that layer's. An array out of range writes nothing. None for a cache of one.
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
         `[num_kv_heads]`. Unquantized layers have no scale and ignore it.
       v_scale: the same for the values.
@@ -75,7 +87,7 @@ def reshape_and_cache_flash(
             f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
             f" head_size_v={cache.spec.head_size_v}, expected equal ones; use reshape_and_cache_flash_diffkv"
         )
-    return _write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots, implementation)
+    return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
 
 
 def reshape_and_cache_flash_diffkv(
@@ -84,6 +96,7 @@ def reshape_and_cache_flash_diffkv(
     cache: KVCache,
     slot_mapping: ArrayLike,
     *,
+    layer: ArrayLike | None = None,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
     unique_slots: bool = False,
@@ -94,7 +107,7 @@ def reshape_and_cache_flash_diffkv(
     `value` is `[num_tokens, num_kv_heads, head_size_v]`; equal head sizes are served too. Everything else is as there.
     """
     check_cache(cache)
-    return _write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots, implementation)
+    return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
 
 
 def _write(
@@ -102,6 +115,7 @@ def _write(
     value: ArrayLike,
     cache: KVCache,
     slot_mapping: ArrayLike,
+    layer: ArrayLike | None,
     k_scale: ArrayLike,
     v_scale: ArrayLike,
     unique_slots: bool,
@@ -115,7 +129,8 @@ def _write(
     num_tokens = ("num_tokens", key.shape[0])
     check_array("value", value, [num_tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
     check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
-    check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, layer=layer, k_scale=k_scale, v_scale=v_scale)
+    layer = as_layer(cache, layer)
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
@@ -128,7 +143,7 @@ def _write(
     kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
     slots = as_slots(slot_mapping, cache.num_slots)
     cache = dataclasses.replace(cache, kv=kv)
-    return dataclasses.replace(given, kv=serve(cache, key, value, slots, *scales, unique_slots=unique_slots))
+    return dataclasses.replace(given, kv=serve(cache, key, value, slots, layer, *scales, unique_slots=unique_slots))
 
 
 @jax.custom_jvp
@@ -149,6 +164,7 @@ def _write_xla(
     key: jax.Array,
     value: jax.Array,
     slot_mapping: jax.Array,
+    layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
     *,
@@ -160,12 +176,12 @@ def _write_xla(
         only_last = functools.partial(last_of_each_slot, num_slots=cache.num_slots)
         slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=only_last)
     block = slot_mapping // spec.block_size
-    written = (slot_mapping >= 0) & (block < cache.num_blocks)
-    block = jnp.where(written, block, cache.num_blocks).astype(jnp.int32)
+    page = pages_of(cache, layer, block, (slot_mapping >= 0) & (block < cache.num_blocks))
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
+    pages = as_one_layer(cache)
     for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        cache = scatter_rows(cache, half, encode_rows(x, spec, scale), block, token)
-    return cache.kv
+        pages = scatter_rows(pages, half, encode_rows(x, spec, scale), page, token)
+    return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
 def _write_mosaic(
@@ -173,6 +189,7 @@ def _write_mosaic(
     key: jax.Array,
     value: jax.Array,
     slot_mapping: jax.Array,
+    layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
     *,
@@ -188,7 +205,18 @@ def _write_mosaic(
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:
         pages = from_array_dtype(pages, spec.storage_dtype)
-    written = kernel.write(pages, key, value, slot_mapping, *scales, spec, config, unique_slots=unique_slots)
+    written = kernel.write(
+        pages,
+        key,
+        value,
+        slot_mapping,
+        *scales,
+        spec,
+        config,
+        unique_slots=unique_slots,
+        layer=layer,
+        num_layers=cache.num_layers or 1,
+    )
     return lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
 
 
@@ -199,12 +227,12 @@ def _own_slots(
     key: jax.Array,
     value: jax.Array,
     slot_mapping: jax.Array,
-    *scales: jax.Array,
-) -> tuple[jax.Array, ...]:
+    *others: Any,
+) -> tuple[Any, ...]:
     """Slots of a share's own blocks as it counts them; by blocks, for the first slot may be past what int32 holds."""
     block = slot_mapping // spec.block_size - first_block.astype(slot_mapping.dtype)
     slots = block * spec.block_size + slot_mapping % spec.block_size
-    return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *scales
+    return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *others
 
 
 _IMPLEMENTATIONS = select.Candidates(
@@ -212,7 +240,7 @@ _IMPLEMENTATIONS = select.Candidates(
     mosaic=_write_mosaic,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(
-        arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "heads", "heads"),
+        arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),
         results=CACHE,
         own=_own_slots,
     ),
