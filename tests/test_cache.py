@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import reference
 from helpers import assert_same_bytes, cache_from_bytes, page_bytes, poisoned, simple_spec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
@@ -24,6 +29,7 @@ from kvjax import (
     memory,
     nvfp4_kv_cache_full_dim,
     nvfp4_split_views,
+    partition,
 )
 
 NVFP4 = KVCacheDType.NVFP4
@@ -66,8 +72,8 @@ def test_allocate_places_by_sharding():
     ("spec", "num_blocks", "error", "message"),
     [
         ("bfloat16", 2, KVCacheTypeError, "spec: got 'bfloat16' of type str, expected an AttentionSpec"),
-        (None, 0, KVCacheValueError, "num_blocks: got 0, expected a positive int"),
-        (None, -3, KVCacheValueError, "num_blocks: got -3, expected a positive int"),
+        (None, 0, KVCacheValueError, "num_blocks: got 0, expected an int of at least 1"),
+        (None, -3, KVCacheValueError, "num_blocks: got -3, expected an int of at least 1"),
         (None, 2.0, KVCacheTypeError, "num_blocks: got 2.0 of type float, expected an int"),
         (None, True, KVCacheTypeError, "num_blocks: got True of type bool, expected an int"),
     ],
@@ -146,7 +152,9 @@ def test_a_cache_is_a_pytree_of_one_leaf(dtype):
     cache = poisoned(simple_spec(dtype), 2)
     [leaf], structure = jax.tree.flatten(cache)
     assert leaf is cache.kv
-    assert jax.tree.unflatten(structure, [leaf]) == cache
+    restored = jax.tree.unflatten(structure, [leaf])
+    assert (restored.kv, restored.spec) == (cache.kv, cache.spec)
+    assert jax.tree_util.tree_leaves_with_path(cache)[0][0] == (jax.tree_util.GetAttrKey("kv"),)
     mapped = jax.tree.map(jnp.zeros_like, {"layer": [cache]})["layer"][0]
     assert mapped.spec == cache.spec
     assert not page_bytes(mapped).any()
@@ -155,6 +163,74 @@ def test_a_cache_is_a_pytree_of_one_leaf(dtype):
 def test_a_cache_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         KVCache.allocate(simple_spec(), 2).kv = None
+
+
+def test_a_cache_is_equal_only_to_itself():
+    cache = KVCache.allocate(simple_spec(), 2)
+    same = dataclasses.replace(cache)
+    assert cache == cache
+    assert cache != same
+    assert len({cache, same, cache}) == 2
+    assert [same, cache].index(cache) == 1
+
+
+def test_a_donated_cache_is_shown_and_taken_apart():
+    cache = KVCache.allocate(simple_spec(), np.int64(2), num_layers=np.int32(3))
+    shown = f"KVCache(bfloat16[2,3,2,8,2,64], {cache.spec!r}, num_layers=3)"
+    assert (repr(cache), cache.num_layers) == (shown, 3)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    assert repr(cache) == shown.replace("64],", "64] (donated),")
+    [leaf], structure = jax.tree.flatten(cache)
+    assert leaf is cache.kv
+    assert jax.tree.structure(jax.eval_shape(lambda: KVCache.allocate(cache.spec, 2, num_layers=3))) == structure
+    assert repr(jax.tree.map(lambda _: None, cache)) == f"KVCache(None, {cache.spec!r}, num_layers=3)"
+    with pytest.raises(KVCacheValueError, match="was donated to an earlier call"):
+        pickle.dumps(cache)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_copies_and_pickles_hold_the_same(duplicate, num_layers):
+    cache = dataclasses.replace(poisoned(SPEC, 4), num_layers=num_layers)
+    if num_layers is not None:
+        cache = dataclasses.replace(cache, kv=cache.kv.reshape(SPEC.cache_shape(2, 2)))
+    other = duplicate(cache)
+    other.check()
+    assert (other.spec, other.sharding, other.num_layers) == (SPEC, None, num_layers)
+    assert_same_bytes(np.asarray(other.kv), np.asarray(cache.kv))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_an_exported_program_takes_and_returns_caches(divided):
+    pytest.importorskip("flatbuffers", reason="jax serializes exported programs with flatbuffers")
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), (AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P("data", None, ("tensor",))) if divided else None
+    spec = SlidingWindowSpec(8, 2, 64, 32, dtype=NVFP4, layout="HND", v_scale_layout="swizzled", sliding_window=9)
+    cache = KVCache.allocate(spec, 4, num_layers=2, sharding=sharding)
+    serialized = jax.export.export(jax.jit(lambda cache: cache))(cache).serialize()
+    returned = jax.export.deserialize(serialized).call(cache)
+    assert (returned.spec, returned.sharding, returned.num_layers) == (spec, cache.sharding, 2)
+
+
+def test_a_sharding_over_devices_that_are_elsewhere_is_read_as_abstract():
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Explicit,))
+    for spec in (P(), P("x"), P(None, ("x",))):
+        described = partition.sharding_to_dict(NamedSharding(mesh, spec))
+        assert partition.sharding_from_dict(described) == NamedSharding(mesh, spec)
+        abstract = NamedSharding(AbstractMesh((1,), ("x",), (AxisType.Explicit,)), spec)
+        for changes in ({"devices": [10**6]}, {"platform": "quantum"}, {"devices": None}):
+            assert partition.sharding_from_dict(described | changes) == abstract
+        assert partition.sharding_from_dict(partition.sharding_to_dict(abstract)) == abstract
+
+
+def test_a_divided_cache_says_how_to_save_it():
+    mesh = jax.make_mesh((1,), ("tensor",), (AxisType.Auto,))
+    cache = KVCache.allocate(SPEC, 2, sharding=NamedSharding(mesh, P(None, None, None, "tensor")))
+    with pytest.raises(KVCacheTypeError, match=r"^pickle: got a cache that is divided .*KVCache\(jax.device_put\("):
+        pickle.dumps(cache)
+    for other in (copy.copy(cache), copy.deepcopy(cache)):
+        other.check()
+        assert (other.spec, other.sharding) == (cache.spec, cache.sharding)
 
 
 def test_only_another_spec_or_size_traces_again():

@@ -204,8 +204,6 @@ def test_caches_are_refused(operation):
         with pytest.raises(error) as raised:
             run(cache)
         assert str(raised.value).startswith(message)
-    with pytest.raises(VALUE, match=r"cache\.kv: got an array that was donated to an earlier call, expected the one"):
-        jax.jit(run)(donated)
 
 
 def test_views_of_what_is_no_cache_are_refused():
@@ -223,16 +221,17 @@ def test_views_of_what_is_no_cache_are_refused():
 def test_the_message_of_a_donated_cache_shows_what_to_write_instead():
     cache = KVCache.allocate(FP8, 2)
     written = jax.jit(reshape_and_cache_flash, donate_argnums=2)(TOKENS, TOKENS, cache, SLOTS)
-    jitted = jax.jit(lambda caches: caches["layer 0"].kv.sum())
-    for use in (
-        lambda: reshape_and_cache_flash(TOKENS, TOKENS, cache, SLOTS),
-        lambda: jitted({"layer 0": cache}),
-        lambda: jax.block_until_ready(cache),
-    ):
-        with pytest.raises(KVCacheValueError, match=r"`cache = write\(key, value, cache, slot_mapping\)`"):
-            use()
+    with pytest.raises(KVCacheValueError, match=r"`cache = write\(key, value, cache, slot_mapping\)`"):
+        reshape_and_cache_flash(TOKENS, TOKENS, cache, SLOTS)
     written.check()
-    jitted({"layer 0": written})
+
+
+def test_a_jitted_function_leaves_the_refusal_of_a_donated_cache_to_jax():
+    cache = KVCache.allocate(FP8, 2)
+    step = jax.jit(functools.partial(reshape_and_cache_flash, TOKENS, TOKENS, slot_mapping=SLOTS))
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    with pytest.raises(RuntimeError, match=r"Array has been deleted with shape=uint8\[2,2,8,2,64\]"):
+        step(cache=cache)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
