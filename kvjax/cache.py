@@ -296,13 +296,14 @@ def as_one_layer(cache: KVCache) -> KVCache:
     return with_array(KVCache(cache.kv, cache.spec), cache.kv, cache.spec.cache_shape(cache.num_pages))
 
 
-def pages_of(cache: KVCache, layer: jax.Array | None, blocks: jax.Array, exist: jax.Array) -> jax.Array:
-    """Where blocks of a layer are in `as_one_layer(cache)`, as int32; past the last page where they do not `exist`."""
+def pages_of(cache: KVCache, layer: jax.Array | None, blocks: jax.Array, *, otherwise: int) -> jax.Array:
+    """Where blocks of a layer are in `as_one_layer(cache)`, as int32; `otherwise` for what is no block or no layer."""
+    exist = (blocks >= 0) & (blocks < cache.num_blocks)
     if cache.num_layers is None or layer is None:
-        return jnp.where(exist, blocks, cache.num_pages).astype(jnp.int32)
-    exist = exist & (layer >= 0) & (layer < cache.num_layers)
-    blocks = jnp.where(exist, blocks, 0).astype(jnp.int32)
-    return jnp.where(exist, blocks * cache.num_layers + layer, cache.num_pages)
+        return jnp.where(exist, blocks, otherwise).astype(jnp.int32)
+    exist &= (layer >= 0) & (layer < cache.num_layers)
+    pages = jnp.where(exist, blocks, 0).astype(jnp.int32) * cache.num_layers + layer
+    return jnp.where(exist, pages, otherwise)
 
 
 def flat_pages(cache: KVCache) -> jax.Array:

@@ -83,18 +83,27 @@ class Lengths(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Which blocks a sequence has: `max_blocks` entries of `ref`, `stride` after those of the one before."""
+    """Which blocks a sequence has: `max_blocks` entries of `ref`, `stride` after those of the one before.
+
+    Of several layers' pages, those of a block one after the other, `layer` is the one that is read.
+    """
 
     ref: Any
     max_blocks: Number
     stride: Number
     last_block: Number
     start: Number = 0
+    layer: Number = 0
+    num_layers: int = 1
 
-    def block(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the entry for a block of a sequence is, which may be anything, and whether the cache has that block."""
+    def page(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page of a sequence's block, and whether the cache has it: the entry may be anything."""
         entry = self.ref[self.start + seq * self.stride + index]
-        return entry, (entry >= 0) & (entry <= self.last_block)
+        is_block = (entry >= 0) & (entry <= self.last_block)
+        if isinstance(self.layer, int):
+            return entry, is_block
+        is_layer = (self.layer >= 0) & (self.layer < self.num_layers)
+        return entry * jnp.int32(self.num_layers) + self.layer, is_block & is_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,26 +165,33 @@ def gather(
     spec: AttentionSpec,
     dtype: np.dtype[Any],
     config: GatherConfig,
+    layer: jax.Array | None = None,
+    num_layers: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` (`head_size_v`), of `dtype`.
 
     `pages` are flat, `[num_blocks, page_elements]` of the storage dtype; `block_table` `[num_seqs, max_blocks]` and
-    `seq_lens` are int32; scales are float32, `[1]` or `[num_kv_heads]`.
+    `seq_lens` are int32; scales are float32, `[1]` or `[num_kv_heads]`. Of `num_layers` layers the pages are
+    `[num_blocks * num_layers, page_elements]`, and `layer` is an int32 scalar, as in the write.
     """
     num_seqs, max_blocks = block_table.shape
-    num_entries, last_block = num_seqs * max_blocks, pages.shape[0] - 1
+    num_entries, last_block = num_seqs * max_blocks, pages.shape[0] // num_layers - 1
+    layers = [] if layer is None else [layer.reshape(1)]
 
-    def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *dense: Any) -> None:
+    def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
+        dense = others[len(layers) :]
         halves = [
             Half(Pages(pages, regions, spec.page_size_bytes), scale, ref)
             for regions, scale, ref in zip(spec.regions, (k_scale, v_scale), dense, strict=True)
         ]
         table = Table(block_table, max_blocks, max_blocks, last_block)
+        if layers:
+            table = table._replace(layer=others[0][0], num_layers=num_layers)
         _gather_tokens(table, Lengths(seq_lens), halves, spec, config, dtype)
 
     outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
     kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
-    results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages)
+    results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages, *layers)
     dims = num_seqs, max_blocks * spec.block_size, spec.num_kv_heads
     key, value = (
         (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(*dims, size)
@@ -268,13 +284,13 @@ def _gather_tokens(
     seq, chunk = _divmod(lax.axis_index("program"), table.max_blocks * chunks_a_block)
     index, part = _divmod(chunk, chunks_a_block)
     position = chunk * config.tokens
-    block, is_block = table.block(seq, index)
-    num_valid = jnp.where(is_block, jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position, 0)
+    page, is_page = table.page(seq, index)
+    num_valid = jnp.where(is_page, jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position, 0)
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []
     for pages, scale, dense in halves:
-        stored = [_tokens_of_page(pages, block, token, spec, config.tokens, region) for region in pages.regions]
+        stored = [_tokens_of_page(pages, page, token, spec, config.tokens, region) for region in pages.regions]
         first = seq * (table.max_blocks * spec.block_size) + position
         dense_tokens = dense.at[pl.ds(first, config.tokens)]
         decode_scale = scale[0] if scale.shape[0] == 1 else scale
@@ -299,7 +315,7 @@ def _divmod(x: jax.Array, divisor: Number) -> tuple[jax.Array, jax.Array]:
 
 
 def _tokens_of_page(
-    pages: Pages, block: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
+    pages: Pages, number: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
 ) -> Any:
     """A region's rows of so many tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
     itemsize = jnp.dtype(pages.ref.dtype).itemsize
@@ -310,7 +326,7 @@ def _tokens_of_page(
     # Rows lie a stride apart: their own size, or in a page that holds K and V side by side the size of both.
     start, offset = (base, 0) if inner == row else (0, base)
     outer = width * inner if length == 1 else outer
-    page = pages.ref.at[block, pl.ds(pages.start + start, length * outer)]
+    page = pages.ref.at[number, pl.ds(pages.start + start, length * outer)]
     if outer != width * inner:
         page = page.reshape(length, outer).at[:, pl.ds(0, width * inner)]
     page = page.reshape(length, width, inner)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax import quant
-from kvjax.cache import KVCache, as_seen_here, flat_pages
+from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError
 from kvjax.kernels import gather as kernel
@@ -19,6 +19,7 @@ from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
     as_blocks,
+    as_layer,
     as_lengths,
     as_scale,
     check_array,
@@ -36,6 +37,7 @@ def gather_kv(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
+    layer: ArrayLike | None = None,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
     dtype: DTypeLike | None = None,
@@ -44,11 +46,13 @@ def gather_kv(
     """Keys and values of whole sequences, dequantized.
 
     Args:
-      cache: the layer's cache.
+      cache: the layer's cache, or that of several layers.
       block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. Tokens in an entry that is not
         a block of the cache are not there, as those of a block that was given back, -1; entries past a sequence's last
         block may hold anything.
       seq_lens: int32 `[num_seqs]`: tokens of each sequence.
+      layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
+        Of an array out of range no tokens are there. None for a cache of one.
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
       dtype: float32, float16 or bfloat16 of the result; by default the storage dtype of an unquantized layer, else
@@ -66,7 +70,7 @@ def gather_kv(
     check_cache(cache)
     cache = as_seen_here(cache)
     spec = cache.spec
-    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale)
+    sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale)
     if dtype is None:
         out = jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
     else:
@@ -82,18 +86,19 @@ def as_sequences(
     cache: KVCache,
     block_table: ArrayLike,
     seq_lens: ArrayLike,
+    layer: ArrayLike | None,
     k_scale: ArrayLike,
     v_scale: ArrayLike,
     num_seqs: int | None = None,
     last_tokens: int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths and scales.
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths, layer and scales.
 
     Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read, the entries before
     theirs are neither checked nor taken for blocks of another share.
     """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
-    check_devices(cache, block_table=block_table, seq_lens=seq_lens, k_scale=k_scale, v_scale=v_scale)
+    check_devices(cache, block_table=block_table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, v_scale=v_scale)
     check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
     if last_tokens is not None and (is_checked() or cache.sharding is not None):
         block_table = _last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
@@ -103,7 +108,7 @@ def as_sequences(
     lengths = as_lengths(seq_lens)
     if lengths.dtype != jnp.int32:
         lengths = jnp.clip(lengths, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    return as_blocks(block_table, cache), lengths, *scales
+    return as_blocks(block_table, cache), lengths, as_layer(cache, layer), *scales
 
 
 def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: int, block_size: int) -> Any:
@@ -112,6 +117,13 @@ def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: int, block_size: 
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
     return xp.where(seq_lens[:, None] - ends[None, :] >= last_tokens, -1, block_table)
+
+
+def in_one_layer(cache: KVCache, layer: jax.Array | None, block_table: jax.Array) -> tuple[KVCache, jax.Array]:
+    """A cache with the pages of all layers as those of one, and a layer's block table in its numbers."""
+    if layer is None:
+        return cache, block_table
+    return as_one_layer(cache), pages_of(cache, layer, block_table, otherwise=-1)
 
 
 def tokens_there(block_table: jax.Array, seq_lens: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
@@ -128,12 +140,14 @@ def gather_xla(
     cache: KVCache,
     block_table: jax.Array,
     seq_lens: jax.Array,
+    layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
     """What `gather_kv` returns, of arguments that are checked, in XLA."""
+    cache, block_table = in_one_layer(cache, layer, block_table)
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
@@ -151,6 +165,7 @@ def _gather_mosaic(
     cache: KVCache,
     block_table: jax.Array,
     seq_lens: jax.Array,
+    layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
     *,
@@ -166,7 +181,8 @@ def _gather_mosaic(
         pages = from_array_dtype(pages, spec.storage_dtype)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     config = kernel.GatherConfig.choose(spec, dtype)
-    return kernel.gather(pages, block_table, seq_lens, *scales, spec, dtype, config)
+    num_layers = cache.num_layers or 1
+    return kernel.gather(pages, block_table, seq_lens, *scales, spec, dtype, config, layer, num_layers)
 
 
 def own_sequences(
@@ -194,7 +210,7 @@ _IMPLEMENTATIONS = select.Candidates(
     mosaic=_gather_mosaic,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(
-        arguments=("sequences blocks_in_order", "sequences", "heads", "heads"),
+        arguments=("sequences blocks_in_order", "sequences", "", "heads", "heads"),
         results=("sequences tokens heads head_size",) * 2,
         own=_own_sequences,
     ),

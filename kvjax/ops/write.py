@@ -175,8 +175,8 @@ def _write_xla(
         # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
         only_last = functools.partial(last_of_each_slot, num_slots=cache.num_slots)
         slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=only_last)
-    block = slot_mapping // spec.block_size
-    page = pages_of(cache, layer, block, (slot_mapping >= 0) & (block < cache.num_blocks))
+    # Past the last page: a negative one would count from the end.
+    page = pages_of(cache, layer, slot_mapping // spec.block_size, otherwise=cache.num_pages)
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
     for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
