@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import assert_same_bytes, can_write, kv_tokens, poisoned, simple_spec
+from helpers import assert_same_bytes, assert_same_floats, can_write, kv_tokens, poisoned, simple_spec
 from interpret_mode import interpret_mode
+from jax.experimental import checkify
 
 from kvjax import (
     AttentionSpec,
@@ -18,8 +19,14 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    checked,
+    copy_blocks,
+    gather_kv,
+    nvfp4_split_views,
+    paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
+    swap_blocks,
 )
 from kvjax.kernels.write import WriteConfig
 
@@ -88,6 +95,92 @@ def test_a_scan_writes_the_bytes_of_separate_caches(implementation, spec):
         assert_same_bytes(got, bytes_of_layer)
 
 
+TABLE = np.array([[3, 0, -1], [2, 4, 1], [1, 2**31 - 1, -(2**31)]], np.int32)
+LENGTHS = np.array([13, 24, 8], np.int32)
+
+
+def read_layers(cache, query, layers, implementation):
+    """What each layer holds, and its attention, of a scan that carries a query."""
+
+    def read(query, layer):
+        keys, values = gather_kv(cache, TABLE, LENGTHS, layer=layer, implementation=implementation)
+        attended, lse = paged_attention(query, cache, TABLE, LENGTHS, layer=layer, return_lse=True)
+        return query, (keys, values, attended, lse)
+
+    return jax.lax.scan(read, query, layers)[1]
+
+
+@EACH_SPEC
+def test_a_scan_reads_what_separate_caches_hold(implementation, spec):
+    asked = implementation if can_write(implementation, spec) else None
+    cache, (query, _) = poisoned_layers(spec), kv_tokens(spec, len(TABLE), specials=False)
+    layers = np.array([1, 2, 0, NUM_LAYERS, -1, 2**31 - 1], np.int32)
+    read = jax.jit(functools.partial(read_layers, implementation=asked))(cache, query, layers)
+    for i, layer in enumerate(layers):
+        if 0 <= layer < NUM_LAYERS:
+            alone = KVCache(cache.kv[:, layer], spec)
+            expected = (
+                *gather_kv(alone, TABLE, LENGTHS),
+                *paged_attention(query, alone, TABLE, LENGTHS, return_lse=True),
+            )
+        else:
+            expected = [np.full_like(x[i], 0 if part < 3 else -np.inf) for part, x in enumerate(read)]
+        for got, wanted in zip(read[:2], expected[:2], strict=True):
+            assert_same_floats(np.asarray(got[i]), np.asarray(wanted))
+        for got, wanted in zip(read[2:], expected[2:], strict=True):
+            np.testing.assert_allclose(got[i], wanted, rtol=1e-5, atol=1e-5)
+
+
+PAIRS = np.array([[0, 3], [3, 1], [-1, 2], [2, 4]], np.int32)
+
+
+@pytest.mark.parametrize("layer", [None, 1, jnp.int32(2), jnp.int32(NUM_LAYERS), jnp.int32(-1)], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_blocks_are_copied_in_all_layers_or_in_one(layer, traced):
+    spec = SPECS["nvfp4-swizzled"]
+    layers = [i for i in range(NUM_LAYERS) if layer is None or i == int(layer)]
+    source, destination = poisoned_layers(spec), poisoned_layers(spec, seed=1)
+    within, between = layer_bytes(source), layer_bytes(destination)
+    for i in layers:
+        between[i][[3, 1]] = within[i][[0, 3]]
+        within[i][[3, 1]] = within[i][[0, 3]]
+    copy, swap = (functools.partial(function, pairs=PAIRS, layer=layer) for function in (copy_blocks, swap_blocks))
+    copied = (jax.jit(copy) if traced else copy)(source)
+    swapped = (jax.jit(swap) if traced else swap)(source, destination)
+    for got, expected in ((copied, within), (swapped, between)):
+        assert (got.spec, got.num_layers) == (spec, NUM_LAYERS)
+        assert_same_bytes(np.stack(layer_bytes(got)), np.stack(expected))
+
+
+def test_caches_of_different_numbers_of_layers_swap_no_blocks():
+    source, destination = (KVCache.allocate(SPECS["bfloat16"], 2, num_layers=layers) for layers in (3, None))
+    with pytest.raises(KVCacheValueError, match="destination: got num_layers=None, expected 3, as source has it"):
+        swap_blocks(source, destination, PAIRS)
+
+
+def test_views_of_several_layers():
+    cache = poisoned_layers(SPECS["nvfp4-swizzled"])
+    for layer in range(NUM_LAYERS):
+        alone = nvfp4_split_views(KVCache(cache.kv[:, layer], cache.spec))
+        for of_all, of_one in zip(jax.tree.leaves(nvfp4_split_views(cache)), jax.tree.leaves(alone), strict=True):
+            assert_same_bytes(np.asarray(of_all[:, layer]), np.asarray(of_one))
+
+
+def test_checked_mode_names_a_layer_out_of_range():
+    spec = SPECS["bfloat16"]
+    cache, (key, value) = KVCache.allocate(spec, 2, num_layers=3), kv_tokens(spec, 1)
+    message = "layer: got 3, expected between 0 and 2"
+    with checked():
+        with pytest.raises(KVCacheValueError, match=message):
+            gather_kv(cache, TABLE[:, :0], LENGTHS * 0, layer=jnp.int32(3))
+        write = checkify.checkify(
+            lambda layer: reshape_and_cache_flash(key, value, cache, np.zeros(1, int), layer=layer)
+        )
+        error, _ = jax.jit(write)(3)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+
+
 @EACH_SPEC
 def test_a_scan_is_in_place(spec):
     num_blocks = 256
@@ -147,3 +240,17 @@ def test_the_interpreted_kernel_writes_the_bytes_of_xla(name, tokens, monkeypatc
                 cache = write(key, value, cache, SLOTS[0], layer=jnp.int32(layer))
             written.append(np.stack(layer_bytes(cache)))
     assert_same_bytes(*written)
+
+
+@pytest.mark.parametrize("name", ["fp8-HND-diffkv", "nvfp4-swizzled"])
+def test_the_interpreted_kernel_reads_the_bits_of_xla(name):
+    cache, read = poisoned_layers(SPECS[name]), []
+    for implementation in ("mosaic", "xla"):
+        gather = jax.jit(functools.partial(gather_kv, implementation=implementation))
+        with interpret_mode():
+            keys, values = zip(
+                *(gather(cache, TABLE[:2], LENGTHS[:2], layer=jnp.int32(i)) for i in (2, NUM_LAYERS)), strict=True
+            )
+            read.append([np.stack(x).astype(np.float32) for x in (keys, values)])
+    for mosaic, xla in zip(*read, strict=True):
+        assert_same_floats(mosaic, xla)

@@ -14,7 +14,7 @@ from kvjax.cache import KVCache, as_seen_here
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.ops import select
 from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
-from kvjax.ops.gather import as_sequences, gather_xla, own_sequences, tokens_there
+from kvjax.ops.gather import as_sequences, gather_xla, in_one_layer, own_sequences, tokens_there
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
 
@@ -29,6 +29,7 @@ def paged_attention(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
+    layer: ArrayLike | None = ...,
     k_scale: ArrayLike = ...,
     v_scale: ArrayLike = ...,
     sm_scale: float | None = ...,
@@ -47,6 +48,7 @@ def paged_attention(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
+    layer: ArrayLike | None = ...,
     k_scale: ArrayLike = ...,
     v_scale: ArrayLike = ...,
     sm_scale: float | None = ...,
@@ -64,6 +66,7 @@ def paged_attention(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
+    layer: ArrayLike | None = None,
     k_scale: ArrayLike = 1.0,
     v_scale: ArrayLike = 1.0,
     sm_scale: float | None = None,
@@ -88,9 +91,11 @@ def paged_attention(
       query: `[num_seqs, num_heads, head_size]`, one token a sequence, or `[num_seqs, q_len, num_heads, head_size]`;
         float32, float16 or bfloat16. `num_heads` is a multiple of `num_kv_heads`, and neighbouring query heads share a
         KV head.
-      cache: the layer's cache.
+      cache: the layer's cache, or that of several layers.
       block_table: int32 `[num_seqs, max_blocks]`, the pages of each sequence.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, those of the query included.
+      layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
+        Of an array out of range no tokens are seen. None for a cache of one.
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
       sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
@@ -130,7 +135,8 @@ def paged_attention(
     rows = query if has_rows else query[:, None]
     window = _as_window(spec.sliding_window if sliding_window is None else sliding_window)
     reach = None if window is None else min(window + rows.shape[1] - 1, MAX_WINDOW)
-    sequences = as_sequences(cache, block_table, seq_lens, k_scale, v_scale, num_seqs=rows.shape[0], last_tokens=reach)
+    num_seqs = rows.shape[0]
+    sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
     serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
     attended, lse = serve(
         cache,
@@ -183,6 +189,7 @@ def _attention_xla(
     query: jax.Array,
     block_table: jax.Array,
     seq_lens: jax.Array,
+    layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
     sinks: jax.Array,
@@ -199,6 +206,7 @@ def _attention_xla(
       block_table: int32 `[num_seqs, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
       seq_lens: int32 `[num_seqs]`, of any numbers: below 0 is 0. Past `max_blocks * block_size` there are no tokens,
         but the rows stand at the end of the length as it is given.
+      layer: int32 `[]`, of any number: one out of range holds no tokens. None for a cache of one layer.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf where there is none: it adds `exp(-inf)`, nothing, to a denominator.
@@ -209,9 +217,10 @@ def _attention_xla(
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
     """
+    cache, block_table = in_one_layer(cache, layer, block_table)
     num_seqs, q_len, num_heads, head_size = query.shape
     num_kv_heads = cache.spec.num_kv_heads
-    keys, values = gather_xla(cache, block_table, seq_lens, k_scale, v_scale, dtype=np.dtype(np.float32))
+    keys, values = gather_xla(cache, block_table, seq_lens, None, k_scale, v_scale, dtype=np.dtype(np.float32))
     length = jnp.maximum(seq_lens, 0)
     # How many tokens before a row's own each token stands, [num_seqs, q_len, max_len]; no number here overflows int32.
     age = (length[:, None] - q_len + jnp.arange(q_len)[None, :])[:, :, None] - jnp.arange(keys.shape[1])[None, None, :]
@@ -250,6 +259,7 @@ _IMPLEMENTATIONS = select.Candidates(
             "sequences queries heads head_size",
             "sequences blocks_in_order",
             "sequences",
+            "",
             "heads",
             "heads",
             "heads",

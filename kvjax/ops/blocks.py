@@ -18,13 +18,17 @@ from kvjax.cache import KVCache, as_seen_here, split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.values import check_pairs, is_checked
 from kvjax.spec import AttentionSpec
 
 
-def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None = None) -> KVCache:
+def copy_blocks(
+    cache: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None, implementation: str | None = None
+) -> KVCache:
     """Copies whole pages of a cache to others of its pages, bytes as they are, block scales and padding included.
+
+    A block of a cache of several layers is a page in each of them, and all of these are copied.
 
     Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) it is in place and costs
     what the pages cost, whatever the cache's size. Every page is read before any is written: a pair copies what its
@@ -35,6 +39,8 @@ def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None 
       pairs: int32 or int64 `[num_pairs, 2]`: source block and destination block of each copy. A pair with a negative
         block, or with one at or past `cache.num_blocks`, copies nothing: fill up with -1 to a number of pairs that is
         compiled already. With two pairs of one destination it is unspecified what that page holds.
+      layer: to copy the pages of one layer alone, its number, an int or an int32 scalar that may be traced. Of an array
+        out of range nothing is copied.
       implementation: `"xla"`, or `None` to choose.
 
     Raises:
@@ -43,18 +49,19 @@ def copy_blocks(cache: KVCache, pairs: ArrayLike, *, implementation: str | None 
     """
     check_cache(cache)
     _check_pairs(pairs, cache, cache)
-    check_devices(cache, pairs=pairs)
+    check_devices(cache, pairs=pairs, layer=layer)
+    layer = None if layer is None else as_layer(cache, layer)
     serve = select.choose("copy_blocks", implementation, _COPY, cache)
-    return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, cache, cache)))
+    return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, cache, cache, layer)))
 
 
-def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCache:
+def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None) -> KVCache:
     """Copies whole pages of one cache to pages of another, which may be elsewhere: on the host, on another GPU.
 
     To take pages off a GPU and bring them back, keep a cache of the same spec on the host,
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, as they
-    are, byte for byte. `source` is left as it is. **`destination` is donated**, and so written in place: use the cache
-    that is returned.
+    are, byte for byte; those of all layers, where the caches are of several. `source` is left as it is.
+    **`destination` is donated**, and so written in place: use the cache that is returned.
 
     The two may be divided among devices in any two ways. Where a device's NVFP4 pages are those of its own heads, and
     the other cache divides the heads into another number of shares, the bytes of each page are put into its order.
@@ -64,10 +71,12 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
 
     Args:
       source: the cache to read.
-      destination: the cache to write, with the same spec. Spread over devices, it is by a `NamedSharding`.
+      destination: the cache to write, with the same spec and as many layers. Spread over devices, it is by a
+        `NamedSharding`.
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, at best a NumPy
         array: one on a device has to come to the host first. As in `copy_blocks`, a pair with a block outside its cache
         copies nothing, and every number of pairs is compiled for once.
+      layer: to copy the pages of one layer alone, its number, as in `copy_blocks`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice;
@@ -85,29 +94,36 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike) -> KVCa
             raise KVCacheValueError(
                 f"destination.spec: got {field.name}={_word(got)}, expected {_word(expected)}, as source.spec has it"
             )
+    if source.num_layers != destination.num_layers:
+        raise KVCacheValueError(
+            f"destination: got num_layers={destination.num_layers}, expected {source.num_layers}, as source has it"
+        )
     _check_pairs(pairs, source, destination)
+    layer = None if layer is None else as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     is_in_order = source.spec.has_head_axis or shares[0] == shares[1]
-    if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs)):
+    if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs, layer)):
         if not is_in_order:
             raise KVCacheValueError(
                 f"destination: got an NVFP4 cache whose heads are divided into {shares[1]} shares, expected"
                 f" {shares[0]}, as source has them: the bytes of a page lie in another order, in which swap_blocks puts"
                 " them outside jit and shard_map"
             )
-        from_blocks, to_blocks = _as_blocks(pairs, source, destination)
-        return dataclasses.replace(destination, kv=_put(destination.kv, _take(source.kv, from_blocks), to_blocks))
+        from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
+        pages = _take(source.kv, from_blocks, layer)
+        return dataclasses.replace(destination, kv=_put(destination.kv, pages, to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
         _check_memory(name, cache.kv)
-    sharding = _sharding_of_pages(destination.kv)
-    from_blocks, to_blocks = _as_blocks(np.asarray(pairs), source, destination)
-    pages = _take_jit(source.kv, from_blocks)
+    layer = None if layer is None else np.asarray(layer)
+    sharding = _sharding_of_pages(destination.kv, layer)
+    from_blocks, to_blocks, layer = _as_blocks(np.asarray(pairs), source, destination, layer)
+    pages = _take_jit(source.kv, from_blocks, layer)
     if not is_in_order:
         if shares[0] > 1:
             pages = jax.device_put(pages, _undivided(sharding))
         pages = _regroup(pages, source.spec, *shares)
     pages = jax.device_put(pages, sharding)
-    return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks))
+    return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks, layer))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -130,14 +146,18 @@ def _check_memory(name: str, kv: jax.Array) -> None:
         )
 
 
-def _sharding_of_pages(kv: jax.Array) -> Sharding:
+def _sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:
     """How some pages are spread to lie where those of a whole cache lie; pages that are spread come to each device."""
     sharding = kv.sharding
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+        return _together(sharding, layer)
     if len(sharding.device_set) > 1:
         raise UnsupportedError(f"destination: got a cache spread by {sharding}, expected a NamedSharding or one device")
     return sharding
+
+
+def _together(sharding: NamedSharding, layer: ArrayLike | None) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1 if layer is None else 2 :]))
 
 
 def _undivided(sharding: Sharding) -> Sharding:
@@ -174,42 +194,50 @@ def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares:
     return jnp.concatenate(new_pages, head_axis)
 
 
-def _as_blocks(pairs: Any, source: KVCache, destination: KVCache) -> tuple[ArrayLike, ArrayLike]:
-    """Blocks to read and blocks to write: of a pair that copies nothing, some block and one past the last.
+def _as_blocks(
+    pairs: Any, source: KVCache, destination: KVCache, layer: Any
+) -> tuple[ArrayLike, ArrayLike, ArrayLike | None]:
+    """Blocks to read, blocks to write and the layer: of a pair that copies nothing, some block and one past the last.
 
     Those of NumPy stay on the host: JAX's programs take them where they run, and keep but the low half of an int64.
     """
-    xp: Any = np if isinstance(pairs, np.ndarray) else jnp
+    xp: Any = jnp if isinstance(pairs, jax.Array) or isinstance(layer, jax.Array) else np
     from_blocks, to_blocks = pairs[:, 0], pairs[:, 1]
     copied = (from_blocks >= 0) & (from_blocks < source.num_blocks)
     copied &= (to_blocks >= 0) & (to_blocks < destination.num_blocks)
+    if source.num_layers is not None and layer is not None:
+        copied = copied & (layer >= 0) & (layer < source.num_layers)
+        layer = xp.clip(layer, 0, source.num_layers - 1)
     blocks = xp.where(copied, from_blocks, 0), xp.where(copied, to_blocks, destination.num_blocks)
-    return blocks[0].astype(np.int32), blocks[1].astype(np.int32)
+    return blocks[0].astype(np.int32), blocks[1].astype(np.int32), layer
 
 
-def _take(kv: jax.Array, blocks: ArrayLike) -> jax.Array:
+def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     """Pages as integers: XLA adds up what devices hold of them, and floats' -0.0 would become 0.0, and NaNs others."""
     sharding = jax.typeof(kv).sharding
     # Of pages that are spread over an explicit axis JAX asks where they are to come together.
-    together = (
-        None if sharding.spec[0] is None else NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-    )
+    together = None if sharding.spec[0] is None else _together(sharding, layer)
     stored = lax.bitcast_convert_type(kv, f"uint{8 * kv.dtype.itemsize}")
-    return stored.at[blocks].get(mode="clip", out_sharding=together)
+    return stored.at[_index(blocks, layer)].get(mode="clip", out_sharding=together)
 
 
-def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike) -> jax.Array:
+def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     sharding = jax.typeof(kv).sharding
     pages = lax.bitcast_convert_type(pages, kv.dtype)
-    return kv.at[blocks].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
+    return kv.at[_index(blocks, layer)].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
+
+
+def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
+    """Of a block's pages in all layers those are neighbours in the array; that of one layer is one of them."""
+    return blocks if layer is None else (blocks, layer)
 
 
 _take_jit = jax.jit(_take)
 _put_jit = jax.jit(_put, donate_argnums=0)
 
 
-def _copy_xla(cache: KVCache, from_blocks: ArrayLike, to_blocks: ArrayLike) -> jax.Array:
-    return _put(cache.kv, _take(cache.kv, from_blocks), to_blocks)
+def _copy_xla(cache: KVCache, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
+    return _put(cache.kv, _take(cache.kv, from_blocks, layer), to_blocks, layer)
 
 
 _COPY = select.Candidates(xla=_copy_xla)
