@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import gpu_compile
@@ -212,6 +213,43 @@ def write_stacked(stacked, keys, values, slots, spec):
         return None, write(key, value, KVCache(pages, spec), slot_mapping, 1.0, 1.0).kv
 
     return jax.lax.scan(layer, None, (stacked, keys, values, slots))[1]
+
+
+NUM_LAYERS = 8
+
+
+def step_over_layers(cache, keys, values, slots, table, lengths, implementation):
+    """A model's step: each layer writes its tokens, and reads its sequences."""
+
+    def step(cache, per_layer):
+        key, value, layer = per_layer
+        options = {"layer": layer, "implementation": implementation}
+        cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=True, **options)
+        read, _ = gather_kv(cache, table, lengths, **options)
+        return cache, read.sum(dtype=jnp.float32)
+
+    return jax.lax.scan(step, cache, (keys, values, jnp.arange(NUM_LAYERS, dtype=jnp.int32)))
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("implementation", [None, "mosaic", "xla"])
+def test_a_scan_over_layers_moves_no_cache(implementation, dtype):
+    """The carried cache stays where it is, and one kernel writes, and one reads, whichever layer it is."""
+    spec = make_spec(TYPICAL | {"dtype": dtype.value})
+    shape = spec.cache_shape(NUM_BLOCKS, NUM_LAYERS)
+    cache = KVCache(jax.ShapeDtypeStruct(shape, spec.array_dtype), spec, num_layers=NUM_LAYERS)
+    rows = jax.ShapeDtypeStruct((NUM_LAYERS, 64, 8, 128), jnp.bfloat16)
+    slots, table, lengths = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((64,), (4, 4), (4,)))
+    step = functools.partial(step_over_layers, implementation=implementation)
+    program = compile_for("h100", step, cache, rows, rows, slots, table, lengths, donate_argnums=0)
+    cache_bytes = NUM_BLOCKS * NUM_LAYERS * spec.page_size_bytes
+    assert [kernel.spill_bytes for kernel in program.kernels] == ([] if implementation == "xla" else [0, 0])
+    assert program.alias_size == cache_bytes
+    assert program.temp_size < 2**23 < cache_bytes / 64
+    kinds = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "custom-call", "scatter", "fusion"}
+    made = re.findall(r"= (\w+)\[([\d,]+)\]\S* ([a-z-]+)\(", program.hlo)
+    largest = {kind for _, dims, kind in made if math.prod(map(int, dims.split(","))) == math.prod(shape)}
+    assert largest <= (kinds if implementation == "xla" else kinds - {"scatter", "fusion"})
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -226,8 +226,7 @@ def test_a_layer_that_no_cache_has_is_refused(num_layers, layer, error, message)
     assert str(raised.value).startswith(message)
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("name", ["fp8-HND-diffkv", "nvfp4-swizzled"])
+@pytest.mark.parametrize(("name", "tokens"), [("fp8-HND-diffkv", 1), ("nvfp4-swizzled", 4)])
 def test_the_interpreted_kernel_writes_the_bytes_of_xla(name, tokens, monkeypatch):
     monkeypatch.setattr(WriteConfig, "choose", lambda *_: WriteConfig(tokens))
     spec, written = SPECS[name], []
