@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from kvjax import partition
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
@@ -105,7 +105,7 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         check_not_donated("cache", self.kv)
-        if self.sharding is not None:
+        if self.sharding is not None and not isinstance(self.sharding.mesh, AbstractMesh):
             raise KVCacheTypeError(
                 f"pickle: got a cache that is divided among devices as {self.sharding.spec}, expected one on one"
                 " device. Save jax.device_get(cache.kv), cache.spec and cache.num_layers, and make of them, with an"

@@ -453,6 +453,53 @@ def check_transformations() -> None:
     check(jax.device_put(jax.device_get(write(key, value, cache, SLOTS)), cache.sharding))
 
 
+def write_layers(cache: KVCache, keys: Any, values: Any, slots: Any, **scales: Any) -> KVCache:
+    def write(cache: KVCache, per_layer: Any) -> tuple[KVCache, None]:
+        key, value, layer = per_layer
+        return reshape_and_cache_flash(key, value, cache, slots, layer=layer, **scales), None
+
+    return jax.lax.scan(write, cache, (keys, values, jnp.arange(cache.num_layers)))[0]
+
+
+def check_layers() -> None:
+    """Of a cache of several layers each device has its blocks and heads of every layer."""
+    for name, division in (("nvfp4-HND-swizzled", "both"), ("bfloat16-NHD", "blocks")):
+        alone, before, tokens, scales = small(name, division)
+        spec = P(*[*alone.sharding.spec][:1], None, *[*alone.sharding.spec][1:])
+        with pytest.raises(KVCacheValueError, match="expected one that divides blocks"):
+            KVCache.allocate(alone.spec, NUM_BLOCKS, num_layers=2, sharding=NamedSharding(MESH, P(None, "data")))
+        cache = KVCache.allocate(alone.spec, NUM_BLOCKS, num_layers=2, sharding=NamedSharding(MESH, spec))
+        stack = jax.jit(lambda kv: jnp.stack([kv, kv], 1), out_shardings=cache.sharding)
+        cache = dataclasses.replace(cache, kv=stack(alone.kv))
+        assert (cache.local_spec, cache.num_blocks, cache.num_layers) == (alone.local_spec, NUM_BLOCKS, 2)
+        keys, values = (np.stack([x, x[::-1]]) for x in tokens)
+        pointers = device_pointers(cache.kv)
+        write = functools.partial(write_layers, **scales)
+        written = compile_without_collectives(write, cache, keys, values, SLOTS, donate_argnums=0)(
+            cache, keys, values, SLOTS
+        )
+        assert device_pointers(written.kv) == pointers
+        assert (written.spec, written.sharding, written.num_layers) == (cache.spec, cache.sharding, 2)
+        pick = jax.jit(lambda kv, layer: kv[:, layer], static_argnums=1, out_shardings=alone.sharding)
+        layers = [dataclasses.replace(alone, kv=pick(written.kv, layer)) for layer in range(2)]
+        for layer, own in enumerate(layers):
+            layer_tokens = keys[layer], values[layer]
+            check_written({name: own}, {name: before}, {name: layer_tokens}, {name: scales}, division)
+            read = functools.partial(gather_kv, block_table=TABLE, seq_lens=LENS, **scales)
+            for got, expected in zip(read(written, layer=layer), read(own), strict=True):
+                assert_same_floats(np.asarray(got), np.asarray(expected))
+        pairs = np.array([[1, 6], [6, 2], [-1, 3], [7, 0]], np.int32)
+        host = functools.partial(KVCache.allocate, alone.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        copied, swapped = copy_blocks(written, pairs), swap_blocks(written, host(num_layers=2), pairs)
+        only = swap_blocks(written, host(num_layers=2), pairs, layer=1)
+        assert copied.kv.sharding.is_equivalent_to(cache.kv.sharding, cache.kv.ndim)
+        for layer, own in enumerate(layers):
+            assert_same_bytes(np.asarray(copied.kv)[:, layer], np.asarray(copy_blocks(own, pairs).kv))
+            expected = np.asarray(swap_blocks(own, host(), pairs).kv)
+            assert_same_bytes(np.asarray(swapped.kv)[:, layer], expected)
+            assert_same_bytes(np.asarray(only.kv)[:, layer], expected if layer == 1 else np.zeros_like(expected))
+
+
 def check_programs_are_reused() -> None:
     """Neither a second write nor one of what the first returned traces or compiles again."""
     for name in FEW:
@@ -663,6 +710,7 @@ CHECKS = {
         check_interpreted_kernels,
         check_within_shard_map,
         check_transformations,
+        check_layers,
         check_programs_are_reused,
         check_split_views,
         check_sequences_elsewhere_are_empty,

@@ -105,6 +105,32 @@ def test_nothing_is_exchanged_to_read(operation, dtype, division):
     assert program.temp_size < 64 * dense < NUM_BLOCKS * make_spec(dtype).page_size_bytes
 
 
+def write_layers(cache, keys, values, slots):
+    def layer(cache, per_layer):
+        key, value, layer = per_layer
+        return reshape_and_cache_flash(key, value, cache, slots, layer=layer, implementation="mosaic"), None
+
+    return jax.lax.scan(layer, cache, (keys, values, jnp.arange(cache.num_layers)))[0]
+
+
+@EACH_DIVISION
+def test_a_scan_over_layers_is_in_place_on_each_device(division):
+    spec, num_layers = make_spec(KVCacheDType.NVFP4), 4
+    given = MESHES[division]
+    mesh = AbstractMesh(given.axis_sizes, given.axis_names, (AxisType.Auto,) * len(given.axis_names))
+    sharding = NamedSharding(mesh, P("data" if "data" in mesh.axis_names else None, None, None, None, "tensor"))
+    shape = spec.cache_shape(NUM_BLOCKS, num_layers)
+    cache = KVCache(jax.ShapeDtypeStruct(shape, spec.array_dtype, sharding=sharding), spec, sharding, num_layers)
+    rows = array((num_layers, NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, None, "tensor")
+    program = compile_for(
+        "b200", write_layers, cache, rows, rows, array((NUM_TOKENS,), jnp.int32, mesh), donate_argnums=0
+    )
+    assert not program.collectives
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
+    assert program.alias_size == num_layers * NUM_BLOCKS * spec.page_size_bytes // 8
+    assert program.temp_size < 2**20 < program.alias_size
+
+
 def write_unnamed(key, value, kv, slots, spec):
     return reshape_and_cache_flash(key, value, KVCache(kv, spec), slots, implementation="xla").kv
 
