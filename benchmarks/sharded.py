@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import kvjax
 from benchmarks import output, shapes, timing, workload
 from benchmarks.output import Measurement
-from benchmarks.timing import Clock, Timing
+from benchmarks.timing import Timing
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, KVCache
 
@@ -35,8 +34,6 @@ SEQUENCES, SEQ_BLOCKS = 64, 64
 
 CASE = shapes.LLAMA_8B
 """What each device holds, so that N devices have N times its heads."""
-
-HOST_CALLS, HOST_SAMPLES = 50, 11
 
 Call = Callable[[int], Any]
 
@@ -126,19 +123,6 @@ def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     return calls
 
 
-def host_timing(call: Call) -> Timing:
-    """Times calls in a row that nobody waits for but at the end: how often a host can make them."""
-    count, samples = (5, 3) if output.SMOKE.value else (HOST_CALLS, HOST_SAMPLES)
-    seconds = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        for number in range(count):
-            result = call(number)
-        jax.block_until_ready(result)
-        seconds.append((time.perf_counter() - start) / count)
-    return Timing(tuple(seconds), Clock.HOST)
-
-
 def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
     """Times of a call on one device, and of one device among several."""
     alone = timing.measure(one)
@@ -146,7 +130,7 @@ def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
         together = timing.measure(many)
     except RuntimeError as error:  # of calls of several kernels, timestamps of several devices come in any order
         warnings.warn(f"timing several devices by the host's clock: {error}", stacklevel=2)
-        return alone, host_timing(many)
+        return alone, timing.measure_in_a_row(many)
     # A timestamp does not name its device: those of a call's kernels were added up, and one device has its part of it.
     seen = len(together.kernels) // len(alone.kernels) if alone.kernels else 1
     return alone, Timing(tuple(seconds / seen for seconds in together.samples), together.clock, together.kernels)
@@ -178,7 +162,7 @@ class ShardedBenchmark(output.Program):
         for operation, job in jobs:
             with self.subTest(operation=operation, **output.plain(job.subject)):
                 calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
-                times = [*device_timings(*calls), *map(host_timing, calls)]
+                times = [*device_timings(*calls), *map(timing.measure_in_a_row, calls)]
                 for which, times_of in zip(itertools.cycle([1, len(devices)]), times, strict=False):
                     peer = "one device" if which == 1 else f"{which} devices"
                     subject = {**job.subject, "devices": which}

@@ -184,6 +184,20 @@ def _measure_by_wall_clock(
     return Timing(tuple(seconds), Clock.WALL)
 
 
+def measure_in_a_row(call: Callable[[int], Any]) -> Timing:
+    """Times calls in a row that nobody waits for but at the end: what each adds, by the host or on the device."""
+    count, samples = min(50, LIMITS.max_calls), min(11, LIMITS.max_calls)
+    jax.block_until_ready(call(0))  # compiles
+    seconds = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for number in range(count):
+            result = call(number)
+        jax.block_until_ready(result)
+        seconds.append((time.perf_counter() - start) / count)
+    return Timing(tuple(seconds), Clock.HOST)
+
+
 def once_and_twice() -> tuple[Timing, Timing]:
     """The times of some work and of twice as much, taken as every other: bytes that a GPU moves, else a sleep."""
     if jax.default_backend() == "gpu":

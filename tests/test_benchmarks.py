@@ -36,7 +36,7 @@ NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
 
-PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies", "sharded"]
+PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies", "sharded", "layers"]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
@@ -114,6 +114,10 @@ EXPECTED = {
         for what in ("write", "gather")
         for peer in ("one device", "2 devices")
         for dtype in DTYPES
+    ],
+    "layers": [
+        ("step over layers", peer, "nvfp4")
+        for peer in ("one cache, scan", "one cache, unrolled", "a cache a layer, unrolled")
     ],
 }
 TORCH_WRITERS = ("torch index_copy_", "torch index_put_")

@@ -1,0 +1,153 @@
+"""How long a step over layers takes in a scan, next to the same layers one after the other.
+
+`python -m benchmarks.layers --json=layers.json`, from the source tree. Each layer writes a token of each sequence and
+gathers the sequences. docs/scaling.md says why the cache of a scan is carried and not sliced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest
+
+import kvjax
+from benchmarks import output, shapes, timing, workload
+from benchmarks.output import Measurement
+from benchmarks.shapes import BLOCK_SIZE
+from kvjax import AttentionSpec, KVCache, KVCacheDType
+
+CASE, NUM_LAYERS = shapes.LLAMA_8B, 8
+DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+MAX_SEQUENCES = 64
+
+SCAN, UNROLLED, SEPARATE = "one cache, scan", "one cache, unrolled", "a cache a layer, unrolled"
+
+
+def write_and_read(
+    cache: KVCache, hidden: jax.Array, table: jax.Array, scales: dict[str, jax.Array], layer: Any = None
+) -> tuple[KVCache, jax.Array]:
+    """What a layer does: the last token of each sequence is written, and whole sequences are read.
+
+    What it returns for the next layer comes of what was read, without rounding.
+    """
+    options = {"layer": layer, "implementation": output.IMPLEMENTATION.value, **scales}
+    slots = table[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1
+    lengths = jnp.full(len(table), table.shape[1] * BLOCK_SIZE, jnp.int32)
+    cache = kvjax.reshape_and_cache_flash(hidden, -hidden, cache, slots, unique_slots=True, **options)
+    keys, values = kvjax.gather_kv(cache, table, lengths, dtype=hidden.dtype, **options)
+    return cache, jnp.maximum(keys[:, 0], values[:, -1])
+
+
+def scan(cache: KVCache, hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+    """All layers of one cache, which the scan carries."""
+
+    def step(carry: tuple[KVCache, jax.Array], layer: jax.Array) -> tuple[tuple[KVCache, jax.Array], None]:
+        return write_and_read(*carry, *others, layer=layer), None
+
+    return jax.lax.scan(step, (cache, hidden), jnp.arange(NUM_LAYERS, dtype=jnp.int32))[0]
+
+
+def unrolled(cache: KVCache, hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+    """The same, layer after layer."""
+    for layer in range(NUM_LAYERS):
+        cache, hidden = write_and_read(cache, hidden, *others, layer=layer)
+    return cache, hidden
+
+
+def separate(caches: list[KVCache], hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+    """The same with a cache for each layer."""
+    written = []
+    for cache in caches:
+        cache, hidden = write_and_read(cache, hidden, *others)
+        written.append(cache)
+    return written, hidden
+
+
+class Stepping:
+    """Donated steps, each on what the one before returned."""
+
+    def __init__(self, step: Callable[..., Any], caches: Any, *others: Any) -> None:
+        self.compiled = jax.jit(step, donate_argnums=0).lower(caches, *others).compile()
+        self.caches, self.others = caches, others
+
+    def __call__(self, number: int) -> jax.Array:
+        """Starts a step."""
+        self.caches, read = self.compiled(self.caches, *self.others)
+        return read
+
+
+def pages_of_a_layer(spec: AttentionSpec) -> int:
+    """256 MiB of bfloat16 on a GPU, and of other dtypes as many pages."""
+    page = dataclasses.replace(spec, dtype=KVCacheDType.BFLOAT16).page_size_bytes
+    return max(workload.sizes().cache_bytes // (NUM_LAYERS * page), 2)
+
+
+def steps(spec: AttentionSpec) -> dict[str, Stepping]:
+    """The same step in every form, of which the first call is checked: bytes, and what the last layer read."""
+    num_blocks = pages_of_a_layer(spec)
+    rng = np.random.default_rng(0)
+    num_seqs = min(num_blocks, MAX_SEQUENCES)
+    blocks = rng.permutation(num_blocks)[: num_blocks // num_seqs * num_seqs]
+    table = jnp.asarray(blocks.reshape(num_seqs, -1), jnp.int32)
+    hidden = jnp.asarray(rng.standard_normal((num_seqs, spec.num_kv_heads, spec.head_size)), jnp.bfloat16)
+    one = functools.partial(KVCache.allocate, spec, num_blocks)
+    others = hidden, table, workload.scales()
+    found = {
+        SCAN: Stepping(scan, one(num_layers=NUM_LAYERS), *others),
+        UNROLLED: Stepping(unrolled, one(num_layers=NUM_LAYERS), *others),
+        SEPARATE: Stepping(separate, [one() for _ in range(NUM_LAYERS)], *others),
+    }
+    read = [step(0) for step in found.values()]
+    for other in read[1:]:
+        workload.check_same_bits(read[0], other)
+    for layer, cache in enumerate(found[SEPARATE].caches):
+        for name in (SCAN, UNROLLED):
+            workload.check_same_bits(found[name].caches.kv[:, layer], cache.kv)
+    return found
+
+
+class LayersBenchmark(output.Program):
+    """Fails where bytes are wrong, never because of a time."""
+
+    name = "benchmarks.layers"
+
+    def test_a_step_over_layers(self) -> None:
+        every = shapes.TIMED_DTYPES[-1:] if output.SMOKE.value else shapes.TIMED_DTYPES
+        dtypes = [KVCacheDType(name) for name in DTYPES.value or every]
+        self.results.expect(3 * len(dtypes))
+        rows = []
+        for dtype in dtypes:
+            with self.subTest(dtype=dtype.value):
+                spec = CASE.spec(dtype)
+                times = {}
+                for peer, step in steps(spec).items():
+                    times[peer] = timing.measure_in_a_row(step)
+                    subject = {
+                        **CASE.subject(dtype, spec.layout),
+                        "layers": NUM_LAYERS,
+                        "cache_bytes": NUM_LAYERS * pages_of_a_layer(spec) * spec.page_size_bytes,
+                    }
+                    facts = {"temporary_bytes": workload.temporary_bytes(step.compiled)}
+                    self.results.add(Measurement("step over layers", subject, peer, times[peer], facts=facts))
+                fastest = min(times[peer].seconds for peer in (UNROLLED, SEPARATE))
+                ratio = times[SCAN].seconds / fastest
+                rows.append(
+                    [dtype.value, *(output.microseconds(each.seconds) for each in times.values()), f"{ratio:.2f}"]
+                )
+        note = (
+            f"Microseconds of a step over {NUM_LAYERS} layers, {pages_of_a_layer(CASE.spec(dtypes[0])):,} pages each:"
+            f" {CASE.num_kv_heads} KV heads of {CASE.head_size}. A layer writes a token of each of up to"
+            f" {MAX_SEQUENCES} sequences and gathers them, all of its pages; by {timing.Clock.HOST.words}. The ratio is"
+            " that of the scan to the faster of the others."
+        )
+        self.results.table("Time of a step over layers", ["dtype", SCAN, UNROLLED, SEPARATE, "ratio"], rows, note=note)
+
+
+if __name__ == "__main__":
+    absltest.main()
