@@ -26,11 +26,13 @@ CASE, NUM_LAYERS = shapes.LLAMA_8B, 8
 DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
 MAX_SEQUENCES = 64
 
+Scales = dict[str, jax.Array]
+
 SCAN, UNROLLED, SEPARATE = "one cache, scan", "one cache, unrolled", "a cache a layer, unrolled"
 
 
 def write_and_read(
-    cache: KVCache, hidden: jax.Array, table: jax.Array, scales: dict[str, jax.Array], layer: Any = None
+    cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales, layer: Any = None
 ) -> tuple[KVCache, jax.Array]:
     """What a layer does: the last token of each sequence is written, and whole sequences are read.
 
@@ -44,27 +46,27 @@ def write_and_read(
     return cache, jnp.maximum(keys[:, 0], values[:, -1])
 
 
-def scan(cache: KVCache, hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+def scan(cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
     """All layers of one cache, which the scan carries."""
 
     def step(carry: tuple[KVCache, jax.Array], layer: jax.Array) -> tuple[tuple[KVCache, jax.Array], None]:
-        return write_and_read(*carry, *others, layer=layer), None
+        return write_and_read(*carry, table, scales, layer), None
 
     return jax.lax.scan(step, (cache, hidden), jnp.arange(NUM_LAYERS, dtype=jnp.int32))[0]
 
 
-def unrolled(cache: KVCache, hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+def unrolled(cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
     """The same, layer after layer."""
     for layer in range(NUM_LAYERS):
-        cache, hidden = write_and_read(cache, hidden, *others, layer=layer)
+        cache, hidden = write_and_read(cache, hidden, table, scales, layer)
     return cache, hidden
 
 
-def separate(caches: list[KVCache], hidden: jax.Array, *others: Any) -> tuple[Any, jax.Array]:
+def separate(caches: list[KVCache], hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
     """The same with a cache for each layer."""
     written = []
     for cache in caches:
-        cache, hidden = write_and_read(cache, hidden, *others)
+        cache, hidden = write_and_read(cache, hidden, table, scales)
         written.append(cache)
     return written, hidden
 

@@ -146,25 +146,6 @@ def test_vmap_over_a_batch_of_caches(implementation, dtype):
     check_stacked(write(keys, values, stacked, slots), expected)
 
 
-@EACH_DTYPE
-def test_scan_over_layers_of_one_cache_is_in_place(implementation, dtype):
-    """Layers that share one cache, each with its own blocks, are written in place inside a scan too."""
-    stacked, (keys, values, slots), expected = stacked_layers(dtype, 3)
-    spec = stacked.spec
-
-    def write_layers(cache, keys, values, slots):
-        def layer(cache, per_layer):
-            return reshape_and_cache_flash(*per_layer[:2], cache, per_layer[2], implementation=implementation), None
-
-        return jax.lax.scan(layer, cache, (keys, values, slots))[0]
-
-    layer_slots = np.where(slots < 0, -1, slots + 4 * spec.block_size * np.arange(3, dtype=np.int32)[:, None])
-    shared = KVCache(stacked.kv.reshape(spec.cache_shape(12)), spec)
-    written = jax.jit(write_layers)(shared, keys, values, layer_slots)
-    assert_same_bytes(page_bytes(written), np.concatenate(expected))
-    check_in_place(write_layers, KVCache.allocate(spec, 3 * NUM_BLOCKS), keys, values, layer_slots)
-
-
 def stored_sum(key, stop):
     key = jax.lax.stop_gradient(key) if stop else key
     cache = reshape_and_cache_flash(key, key, KVCache.allocate(simple_spec(KVCacheDType.FLOAT32), 1), np.arange(2))
