@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import enum
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
+from kvjax.config_keys import Facts, first_int, num_layers, per_layer, positive_int
 from kvjax.dtypes import KVCacheDType, parse_model_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
-from kvjax.spec import MAX_SIZE, as_int
-
-MAX_LAYERS = 10_000
-"""Layers of a model that is read: many times those of any known, and a bound on what a mistaken number allocates."""
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
+from kvjax.model_types import plain_keys
+from kvjax.spec import as_int
 
 
 class AttentionKind(enum.StrEnum):
@@ -46,20 +48,42 @@ class ModelKVConfig:
     """What a model's KV cache depends on.
 
     Attributes:
-      layers: each layer's heads and window, in the model's order.
+      layers: heads and window of each layer that has a KV cache, in the model's order.
       dtype: what the model computes in; made from anything that `parse_model_dtype` takes.
       quantization_config: the checkpoint's, as it stands; None where it has none.
+      layer_indices: the index in the model of each of `layers`. By default all of the model's layers have a cache.
+      num_hidden_layers: how many layers the model has, with a cache or without.
     """
 
     layers: tuple[LayerKVConfig, ...]
     dtype: KVCacheDType
     quantization_config: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    layer_indices: tuple[int, ...] = ()
+    num_hidden_layers: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise KVCacheValueError("ModelKVConfig.layers: got none, expected at least one layer")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "dtype", parse_model_dtype(self.dtype))
+        indices = tuple(self.layer_indices) or tuple(range(len(self.layers)))
+        if len(indices) != len(self.layers) or list(indices) != sorted({index for index in indices if index >= 0}):
+            raise KVCacheValueError(
+                f"ModelKVConfig.layer_indices: got {shown(indices)}, expected {len(self.layers)} indices in order"
+            )
+        count = self.num_hidden_layers or indices[-1] + 1
+        if count <= indices[-1]:
+            raise KVCacheValueError(
+                f"ModelKVConfig.num_hidden_layers: got {count}, expected more than the last layer's index {indices[-1]}"
+            )
+        object.__setattr__(self, "layer_indices", indices)
+        object.__setattr__(self, "num_hidden_layers", count)
+
+    @property
+    def layers_without_cache(self) -> tuple[int, ...]:
+        """The indices of the layers that keep no keys and values of their own."""
+        cached = set(self.layer_indices)
+        return tuple(index for index in range(self.num_hidden_layers) if index not in cached)
 
     @classmethod
     def from_hf_config(
@@ -71,6 +95,10 @@ class ModelKVConfig:
     ) -> Self:
         """Reads a `config.json`, flat or with the language model's part in `text_config`.
 
+        `docs/models.md` lists the types of models that are understood. A type that is not among them is read by the
+        plain keys, with a warning, unless it has keys that say that its cache may be another. A configuration without
+        a `model_type` is read the same way; the warning comes only where it has keys that may matter and are not read.
+
         A layer of chunked attention (Llama 4) is held as full attention: its cache is the same, every token kept.
 
         Args:
@@ -80,27 +108,35 @@ class ModelKVConfig:
 
         Raises:
           KVCacheValueError: a key that is missing or that no cache can be made from, naming it and what is accepted;
-            or a model that keeps something else than each layer's keys and values (latent attention, linear
-            attention, layers that share a cache), or has more than `MAX_LAYERS` layers.
-          KVCacheTypeError: `config` is no mapping.
+            or a model that keeps something else than its layers' keys and values (no tokens, or an encoder's too, or
+            more than keys and values), or that has more than `MAX_LAYERS` layers.
+          KVCacheTypeError: `config` is not a mapping.
+
+        Warns:
+          KVCacheWarning: what was assumed of a model of no known type, or of one that engines cache in several ways.
         """
         if not isinstance(config, Mapping):
             raise KVCacheTypeError(f"config: got {shown(config)} of type {type(config).__name__}, expected a mapping")
-        facts = _facts(config)
-        _refuse_other_caches(facts)
-        num_layers = _positive_int(facts, "num_hidden_layers")
-        if num_layers > MAX_LAYERS:
-            raise KVCacheValueError(
-                f"config.num_hidden_layers: got {num_layers}, expected an int of at most {MAX_LAYERS}"
+        part, facts, doubts = plain_keys(config)
+        layers = _layers(facts)
+        if quantization_config is None:
+            quantization_config = next(
+                (of["quantization_config"] for of in (part, config) if of.get("quantization_config") is not None), None
             )
-        windows = _sliding_windows(facts, num_layers)
-        return cls(
-            layers=tuple(_layer(facts, window) for window in windows),
-            dtype=_dtype(config, facts) if model_dtype is None else parse_model_dtype(model_dtype),
-            quantization_config=_copy(
-                facts.get("quantization_config") if quantization_config is None else quantization_config
-            ),
+        model = cls(
+            layers=tuple(layers.values()),
+            dtype=_dtype(config, part, facts) if model_dtype is None else parse_model_dtype(model_dtype),
+            quantization_config=_copy(quantization_config),
+            layer_indices=tuple(layers),
+            num_hidden_layers=num_layers(facts),
         )
+        if doubts.warning:
+            warnings.warn(
+                f"{doubts.warning}; assumed {_in_words(facts, model)}" if doubts.guessed else doubts.warning,
+                KVCacheWarning,
+                skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+            )
+        return model
 
     def shard(self, tensor_parallel: int) -> Self:
         """What one of `tensor_parallel` devices holds: an equal share of each layer's KV heads, or a copy of one.
@@ -122,89 +158,97 @@ def _copy(quantization_config: Any) -> Any:
         ) from None
 
 
-# What transformers' classes fill in where `config.json` leaves it out.
-_QWEN_DEFAULTS = {"use_sliding_window": False}
-_MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "cohere2": {"sliding_window_pattern": 4},
-    "gemma2": {"sliding_window_pattern": 2},
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window_pattern": 6,
-    },
-    # The published checkpoints name no dtype; all that is not MXFP4 in them is bfloat16.
-    "gpt_oss": {"dtype": "bfloat16"},
-    "qwen2": _QWEN_DEFAULTS,
-    "qwen2_moe": _QWEN_DEFAULTS,
-    "qwen2_vl": _QWEN_DEFAULTS,
-    "qwen2_5_vl": _QWEN_DEFAULTS,
-    "qwen3": _QWEN_DEFAULTS,
-    "qwen3_moe": _QWEN_DEFAULTS,
-}
-
-_OTHER_CACHES = {
-    "kv_lora_rank": "multi-head latent attention keeps one latent a token",
-    "compress_ratios": "compressed attention keeps one entry for several tokens",
-    "num_kv_shared_layers": "some layers read another layer's cache",
-    "full_attention_interval": "linear attention keeps a state, not tokens",
-    "hybrid_override_pattern": "some layers keep a state, not tokens",
-    "attn_layer_period": "some layers keep a state, not tokens",
-}
-
-_SLIDES_BY_LAYER_TYPE = {"full_attention": False, "chunked_attention": False, "sliding_attention": True}
-
-
-def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat view: what stands in `text_config`, else beside it, else the model type's default; never null."""
-    text = config.get("text_config")
-    stated: dict[str, Any] = {}
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        stated |= {key: value for key, value in part.items() if value is not None}
-    model_type = stated.get("model_type")
-    return {**_MODEL_TYPE_DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **stated}
-
-
-def _refuse_other_caches(facts: Mapping[str, Any]) -> None:
-    for key, why in _OTHER_CACHES.items():
-        if facts.get(key):
-            raise KVCacheValueError(
-                f"config: got {key}={shown(facts[key])}: {why}; expected a model whose layers each keep keys and values"
-            )
-
-
-def _dtype(config: Mapping[str, Any], facts: Mapping[str, Any]) -> KVCacheDType:
+def _dtype(*parts: Mapping[str, Any]) -> KVCacheDType:
     # A model is loaded in the dtype that stands beside text_config, whatever stands in it.
-    for part in (config, facts):
+    for part in parts:
         for key in ("dtype", "torch_dtype"):
             if part.get(key) is not None:
                 return parse_model_dtype(part[key])
     raise KVCacheValueError("config: got no 'dtype' or 'torch_dtype', expected one of them, or model_dtype given")
 
 
-def _layer(facts: Mapping[str, Any], window: int | None) -> LayerKVConfig:
+class _Keeps(enum.Enum):
+    """What a layer keeps of the tokens."""
+
+    ALL = enum.auto()
+    WINDOW = enum.auto()
+    NOTHING = enum.auto()
+
+
+_LAYER_TYPES = {
+    "full_attention": _Keeps.ALL,
+    "chunked_attention": _Keeps.ALL,
+    "sliding_attention": _Keeps.WINDOW,
+    # Attention and a state; the state is not counted.
+    "hybrid": _Keeps.ALL,
+    "hybrid_sliding": _Keeps.WINDOW,
+    # A state that does not grow with the tokens.
+    "linear_attention": _Keeps.NOTHING,
+    "conv": _Keeps.NOTHING,
+    "mamba": _Keeps.NOTHING,
+    # No attention, or one that reads what other layers keep, or other tokens.
+    "moe": _Keeps.NOTHING,
+    "mlp": _Keeps.NOTHING,
+    "shared": _Keeps.NOTHING,
+    "cross_attention": _Keeps.NOTHING,
+    # What transformers called it before version 5.
+    "attention": _Keeps.ALL,
+}
+_HYBRID_LAYER_PATTERN = {0: _Keeps.ALL, 1: _Keeps.WINDOW}
+
+
+def _layers(facts: Facts) -> dict[int, LayerKVConfig]:
+    """Each layer that keeps keys and values, by its index."""
+    keeps = _what_layers_keep(facts, num_layers(facts))
+    window = positive_int(facts, "sliding_window") if _Keeps.WINDOW in keeps else None
+    apart: Mapping[int, Facts] = facts.get("per_layer_config", {})
+    layers = {
+        index: _layer(facts | apart.get(index, {}), window if kept is _Keeps.WINDOW else None)
+        for index, kept in enumerate(keeps)
+        if kept is not _Keeps.NOTHING
+    }
+    if not layers:
+        raise KVCacheValueError("config: got no layer that keeps keys and values, expected at least one")
+    return layers
+
+
+def _what_layers_keep(facts: Facts, layers: int) -> list[_Keeps]:
+    if "layer_types" in facts:
+        return per_layer(facts, "layer_types", layers, _LAYER_TYPES)
+    if "hybrid_layer_pattern" in facts:
+        return per_layer(facts, "hybrid_layer_pattern", layers, _HYBRID_LAYER_PATTERN)
+    if not facts.get("sliding_window") or facts.get("use_sliding_window") is False:
+        return [_Keeps.ALL] * layers
+    if "sliding_window_pattern" in facts:
+        period = positive_int(facts, "sliding_window_pattern")
+        return [_Keeps.WINDOW if (index + 1) % period else _Keeps.ALL for index in range(layers)]
+    first = first_int(facts, "max_window_layers", minimum=0) or 0
+    return [_Keeps.WINDOW if index >= first else _Keeps.ALL for index in range(layers)]
+
+
+def _layer(facts: Facts, window: int | None) -> LayerKVConfig:
     # MiMo-V2 states the sizes of its sliding layers apart (swa_...), Gemma 4 those of its full layers (...global_...).
     sliding = window is not None
-    head_size = _first_int(facts, "swa_head_dim" if sliding else "global_head_dim", "head_dim") or _hidden_per_head(
+    head_size = first_int(facts, "swa_head_dim" if sliding else "global_head_dim", "head_dim") or _hidden_per_head(
         facts
     )
     return LayerKVConfig(
-        num_kv_heads=_positive_int(
+        num_kv_heads=positive_int(
             facts,
             "swa_num_key_value_heads" if sliding else "num_global_key_value_heads",
             "num_key_value_heads",
             "num_attention_heads",
         ),
         head_size=head_size,
-        head_size_v=_first_int(facts, *(["swa_v_head_dim"] if sliding else []), "v_head_dim") or head_size,
+        head_size_v=first_int(facts, *(["swa_v_head_dim"] if sliding else []), "v_head_dim") or head_size,
         sliding_window=window,
     )
 
 
-def _hidden_per_head(facts: Mapping[str, Any]) -> int:
+def _hidden_per_head(facts: Facts) -> int:
     if "hidden_size" not in facts or "num_attention_heads" not in facts:
         raise KVCacheValueError("config: got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'")
-    hidden, heads = _positive_int(facts, "hidden_size"), _positive_int(facts, "num_attention_heads")
+    hidden, heads = positive_int(facts, "hidden_size"), positive_int(facts, "num_attention_heads")
     if hidden % heads:
         raise KVCacheValueError(
             f"config: got no 'head_dim', and hidden_size={hidden}; expected a multiple of num_attention_heads={heads}"
@@ -212,58 +256,20 @@ def _hidden_per_head(facts: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-def _sliding_windows(facts: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Each layer's window, None for full attention."""
-    sliding = _which_slide(facts, num_layers)
-    window = _positive_int(facts, "sliding_window") if any(sliding) else None
-    return [window if slides else None for slides in sliding]
-
-
-def _which_slide(facts: Mapping[str, Any], num_layers: int) -> list[bool]:
-    if "layer_types" in facts:
-        return _read_per_layer(facts, "layer_types", num_layers, _SLIDES_BY_LAYER_TYPE)
-    if "hybrid_layer_pattern" in facts:
-        return _read_per_layer(facts, "hybrid_layer_pattern", num_layers, {0: False, 1: True})
-    if not facts.get("sliding_window") or facts.get("use_sliding_window") is False:
-        return [False] * num_layers
-    if "sliding_window_pattern" in facts:
-        period = _positive_int(facts, "sliding_window_pattern")
-        return [(index + 1) % period != 0 for index in range(num_layers)]
-    first = _first_int(facts, "max_window_layers", minimum=0) or 0
-    return [index >= first for index in range(num_layers)]
-
-
-def _read_per_layer(facts: Mapping[str, Any], key: str, num_layers: int, meaning: Mapping[Any, bool]) -> list[bool]:
-    entries = facts[key]
-    # More entries than layers describe the layers of a draft head, which has a cache of its own.
-    if not isinstance(entries, (list, tuple)) or len(entries) < num_layers:
-        raise KVCacheValueError(
-            f"config.{key}: got {shown(entries)}, expected a list with an entry for each of {num_layers} layers"
-        )
-    for index, entry in enumerate(entries[:num_layers]):
-        if not isinstance(entry, (str, int)) or entry not in meaning:
-            raise KVCacheValueError(got_expected(f"config.{key}[{index}]", entry, meaning))
-    return [meaning[entry] for entry in entries[:num_layers]]
-
-
-def _positive_int(facts: Mapping[str, Any], *keys: str) -> int:
-    value = _first_int(facts, *keys)
-    if value is None:
-        raise KVCacheValueError(f"config: got no {' or '.join(repr(key) for key in keys)}, expected a positive int")
-    return value
-
-
-def _first_int(facts: Mapping[str, Any], *keys: str, minimum: int = 1) -> int | None:
-    """The value of the first of `keys` that is there; None where none is."""
-    for key in keys:
-        if key in facts:
-            value = facts[key]
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected an int of at least {minimum}")
-            if value > MAX_SIZE:
-                raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected an int of at most {MAX_SIZE}")
-            return value
-    return None
+def _in_words(facts: Facts, model: ModelKVConfig) -> str:
+    """What the plain keys were taken to say."""
+    alike = collections.Counter(model.layers)
+    words = [
+        f"{count} of {model.num_hidden_layers} layers with {layer.num_kv_heads} KV heads of {layer.head_size}"
+        + (f" and {layer.head_size_v}" if layer.head_size_v != layer.head_size else "")
+        + " elements"
+        + (f" and a window of {layer.sliding_window}" if layer.sliding_window else "")
+        for layer, count in alike.most_common(4)
+    ]
+    words += ["others"] * (len(alike) > 4)
+    words += ["as many KV heads as num_attention_heads"] * ("num_key_value_heads" not in facts)
+    words += ["heads of hidden_size / num_attention_heads"] * ("head_dim" not in facts)
+    return ", ".join(words)
 
 
 def _shard_layer(layer: LayerKVConfig, tensor_parallel: int) -> LayerKVConfig:

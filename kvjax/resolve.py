@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsIndex
 
 from kvjax.checkpoint import read_declared_kv_cache
@@ -70,23 +70,24 @@ def resolve_kv_cache_dtype(
 def resolve_layer_dtypes(
     model: ModelKVConfig, requested: str | KVCacheDType = "auto", *, skip_layers: Iterable[int | str] = ()
 ) -> tuple[ResolvedKVCacheDType, ...]:
-    """The dtype of each layer's KV cache, in the model's order. A skipped layer keeps the model dtype.
+    """The dtype of each of `model.layers`, the layers that have a KV cache. A skipped layer keeps the model dtype.
 
     Args:
       model: the layers, the model dtype and the checkpoint's declaration.
       requested: as in `resolve_kv_cache_dtype`.
-      skip_layers: layer indices from 0 as ints or decimal strings, and attention kinds (`"sliding_window"`,
-        `"full_attention"`), each of which stands for every layer of its kind.
+      skip_layers: the model's layer indices from 0 as ints or decimal strings, and attention kinds
+        (`"sliding_window"`, `"full_attention"`), each of which stands for every layer of its kind.
 
     Raises:
-      KVCacheValueError: as `resolve_kv_cache_dtype`; and an index out of range or a name that no layer has.
+      KVCacheValueError: as `resolve_kv_cache_dtype`; and an index out of range or of a layer without a KV cache, or a
+        name that no layer has.
       KVCacheTypeError: as `resolve_kv_cache_dtype`; and a skipped layer that is neither an int (a bool is none) nor a
         string, or a bare string for `skip_layers`.
     """
-    skipped = _skipped_layers(skip_layers, [layer.kind for layer in model.layers])
+    skipped = _skipped_layers(skip_layers, model)
     chosen = resolve_kv_cache_dtype(requested, model_dtype=model.dtype, quantization_config=model.quantization_config)
     unskipped = ResolvedKVCacheDType(model.dtype, DTypeSource.MODEL)
-    return tuple(unskipped if index in skipped else chosen for index in range(len(model.layers)))
+    return tuple(unskipped if index in skipped else chosen for index in model.layer_indices)
 
 
 def resolve_layer_specs(
@@ -98,7 +99,7 @@ def resolve_layer_specs(
     layout: str | CacheLayout = CacheLayout.NHD,
     v_scale_layout: str | VScaleLayout = VScaleLayout.LINEAR,
 ) -> tuple[AttentionSpec, ...]:
-    """One spec a layer, in the model's order, each with the dtype that `resolve_layer_dtypes` gives it.
+    """One spec for each of `model.layers`, with the dtype that `resolve_layer_dtypes` gives it.
 
     `layout` is every layer's, `v_scale_layout` that of the NVFP4 layers.
 
@@ -128,14 +129,16 @@ def _layer_spec(layer: LayerKVConfig, **fields: Any) -> AttentionSpec:
     return FullAttentionSpec(**fields)
 
 
-def _skipped_layers(skip_layers: Iterable[int | str], kinds: Sequence[AttentionKind]) -> frozenset[int]:
+def _skipped_layers(skip_layers: Iterable[int | str], model: ModelKVConfig) -> frozenset[int]:
     if isinstance(skip_layers, str) or not isinstance(skip_layers, Iterable):
         raise KVCacheTypeError(f"skip_layers: got {shown(skip_layers)}, expected a sequence of layer indices and kinds")
-    accepted = [f"a layer index from 0 to {len(kinds) - 1}", *dict.fromkeys(kinds)]
+    kinds = dict(zip(model.layer_indices, (layer.kind for layer in model.layers), strict=True))
+    cached = " that has a KV cache" if model.layers_without_cache else ""
+    accepted = [f"a layer index from 0 to {model.num_hidden_layers - 1}{cached}", *dict.fromkeys(kinds.values())]
     skipped: set[int] = set()
     for entry in skip_layers:
         as_index = _as_index(entry)
-        named = {index for index, kind in enumerate(kinds) if index == as_index or kind == entry}
+        named = {index for index, kind in kinds.items() if index == as_index or kind == entry}
         if not named:
             raise KVCacheValueError(got_expected("skip_layers", entry, accepted))
         skipped |= named

@@ -64,11 +64,14 @@ class Totals:
 class MemoryPlan:
     """What a model's KV cache costs; the fields are the keys of `kvjax plan --json`.
 
-    `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one device. `bfloat16`:
+    `layers_without_cache`: indices of layers that keep no keys and values of their own. `warnings`: what was assumed of
+    the model, or passed over. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one device. `bfloat16`:
     the totals with every layer in bfloat16. `ratio`: `totals.tokens` to those, None where those are 0.
     """
 
+    warnings: tuple[str, ...]
     num_layers: int
+    layers_without_cache: tuple[int, ...]
     model_dtype: str
     tensor_parallel: int
     memory_bytes: int
@@ -104,14 +107,16 @@ class MemoryPlan:
             kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         )
         alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType], list[int]] = {}
-        for index, key in enumerate(zip(unified, resolved, strict=True)):
-            alike.setdefault(key, []).append(index)
+        for index, spec, chosen in zip(model.layer_indices, unified, resolved, strict=True):
+            alike.setdefault((spec, chosen), []).append(index)
         totals, bfloat16 = (
             Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
             for every in (unified, baseline)
         )
         return cls(
-            num_layers=len(model.layers),
+            warnings=(),
+            num_layers=model.num_hidden_layers,
+            layers_without_cache=model.layers_without_cache,
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
@@ -132,7 +137,8 @@ class MemoryPlan:
         header = ("layers", "attention", "dtype", "from", "KV heads", "block", "bytes/token", "page bytes", "padding")
         devices = f", one of {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         ratio = f" (ratio {self.ratio:.2f})" if self.ratio is not None else ""
-        lines = [
+        lines = [f"warning: {warning}" for warning in self.warnings]
+        lines += [
             f"{self.num_layers} layers, model dtype {self.model_dtype}{devices}; bytes, pages and blocks of one layer:",
             "",
             markdown_table(header, [_cells(group) for group in self.groups], left=5),
@@ -142,6 +148,11 @@ class MemoryPlan:
             f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
             f" {self.bfloat16.tokens:,}{ratio}",
         ]
+        if self.layers_without_cache:
+            lines.append(
+                f"{len(self.layers_without_cache)} layers have no KV cache of their own:"
+                f" {_ranges(self.layers_without_cache)}; what they keep instead, if anything, is not counted"
+            )
         if any(group.sliding_window for group in self.groups):
             lines.append("every token is counted in sliding layers too: what leaves a window is not given back here")
         return "\n".join(lines)

@@ -36,8 +36,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=_read_config,
         required=True,
         metavar="CONFIG.json",
-        help="a model's config.json, the folder that holds it (with ModelOpt's hf_quant_config.json, where there is"
-        " one), or - for standard input",
+        help="a model's config.json or the folder that holds it, with ModelOpt's hf_quant_config.json beside it where"
+        " there is one, or - for standard input",
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -99,8 +99,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     Raises:
       SystemExit: as argparse does, where the arguments do not fit the model.
     """
-    with _warnings_in_a_line(parser):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", kvjax.KVCacheWarning)
         plan = _plan(parser, args)
+    plan = dataclasses.replace(plan, warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)))
+    if args.json:
+        for message in plan.warnings:
+            print(f"{parser.prog}: warning: {message}", file=sys.stderr)
     print(plan.as_json() if args.json else plan.as_text())
     return 0
 
@@ -149,10 +154,10 @@ def _read_config(word: str) -> tuple[Any, Any]:
         return _parse("standard input", sys.stdin.buffer.read()), None
     path = Path(word)
     try:
-        if not path.is_dir():
-            return _read(path), None
-        beside = path / "hf_quant_config.json"
-        return _read(path / "config.json"), _read(beside) if beside.exists() else None
+        if path.is_dir():
+            path /= "config.json"
+        beside = path.with_name("hf_quant_config.json")
+        return _read(path), _read(beside) if beside.exists() else None
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {error.filename!r}: {error.strerror}") from None
 
@@ -177,13 +182,3 @@ def _refusing(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[Non
         yield
     except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:
         parser.error(f"{prefix}{error}")
-
-
-@contextlib.contextmanager
-def _warnings_in_a_line(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Prints what kvjax warns of inside, once each and without a place in some source file."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", kvjax.KVCacheWarning)
-        yield
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"{parser.prog}: warning: {message}", file=sys.stderr)
