@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
-from kvjax.config_keys import Facts, first_int, num_layers, per_layer, positive_int
 from kvjax.dtypes import KVCacheDType, parse_model_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
-from kvjax.model_types import plain_keys
+from kvjax.hf_config.keys import MAX_LAYERS as MAX_LAYERS
+from kvjax.hf_config.keys import Facts, first_int, num_layers, per_layer, positive_int
+from kvjax.hf_config.plain_keys import plain_keys
 from kvjax.spec import as_int
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     "partition",
     "memory",
     "checkpoint",
+    "hf_config",
     "model_config",
     "resolve",
     "quant",

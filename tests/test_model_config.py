@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
 from kvjax.resolve import DTypeSource, resolve_layer_dtypes, resolve_layer_specs
 from kvjax.spec import FullAttentionSpec, SlidingWindowSpec
@@ -66,8 +68,8 @@ MODELS = {
     "Laguna-XS.2-FP8": Expected(([layer(8, 128)] + [layer(8, 128, window=512)] * 3) * 10, FP8, DTypeSource.CHECKPOINT),
     "MiMo-V2-Flash": Expected(
         [layer(4, 192, 128)]
-        + [layer(8, 192, 128, window=128)] * 4
-        + ([layer(4, 192, 128)] + [layer(8, 192, 128, window=128)] * 5) * 7
+        + [layer(8, 192, 128, window=129)] * 4  # 128 tokens and the query's own
+        + ([layer(4, 192, 128)] + [layer(8, 192, 128, window=129)] * 5) * 7
         + [layer(4, 192, 128)]
     ),
     "Qwen3-32B-NVFP4": Expected([layer(8, 128)] * 64),
@@ -173,7 +175,9 @@ def test_null_is_as_good_as_missing():
         ({"sliding_window": 9, "use_sliding_window": True}, [9] * 4),
         ({"sliding_window": 9, "use_sliding_window": False}, [None] * 4),
         ({"sliding_window": 9, "model_type": "qwen2"}, [None] * 4),
-        ({"sliding_window": 9, "model_type": "qwen2", "use_sliding_window": True}, [9] * 4),
+        # transformers fills in max_window_layers=28.
+        ({"sliding_window": 9, "model_type": "qwen2", "use_sliding_window": True}, [None] * 4),
+        ({"sliding_window": 9, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}, [9] * 4),
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 9]),
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, [9] * 4),
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 28}, [None] * 4),
@@ -229,7 +233,8 @@ SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 
 def test_nested_text_config(place: str):
     text = {key: value for key, value in BASE.items() if key != "torch_dtype"} | {"num_hidden_layers": 2}
     config: dict[str, Any] = {
-        "model_type": "some_vlm",
+        "model_type": "llava",
+        "head_dim": 32,
         "hidden_size": 4096,
         "num_hidden_layers": 99,
         "text_config": text,
@@ -286,14 +291,15 @@ def test_models_are_values():
         ({"layer_types": ["full_attention"] * 3}, "expected a list with an entry for each of 4 layers"),
         ({"layer_types": "full_attention"}, "config.layer_types: got 'full_attention'"),
         (
-            {"layer_types": ["full_attention", "linear_attention"] * 2},
-            "config.layer_types[1]: got 'linear_attention', expected one of full_attention, chunked_attention, sliding",
+            {"layer_types": ["full_attention", "indexed_attention"] * 2},
+            "config.layer_types[1]: got 'indexed_attention', expected one of full_attention, chunked_attention, ",
         ),
+        ({"layer_types": ["linear_attention"] * 4}, "config: got no layer that keeps keys and values"),
         ({"layer_types": ["full_attention"] * 3 + [[]]}, "config.layer_types[3]: got []"),
         ({"hybrid_layer_pattern": [0, 1, 2, 0]}, "config.hybrid_layer_pattern[2]: got 2, expected one of 0, 1"),
         ({"kv_lora_rank": 512, "v_head_dim": 128}, "kv_lora_rank=512: multi-head latent attention"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: some layers read another layer's cache"),
-        ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention"),
+        ({"full_attention_interval": 4}, "full_attention_interval=4: some layers may keep a state, not tokens"),
         ({"num_hidden_layers": 10_001}, "config.num_hidden_layers: got 10001, expected an int of at most 10000"),
         ({"num_hidden_layers": 10**12}, "config.num_hidden_layers: got 1000000000000, expected an int of at most"),
         ({"head_dim": 2**63}, f"config.head_dim: got {2**63}, expected an int of at most {2**63 - 1}"),
@@ -313,8 +319,209 @@ def test_what_cannot_be_read_is_named(changes: dict[str, Any], message: str):
     assert len(str(raised.value)) < 1000
 
 
-def test_a_model_type_may_be_anything():
-    assert read(model_type=UNPRINTABLE) == read(model_type=["llama"]) == read()
+@pytest.mark.parametrize("model_type", ["no_such_model", "", UNPRINTABLE, ["llama"], 7], ids=shown)
+def test_a_model_of_no_known_type_is_read_by_the_plain_keys_and_said_so(model_type: Any):
+    with pytest.warns(KVCacheWarning) as warned:
+        model = read(model_type=model_type, num_key_value_heads=None, residual_kv_heads=3)
+    assert model == read(num_key_value_heads=None)
+    assert str(warned[0].message) == (
+        f"config.model_type: got {shown(model_type)}, which kvjax does not know, and 'residual_kv_heads', which it does"
+        " not read; assumed 4 of 4 layers with 8 KV heads of 64 elements, as many KV heads as num_attention_heads,"
+        " heads of hidden_size / num_attention_heads"
+    )
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_without_a_model_type_only_what_is_doubtful_is_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(vocab_size=99, use_cache=True, hidden_act="silu", attention_bias=False, mlp_kv_heads=0)
+    with pytest.warns(KVCacheWarning, match="^config: got 'v_heads', which kvjax does not read; assumed 4 of 4 layers"):
+        read(v_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"multi_query": True}, "multi_query=True"),
+        ({"attn_layer_indices": [1]}, "attn_layer_indices=[1]"),
+        ({"layers_block_type": ["mamba", "hybrid"]}, "layers_block_type"),
+        ({"block_types": ["recurrent"]}, "block_types"),
+        ({"kv_channels": 64}, "kv_channels=64"),
+        ({"cross_attention_layers": [3]}, "cross_attention_layers=[3]"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        ({"llm_config": {"num_hidden_layers": 4}}, "llm_config"),
+        ({"local_attention": 128}, "local_attention=128"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("model_type", [None, "no_such_model"])
+def test_keys_that_contradict_the_plain_ones_are_refused(changes: dict[str, Any], key: str, model_type: str | None):
+    with pytest.raises(KVCacheValueError, match=f"^config: got {re.escape(key)}"):
+        read(model_type=model_type, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba2", "a state"),
+        ("vit", "not a decoder"),
+        ("bart", "the encoder's tokens"),
+        ("deepseek_v32", "an indexer's key"),
+        ("bert", "an encoder keeps no"),
+    ],
+)
+def test_models_that_keep_something_else_are_refused(model_type: str, reason: str):
+    with pytest.raises(KVCacheValueError, match=reason):
+        read(model_type=model_type)
+
+
+def test_nothing_beside_text_config_is_taken_for_the_language_models():
+    text = {key: value for key, value in BASE.items() if key != "torch_dtype"} | {"model_type": "llama"}
+    beside = {"head_dim": 7, "sliding_window": 5, "num_key_value_heads": 1, "torch_dtype": "float16"}
+    model = ModelKVConfig.from_hf_config({"model_type": "llava", "text_config": text, **beside})
+    assert model == ModelKVConfig((layer(2, 64),) * 4, KVCacheDType.FLOAT16)
+    with pytest.warns(KVCacheWarning, match="got 'some_vlm', which kvjax does not know, and reads text_config alone"):
+        assert ModelKVConfig.from_hf_config({"model_type": "some_vlm", "text_config": text, **beside}) == model
+    with pytest.raises(KVCacheValueError, match=r"config.text_config: got \[\], expected a mapping"):
+        read(text_config=[])
+
+
+# The mechanisms of the table, each in a small file; docs/models.md has what transformers keeps of every type.
+FALCON = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
+LATENT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
+    (FALCON | {"multi_query": True}, [layer(1, 64)] * 2),
+    (FALCON, [layer(1, 64)] * 2),
+    (FALCON | {"multi_query": False}, [layer(71, 64)] * 2),
+    (
+        {"model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [1, 3], "hidden_size": 4096}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8},
+        [None, layer(8, 128)] * 2,
+    ),
+    (
+        {"model_type": "jamba", "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2}
+        | {"hidden_size": 4096, "num_attention_heads": 32},
+        [None, None, layer(8, 128), None],
+    ),
+    (
+        {"model_type": "zamba2", "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
+        | {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 32, "kv_channels": 80},
+        [None, layer(32, 160), None],
+    ),
+    (
+        {"model_type": "recurrent_gemma", "num_hidden_layers": 4, "hidden_size": 2560, "num_attention_heads": 10}
+        | {"num_key_value_heads": 1, "head_dim": 256, "attention_window_size": 2048},
+        [None, None, layer(1, 256, window=2048), None],
+    ),
+    (
+        {"model_type": "jetmoe", "num_hidden_layers": 1, "hidden_size": 2048, "num_key_value_heads": 16}
+        | {"kv_channels": 128},
+        [layer(16, 128)],
+    ),
+    (
+        {"model_type": "qwen3_next", "num_hidden_layers": 4, "full_attention_interval": 4, "head_dim": 256},
+        [None, None, None, layer(2, 256)],
+    ),
+    (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "num_hidden_layers": 4},
+        [None, None, layer(8, 128), None],
+    ),
+    (
+        {"model_type": "gemma3n_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        [layer(2, 256, window=9), layer(2, 256), None, None],
+    ),
+    (
+        {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
+        [layer(12, 64)] * 2,
+    ),
+    (
+        {"model_type": "gpt_bigcode", "n_layer": 1, "n_head": 48, "n_embd": 6144},
+        [layer(1, 128)],
+    ),
+    (
+        {"model_type": "dbrx", "n_layers": 1, "n_heads": 48, "d_model": 6144, "attn_config": {"kv_n_heads": 8}},
+        [layer(8, 128)],
+    ),
+    (
+        {"model_type": "bert", "is_decoder": True, "num_hidden_layers": 1, "hidden_size": 768}
+        | {"num_attention_heads": 12},
+        [layer(12, 64)],
+    ),
+    (
+        {"model_type": "mistral", "num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32}
+        | {"sliding_window": None},
+        [layer(8, 128)],
+    ),
+    (BASE | {"layer_types": ["linear_attention", "full_attention"] * 2}, [None, layer(2, 64)] * 2),
+]
+
+
+def read_by_layer(config: dict[str, Any]) -> list[LayerKVConfig | None]:
+    model = ModelKVConfig.from_hf_config({"dtype": "bfloat16", **config})
+    layers: list[LayerKVConfig | None] = [None] * model.num_hidden_layers
+    for index, of in zip(model.layer_indices, model.layers, strict=True):
+        layers[index] = of
+    assert model.layers_without_cache == tuple(index for index, of in enumerate(layers) if of is None)
+    return layers
+
+
+@pytest.mark.parametrize(("config", "expected"), MECHANISMS, ids=repr)
+def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[LayerKVConfig | None]):
+    assert read_by_layer(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "said"),
+    [
+        (
+            LATENT | {"model_type": "deepseek_v3"},
+            [layer(1, 512, 64)] * 2,
+            "the latent cache, one head with a key of kv_lora_rank=512 and a value of qk_rope_head_dim=64 elements;"
+            " a cache of every head's own keys and values takes 71.1 times as much",
+        ),
+        (
+            FALCON
+            | {"new_decoder_architecture": True, "num_kv_heads": 8, "hidden_size": 8192}
+            | {"num_attention_heads": 128},
+            [layer(8, 64)] * 2,
+            "num_kv_heads=8 KV heads are read; transformers' own cache repeats them",
+        ),
+        (
+            {"model_type": "mllama", "text_config": BASE | {"model_type": "mllama_text_model"}}
+            | {"text_config": BASE | {"model_type": "mllama_text_model", "cross_attention_layers": [1]}},
+            [layer(2, 64), None, layer(2, 64), layer(2, 64)],
+            "1 cross-attention layers keep keys and values of an image's tokens alone, which are not counted",
+        ),
+    ],
+)
+def test_what_engines_cache_in_several_ways_is_said(config: dict[str, Any], expected: Any, said: str):
+    with pytest.warns(KVCacheWarning, match=re.escape(said)):
+        assert read_by_layer(config) == expected
+
+
+def test_names_that_disagree_are_refused():
+    config = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3, "n_head": 2, "n_embd": 64, "dtype": "float32"}
+    with pytest.raises(KVCacheValueError, match="got n_layer=2 and num_hidden_layers=3, expected one of them"):
+        ModelKVConfig.from_hf_config(config)
+
+
+@pytest.mark.parametrize("indices", [(1,), (1, 0), (0, 0), (-1, 0)])
+def test_indices_are_those_of_the_layers(indices: tuple[int, ...]):
+    with pytest.raises(KVCacheValueError, match="expected 2 indices in order"):
+        ModelKVConfig((layer(1, 64),) * 2, BF16, layer_indices=indices)
+    with pytest.raises(KVCacheValueError, match="num_hidden_layers: got 5, expected more than"):
+        ModelKVConfig((layer(1, 64),) * 2, BF16, layer_indices=(3, 7), num_hidden_layers=5)
 
 
 @pytest.mark.parametrize("config", [None, "config.json", [BASE]], ids=repr)

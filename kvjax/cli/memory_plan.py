@@ -64,9 +64,10 @@ class Totals:
 class MemoryPlan:
     """What a model's KV cache costs; the fields are the keys of `kvjax plan --json`.
 
-    `layers_without_cache`: indices of layers that keep no keys and values of their own. `warnings`: what was assumed of
-    the model, or passed over. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one device. `bfloat16`:
-    the totals with every layer in bfloat16. `ratio`: `totals.tokens` to those, None where those are 0.
+    `warnings`: what was assumed of the model, or passed over. `layers_without_cache`: indices of layers that keep no
+    keys and values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the
+    budget of one device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` to those, None
+    where those are 0.
     """
 
     warnings: tuple[str, ...]

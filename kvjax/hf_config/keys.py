@@ -11,6 +11,17 @@ from kvjax.spec import MAX_SIZE
 MAX_LAYERS = 10_000
 """Layers of a model that is read: many times those of any known, and a bound on what a mistaken number allocates."""
 
+PLAIN_KEYS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+)
+"""The keys of most models; `kvjax.model_config` reads these and a few more."""
+
 type Facts = dict[str, Any]
 """A configuration's keys and values; a key that stands there with null is left out."""
 
