@@ -40,7 +40,9 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 def test_every_figure_of_one_model(plan: Plan):
     """Llama 3.1 8B: 32 layers of 8 KV heads of 128; an NVFP4 row is 72 bytes."""
     assert plan(LLAMA, "--kv-cache-dtype", "nvfp4", "--memory", "40GiB") == {
+        "warnings": [],
         "num_layers": 32,
+        "layers_without_cache": [],
         "model_dtype": "bfloat16",
         "tensor_parallel": 1,
         "memory_bytes": 40 * 2**30,
@@ -73,7 +75,7 @@ def test_every_figure_of_one_model(plan: Plan):
 def keys(document: Any, prefix: str = "") -> set[str]:
     if isinstance(document, dict):
         return {found for key, value in document.items() for found in keys(value, f"{prefix}.{key}".lstrip("."))}
-    if isinstance(document, list) and isinstance(document[0], dict):
+    if isinstance(document, list) and document and isinstance(document[0], dict):
         return {found for entry in document for found in keys(entry, f"{prefix}[]")}
     return {prefix}
 
@@ -81,7 +83,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 25
+    assert len(documented) == len(set(documented)) == 27
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -203,6 +205,64 @@ def test_a_folder_may_declare_quantization_beside(plan: Plan, tmp_path: Path, in
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     [group] = plan(str(tmp_path))["groups"]
     assert (group["dtype"], group["source"]) == (dtype, "model" if dtype == "bfloat16" else "checkpoint")
+
+
+@pytest.mark.parametrize("quantized", [{}, {"quantization_config": NVFP4_CACHE}])
+def test_a_file_is_read_as_its_folder_is(plan: Plan, tmp_path: Path, quantized: dict[str, Any]):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(Path(LLAMA).read_text()) | quantized))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(FP8_CACHE))
+    document = plan(str(config))
+    assert document == plan(str(tmp_path))
+    assert document["totals"]["bytes_per_token"] == (36_864 if quantized else 65_536)
+
+
+HYBRID = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "dtype": "bfloat16",
+}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_layers_without_a_cache_are_told_and_not_counted(
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    config = write_config(tmp_path, HYBRID)
+    document = plan(config, "--kv-cache-dtype", "fp8", "--skip-layers", "3")
+    assert [(group["layers"], group["dtype"]) for group in document["groups"]] == [([3], "bfloat16"), ([7], "fp8_e4m3")]
+    assert (document["num_layers"], document["layers_without_cache"]) == (8, [0, 1, 2, 4, 5, 6])
+    assert document["totals"]["bytes_per_token"] == 2 * 2 * 256 * (2 + 1)
+    assert main(["plan", "--config", config]) == 0
+    assert "\n6 layers have no KV cache of their own: 0-2, 4-6; what they keep instead" in capsys.readouterr().out
+    assert refusal(capsys, "--config", config, "--skip-layers", "4").startswith(
+        "argument --skip-layers: skip_layers: got '4', expected one of a layer index from 0 to 7 that has a KV cache,"
+    )
+
+
+def test_what_is_assumed_of_a_model_is_in_the_plan(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = write_config(tmp_path, json.loads(Path(LLAMA).read_text()) | {"model_type": "no_such_model"})
+    assumed = (
+        "config.model_type: got 'no_such_model', which kvjax does not know; assumed 32 of 32 layers with 8 KV heads of"
+        " 128 elements, heads of hidden_size / num_attention_heads"
+    )
+    assert main(["plan", "--config", config, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["warnings"] == [assumed]
+    assert err == f"kvjax plan: warning: {assumed}\n"
+    assert main(["plan", "--config", config]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == f"warning: {assumed}"
+    assert err == ""
+    assert plan(LLAMA)["warnings"] == []
 
 
 def test_standard_input_is_read(plan: Plan, monkeypatch: pytest.MonkeyPatch):

@@ -258,6 +258,15 @@ def test_a_skipped_layer_keeps_the_model_dtype_where_the_checkpoint_chose():
     assert resolved == (FP8_PER_HEAD, FP8_PER_HEAD, kept) * 4
 
 
+def test_layers_to_skip_go_by_their_index_in_the_model():
+    model = ModelKVConfig((SLIDING, FULL), KVCacheDType.BFLOAT16, layer_indices=(2, 5), num_hidden_layers=8)
+    assert [resolved.dtype for resolved in resolve_layer_dtypes(model, "fp8", skip_layers=[5])] == (
+        [KVCacheDType.FP8_E4M3, KVCacheDType.BFLOAT16]
+    )
+    with pytest.raises(KVCacheValueError, match="got 1, expected one of a layer index from 0 to 7 that has a KV cache"):
+        resolve_layer_specs(model, "fp8", skip_layers=[1])
+
+
 @pytest.mark.parametrize(
     "entry",
     [

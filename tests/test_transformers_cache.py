@@ -458,6 +458,12 @@ def test_keys_and_values_of_different_sizes_are_refused():
         KvjaxCache(config, num_blocks=4)
 
 
+def test_a_model_with_layers_that_keep_no_keys_and_values_is_refused():
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4, dtype="float32")
+    with pytest.raises(KVCacheValueError, match="got 3 of 4 layers without a KV cache of their own"):
+        KvjaxCache(config, num_blocks=4)
+
+
 def test_a_crop_to_a_length_is_refused(device: str):
     with pytest.raises(KVCacheValueError, match="tokens_to_remove: got 3, expected 0 or a negative number"):
         make_cache(make_model(device)).crop(3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +16,8 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvjax import KVCacheWarning, LayerKVConfig, ModelKVConfig
+from kvjax import KVCacheValueError, KVCacheWarning, LayerKVConfig, ModelKVConfig
+from kvjax.hf_config.model_types import MODEL_TYPES
 
 CAUSAL_MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -66,6 +70,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"multi_query": False, "num_kv_heads": 4},
         {"multi_query": False, "num_kv_heads": 4, "new_decoder_architecture": True},
     ],
+    "gemma3n": [{"text_config": {"num_kv_shared_layers": 2, "layer_types": _SLIDE}}],
     "gemma3n_text": [{"num_kv_shared_layers": 2, "layer_types": _SLIDE}],
     "gemma4": [{"text_config": {**_GEMMA4, "num_kv_shared_layers": 2}}],
     "gemma4_text": [
@@ -202,3 +207,94 @@ def read_layers(config: Mapping[str, Any]) -> tuple[list[LayerKVConfig | None], 
     for index, layer in zip(model.layer_indices, model.layers, strict=True):
         layers[index] = layer
     return layers, [str(warning.message) for warning in caught if warning.category is KVCacheWarning]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a type: `right`, `right, warned`, `refused`, `not judged` or `WRONG`, and why or of what."""
+
+    status: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.status} | {self.text}"
+
+
+def judge(model_type: str) -> Verdict:
+    """What kvjax reads of a type's tiny models next to what transformers' own cache holds."""
+    judged, said = [], []
+    try:
+        files = list(tiny_configs(model_type))
+        configs = [load(model_type, file) for file in files]
+    except Exception as error:
+        # A type that kvjax refuses by its name needs no configuration that transformers takes.
+        return _refusal({"model_type": model_type}) or Verdict("not judged", _why(error))
+    for file, config in zip(files, configs, strict=True):
+        if refusal := _refusal(config.to_dict()):
+            return refusal
+        try:
+            layers = cached_layers(model_type, config)
+        except Exception as error:
+            return Verdict("not judged", _why(error))
+        for stated in (file, config.to_dict()):
+            read, warned = read_layers(stated)
+            if read != layers:
+                return Verdict("WRONG", f"read {in_words(read)}, and the cache has {in_words(layers)}")
+            said += warned
+        judged.append(in_words(layers))
+    status = "right, warned" if said else "right"
+    return Verdict(status, "; ".join(dict.fromkeys(judged)))
+
+
+def _refusal(config: Mapping[str, Any]) -> Verdict | None:
+    try:
+        read_layers(config)
+    except KVCacheValueError as error:
+        return Verdict(
+            "refused", re.sub(r"^config[^:]*: got [^:]*: |; expected .*", "", str(error)).replace("|", "\\|")
+        )
+    return None
+
+
+def _why(error: Exception) -> str:
+    return f"no tiny model: {' '.join(str(error).split())[:120]}".replace("|", "\\|").rstrip()
+
+
+def in_words(layers: list[LayerKVConfig | None]) -> str:
+    """`3 of 8: 2 x 24, 3 of 8: 2 x 24/16 window 4`: layers, KV heads, head sizes and windows."""
+    alike = collections.Counter(layer for layer in layers if layer)
+    return ", ".join(
+        f"{count} of {len(layers)}: {layer.num_kv_heads} x {layer.head_size}"
+        + (f"/{layer.head_size_v}" if layer.head_size_v != layer.head_size else "")
+        + (f" window {layer.sliding_window}" if layer.sliding_window else "")
+        for layer, count in alike.items()
+    )
+
+
+def read_or_refused(config: Mapping[str, Any]) -> list[LayerKVConfig | None] | None:
+    """What kvjax reads of each layer; None where it refuses."""
+    try:
+        return read_layers(config)[0]
+    except KVCacheValueError:
+        return None
+
+
+def misread_without_a_key(model_type: str, config: Mapping[str, Any]) -> list[str]:
+    """Keys that kvjax fills in otherwise than transformers where a file leaves them out, or says null."""
+    row = MODEL_TYPES[model_type]
+    read = {*row.keys, *(name for names in row.names.values() for name in names)} & {*config}
+    wrong = []
+    for key in sorted(read - {"dtype"}):
+        for derived in ([], ["layer_types", "layers_block_type", "per_layer_config"]):
+            for value in (LEFT_OUT, None):
+                file = changed(config, {**dict.fromkeys(derived, LEFT_OUT), key: value})
+                layers = read_or_refused(file)
+                if layers is None:
+                    continue
+                try:
+                    filled_in = load(model_type, file).to_dict()
+                except Exception:  # whatever transformers raises: it reads no such file
+                    continue
+                if layers != read_or_refused(filled_in):
+                    wrong.append(f"{key} {'left out' if value is LEFT_OUT else 'null'}, without {derived}")
+    return wrong

@@ -64,8 +64,9 @@ class KvjaxCache(Cache):
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
-        layer whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs
-        more blocks than there are, `generate` raises before it has written anything of that step.
+        layer that keeps no keys and values of its own, or whose keys and values differ in size; a list of scales that
+        does not fit the layers. When a step needs more blocks than there are, `generate` raises before it has written
+        anything of that step.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class KvjaxCache(Cache):
         model_dtype: torch.dtype | None = None,
     ) -> None:
         model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
+        if model.layers_without_cache:
+            raise KVCacheValueError(
+                f"config: got {len(model.layers_without_cache)} of {model.num_hidden_layers} layers without a KV cache"
+                " of their own, expected a model whose layers each keep keys and values"
+            )
         self.specs = kvjax.resolve_layer_specs(
             model,
             kv_cache_dtype,

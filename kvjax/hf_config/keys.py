@@ -69,7 +69,7 @@ def flag(facts: Facts, key: str, default: bool) -> bool:
 
 def indices(facts: Facts, key: str, layers: int) -> frozenset[int]:
     """A list of layers, by their indices from 0."""
-    value = facts[key]
+    value = facts.get(key)
     if not isinstance(value, (list, tuple)):
         raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected a list of layer indices")
     for position, index in enumerate(value):

@@ -56,15 +56,10 @@ def _plain(*keys: str, translate: Callable[[Facts], str | None] | None = None, *
 
 
 def _mha(
-    layers: str = "num_hidden_layers",
-    heads: str = "num_attention_heads",
-    hidden: str = "hidden_size",
-    head_dim: str | None = None,
+    layers: str = "num_hidden_layers", heads: str = "num_attention_heads", hidden: str = "hidden_size"
 ) -> ModelType:
     """A type whose every query head has a key and a value of its own, and which calls its sizes so."""
     plain = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden}
-    if head_dim:
-        plain["head_dim"] = head_dim
     return ModelType(
         keys=tuple(plain),
         names={key: (name,) for key, name in plain.items() if name != key},
@@ -347,7 +342,12 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             translate=translate.all_heads,
         ),
         "codegen": _mha("n_layer", "n_head", "n_embd"),
-        "cpmant": _mha(head_dim="dim_head"),
+        "cpmant": ModelType(
+            keys=("num_hidden_layers", "num_attention_heads"),
+            names={"head_dim": ("dim_head",)},
+            defaults={"head_dim": 128},
+            translate=translate.all_heads,
+        ),
         "dbrx": ModelType(
             keys=("attn_config",),
             names={

@@ -295,10 +295,9 @@ def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], objec
 
 def _refuse(place: Mapping[str, Any]) -> None:
     model_type = place.get("model_type")
-    if isinstance(model_type, str) and model_type in REFUSED:
+    if isinstance(model_type, str) and (why := REFUSED.get(COMPOSITES.get(model_type, model_type))):
         raise KVCacheValueError(
-            f"config.model_type: got {model_type!r}: {REFUSED[model_type]}; expected a decoder whose layers keep keys"
-            " and values"
+            f"config.model_type: got {model_type!r}: {why}; expected a decoder whose layers keep keys and values"
         )
     if place.get("is_encoder_decoder"):
         raise KVCacheValueError(

@@ -192,7 +192,7 @@ def zamba(facts: Facts) -> None:
 
 def recurrent_gemma(facts: Facts) -> None:
     """A block of recurrent and of sliding layers, again and again."""
-    block, count = facts["block_types"], num_layers(facts)
+    block, count = facts.get("block_types"), num_layers(facts)
     kinds = {"recurrent": LINEAR, "attention": SLIDING}
     if not isinstance(block, (list, tuple)) or not block:
         raise KVCacheValueError(f"config.block_types: got {shown(block)}, expected a list of {', '.join(kinds)}")
