@@ -25,6 +25,7 @@ import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError, KVCacheWarning, ModelKVConfig
 from kvjax.cli import main
 from kvjax.dtypes import parse_model_dtype
+from kvjax.hf_config.model_types import MODEL_TYPES
 from kvjax.model_config import MAX_LAYERS
 
 CONFIGS = Path(__file__).parent / "data/configs"
@@ -198,6 +199,18 @@ def parse(data: st.DataObject) -> dict[str, Any]:
 @given(st.data())
 def test_parsers_give_a_result_or_a_documented_error(data: st.DataObject):
     parse(data)
+
+
+@fuzz
+@given(st.sampled_from(sorted(MODEL_TYPES)), st.data())
+def test_every_type_of_model_is_read_or_refused_whatever_its_keys_hold(model_type: str, data: st.DataObject):
+    row = MODEL_TYPES[model_type]
+    keys = [*row.keys, *(name for names in row.names.values() for name in names)]
+    sound = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 64}
+    sound = {row.names.get(key, (key,))[0]: value for key, value in sound.items()}
+    drawn = data.draw(st.dictionaries(st.sampled_from(keys), anything(), max_size=3).map(Unprinted)).value
+    config = {"model_type": model_type, "dtype": "bfloat16", **sound, **drawn}
+    outcome(lambda: ModelKVConfig.from_hf_config(config))
 
 
 def test_what_is_drawn_reaches_results_and_refusals():

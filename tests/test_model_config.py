@@ -299,7 +299,7 @@ def test_models_are_values():
         ({"hybrid_layer_pattern": [0, 1, 2, 0]}, "config.hybrid_layer_pattern[2]: got 2, expected one of 0, 1"),
         ({"kv_lora_rank": 512, "v_head_dim": 128}, "kv_lora_rank=512: multi-head latent attention"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: some layers read another layer's cache"),
-        ({"full_attention_interval": 4}, "full_attention_interval=4: some layers may keep a state, not tokens"),
+        ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention keeps a state, not tokens"),
         ({"num_hidden_layers": 10_001}, "config.num_hidden_layers: got 10001, expected an int of at most 10000"),
         ({"num_hidden_layers": 10**12}, "config.num_hidden_layers: got 1000000000000, expected an int of at most"),
         ({"head_dim": 2**63}, f"config.head_dim: got {2**63}, expected an int of at most {2**63 - 1}"),

@@ -257,7 +257,8 @@ def _refusal(config: Mapping[str, Any]) -> Verdict | None:
 
 
 def _why(error: Exception) -> str:
-    return f"no tiny model: {' '.join(str(error).split())[:120]}".replace("|", "\\|").rstrip()
+    sentence = " ".join(str(error).split()).split(". ")[0]
+    return f"no tiny model: {sentence[:120]}".replace("|", "\\|")
 
 
 def in_words(layers: list[LayerKVConfig | None]) -> str:

@@ -30,7 +30,7 @@ def main() -> None:
     rows = [
         f"transformers {transformers.__version__}:",
         "",
-        "| `model_type` | kvjax | tiny models' caches, or why |",
+        "| model type | kvjax | tiny models' caches, or why |",
         "| --- | --- | --- |",
     ]
     for model_type in sorted(tiny_models.CAUSAL_MODEL_TYPES):

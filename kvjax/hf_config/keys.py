@@ -17,6 +17,7 @@ PLAIN_KEYS = (
     "num_key_value_heads",
     "hidden_size",
     "head_dim",
+    "v_head_dim",
     "layer_types",
     "sliding_window",
 )

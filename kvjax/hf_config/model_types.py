@@ -39,7 +39,7 @@ class ModelType:
         stated = {key: part[key] for key in part if key in self.keys or key in named}
         for key, names in self.names.items():
             present = [name for name in (*names, key) if stated.get(name) is not None]
-            if len({repr(stated[name]) for name in present}) > 1:
+            if len({shown(stated[name]) for name in present}) > 1:
                 raise KVCacheValueError(
                     f"config: got {' and '.join(f'{name}={shown(stated[name])}' for name in present)},"
                     f" expected one of them, or the same in each"
@@ -67,7 +67,7 @@ def _mha(
     )
 
 
-_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 
 
 def _latent_type(*keys: str, first: Callable[[Facts], None] | None = None, **defaults: Any) -> ModelType:
@@ -96,10 +96,7 @@ roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
     {
         # The plain keys, and what transformers fills in.
-        **dict.fromkeys(
-            _PLAIN_TYPES.split(),
-            _plain(),
-        ),
+        **dict.fromkeys(_PLAIN_TYPES.split(), _plain()),
         "bitnet": _plain(num_key_value_heads=5),
         "emu3_text_model": _plain(num_key_value_heads=8),
         "ernie4_5": _plain(num_key_value_heads=2, head_dim=128),

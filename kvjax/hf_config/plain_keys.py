@@ -72,9 +72,10 @@ REFUSED: Mapping[str, str] = types.MappingProxyType(
 )
 """Types of models that kvjax knows to keep something else than each layer's keys and values, and what."""
 
-_SOME_STATE = "some layers may keep a state, not tokens"
+_SOME_STATE = "some layers keep a state, not tokens"
+_LINEAR = "linear attention keeps a state, not tokens"
 _SOME_SLIDE = "it may say which layers slide"
-_SAID_BY_LAYER_TYPES = (_SOME_STATE, _SOME_SLIDE)
+_SAID_BY_LAYER_TYPES = (_SOME_STATE, _LINEAR, _SOME_SLIDE)
 
 CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -85,14 +86,11 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
                 "attn_layer_period",
                 "attn_type_list",
                 "block_types",
-                "full_attention_interval",
                 "full_attn_idxs",
                 "hybrid_layer_ids",
                 "hybrid_override_pattern",
                 "layer_group_size",
                 "layers_block_type",
-                "linear_attn_config",
-                "linear_num_key_heads",
                 "mamba_d_state",
                 "mamba_expand",
                 "ssm_cfg",
@@ -102,6 +100,7 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
             ),
             _SOME_STATE,
         ),
+        **dict.fromkeys(("full_attention_interval", "linear_attn_config", "linear_num_key_heads"), _LINEAR),
         **dict.fromkeys(
             ("compress_rates", "compress_ratios"), "compressed attention keeps one entry for several tokens"
         ),
@@ -125,9 +124,6 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
                 "num_query_groups",
             ),
             "it may say how many KV heads there are",
-        ),
-        **dict.fromkeys(
-            ("num_kv_heads", "n_head_kv", "kv_n_heads", "attn_config"), "it may say how many KV heads there are"
         ),
         **dict.fromkeys(
             ("attention_head_dim", "attention_hidden_size", "d_head", "d_kv", "dim_head", "kv_channels"),
@@ -214,19 +210,20 @@ GENERIC = ModelType(
         "swa_num_key_value_heads",
         "swa_v_head_dim",
         "use_sliding_window",
-        "v_head_dim",
     )
 )
 """How a model of no known type is read."""
 
+# Parts of names that may speak of a cache, and of names that do not though they have such a part.
 _DOUBTFUL = re.compile(
-    r"(?:^|_)(?:kv|key|keys|value|values|head|heads|latent|lora|window|sliding|local|global|linear|mamba|ssm|rnn|gdn|"
-    r"recurrent|state|conv|cache|cross|shared|share|layer_type|layers_type|block_type|pattern|interval|hybrid)(?:_|$)"
+    r"(?:^|_)(?:kv|keys?|values?|heads?|latent|lora|window|sliding|local|global|linear|mamba|ssm|rnn|recurrent|state|"
+    r"conv|cache|cross|shared?|layers?_type|block_type|pattern|interval|hybrid)(?:_|$)"
 )
 _HARMLESS = re.compile(
-    r"^(?:use_cache|vision|audio|image|moe|mlp|no_rope)|expert|bias|norm|dropout|lm_head|init|chunk_size_feed|logit|_config$|"
-    r"^cache_|token|embed|output_|_act$|loss|rope|router|dtype|scal"
+    r"^(?:use_cache|cache_|vision|audio|image|moe|mlp|no_rope)|(?:_config|_act)$|attention_heads|bias|chunk_size_feed|"
+    r"dropout|dtype|embed|expert|init|lm_head|logit|loss|norm|output_|rope|router|scal|token"
 )
+_MOST_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +257,7 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
         if part.get(key) and not ("layer_types" in part and why in _SAID_BY_LAYER_TYPES):
             raise _contradiction(part, key)
     facts, _ = GENERIC.plain(part)
-    doubtful = ", ".join(
+    names = [
         shown(key)
         for key, value in part.items()
         if isinstance(key, str)
@@ -269,7 +266,8 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
         and key not in GENERIC.keys
         and _DOUBTFUL.search(key)
         and not _HARMLESS.search(key)
-    )
+    ]
+    doubtful = ", ".join(names[:_MOST_NAMED] + ["others"] * (len(names) > _MOST_NAMED))
     unread = ""
     if model_type is not None:
         unread = f"config.model_type: got {shown(model_type)}, which kvjax does not know" + (
