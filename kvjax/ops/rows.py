@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ KEYS, VALUES = 0, 1
 """The halves of a page: their index in `PageRegions`, and on the array's axis of two where it has one."""
 
 
+# Jitted, for keys and values are alike: tracing and lowering either takes as long as all else of an operation.
+@functools.partial(jax.jit, static_argnums=1)
 def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[jax.Array, ...]:
     """`x` `[..., num_kv_heads, head_size]` as stored rows: data and, for NVFP4, block scales."""
     match spec.quant_mode:
@@ -32,6 +35,7 @@ def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[ja
             return (quant.cast(x, spec.storage_dtype),)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array) -> jax.Array:
     """What rows as `encode_rows` makes them stand for: float32 where the layer is quantized, else the storage dtype."""
     match spec.quant_mode:

@@ -72,20 +72,50 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
     if cache.sharding is not None and candidates.signature is not None:
         on_a_share = _OnAShare(operation, requested, candidates, cache.num_layers)
         return functools.partial(_run_on_shares, on_a_share, candidates.signature)
+    serve = _choose_here(operation, wanted, candidates, cache)
+    if not isinstance(cache.kv, jax.core.Tracer):
+        return serve
+    return functools.partial(_call, _traced_once(operation, serve))
+
+
+def _choose_here(
+    operation: str, wanted: Implementation | None, candidates: Candidates, cache: KVCache
+) -> Callable[..., Any]:
+    """What `choose` returns for a cache that is one device's; of equal arguments the same function."""
     if wanted is Implementation.XLA:
         return candidates.xla
     mosaic = candidates.mosaic
     if mosaic is None:
-        reason: str | None = f"it has no kernel; got {requested!r}, expected one of xla"
+        reason: str | None = "it has no kernel; got 'mosaic', expected one of xla"
     else:
         reason = candidates.why_not_mosaic(cache) or placement.why_not(cache.kv)
     if reason is None and mosaic is not None:
         if not isinstance(cache.kv, jax.core.Tracer):
             return mosaic
-        return functools.partial(placement.run, wanted is not None, mosaic, candidates.xla)
+        return _where_it_can(wanted is not None, mosaic, candidates.xla)
     if wanted is not None:
         raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
     return candidates.xla
+
+
+@functools.cache
+def _where_it_can(required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(placement.run, required, mosaic, xla)
+
+
+@functools.cache
+def _traced_once(operation: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+    """`serve` as a function that programs call: calls that are alike, as of a model's layers, trace and lower one."""
+
+    def run(static: tuple[tuple[str, Any], ...], cache: KVCache, *args: Any) -> Any:
+        return serve(cache, *args, **dict(static))
+
+    run.__name__ = operation  # as profilers show it
+    return jax.jit(run, static_argnums=0)
+
+
+def _call(run: Callable[..., Any], cache: KVCache, *args: Any, **static: Any) -> Any:
+    return run(tuple(static.items()), cache, *args)
 
 
 def _run_on_shares(run: _OnAShare, signature: Signature, cache: KVCache, *args: Any, **static: Any) -> Any:
