@@ -84,13 +84,13 @@ def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array
       dtype: `FP8_E4M3` or `FP8_E5M2`.
     """
     info = dtype.info
-    scaled = exact_divide(x.astype(jnp.float32), scale)
+    scaled = exact_divide(x.astype(jnp.float32), _with_rank_of(x, scale))
     return cast(jnp.clip(scaled, -info.max, info.max), info.storage_dtype)
 
 
 def decode_fp8(stored: jax.Array, scale: ArrayLike) -> jax.Array:
     """`stored * scale` in float32, NaN as the canonical one."""
-    return with_canonical_nan(stored.astype(jnp.float32) * scale)
+    return with_canonical_nan(stored.astype(jnp.float32) * _with_rank_of(stored, scale))
 
 
 def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
@@ -139,6 +139,12 @@ def e2m1_codes(x: jax.Array) -> jax.Array:
         index += passed.astype(jnp.uint8)
     codes = index | jnp.signbit(x).astype(jnp.uint8) << 3
     return jnp.where(jnp.isnan(x), jnp.uint8(0), codes)
+
+
+def _with_rank_of(x: jax.Array, scale: ArrayLike) -> jax.Array:
+    """`scale`, which broadcasts against `x`, with as many dimensions: users may have JAX refuse others."""
+    scale = jnp.asarray(scale)
+    return lax.expand_dims(scale, range(x.ndim - scale.ndim)) if scale.ndim else scale
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -117,11 +117,11 @@ def _scatter_region(
 ) -> jax.Array:
     """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
     _, num_heads, row = rows.shape
-    head = jnp.arange(num_heads, dtype=token.dtype)
+    head = jnp.arange(num_heads, dtype=token.dtype)[None]
     offsets = region.base + token[:, None] * region.token_stride + head * region.head_stride
     if region.swizzled:
-        tile_row, column = swizzled_position(token[:, None, None], jnp.arange(row, dtype=token.dtype), row)
-        offsets = region.base + tile_row * region.token_stride + head[:, None] * region.head_stride + column
+        tile_row, column = swizzled_position(token[:, None, None], jnp.arange(row, dtype=token.dtype)[None, None], row)
+        offsets = region.base + tile_row * region.token_stride + head[..., None] * region.head_stride + column
     elif region.head_stride == row:  # the heads of a token are one run of bytes
         offsets = offsets[:, :1]
     offsets = lax.collapse(offsets, 1)

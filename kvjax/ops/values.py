@@ -107,7 +107,7 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     )
     if not max_blocks:
         return
-    needed = np.arange(max_blocks) * block_size < lens[:, None]
+    needed = np.arange(max_blocks)[None] * block_size < lens[:, None]
     wrong = (needed & ((table < -1) | (table >= num_blocks))).reshape(-1)
     entry = xp.argmax(wrong)
     _refuse(
