@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvjax import partition
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, shown
 from kvjax.layouts import CacheLayout
 from kvjax.memory import zeroed_pages
 from kvjax.pages import PageRegion
@@ -54,9 +54,14 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, spec: AttentionSpec, num_blocks: int, *, num_layers: int | None = None, sharding: Sharding | None = None
+        cls,
+        spec: AttentionSpec,
+        num_blocks: int,
+        *,
+        num_layers: int | None = None,
+        sharding: Sharding | jax.Device | None = None,
     ) -> KVCache:
-        """A cache of `num_blocks` zeroed pages, placed by `sharding` (default: JAX's default device).
+        """A cache of `num_blocks` zeroed pages, placed by `sharding`, or a device (default: JAX's default device).
 
         With `num_layers`, even 1, it is one of so many layers, and each of them has `num_blocks` pages.
 
@@ -76,7 +81,8 @@ class KVCache:
         if num_layers is not None:
             num_layers = as_int("num_layers", num_layers, least=1)
         if not isinstance(sharding, NamedSharding):
-            if isinstance(sharding, Sharding) and sharding.num_devices > 1:
+            sharding = _as_sharding(sharding)
+            if sharding is not None and sharding.num_devices > 1:
                 raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
             return cls(zeroed_pages(spec, num_blocks, num_layers, sharding), spec, num_layers=num_layers)
         divided = partition.partition_of(spec, sharding, num_layers)
@@ -141,7 +147,9 @@ class KVCache:
         `what` is the name of this cache in the message.
         """
         if not isinstance(self.kv, jax.Array):
-            raise KVCacheTypeError(f"{what}.kv: got a {type(self.kv).__name__}, expected a jax.Array")
+            raise KVCacheTypeError(
+                f"{what}.kv: got a {type(self.kv).__name__}, expected a jax.Array{for_torch(self.kv)}"
+            )
         check_not_donated(what, self.kv)
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
@@ -198,6 +206,19 @@ export.register_pytree_node_serialization(
 
 def _is_donated(kv: Any) -> bool:
     return isinstance(kv, jax.Array) and not isinstance(kv, jax.core.Tracer) and kv.is_deleted()
+
+
+def _as_sharding(sharding: Any) -> Sharding | None:
+    if sharding is None or isinstance(sharding, Sharding):
+        return sharding
+    if isinstance(sharding, jax.Device):
+        return SingleDeviceSharding(sharding)
+    message = f"sharding: got {shown(sharding)} of type {type(sharding).__name__}, expected a jax.sharding.Sharding"
+    if isinstance(sharding, PartitionSpec):
+        message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec does not say which devices it divides"
+    elif isinstance(sharding, str):
+        message += f", such as SingleDeviceSharding(jax.devices({sharding!r})[0])"
+    raise KVCacheTypeError(message)
 
 
 def check_not_donated(what: str, kv: Any) -> None:

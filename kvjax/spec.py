@@ -282,3 +282,10 @@ def as_int(what: str, value: object, *, least: int | None = None, most: int | No
     if most is not None and size > most:
         raise KVCacheValueError(f"{what}: got {shown(size)}, expected an int of at most {most}")
     return size
+
+
+def as_bool(what: str, value: object) -> bool:
+    """`value` as Python's bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type(value).__name__}, expected a bool")
+    return bool(value)

@@ -335,3 +335,25 @@ def test_bytes_of_a_poisoned_cache_survive_the_way_to_the_device_and_back():
         spec = simple_spec(dtype)
         raw = np.random.default_rng(0).integers(0, 256, (3, spec.page_size_bytes), np.uint8)
         assert_same_bytes(page_bytes(jax.tree.map(jnp.copy, cache_from_bytes(raw, spec, 3))), raw)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "expected"),
+    [
+        (P("x"), f"expected a jax.sharding.Sharding, such as NamedSharding(mesh, {P('x')})"),
+        (
+            "cpu",
+            "got 'cpu' of type str, expected a jax.sharding.Sharding, such as SingleDeviceSharding(jax.devices('cp",
+        ),
+        (4, "got 4 of type int, expected a jax.sharding.Sharding"),
+    ],
+    ids=["PartitionSpec", "str", "int"],
+)
+def test_what_is_not_a_sharding_says_what_to_pass(sharding, expected):
+    with pytest.raises(KVCacheTypeError, match=rf"^sharding: .*{re.escape(expected)}"):
+        KVCache.allocate(SPEC, 2, sharding=sharding)
+
+
+def test_a_device_is_its_sharding():
+    [device] = KVCache.allocate(SPEC, 2, sharding=jax.devices()[-1]).kv.devices()
+    assert device == jax.devices()[-1]

@@ -20,13 +20,19 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    ModelKVConfig,
+    SlidingWindowSpec,
     UnsupportedError,
+    checked,
     copy_blocks,
     gather_kv,
+    max_tokens,
+    nvfp4_kv_cache_full_dim,
     nvfp4_split_views,
     paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
+    resolve_layer_specs,
 )
 from kvjax.ops import select
 
@@ -91,6 +97,7 @@ WRITE_ERRORS = [
     ),
     ({"implementation": "cuda"}, VALUE, "implementation: got 'cuda', expected one of "),
     ({"implementation": "xlaa"}, VALUE, "implementation: got 'xlaa', expected one of "),
+    ({"unique_slots": 1}, TYPE, "unique_slots: got 1 of type int, expected a bool"),
 ]
 READ_ERRORS = [
     *(({"k_scale": scale}, TYPE, f"k_scale: {message}") for scale, message in NO_SCALES[:1]),
@@ -110,6 +117,9 @@ READ_ERRORS = [
 GATHER_ERRORS = [
     ({"dtype": jnp.int8}, TYPE, "dtype: got int8, expected one of float32, float16, bfloat16"),
     ({"dtype": np.float64}, TYPE, "dtype: got float64, expected one of float32, float16, bfloat16"),
+    ({"dtype": "nvfp4"}, TYPE, "dtype: got 'nvfp4', expected one of float32, float16, bfloat16"),
+    ({"dtype": "f4,("}, TYPE, "dtype: got 'f4,(', expected one of float32, float16, bfloat16"),
+    ({"dtype": KVCacheDType.FP8_E4M3}, TYPE, "dtype: got <KVCacheDType.FP8_E4M3: 'fp8_e4m3'>, expected one of float3"),
 ]
 ATTENTION_ERRORS = [
     ({"query": QUERY[0]}, VALUE, "query: got shape (6, 64), expected [num_seqs, num_heads, head_size=64]"),
@@ -322,6 +332,41 @@ def test_where_no_kernel_can_run_asking_for_one_raises():
         assert chosen(None, BOTH) == "xla"
         with pytest.raises(UnsupportedError, match=r"^op: implementation 'mosaic' cannot .* this runs on cpu"):
             chosen("mosaic", BOTH)
+
+
+def test_numpys_ints_and_bools_are_taken_for_pythons():
+    cache, other = (KVCache.allocate(simple_spec(KVCacheDType.BFLOAT16), 2) for _ in range(2))
+    four, window = np.int64(4), np.int32(8)
+    spec = SlidingWindowSpec(four, four, np.uint8(32), dtype=KVCacheDType.BFLOAT16, sliding_window=window)
+    config = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64, "dtype": "bfloat16"}
+    model = ModelKVConfig.from_hf_config(config)
+    results = {
+        "spec": (spec, SlidingWindowSpec(4, 4, 32, dtype=KVCacheDType.BFLOAT16, sliding_window=8)),
+        "page_size_padded": (
+            dataclasses.replace(spec, page_size_padded=np.int64(9000)).cache_shape(np.int64(3)),
+            (3, 9000),
+        ),
+        "num_blocks": (KVCache.allocate(spec, four).num_blocks, 4),
+        "max_tokens": (max_tokens([spec], np.int64(10**6)), max_tokens([spec], 10**6)),
+        "shard": (model.shard(np.int32(2)), model.shard(2)),
+        "skip_layers": (
+            resolve_layer_specs(model, "fp8", skip_layers=[np.int64(1)], block_size=np.int64(8)),
+            resolve_layer_specs(model, "fp8", skip_layers=[1], block_size=8),
+        ),
+        "nvfp4_kv_cache_full_dim": (nvfp4_kv_cache_full_dim(np.int64(64)), 36),
+        "unique_slots": (
+            reshape_and_cache_flash(TOKENS, TOKENS, cache, SLOTS, unique_slots=np.True_).spec,
+            other.spec,
+        ),
+        "sliding_window": (
+            paged_attention(QUERY, cache, TABLE, LENS, sliding_window=window).tolist(),
+            paged_attention(QUERY, cache, TABLE, LENS, sliding_window=8).tolist(),
+        ),
+        "checked": (type(checked(np.True_)), type(checked(True))),
+    }
+    for name, (got, expected) in results.items():
+        assert got == expected, name
+    assert all(type(size) is int for size in dataclasses.astuple(spec)[:4])
 
 
 @pytest.mark.parametrize(("platform", "holds_the_kernel"), [("cpu", False), ("cuda", True)])

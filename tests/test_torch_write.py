@@ -475,6 +475,29 @@ def test_what_is_no_cache_is_named():
         kvjax_torch.warm_up(**valid_write() | {"key": ROWS.float().numpy()})
 
 
+def test_jax_operations_point_torchs_tensors_to_theirs():
+    spec, rows, slots = simple_spec(), np.zeros((3, 2, 64), np.float32), np.arange(3)
+    cache = kvjax.KVCache.allocate(spec, 2)
+    key, table, kv = torch.zeros(3, 2, 64), torch.zeros(1, 1, dtype=torch.int32), torch.nn.Parameter(torch.zeros(2))
+    for call, name in (
+        (lambda: kvjax.reshape_and_cache_flash(key, rows, cache, slots), "key"),
+        (lambda: kvjax.gather_kv(cache, table, np.ones(1, np.int32)), "block_table"),
+        (lambda: kvjax.paged_attention(key, cache, table, table[0]), "query"),
+        (lambda: kvjax.copy_blocks(kv, np.zeros((1, 2), np.int32)), "cache"),
+        (lambda: kvjax.gather_kv(kvjax.KVCache(kv, spec), slots, slots), "cache.kv"),
+    ):
+        with pytest.raises(KVCacheTypeError, match=rf"^{name}: got a .*kvjax_torch has the operations on torch's ten"):
+            call()
+
+
+def test_what_is_not_torchs_dtype_or_a_bool_is_refused():
+    with pytest.raises(KVCacheTypeError, match=r"dtype: got 'float32' of type str, expected one of torch\.float32,"):
+        kvjax_torch.warm_up(**valid_write(), dtype="float32")
+    with pytest.raises(KVCacheTypeError, match=r"unique_slots: got 'yes' of type str, expected a bool"):
+        kvjax_torch.reshape_and_cache_flash(**valid_write(), unique_slots="yes")
+    kvjax_torch.reshape_and_cache_flash(**valid_write(), unique_slots=np.True_)
+
+
 @pytest.mark.filterwarnings("ignore:.*(deprecat|quantiz)")
 def test_quantized_tensors_are_refused():
     quantized = torch.quantize_per_tensor(ROWS.float(), 0.1, 0, torch.qint8)

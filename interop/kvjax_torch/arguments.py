@@ -11,6 +11,7 @@ import math
 import numbers
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 import kvjax

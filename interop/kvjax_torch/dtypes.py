@@ -82,6 +82,14 @@ def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType) -> int:
     return row_bytes * elements // stored
 
 
+def check_dtype(dtype: object) -> None:
+    """Raises `KVCacheTypeError` for a dtype that is asked for by something else than torch's own, such as a string."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise KVCacheTypeError(
+            f"dtype: got {dtype!r} of type {type(dtype).__name__}, expected one of {', '.join(map(str, INPUT_DTYPES))}"
+        )
+
+
 def gathered_dtype(dtype: torch.dtype | None, cache_dtype: KVCacheDType) -> torch.dtype:
     """What `gather_kv` returns: `dtype`, by default the cache's own where it is unquantized, else bfloat16.
 

@@ -66,6 +66,8 @@ def reshape_and_cache_flash(
     """
     if not isinstance(key_cache, torch.Tensor):
         check_tensors(key_cache=key_cache)
+    if unique_slots.__class__ is not bool:
+        unique_slots = as_bool("unique_slots", unique_slots)
     if not isinstance(k_scale, torch.Tensor):
         k_scale = _as_tensor("k_scale", k_scale, key_cache)
     if not isinstance(v_scale, torch.Tensor):
@@ -130,6 +132,7 @@ def gather_kv(
     check_tensors(key_cache=key_cache, value_cache=value_cache, block_table=block_table, seq_lens=seq_lens)
     k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
     check_tensors(k_scale=k_scale, v_scale=v_scale)
+    check_dtype(dtype)
     keys, values = torch.ops.kvjax.gather_kv.default(
         key_cache,
         value_cache,

@@ -39,7 +39,7 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
 def check_cache(cache: Any, what: str = "cache") -> None:
     """Raises where `cache` is not a `KVCache` whose array is there and is the one that its spec describes."""
     if not isinstance(cache, KVCache):
-        raise KVCacheTypeError(f"{what}: got a {type(cache).__name__}, expected a KVCache")
+        raise KVCacheTypeError(f"{what}: got a {type(cache).__name__}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
 
 

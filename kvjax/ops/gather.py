@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax import quant
 from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError
+from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -71,15 +71,23 @@ def gather_kv(
     cache = as_seen_here(cache)
     spec = cache.spec
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale)
-    if dtype is None:
-        out = jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
-    else:
-        out = jnp.dtype(dtype)
-    if out not in INPUT_DTYPES:
-        raise KVCacheTypeError(f"dtype: got {out}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
+    out = _result_dtype(dtype, spec)
     serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
     keys, values = serve(cache, *sequences, dtype=out)
     return keys, values
+
+
+def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]:
+    if dtype is None:
+        return jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
+    try:
+        out = jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # NumPy has strings of structured dtypes evaluated
+        out = None
+    if out not in INPUT_DTYPES:
+        got = shown(dtype) if out is None else out
+        raise KVCacheTypeError(f"dtype: got {got}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
+    return out
 
 
 def as_sequences(

@@ -13,6 +13,7 @@ from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, shown
+from kvjax.spec import as_bool
 
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
 """Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
@@ -43,8 +44,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
       KVCacheValueError: by an operation inside, naming the first offender; by `throw` it is JAX's
         `checkify.JaxRuntimeError` with that message.
     """
-    if not isinstance(enabled, bool):
-        raise KVCacheTypeError(f"enabled: got {enabled!r} of type {type(enabled).__name__}, expected a bool")
+    enabled = as_bool("enabled", enabled)
     global _ever_entered
     _ever_entered = True
     return _checked(enabled)

@@ -37,7 +37,7 @@ from kvjax.ops.rows import (
 )
 from kvjax.ops.values import check_slots, is_checked
 from kvjax.partition import CACHE, Signature
-from kvjax.spec import AttentionSpec
+from kvjax.spec import AttentionSpec, as_bool
 
 
 def reshape_and_cache_flash(
@@ -134,10 +134,7 @@ def _write(
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
     scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
-    if not isinstance(unique_slots, bool):
-        raise KVCacheTypeError(
-            f"unique_slots: got {unique_slots!r} of type {type(unique_slots).__name__}, expected a bool"
-        )
+    unique_slots = as_bool("unique_slots", unique_slots)
 
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
     kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
