@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch_helpers import from_numpy, to_numpy  # noqa: E402
-from transformers import DynamicCache, LlamaConfig, MistralConfig  # noqa: E402
+from transformers import DynamicCache, FalconConfig, LlamaConfig, MistralConfig  # noqa: E402
 
 import kvjax  # noqa: E402
-from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402
+from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, KVCacheWarning  # noqa: E402
 from kvjax_torch import to_jax  # noqa: E402
 from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
 from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
@@ -462,6 +462,54 @@ def test_a_model_with_layers_that_keep_no_keys_and_values_is_refused():
     config = transformers.Qwen3NextConfig(num_hidden_layers=4, dtype="float32")
     with pytest.raises(KVCacheValueError, match="got 3 of 4 layers without a KV cache of their own"):
         KvjaxCache(config, num_blocks=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}],
+    ids=["one KV head", "as many KV heads", "KV heads repeated"],
+)
+@pytest.mark.filterwarnings("ignore::kvjax.KVCacheWarning")
+def test_falcons_store_what_they_hand_over(device: str, changes: dict[str, Any]):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = FalconConfig(**sizes, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
+    assert_same_generation(generate(model, make_cache(model)), generate(model, DynamicCache()))
+
+
+def test_heads_that_a_model_repeats_are_stored_so(device: str):
+    cache = make_cache(make_model(device))
+    repeated = [x.repeat_interleave(2, dim=1) for x in states(device, 2, 5)]
+    with pytest.warns(KVCacheWarning, match="got 4 heads, each of the configuration's 2 KV heads repeated: .* 2 times"):
+        stored = cache.update(*repeated, 0)
+    assert all(torch.equal(got, given) for got, given in zip(stored, repeated, strict=True))
+    assert [spec.num_kv_heads for spec in cache.specs] == [4, 2]
+    message = r"key_states: got 3 heads of size 32, expected 2 of size 32 as the configuration says"
+    with pytest.raises(KVCacheValueError, match=message):
+        cache.update(*(x[:, :3] for x in repeated), 1)
+
+
+def test_what_is_not_a_configuration_is_refused():
+    for config, hint in ((make_model("cpu"), ": pass model.config"), (LlamaConfig().to_dict(), "")):
+        with pytest.raises(KVCacheTypeError, match=rf"config: got a \w+, expected a transformers configuration{hint}$"):
+            KvjaxCache(config, num_blocks=4)
+
+
+def test_a_compiled_model_reads_and_writes_outside_of_its_graphs(device: str):
+    model = make_model(device)
+    caches = make_cache(model), DynamicCache()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        for tokens in prompts(device)["input_ids"][:2].split(3, dim=1):
+            logits = [
+                one(tokens, past_key_values=cache).logits for one, cache in zip((compiled, model), caches, strict=True)
+            ]
+            assert torch.equal(*logits)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="KvjaxCache keeps its block table on the host"):
+            torch.compile(model, backend="eager", fullgraph=True)(tokens, past_key_values=make_cache(model))
+    torch._dynamo.reset()
 
 
 def test_a_crop_to_a_length_is_refused(device: str):

@@ -5,6 +5,8 @@ This module alone imports transformers, and nothing of `kvjax_torch` imports thi
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    KVCacheWarning,
     check_scale,
 )
 from kvjax_torch.arguments import check_scale_values
@@ -43,6 +46,12 @@ class KvjaxCache(Cache):
     Each layer has a pool of `num_blocks` pages, allocated when its first tokens come. Sequences take blocks from it as
     they grow, the same ones in every layer, and give them back in `crop` and `reset`. Beams share blocks. Attention is
     the model's own: it sees what was stored, dequantized, the tokens of the running step included.
+
+    Some models (Falcon's newer ones) repeat each KV head for the query heads that share it before they store it; their
+    layers then hold every copy, and a `KVCacheWarning` says so when the first tokens come.
+
+    Under `torch.compile` a model's graph breaks at each layer's cache, whose block table is on the host; so
+    `fullgraph=True` is refused.
 
     A layer with a sliding window keeps every token; the model's mask hides those behind the window. As in
     transformers' own caches, padding is stored like any token and hidden by the attention mask.
@@ -83,13 +92,19 @@ class KvjaxCache(Cache):
         v_scale_layout: str = "linear",
         model_dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            of_model = isinstance(getattr(config, "config", None), PreTrainedConfig)
+            raise KVCacheTypeError(
+                f"config: got a {type(config).__name__}, expected a transformers configuration"
+                + (": pass model.config" if of_model else "")
+            )
         model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
         if model.layers_without_cache:
             raise KVCacheValueError(
                 f"config: got {len(model.layers_without_cache)} of {model.num_hidden_layers} layers without a KV cache"
                 " of their own, expected a model whose layers each keep keys and values"
             )
-        self.specs = kvjax.resolve_layer_specs(
+        specs = kvjax.resolve_layer_specs(
             model,
             kv_cache_dtype,
             skip_layers=skip_layers,
@@ -98,15 +113,20 @@ class KvjaxCache(Cache):
             v_scale_layout=v_scale_layout,
         )
         k_scales, v_scales = (
-            _one_a_layer(what, scale, len(self.specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+            _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         )
         self.block_table = BlockTable(num_blocks, block_size)
         model_dtype = torch_dtype(model.dtype.info.storage_dtype)
         self._kvjax_layers = [
             KvjaxLayer(spec, self.block_table, model_dtype, k_scale, v_scale)
-            for spec, k_scale, v_scale in zip(self.specs, k_scales, v_scales, strict=True)
+            for spec, k_scale, v_scale in zip(specs, k_scales, v_scales, strict=True)
         ]
         super().__init__(layers=list(self._kvjax_layers))
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """What each layer's pages look like."""
+        return tuple(layer.spec for layer in self._kvjax_layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -150,7 +170,7 @@ class KvjaxLayer(CacheLayerMixin):
     """One layer's pages. What happens to sequences as a whole happens in `KvjaxCache`, to all layers at once.
 
     Attributes:
-      spec: what the pages look like.
+      spec: what the pages look like; of as many heads as the model stores, known when the first tokens have come.
       num_tokens: tokens of each sequence.
       kv: the pages, allocated when the first tokens come. They have the shape, the element type and the bytes of the
         array in a `kvjax.KVCache` of this spec, which `KVCache(to_jax(layer.kv), layer.spec)` therefore is.
@@ -189,17 +209,20 @@ class KvjaxLayer(CacheLayerMixin):
 
         Raises:
           KVCacheTypeError: keys of another dtype than the configuration says that the model computes in.
+          KVCacheValueError: keys or values of other head sizes than the configuration says, or of fewer heads.
         """
         if key_states.dtype != self._model_dtype:
             raise KVCacheTypeError(
                 f"key_states: got dtype {key_states.dtype}, expected {self._model_dtype} as the configuration says;"
                 " pass model_dtype=model.dtype"
             )
+        self.spec = _as_stored(self.spec, key_states, value_states)
         shape = self.spec.cache_shape(self._block_table.num_blocks)
         with torch.inference_mode(False):  # else no later step outside of inference mode could write into them
             self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
         self.is_initialized = True
 
+    @torch.compiler.disable(reason="KvjaxCache keeps its block table on the host, where no graph reaches")
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,6 +294,25 @@ class KvjaxLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Tokens that one sequence could have if it were the only one."""
         return self._block_table.num_blocks * self._block_table.block_size
+
+
+def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torch.Tensor) -> AttentionSpec:
+    """`spec` of as many heads as the model stores, which may repeat each KV head for its query heads."""
+    num_heads, expected = key_states.shape[1], spec.num_kv_heads
+    for name, states in (("key_states", key_states), ("value_states", value_states)):
+        got = states.shape[1], states.shape[3]
+        if got != (num_heads, spec.head_size) or num_heads % expected:
+            raise KVCacheValueError(
+                f"{name}: got {got[0]} heads of size {got[1]}, expected {expected} of size {spec.head_size} as the"
+                " configuration says, or each of those repeated"
+            )
+    if num_heads != expected:
+        message = (
+            f"key_states: got {num_heads} heads, each of the configuration's {expected} KV heads repeated: this layer"
+            f" takes {num_heads // expected} times the bytes that kvjax plan counts"
+        )
+        warnings.warn(message, KVCacheWarning, stacklevel=2)
+    return dataclasses.replace(spec, num_kv_heads=num_heads)
 
 
 def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
