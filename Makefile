@@ -12,9 +12,6 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null)
 # With a GPU to test on, jax gets all of CUDA; without one the plugin alone compiles kernels.
 DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
 
-# Where the plugin finds CUDA's libraries but no driver, it ends the process.
-BENCH_PLATFORM := $(if $(GPUS),,JAX_PLATFORMS=cpu)
-
 # Tests on a GPU take the Python that has jax for it, from the machine and not from an environment made here.
 PYTHON ?= python3
 
@@ -44,7 +41,7 @@ fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
 	@mkdir -p bench
 	@failed=; for program in copies write gather pack bridge host sharded layers; do \
-	  $(BENCH_PLATFORM) $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
+	  $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
 	    || failed="$$failed $$program"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
@@ -73,7 +70,7 @@ $(DEMO_ENV)/.installed: pyproject.toml
 	@tools/setup_env.sh $(DEMO_ENV) -e '.[demo]'
 	@touch $@
 
-$(DEV_ENV)/.installed: pyproject.toml
+$(DEV_ENV)/.installed: pyproject.toml tools/jax_without_driver.py
 	@tools/setup_env.sh $(DEV_ENV) -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
 	@touch $@
 

@@ -1,8 +1,11 @@
-"""`make` finds a Python that is new enough among those that only claim to be, or says which it found."""
+"""`make` finds a Python that is new enough, or says which it found; and what it makes of it runs jax anywhere."""
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +53,25 @@ def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(tmp_pat
     again = setup_env(environment, old_and_shim)
     assert again.returncode == 0, again.stderr
     assert "creating" not in again.stdout
+
+
+def test_jax_looks_for_no_gpu_in_it_where_there_is_no_driver(tmp_path: Path):
+    environment = tmp_path / "env"
+    assert setup_env(environment, [Path(sys.executable)]).returncode == 0
+    [packages] = environment.glob("lib/python*/site-packages")
+
+    def platforms(**variables: str) -> str:
+        command = [environment / "bin/python", "-c", "import os; print(os.environ.get('JAX_PLATFORMS'))"]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert platforms() == "None"  # without a plugin there is nothing to keep jax from
+    (packages / "jax_plugins/xla_cuda13").mkdir(parents=True)
+    assert setup_env(environment, []).returncode == 0
+    assert platforms(JAX_PLATFORMS="cuda") == "cuda"
+    driver = tmp_path / "libcuda.so.1"
+    shutil.copy(_ctypes.__file__, driver)  # some library
+    assert platforms(LD_LIBRARY_PATH=str(tmp_path)) == "None"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        assert platforms() == "cpu"

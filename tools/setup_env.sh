@@ -1,5 +1,6 @@
 #!/bin/sh
 # setup_env.sh ENV REQUIREMENT...: makes the virtual environment ENV, unless a usable one is there, and installs into it.
+# With a plugin of jax's in it, it takes the CPU where there is no NVIDIA driver, unless JAX_PLATFORMS says otherwise.
 # PYTHON names the interpreter to make it with; without it, the first that is new enough is taken.
 set -eu
 env=$1
@@ -41,3 +42,10 @@ fi
 "$env/bin/python" -c "import pip" 2>/dev/null || "$env/bin/python" -m ensurepip >/dev/null
 echo "==> installing $* into $env"
 "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@"
+
+# Whatever a newcomer runs there first has to find the CPU, also where the plugin that compiles kernels finds no driver.
+if "$env/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("jax_plugins"))'; then
+    packages=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp tools/jax_without_driver.py "$packages"
+    echo "import jax_without_driver" >"$packages/jax_without_driver.pth"
+fi
