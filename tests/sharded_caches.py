@@ -699,8 +699,25 @@ def check_explicit_types() -> None:
 
     jax.jit(read)(cache)
     by_token = [jax.device_put(np.resize(x, (32, *x.shape[1:])), NamedSharding(MESH, P("data"))) for x in tokens]
-    with pytest.raises(KVCacheValueError, match=r"got bfloat16|got float32.*expected .*, or a whole array"):
+    with pytest.raises(
+        KVCacheValueError, match=r"got float32.*expected .*, or a whole array; jax.reshard\(array, P\(Non"
+    ):
         jax.jit(reshape_and_cache_flash)(*by_token, cache, np.resize(SLOTS, 32))
+
+    with jax.set_mesh(MESH):
+        whole = KVCache.allocate(cache.spec, NUM_BLOCKS)
+        for implementation in (None, "xla"):
+            write = jax.jit(functools.partial(reshape_and_cache_flash, implementation=implementation))
+            with pytest.raises(
+                KVCacheValueError, match=r"got float32\[32@data.*not divided; expected a whole array, as"
+            ):
+                write(*by_token, whole, np.resize(SLOTS, 32))
+        table, lens = (jax.device_put(x, NamedSharding(MESH, P("data"))) for x in (TABLE, LENS))
+        with pytest.raises(
+            KVCacheValueError, match=r"gather_kv: got int32\[4@data,2\].*docs/scaling.md, Explicit axes"
+        ):
+            jax.jit(gather_kv)(whole, table, lens)
+        jax.jit(reshape_and_cache_flash)(*(jax.reshard(x, P()) for x in by_token), whole, np.resize(SLOTS, 32))
 
 
 CHECKS = {

@@ -75,7 +75,7 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
     serve = _choose_here(operation, wanted, candidates, cache)
     if not isinstance(cache.kv, jax.core.Tracer):
         return serve
-    return functools.partial(_call, _traced_once(operation, serve))
+    return functools.partial(_call, operation, _traced_once(operation, serve))
 
 
 def _choose_here(
@@ -114,7 +114,14 @@ def _traced_once(operation: str, serve: Callable[..., Any]) -> Callable[..., Any
     return jax.jit(run, static_argnums=0)
 
 
-def _call(run: Callable[..., Any], cache: KVCache, *args: Any, **static: Any) -> Any:
+def _call(operation: str, run: Callable[..., Any], cache: KVCache, *args: Any, **static: Any) -> Any:
+    for array in jax.tree.leaves(args):
+        if isinstance(array, jax.Array) and any(entry is not None for entry in jax.typeof(array).sharding.spec):
+            raise KVCacheValueError(
+                f"{operation}: got {jax.typeof(array)}, divided over explicit axes, for a cache that is not divided;"
+                " expected a whole array, as jax.reshard(array, PartitionSpec()) returns, or a divided cache,"
+                " KVCache.allocate(..., sharding=...): see docs/scaling.md, Explicit axes"
+            )
     return run(tuple(static.items()), cache, *args)
 
 
