@@ -300,8 +300,8 @@ def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, 
         return array
     if not or_whole or any(has not in (None, wants) for has, wants in zip(got, target, strict=True)):
         hint = (
-            f", or a whole array; jax.reshard(array, {target}) communicates it, and docs/scaling.md, Explicit axes, shows"
-            " how each share of the blocks writes its own tokens without"
+            f", or a whole array; jax.reshard(array, {target}) communicates it, and docs/scaling.md, Explicit axes,"
+            " shows how each share of the blocks writes its own tokens without that"
         )
         raise KVCacheValueError(
             f"{what}: got {jax.typeof(array)}, divided as {got}, expected {target} as the cache is"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import gpu_compile
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import kv_tokens, simple_spec
@@ -59,6 +61,29 @@ def test_layers_that_are_alike_are_lowered_once():
     assert lines[KVCacheDType.NVFP4] <= 1.3 * lines[KVCacheDType.BFLOAT16]
 
 
+def write_layers(caches: list[KVCache], key: Any, value: Any, slots: Any) -> list[KVCache]:
+    return [reshape_and_cache_flash(key, value, cache, slots, unique_slots=True) for cache in caches]
+
+
+NO_COMPILER = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+
+
+@pytest.mark.parametrize("target", [None, pytest.param("h100", marks=NO_COMPILER)], ids=["cpu", "h100"])
+def test_layers_that_are_alike_are_written_in_place(target: str | None):
+    """That a layer's program is called, and not written out, costs neither donation nor an operation on the device."""
+    spec = simple_spec(KVCacheDType.NVFP4)
+    kv = jax.ShapeDtypeStruct(spec.cache_shape(512), spec.array_dtype)
+    args = [KVCache(kv, spec) for _ in range(3)], *kv_tokens(spec, 5, ml_dtypes.bfloat16), SLOTS
+    if target is not None:
+        program = gpu_compile.compile_for(target, write_layers, *args, donate_argnums=0)
+        assert (program.device_ops, program.temp_size) == (("custom-call",) * 3, 0)
+        assert program.alias_size == 3 * kv.size
+    else:
+        memory = jax.jit(write_layers, donate_argnums=0).lower(*args).compile().memory_analysis()
+        assert memory.alias_size_in_bytes == 3 * kv.size
+        assert memory.temp_size_in_bytes < kv.size / 16
+
+
 def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query: Any, scale: Any) -> Any:
     scales = {"k_scale": scale, "v_scale": scale}
     written = reshape_and_cache_flash_diffkv(key, value, cache, SLOTS, **scales)
@@ -80,5 +105,6 @@ def test_operations_promote_no_ranks(dtype: KVCacheDType):
             args = *caches, *kv_tokens(spec, 5), np.ones((2, 4, 64), np.float32), scale
             with jax.numpy_rank_promotion("raise"):
                 jax.jit(every_operation).trace(*args)
-                with kvjax.checked(sharding is None):
-                    jax.jit(checkify.checkify(every_operation)).trace(*args)
+                if sharding is None:
+                    with kvjax.checked():
+                        jax.jit(checkify.checkify(every_operation)).trace(*args)

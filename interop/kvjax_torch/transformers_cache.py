@@ -222,7 +222,9 @@ class KvjaxLayer(CacheLayerMixin):
             self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
         self.is_initialized = True
 
-    @torch.compiler.disable(reason="KvjaxCache keeps its block table on the host, where no graph reaches")
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]  # of torch
+        reason="KvjaxCache keeps its block table on the host, where no graph reaches"
+    )
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
