@@ -21,6 +21,7 @@ from kvjax import (
     KVCacheDType,
     copy_blocks,
     gather_kv,
+    merge_attention_states,
     nvfp4_split_views,
     paged_attention,
     reshape_and_cache_flash,
@@ -88,7 +89,9 @@ def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query:
     scales = {"k_scale": scale, "v_scale": scale}
     written = reshape_and_cache_flash_diffkv(key, value, cache, SLOTS, **scales)
     views = nvfp4_split_views(written) if cache.spec.dtype is KVCacheDType.NVFP4 else ()
-    attended = paged_attention(query, written, TABLE, LENS, sliding_window=3, **scales)
+    options = {"sliding_window": 3, "logits_soft_cap": 9.0, "sinks": np.zeros(4, np.float32), "return_lse": True}
+    attended, lse = paged_attention(query, written, TABLE, LENS, **options, **scales)
+    attended = merge_attention_states((attended, attended), (lse, lse))
     copied = copy_blocks(written, PAIRS), swap_blocks(written, other, PAIRS)
     return gather_kv(written, TABLE, LENS, **scales), views, attended, copied
 

@@ -231,6 +231,13 @@ def _as_float(what: str, number: object) -> float | None:
     return value
 
 
+def as_bool(name: str, value: object) -> bool:
+    """`value` as Python's bool. Raises `KVCacheTypeError` where it is something else than one, or than NumPy's."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise KVCacheTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
+    return bool(value)
+
+
 def check_tensors(**tensors: object) -> None:
     """Raises `KVCacheTypeError` where something is no tensor, or none whose elements lie in memory as they are."""
     for name, tensor in tensors.items():

@@ -10,7 +10,8 @@ import torch
 from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import attention_numbers, check_tensors
+from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
+from kvjax_torch.dtypes import check_dtype
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}

@@ -49,7 +49,7 @@ def merge_attention_states(
         )
     largest = jnp.max(lses, axis=0)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # an infinity less itself would be NaN
-    weights = jnp.exp(lses - shift)
+    weights = jnp.exp(lses - shift[None])
     total = jnp.sum(weights, axis=0)
     # What has no weight may be NaN.
     weighted = jnp.where(lses[..., None] == -jnp.inf, 0.0, weights[..., None] * outs.astype(jnp.float32))
