@@ -146,11 +146,6 @@ ATTENTION_ERRORS = [
     ({"sinks": LENS}, TYPE, "sinks: got dtype int32, expected one of float32"),
     ({"sinks": np.zeros(2, np.float32)}, VALUE, "sinks: got shape (2,), expected [num_heads=6]"),
     ({"sinks": 1.0}, TYPE, "sinks: got a float, expected an array"),
-    (
-        {"implementation": "mosaic"},
-        UnsupportedError,
-        "paged_attention: implementation 'mosaic' cannot serve this call: it has no kernel",
-    ),
 ]
 CASES = [
     (operation, {**arguments, **change}, error, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, overload
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_seen_here
+from kvjax.cache import KVCache, as_seen_here, flat_pages
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+from kvjax.kernels import attention as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.gather import as_sequences, gather_xla, in_one_layer, own_sequences, tokens_there
@@ -137,7 +139,7 @@ def paged_attention(
     reach = None if window is None else min(window + rows.shape[1] - 1, MAX_WINDOW)
     num_seqs = rows.shape[0]
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
-    serve = select.choose("paged_attention", implementation, _IMPLEMENTATIONS, cache)
+    serve = select.choose("paged_attention", implementation, _candidates(jnp.dtype(rows.dtype)), cache)
     attended, lse = serve(
         cache,
         rows,
@@ -252,19 +254,46 @@ def _own_sequences(
     return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
-_IMPLEMENTATIONS = select.Candidates(
-    xla=_attention_xla,
-    signature=Signature(
-        arguments=(
-            "sequences queries heads head_size",
-            "sequences blocks_in_order",
-            "sequences",
-            "",
-            "heads",
-            "heads",
-            "heads",
+def _attention_mosaic(
+    cache: KVCache,
+    query: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    layer: jax.Array | None,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    arrays = block_table, seq_lens, layer, k_scale, v_scale, sinks
+    if not query.size or not block_table.size:  # no programs, or no pages to be read
+        return _attention_xla(cache, query, *arrays, **static)
+    return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
+
+
+def _why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
+    if query_dtype == np.float32:
+        return "its query is float16 or bfloat16; got float32"
+    return kernel.why_not(cache.spec)
+
+
+@functools.cache
+def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
+    return select.Candidates(
+        xla=_attention_xla,
+        mosaic=_attention_mosaic,
+        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
+        signature=Signature(
+            arguments=(
+                "sequences queries heads head_size",
+                "sequences blocks_in_order",
+                "sequences",
+                "",
+                "heads",
+                "heads",
+                "heads",
+            ),
+            results=("sequences queries heads head_size", "sequences queries heads"),
+            own=_own_sequences,
         ),
-        results=("sequences queries heads head_size", "sequences queries heads"),
-        own=_own_sequences,
-    ),
-)
+    )

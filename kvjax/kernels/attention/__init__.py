@@ -1,0 +1,235 @@
+"""Attention over pages: the decode kernel and the one that merges its parts.
+
+The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
+`stages` (rows of pages on their way through shared memory), `schedule` (who attends to what), `decode` (logits,
+softmax, output), `merge`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.errors import UnsupportedError
+from kvjax.kernels import compat
+from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.formats import SERVED_DTYPES
+from kvjax.kernels.attention.merge import Merge
+from kvjax.kernels.attention.stages import StagePlan
+from kvjax.kernels.registers import LANES, WARPS
+from kvjax.spec import AttentionSpec
+
+MAX_ROWS = 2 * COLUMNS
+"""Query rows of a KV head that one pass over the pages takes; of more there are several passes."""
+
+MAX_WARPS = 16
+
+BLOCKS = 132
+"""Blocks of threads of a launch: one for each multiprocessor of an H100 or H200."""
+
+FEW_SEQUENCES = 32
+"""Up to so many sequences many warps take each row of a merge, for a sequence then has many parts."""
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """Why the kernel cannot read caches of a spec; None where it can."""
+    if spec.dtype not in SERVED_DTYPES:
+        return f"it reads no cache of dtype {spec.dtype.value!r}"
+    return None
+
+
+def choose(problem: Problem) -> DecodeConfig:
+    """The configuration for a problem: as many heads a block as fit, and warps enough to keep a multiprocessor busy."""
+    spec = problem.spec
+    stage_bytes = StagePlan.of(spec, 1).stage_bytes
+    is_narrow = spec.quant_mode is not KVQuantMode.NONE
+    wanted = MAX_WARPS if is_narrow and problem.tiles == 1 else MAX_WARPS // 2
+    # Interpret mode knows no barrier of several warpgroups.
+    most = WARPS if compat.interpreting() else MAX_WARPS
+    for heads in range(min(spec.num_kv_heads, most), 0, -1):
+        if spec.num_kv_heads % heads:
+            continue
+        warps = -(-heads // WARPS) * WARPS
+        if warps * stage_bytes * 2 > SHARED_BYTES and heads > 1:
+            continue
+        while warps + WARPS <= min(wanted, most) and (warps + WARPS) * stage_bytes * 3 <= SHARED_BYTES:
+            warps += WARPS
+        blocks = -(-(2 if compat.interpreting() else BLOCKS) * heads // spec.num_kv_heads)
+        slots = min(8, SHARED_BYTES // (warps * stage_bytes))
+        return DecodeConfig(heads, warps, 1, slots, blocks, most if problem.num_seqs <= FEW_SEQUENCES else 1)
+    raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
+
+
+def decode(
+    query: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    layer: jax.Array | None,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array,
+    spec: AttentionSpec,
+    *,
+    num_layers: int = 1,
+    sm_scale: float,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    config: DecodeConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the last tokens of each sequence.
+
+    Args:
+      query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
+      pages: `[num_blocks * num_layers, page_elements]`, the pages of a block side by side.
+      block_table: int32 `[num_seqs, max_blocks]`, of any numbers.
+      seq_lens: int32 `[num_seqs]`.
+      layer: int32 `[]`, which of a block's pages; one out of range holds no tokens. None where a block has one.
+      k_scale: float32, of one element or of one for each KV head.
+      v_scale: likewise.
+      sinks: float32 `[num_heads]`, -inf where there is none.
+      spec: the cache's.
+      num_layers: pages of a block.
+      sm_scale: factor of the logits.
+      window: tokens that a query token sees, its own included.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      config: how the kernel is launched, by default `choose`'s.
+
+    Returns:
+      The output `[num_seqs, q_len, num_heads, head_size_v]` in the query's dtype and the float32 log-sum-exp
+      `[num_seqs, q_len, num_heads]`.
+    """
+    num_seqs, q_len, num_heads, head_size = query.shape
+    group = num_heads // spec.num_kv_heads
+    static: dict[str, Any] = {
+        "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
+    }  # fmt: skip
+    if group > MAX_ROWS:  # heads of a group by turns
+        by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
+        sinks_by_group = sinks.reshape(spec.num_kv_heads, group)
+        parts = []
+        for first in range(0, group, MAX_ROWS):
+            some = slice(first, min(first + MAX_ROWS, group))
+            heads = by_group[:, :, :, some].reshape(num_seqs, q_len, -1, head_size)
+            scales = k_scale, v_scale, sinks_by_group[:, some].reshape(-1)
+            out, lse = decode(heads, pages, block_table, seq_lens, layer, *scales, spec, **static)
+            grouped = num_seqs, q_len, spec.num_kv_heads, -1
+            parts.append((out.reshape(*grouped, spec.head_size_v), lse.reshape(grouped)))
+        outs, lses = zip(*parts, strict=True)
+        shape = num_seqs, q_len, num_heads
+        return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
+    tokens = MAX_ROWS // group
+    if q_len > tokens:  # tokens by turns: earlier ones stand at the end of shorter sequences
+        parts = []
+        for first in range(0, q_len, tokens):
+            end = min(first + tokens, q_len)
+            lens = jnp.maximum(seq_lens, 0) - (q_len - end)
+            parts.append(
+                decode(query[:, first:end], pages, block_table, lens, layer, k_scale, v_scale, sinks, spec, **static)
+            )
+        outs, lses = zip(*parts, strict=True)
+        return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
+    problem = Problem(
+        spec=spec,
+        query_dtype=query.dtype,
+        q_len=q_len,
+        num_heads=num_heads,
+        num_seqs=num_seqs,
+        max_blocks=block_table.shape[1],
+        num_blocks=pages.shape[0] // num_layers,
+        num_layers=num_layers,
+        has_layer=layer is not None,
+        sm_scale=sm_scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        scale_sizes=(k_scale.size, v_scale.size),
+    )
+    number = seq_lens if layer is None else layer.reshape(1)  # without one nothing reads it
+    return _attend(
+        problem, config or choose(problem), query, pages, block_table, seq_lens, number, k_scale, v_scale, sinks
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
+def _attend(
+    problem: Problem, config: DecodeConfig, query: jax.Array, *arrays: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    spec = problem.spec
+    plan = StagePlan.of(spec, config.tiles)
+    rows = problem.num_seqs * problem.q_len * problem.num_heads
+    parts = 2 * config.blocks * problem.q_len * problem.num_heads
+    out_types = (
+        jax.ShapeDtypeStruct((rows * spec.head_size_v,), query.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((parts * spec.head_size_v,), jnp.float32),
+        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
+        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+    )
+    pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
+
+    def decode_body(*refs: Any) -> None:
+        *others, buffer = refs
+        Decode(problem, config, plan, Refs(*others), buffer).run()
+
+    registers = Decode.registers(problem)
+    joined = (config.groups - 1) * config.heads * registers * LANES * 4
+    kernel = plgpu.kernel(
+        compat.named("paged_attention", decode_body),
+        out_type=out_types,
+        scratch_types=[plgpu.SMEM((max(config.warps * config.slots * plan.stage_bytes, joined),), jnp.uint8)],
+        grid=(config.blocks, spec.num_kv_heads // config.heads),
+        grid_names=("block", "heads"),
+        num_threads=config.warps // WARPS,
+        thread_name="warpgroup",
+        compiler_params=compat.COMPILER_PARAMS,
+    )
+    out, lse, partial, partial_lse, spans = kernel(
+        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
+        sinks,
+    )  # fmt: skip
+    out, lse = _merge(problem, config, seq_lens, sinks, partial, partial_lse, spans, out, lse)
+    shape = problem.num_seqs, problem.q_len, problem.num_heads
+    return out.reshape(*shape, spec.head_size_v), lse.reshape(shape)
+
+
+def _merge(
+    problem: Problem,
+    config: DecodeConfig,
+    seq_lens: jax.Array,
+    sinks: jax.Array,
+    partial: jax.Array,
+    partial_lse: jax.Array,
+    spans: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`out` and `lse` with the rows of sequences that several blocks of threads had a part of."""
+    warps_a_row = config.merge_warps
+    several = warps_a_row > 1
+    registers = 2 + -(-problem.spec.head_size_v // LANES)
+    rows = problem.q_len * problem.num_heads
+
+    def body(*refs: Any) -> None:
+        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
+        known = Refs(
+            query=None, pages=None, table=None, seq_lens=seq_lens, layer=None, k_scale=None, v_scale=None,
+            sinks=sinks, out=out, lse=lse, partial=partial, partial_lse=partial_lse, spans=spans,
+        )  # fmt: skip
+        Merge(problem, config.rows, known, warps_a_row, shared[0] if shared else None).run()
+
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        compat.named("merge_paged_attention", body),
+        scratch_types=[plgpu.SMEM((warps_a_row * registers * LANES * 4,), jnp.uint8)] if several else [],
+        grid=(problem.num_seqs, rows if several else -(-rows // WARPS)),
+        grid_names=("sequence", "rows"),
+        num_threads=max(1, warps_a_row // WARPS),
+        thread_name="warpgroup",
+        compiler_params=compat.COMPILER_PARAMS,
+    )(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
+    return jax.freeze(out_ref), jax.freeze(lse_ref)

@@ -1,0 +1,211 @@
+"""From stored bytes to operands of `lanes.mma`, for each storage dtype.
+
+Attention does not care about the order of dims as long as query and keys agree, nor about that of tokens. So a thread
+takes neighbouring bytes of a row, decodes them where they are, and the query is laid out to match, once.
+
+**Keys** are the operand of 16 tokens by 16 dims. The four threads of row `g` share the rows of tokens `g` and `g + 8`:
+thread `c` has *units* `c`, `c + 4`, ... of each row, runs of up to 16 bytes. `Format.key_pairs` makes of a unit's words
+the pairs of elements that registers of the operand hold, two pairs of each token for a step of 16 dims;
+`Format.key_dims` says which dims of the unit those are. NVFP4, for a word of eight codes:
+
+```
+word        7654 3210       code 0 in the lowest bits
+pairs       (0, 4) (1, 5) (2, 6) (3, 7)     code i of both halves of the word
+```
+
+**Values** are the operand of 16 dims by 16 tokens, so a register holds one dim of two neighbouring tokens. `ldmatrix`
+with `.trans` hands those out in units of 16 bits: thread `(g, c)` gets unit `g` of tokens `2c` and `2c + 1`, one
+element of 16 bits, two of 8, or four of 4 (`Format.elements_a_unit`). `Format.value_pairs` makes a register of each.
+
+e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
+has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`, code 1 a subnormal in both.
+The product with the block scale, an e4m3 number that float16 holds exactly, is exact too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.dtypes import KVCacheDType, KVQuantMode
+from kvjax.kernels.attention import lanes
+
+NVFP4_FACTOR = 2.0**14
+"""What decoded NVFP4 elements have to be multiplied by."""
+
+CONVERTED_WORDS = (1, 3)
+"""Words of a unit of NVFP4 keys that are decoded by conversions from e4m3.
+
+The pipe that shifts and masks bounds the kernel. Conversions have another."""
+
+_CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
+
+CONVERTED_FACTOR = 2.0**-8
+"""What those have to be multiplied by to have the factor of the others."""
+
+SERVED_DTYPES = (
+    KVCacheDType.FLOAT16,
+    KVCacheDType.BFLOAT16,
+    KVCacheDType.FP8_E4M3,
+    KVCacheDType.FP8_E5M2,
+    KVCacheDType.NVFP4,
+)
+"""Storage dtypes that the kernel reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How one storage dtype becomes operands.
+
+    Attributes:
+      dtype: the storage dtype.
+      operand: element type of the operands, float16 or bfloat16.
+      bits: of a stored element.
+    """
+
+    dtype: KVCacheDType
+    operand: np.dtype
+    bits: int
+
+    @classmethod
+    def of(cls, dtype: KVCacheDType) -> Format:
+        """The format of a storage dtype, one of `SERVED_DTYPES`."""
+        operand = jnp.dtype(jnp.bfloat16) if dtype is KVCacheDType.BFLOAT16 else np.dtype(np.float16)
+        bits = 4 if dtype is KVCacheDType.NVFP4 else 8 * dtype.info.storage_dtype.itemsize
+        return cls(dtype, operand, bits)
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether each run of 16 elements has a scale."""
+        return self.dtype.info.quant_mode is KVQuantMode.NVFP4
+
+    @property
+    def factor(self) -> float:
+        """What decoded elements have to be multiplied by, beside their scales."""
+        return NVFP4_FACTOR if self.has_block_scales else 1.0
+
+    @property
+    def elements_a_unit(self) -> int:
+        """Elements of a value row in 16 bits."""
+        return 16 // self.bits
+
+    def key_dims(self, unit_bytes: int) -> list[tuple[int, int]]:
+        """The elements of a unit that each of `key_pairs` holds, in the lower and the upper half."""
+        count = unit_bytes * 8 // self.bits
+        if self.bits != 4:
+            return [(i, i + 1) for i in range(0, count, 2)]
+        if unit_bytes == 2:
+            return [(0, 1), (2, 3)]
+        dims = []
+        for word in range(count // 8):
+            pairs = _CONVERTED_PAIRS if word in CONVERTED_WORDS else [(i, i + 4) for i in range(4)]
+            dims += [(8 * word + low, 8 * word + high) for low, high in pairs]
+        return dims
+
+    def key_factors(self, unit_bytes: int) -> list[float]:
+        """What each of `key_pairs` has to be multiplied by, beside `factor`: the query is, instead."""
+        if self.bits != 4 or unit_bytes == 2:
+            return [1.0] * len(self.key_dims(unit_bytes))
+        words = range(unit_bytes // 4)
+        return [CONVERTED_FACTOR if word in CONVERTED_WORDS else 1.0 for word in words for _ in range(4)]
+
+    def key_pairs(self, words: Sequence[jax.Array], unit_bytes: int, scales: Sequence[jax.Array]) -> list[jax.Array]:
+        """The pairs of a unit.
+
+        Args:
+          words: the unit, uint32; of a unit of 2 bytes the lower half of one.
+          unit_bytes: its size.
+          scales: NVFP4: the block scale of each run of 16 elements of the unit, in both halves of a float16 pair.
+        """
+        match self.dtype:
+            case KVCacheDType.NVFP4:
+                if unit_bytes == 2:
+                    [half] = words
+                    [scale] = scales
+                    both = half | (half & 0xFFF0) << 12
+                    return [_scaled(_from_e2m1(both, code), scale) for code in (0, 2)]
+                # A block is 8 bytes, two words.
+                return [
+                    _scaled(pair, scales[index // 2])
+                    for index, word in enumerate(words)
+                    for pair in (
+                        _converted_e2m1(word)
+                        if index in CONVERTED_WORDS
+                        else [_from_e2m1(word, code) for code in range(4)]
+                    )
+                ]
+            case KVCacheDType.FP8_E4M3:
+                return [_from_e4m3(word, half) for word in words for half in range(2)]
+            case KVCacheDType.FP8_E5M2:
+                zero = lanes.splat(0, jnp.uint32)
+                return [lanes.permute(word, zero, selector) for word in words for selector in (0x1404, 0x3424)]
+            case _:
+                return list(words)
+
+    def value_pairs(self, word: jax.Array, scale: jax.Array | None) -> list[jax.Array]:
+        """Of units of two tokens, in the lower and the upper half, a pair for each of their elements.
+
+        `scale`: NVFP4: the two tokens' block scales, a float16 pair.
+        """
+        match self.dtype:
+            case KVCacheDType.NVFP4 if scale is not None:
+                return [_scaled(_from_e2m1(word, i), scale) for i in range(4)]
+            case KVCacheDType.FP8_E4M3:
+                in_order = lanes.permute(word, word, 0x3120)
+                return [_from_e4m3(in_order, half) for half in range(2)]
+            case KVCacheDType.FP8_E5M2:
+                zero = lanes.splat(0, jnp.uint32)
+                return [lanes.permute(word, zero, selector) for selector in (0x2404, 0x3414)]
+            case _:
+                return [word]
+
+
+def scale_pairs(word: jax.Array) -> list[jax.Array]:
+    """Four e4m3 block scales as two pairs of float16: bytes 0 and 1, bytes 2 and 3."""
+    return [_from_e4m3(word, half) for half in range(2)]
+
+
+def _from_e4m3(word: jax.Array, half: int) -> jax.Array:
+    """The two e4m3 numbers in a half of a word as a float16 pair."""
+
+    def model(word: jax.Array) -> list[jax.Array]:
+        stored = lax.bitcast_convert_type((word >> 16 * half).astype(jnp.uint16), jnp.float8_e4m3fn)
+        return [lax.bitcast_convert_type(stored.astype(jnp.float16), jnp.uint32)]
+
+    code = f"{{ .reg .b16 x<2>; mov.b32 {{x0, x1}}, $1; cvt.rn.f16x2.e4m3x2 $0, x{half}; }}"
+    return lanes.asm(code, model, word, results=[jnp.uint32])[0]
+
+
+_SHIFTS = {0: (9, 12), 1: (5, 8), 2: (1, 4), 3: (-3, 0)}
+"""How far left a code's magnitude and its sign have to go, by its number in a half of a word."""
+
+
+def _from_e2m1(word: jax.Array, index: int) -> jax.Array:
+    """Code `index` (0 to 3) of both halves of a word as a float16 pair, times `2**-14`."""
+    magnitude, sign = (word << n if n >= 0 else word >> -n for n in _SHIFTS[index])
+    return magnitude & jnp.uint32(0x0E000E00) | sign & jnp.uint32(0x80008000)
+
+
+def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
+    """The pairs `_CONVERTED_PAIRS` of a word's codes as float16, times `2**-6`.
+
+    As e4m3, which has the fields of e2m1 two bits further up and a bias larger by 6, and from there by an instruction.
+    """
+    even = (word << 2) & jnp.uint32(0x1C1C1C1C) | (word << 4) & jnp.uint32(0x80808080)
+    odd = (word >> 2) & jnp.uint32(0x1C1C1C1C) | word & jnp.uint32(0x80808080)
+    return [_from_e4m3(codes, half) for codes in (even, odd) for half in range(2)]
+
+
+def _scaled(pair: jax.Array, scale: jax.Array) -> jax.Array:
+    def model(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        product = lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) * lax.bitcast_convert_type(
+            y, jnp.float16
+        ).astype(jnp.float32)
+        return [lax.bitcast_convert_type(product.astype(jnp.float16), jnp.uint32)]
+
+    return lanes.asm("mul.rn.f16x2 $0, $1, $2;", model, pair, scale, results=[jnp.uint32])[0]

@@ -1,0 +1,114 @@
+"""Which block of threads attends to what: all stages of all sequences, in order, divided evenly among the blocks.
+
+A block's share begins and ends anywhere in a sequence. So blocks are equally busy whatever the lengths are, and one
+long sequence occupies all of them. Each warp finds its block's share by itself, from the lengths; the parts of a
+sequence that several blocks have are put together by `merge`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.registers import LANES
+
+LEAST_STAGES = 2
+"""Stages that a block has at least, while there are any."""
+
+
+class Share(NamedTuple):
+    """What a block has: `num_stages` stages from `skipped` stages into `sequence` on.
+
+    `end` is where it ends, counted in stages over all sequences, and `size` that of every share but the last.
+    """
+
+    sequence: jax.Array
+    skipped: jax.Array
+    num_stages: jax.Array
+    end: jax.Array
+    size: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences of a call.
+
+    Attributes:
+      problem: the `decode.Problem`.
+      rows: tokens of a stage.
+      seq_lens: reference to int32 `[num_seqs]`.
+    """
+
+    problem: Any
+    rows: int
+    seq_lens: Any
+
+    def stages(self, length: Any) -> tuple[Any, Any]:
+        """The first stage of a sequence of that length that holds something seen, and how many there are."""
+        problem = self.problem
+        length = jnp.maximum(length, 0)
+        start = length * 0
+        if problem.window is not None:
+            start = jnp.maximum(length - (problem.q_len - 1 + problem.window), 0)
+        stored = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
+        first = lax.div(start, start * 0 + self.rows)
+        count = lax.div(stored - 1, start * 0 + self.rows) + 1 - first
+        return first, jnp.where(stored > start, count, 0)
+
+    def _counts(self, first: Any) -> jax.Array:
+        """Stages of 32 sequences, one a thread of each warp."""
+        lane = lanes.thread_index() & (LANES - 1)
+        index = lane + first
+        is_one = index < self.problem.num_seqs
+        length = lanes.bits(lanes.load_global(self.seq_lens, index, is_one), jnp.int32)
+        return self.stages(length)[1]
+
+    def share(self, block: jax.Array, num_blocks: int) -> Share:
+        """The share of a block."""
+        chunks = -(-self.problem.num_seqs // LANES)
+        zero = lanes.splat(0, jnp.int32)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            return total + self._counts(i * LANES)
+
+        total = lax.fori_loop(0, chunks, add, zero)
+        for mask in (1, 2, 4, 8, 16):
+            total = total + lanes.shuffle_xor(total, mask)
+        all_stages = lanes.of_first_thread(total)
+        size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), LEAST_STAGES)
+        start = jnp.minimum(block * size, all_stages)
+        count = jnp.minimum(all_stages - start, size)
+        where = lanes.splat(start, jnp.int32)
+
+        def search(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            before, sequence, skipped = carry
+            mine = self._counts(i * LANES)
+            end = mine
+            for distance in (1, 2, 4, 8, 16):
+                end = end + lanes.shuffle_up(end, distance)
+            end = end + before
+            lane = lanes.thread_index() & (LANES - 1)
+            has = (end - mine <= where) & (where < end)
+            # One thread of one chunk has it; others add nothing.
+            found = jnp.where(has, i * LANES + lane + 1, 0)
+            into = jnp.where(has, where - (end - mine), 0)
+            last = end
+            for mask in (1, 2, 4, 8, 16):
+                found = jnp.maximum(found, lanes.shuffle_xor(found, mask))
+                into = jnp.maximum(into, lanes.shuffle_xor(into, mask))
+                last = jnp.maximum(last, lanes.shuffle_xor(last, mask))
+            return last, jnp.maximum(sequence, found), jnp.maximum(skipped, into)
+
+        _, sequence, skipped = lax.fori_loop(0, chunks, search, (zero, zero, zero))
+        return Share(
+            jnp.maximum(lanes.of_first_thread(sequence) - 1, 0),
+            lanes.of_first_thread(skipped),
+            count,
+            start + count,
+            size,
+        )
