@@ -106,7 +106,19 @@ def compile_for(
 @functools.cache
 def _compiler(target: str) -> concurrent.futures.Executor:
     spawn = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=prepare_environment)
+    compiler = concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=prepare_environment)
+    _compilers.append(compiler)
+    return compiler
+
+
+_compilers: list[concurrent.futures.Executor] = []
+
+
+def end_compilers() -> None:
+    """Ends the processes that compile. pytest-xdist's workers end without Python's own end, which would do it."""
+    while _compilers:
+        _compilers.pop().shutdown()
+    _compiler.cache_clear()
 
 
 def prepare_environment() -> None:
