@@ -18,16 +18,21 @@ PYTHON ?= python3
 ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-gpu test-compat fuzz bench lint format wheel clean distclean help
+.PHONY: demo test test-all test-gpu test-compat fuzz bench lint format wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
 
-test: $(DEV_ENV)/.installed ## every test that can run here (ARGS="-k nvfp4")
-	$(DEV_ENV)/bin/python -m pytest -n 2 $(ARGS)
+# Neighbouring tests share what they compile: a worker takes a run of them.
+test: $(DEV_ENV)/.installed ## every test that can run here, of matrices a few cases (ARGS="-k nvfp4")
+	$(DEV_ENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=python3)
-	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop $(PYTHON) -m pytest -n 8 -m gpu $(ARGS)
+test-all: $(DEV_ENV)/.installed ## the same with the full matrices (ARGS="-m full": only what `test` leaves out)
+	$(DEV_ENV)/bin/python -m pytest -n 2 --dist worksteal --full $(ARGS)
+
+test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=python3, ARGS=--full)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop \
+	  $(PYTHON) -m pytest -n 8 --dist loadgroup -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 
@@ -80,7 +85,7 @@ $(FUZZ_ENV)/.installed: pyproject.toml
 
 .PHONY: $(COMPAT_JAX:%=test-jax-%)
 $(COMPAT_JAX:%=test-jax-%): test-jax-%: .venv-jax-%/.installed
-	JAX_PLATFORMS=cpu .venv-jax-$*/bin/python -m pytest -n 2 $(ARGS)
+	JAX_PLATFORMS=cpu .venv-jax-$*/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The plugin loads only into the jax of its own version.
 $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml

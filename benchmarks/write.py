@@ -71,8 +71,8 @@ def matrices() -> list[Matrix]:
     """What is timed where no flag says otherwise: all sizes of one model, and two of all else."""
     many, few = (shapes.ALL_TOKENS, shapes.FEW_TOKENS) if workload.is_gpu() else (HOST_TOKENS, HOST_FEW_TOKENS)
     if output.SMOKE.value:
-        small = Matrix(cases=(shapes.GPT_OSS_20B,), num_tokens=(8,), layouts=(NHD, HND))
-        return [small, dataclasses.replace(small, slots=(Slots.PADDED,), layouts=(NHD,))]
+        small = Matrix(cases=(shapes.GPT_OSS_20B,), num_tokens=(8,))
+        return [small, dataclasses.replace(small, slots=(Slots.PADDED,), layouts=(HND,))]
     if FULL.value:
         return [Matrix(shapes.CASES, tuple(Slots), many, tuple(CacheLayout), STORED_KV_CACHE_DTYPES)]
     return [
@@ -108,7 +108,9 @@ class WriteBenchmark(output.Program):
         peers = compare.present(self.results, [KVJAX], None)
         wanted = [
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)
-            for num_blocks, dtype in itertools.product(sizes, STORED_KV_CACHE_DTYPES)
+            for num_blocks, dtype in itertools.product(
+                sizes, shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES
+            )
         ]
         measured = writes.measure(self, "write by cache size", wanted, peers)
         add_cache_sizes(self.results, {job: each["kvjax"] for job, each in measured.items() if "kvjax" in each})

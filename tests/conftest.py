@@ -1,10 +1,11 @@
-"""What every test shares: the devices jax may look for, the `gpu` marker, and hypothesis without a deadline."""
+"""What every test shares: the devices jax may look for, the markers `gpu` and `full`, and hypothesis' settings."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -54,6 +55,25 @@ def _why_no_gpu() -> str | None:
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation of the operations that store and read bytes: all are held to the same tests."""
     return request.param
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the full matrices too: the tests marked full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `full`, but where it is asked for: with `--full`, or by its name."""
+    if config.getoption("full") or any("::" in arg for arg in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_sessionfinish() -> None:
+    if "gpu_compile" in sys.modules:
+        sys.modules["gpu_compile"].end_compilers()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

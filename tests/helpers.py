@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
@@ -21,6 +22,9 @@ SPECIALS = (
     *(1e-42, -1e-42, 1e-39, -1e-39, 6e-8, -6e-8),  # subnormal in float32, in bfloat16 too, in float16
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
+
+FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
+"""One of each kind: stored as they are, in 8 bits with a scale, in blocks with scales of their own."""
 
 _STATIC = ("unique_slots", "implementation")
 _write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames=_STATIC, donate_argnames="cache")
@@ -118,13 +122,64 @@ def covering(
         return {tuple((name, case[name]) for name in some) for some in itertools.combinations(names, strength)}
 
     cases = []
-    while todo:
-        wanted = dict(min(todo, key=repr))
-        drawn = ({name: rng.choice(axes[name]) for name in names} | wanted for _ in range(200))
+    for wanted in sorted(todo, key=repr):
+        if wanted not in todo:
+            continue
+        drawn = ({name: rng.choice(axes[name]) for name in names} | dict(wanted) for _ in range(200))
         best = max(filter(valid, drawn), key=lambda case: len(held(case) & todo), default=None)
         if best is None:
-            todo -= {tuple(wanted.items())}  # no valid case holds this combination
+            todo.remove(wanted)  # no valid case holds this combination
         else:
             cases.append(best)
             todo -= held(best)
     return cases
+
+
+def matrix(
+    axes: Mapping[str, Sequence[Any]],
+    few: Mapping[str, Collection[Any]] | None = None,
+    *,
+    valid: Callable[[dict[str, Any]], bool] = lambda case: True,
+    pairs: bool = False,
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with every valid combination of values; but for a few (`_marks`) they are marked `full`."""
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    cases = [case for case in cases if valid(case)]
+    marks = _marks(cases, few or {}, 2 if pairs else 1)
+    params = [pytest.param(*case.values(), id=_name(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize(list(axes), params)
+
+
+def each_case(
+    cases: Sequence[dict[str, Any]],
+    few: Mapping[str, Collection[Any]] | None = None,
+    *,
+    pairs: bool = False,
+    argument: str = "case",
+    make: Callable[[dict[str, Any]], Any] = lambda case: case,
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with what is made of each case; but for a few (`_marks`) they are marked `full`."""
+    marks = _marks(cases, few or {}, 2 if pairs else 1)
+    params = [pytest.param(make(case), id=_name(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize(argument, params)
+
+
+def _marks(cases: Sequence[dict[str, Any]], few: Mapping[str, Collection[Any]], size: int) -> list[Any]:
+    """Marks that leave in every run cases that hold each value of each axis, or with `size` 2 each two of two axes.
+
+    Of an axis that `few` has these are its values there. Combinations that no case has do not count.
+    """
+
+    held = [set(itertools.combinations([(axis, repr(value)) for axis, value in case.items()], size)) for case in cases]
+    candidates = [i for i, case in enumerate(cases) if all(case[axis] in values for axis, values in few.items())]
+    todo = set().union(*(held[i] for i in candidates))
+    taken = set()
+    while todo:
+        best = max(candidates, key=lambda i: len(held[i] & todo))
+        taken.add(best)
+        todo -= held[best]
+    return [() if i in taken else pytest.mark.full for i in range(len(cases))]
+
+
+def _name(case: dict[str, Any]) -> str:
+    return "-".join(str(getattr(value, "value", value)) for value in case.values())

@@ -87,10 +87,6 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [unfolded(case) for case in pairwise({"format": range(len(numbered)), **axes}, is_wanted)]
 
 
-def name(case: Case) -> str:
-    return "-".join(map(str, case.values()))
-
-
 def make_spec(case: Case) -> AttentionSpec:
     return simple_spec(
         KVCacheDType(case["dtype"]),

@@ -1,9 +1,9 @@
 """Writes, reads and attends with caches divided among devices: right, in place, without communication.
 
-`sharded_caches.py AXIS_TYPE DATA TENSOR [CHECK ...]`: a program of its own because JAX fixes the number of simulated
-devices (`XLA_FLAGS`) when it starts. The mesh has the axes "data" and "tensor", of the sizes given and typed `Auto` or,
-as `jax.make_mesh` types them by default, `Explicit`. By default it makes all of `CHECKS`; what needs an axis of more
-than one device says so.
+`sharded_caches.py AXIS_TYPE DATA TENSOR few|full [CHECK ...]`: a program of its own because JAX fixes the number of
+simulated devices (`XLA_FLAGS`) when it starts. The mesh has the axes "data" and "tensor", of the sizes given and typed
+`Auto` or, as `jax.make_mesh` types them by default, `Explicit`. By default it makes all of `CHECKS`, with `few` of the
+formats and divisions or with all; what needs an axis of more than one device says so.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ SLOTS = np.array(
 )
 WINDOW = 2
 
-AXIS_TYPE, DATA, TENSOR = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+AXIS_TYPE, DATA, TENSOR, FULL = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "full"
 MESH = jax.make_mesh(
     (DATA, TENSOR), ("data", "tensor"), (AxisType[AXIS_TYPE],) * 2, devices=jax.devices()[: DATA * TENSOR]
 )
@@ -329,15 +329,17 @@ def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) 
 
 
 def check_every_format() -> None:
-    for division, implementation in itertools.product(DIVISIONS, ("mosaic", "xla") if ON_GPU else ("xla",)):
+    divisions = DIVISIONS if FULL or AXIS_TYPE == "Auto" else ["both"]
+    for division, implementation in itertools.product(divisions, ("mosaic", "xla") if ON_GPU else ("xla",)):
         every = division == "both" or (AXIS_TYPE == "Auto" and not ON_GPU and division in ("heads", "blocks"))
+        every = every and FULL
         names = (NAMES if every else FEW) + (POOLS if division in ("blocks", "nothing") else ())
         check_division(division, names, implementation, divided=division == "both")
 
 
 def check_interpreted_kernels() -> None:
-    """Of one format and one type of axes, for eight devices take their time."""
-    if AXIS_TYPE == "Auto":
+    """Of one format and one type of axes, for eight devices take their time; one write is in `within_shard_map`."""
+    if AXIS_TYPE == "Auto" and FULL:
         with interpret_mode():
             check_division("both", ("nvfp4-HND-swizzled",), "mosaic", divided=False)
 
@@ -742,6 +744,10 @@ CHECKS = {
     )
 }
 
+ONCE = ("split_views", "checked_values", "copies", "documentation")
+"""What the type of the axes makes no difference to: of a few checks those of `Auto` are enough."""
+
 if __name__ == "__main__":
-    for name in sys.argv[4:] or CHECKS:
+    by_default = [name for name in CHECKS if FULL or AXIS_TYPE == "Auto" or name not in ONCE]
+    for name in sys.argv[5:] or by_default:
         CHECKS[name]()

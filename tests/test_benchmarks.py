@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, memory, output, shapes, timing, workload, write
 from benchmarks.peers import copy as copy_peer
@@ -42,7 +44,9 @@ EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved"
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"benchmarks.{program}", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Most of a smoke run's time goes to compiling, and nobody reads its figures.
+    environment = os.environ | ({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if "--smoke" in flags else {})
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
@@ -66,7 +70,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     return written
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@matrix({"program": PROGRAMS}, few={"program": ["write", "copies"]})
 def test_every_program_runs(tmp_path, program, monkeypatch):
     if program == "bridge":
         pytest.importorskip("torch")
@@ -91,7 +95,7 @@ DTYPES = [dtype.value for dtype in shapes.TIMED_DTYPES]
 EXPECTED = {
     "write": [
         *(("write", "kvjax", dtype) for dtype in DTYPES),
-        *(("write by cache size", "kvjax", dtype.value) for dtype in STORED_KV_CACHE_DTYPES),
+        *(("write by cache size", "kvjax", dtype) for dtype in DTYPES),
         *(("write", "XLA scatter", dtype) for dtype in DTYPES[:2]),
     ],
     "gather": [("gather", "kvjax", dtype) for dtype in DTYPES] + [("gather", "XLA gather", d) for d in DTYPES[:2]],
@@ -238,7 +242,7 @@ def tokens():
     return workload.Tokens(SMALL, max_tokens=8, num_blocks=4, rotation_bytes=4096)
 
 
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_a_write_is_checked_in_every_byte(tokens, dtype):
     spec = SMALL.spec(dtype)
     expected = tokens.expected(spec, 5)
@@ -302,15 +306,17 @@ def run_peer(prepare, inputs) -> dict:
 
 
 JOBS_OF_PEERS = [
-    pytest.param(peer, job, id="-".join([peer.name, job.dtype.value, job.layout, job.slots]))
+    {"peer": peer.name, "dtype": dtype, "layout": layout, "slots": slots}
     for peer in (writes.XLA_SCATTER, writes.INDEX_COPY, writes.INDEX_PUT, writes.VLLM, writes.FLASHINFER)
     for dtype, layout, slots in itertools.product(STORED_KV_CACHE_DTYPES, CacheLayout, Slots)
-    if peer.serves(job := WriteJob(SMALL, dtype, 8, layout, slots))
+    if peer.serves(WriteJob(SMALL, dtype, 8, layout, slots))
 ]
 
 
-@pytest.mark.parametrize(("peer", "job"), JOBS_OF_PEERS)
-def test_every_peer_writes_what_kvjax_writes(peer, job, libraries_of_torch):
+@each_case(JOBS_OF_PEERS, pairs=True)
+def test_every_peer_writes_what_kvjax_writes(case, libraries_of_torch):
+    job = WriteJob(SMALL, case["dtype"], 8, case["layout"], case["slots"])
+    [peer] = [peer for peer in writes.PEERS if peer.name == case["peer"]]
     tokens = workload.Tokens(SMALL, max_tokens=8, num_blocks=4, rotation_bytes=4096, slots=job.slots)
     inputs = WriteInputs(job, tokens, tokens.batches(8))
     facts = run_peer(peer.prepare, inputs)

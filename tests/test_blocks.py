@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_compile import TARGETS, compile_for
-from helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
+from helpers import FEW_DTYPES, assert_same_bytes, each_case, page_bytes, poisoned, simple_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,14 +44,13 @@ ARRAYS: dict[str, dict[str, Any]] = {
     "pool": {"page_size_padded": 9001},
     "swizzled": {"v_scale_layout": "swizzled"},
 }
-EVERY_ARRAY = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, NVFP4)
 SPECS = [
-    pytest.param(simple_spec(dtype, **changes), id=f"{dtype.value}-{name}")
+    {"dtype": dtype, "array": name}
     for dtype in STORED_KV_CACHE_DTYPES
     for name, changes in ARRAYS.items()
-    if (dtype is NVFP4 if name == "swizzled" else dtype in EVERY_ARRAY or not changes)
+    if (dtype is NVFP4 if name == "swizzled" else dtype in FEW_DTYPES or not changes)
 ]
-EACH_SPEC = pytest.mark.parametrize("spec", SPECS)
+EACH_SPEC = each_case(SPECS, argument="spec", make=lambda case: simple_spec(case["dtype"], **ARRAYS[case["array"]]))
 EACH_KIND = pytest.mark.parametrize(
     "spec",
     [simple_spec(), simple_spec(KVCacheDType.FP8_E4M3), simple_spec(NVFP4, page_size_padded=9001)],

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import matrix
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,7 +119,7 @@ def test_blocks_are_interleaved_and_used_again(model, requests):
     assert pool.times_handed_out.max() > 1
 
 
-@pytest.mark.parametrize("dtype", kvjax.STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": kvjax.STORED_KV_CACHE_DTYPES}, few={"dtype": [kvjax.KVCacheDType.BFLOAT16, kvjax.KVCacheDType.NVFP4]})
 def test_where_blocks_lie_changes_no_bit(model, requests, dtype):
     together, _ = serve_all(model, dtype, requests)
     for request, among_others in zip(requests, together, strict=True):

@@ -1,6 +1,6 @@
 """Two runs of one program store the same bytes: in one process, compiled anew, and in processes of their own.
 
-`python tests/test_determinism.py xla` prints what such a process stores.
+`python tests/test_determinism.py xla nvfp4` prints what such a process stores.
 """
 
 from __future__ import annotations
@@ -10,26 +10,37 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import kernel_cases
 import numpy as np
 import pytest
-from helpers import INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
+from helpers import FEW_DTYPES, INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
 
 ROOT = Path(__file__).parents[1]
 CONTEXTS = {"xla": contextlib.nullcontext, "mosaic": contextlib.nullcontext, "interpreted": interpret_mode}
-ON_GPU = pytest.param("mosaic", marks=pytest.mark.gpu)
+RUNS = [
+    pytest.param("xla", FEW_DTYPES[1:], id="xla"),
+    pytest.param("xla", STORED_KV_CACHE_DTYPES, id="xla-every-dtype", marks=pytest.mark.full),
+    pytest.param("mosaic", STORED_KV_CACHE_DTYPES, id="mosaic", marks=pytest.mark.gpu),
+]
+INTERPRETED = [
+    pytest.param("interpreted", FEW_DTYPES[-1:], id="interpreted"),
+    pytest.param("interpreted", STORED_KV_CACHE_DTYPES, id="interpreted-every-dtype", marks=pytest.mark.full),
+]
 
 
-def digests(name: str) -> list[str]:
+def digests(name: str, dtypes: Sequence[KVCacheDType]) -> list[str]:
     """Of each dtype, the bytes after two writes, the second over some of the first, and those that are then read."""
     implementation = "xla" if name == "xla" else "mosaic"
     found = []
-    for i, dtype in enumerate(STORED_KV_CACHE_DTYPES):
+    for dtype in dtypes:
+        i = STORED_KV_CACHE_DTYPES.index(dtype)
         spec, dense = simple_spec(dtype, layout=("NHD", "HND")[i % 2]), list(INPUT_DTYPES)[i % 3]
         cache, scales = poisoned(spec, 3), {"k_scale": np.float32(0.037), "v_scale": np.float32(0.052)}
         key, value = kernel_cases.make_kv(spec, 11, np.dtype(INPUT_DTYPES[dense]))
@@ -44,19 +55,20 @@ def digests(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["xla", "interpreted", ON_GPU])
-def test_two_runs_store_the_same_bytes(name):
-    first = digests(name)
-    assert len(set(first)) == len(STORED_KV_CACHE_DTYPES)
-    assert digests(name) == first
+@pytest.mark.parametrize(("name", "dtypes"), RUNS + INTERPRETED)
+def test_two_runs_store_the_same_bytes(name, dtypes):
+    first = digests(name, dtypes)
+    assert len(set(first)) == len(dtypes)
+    jax.clear_caches()
+    assert digests(name, dtypes) == first
 
 
-@pytest.mark.parametrize("name", ["xla", ON_GPU])
-def test_two_processes_store_the_same_bytes(name):
+@pytest.mark.parametrize(("name", "dtypes"), RUNS)
+def test_two_processes_store_the_same_bytes(name, dtypes):
     """Each compiles for itself, with a hash seed of its own; one of them has a single core."""
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, name, *options],
+            [sys.executable, __file__, name, *options, *(dtype.value for dtype in dtypes)],
             env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,13 +76,14 @@ def test_two_processes_store_the_same_bytes(name):
         )
         for seed, options in (("1", ["--one-core"]), ("2", []))
     ]
-    expected = digests(name)
+    expected = digests(name, dtypes)
     printed = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     assert [out.splitlines() for out, _ in printed] == [expected, expected]
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] and hasattr(os, "sched_setaffinity"):
+    name, *dtypes = [arg for arg in sys.argv[1:] if arg != "--one-core"]
+    if "--one-core" in sys.argv and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before jax starts its threads
-    print("\n".join(digests(sys.argv[1])))
+    print("\n".join(digests(name, [KVCacheDType(dtype) for dtype in dtypes])))

@@ -1,7 +1,9 @@
 """Random caches under random calls, each byte held to a dictionary of what was written (tests/cache_model.py).
 
-Every test run tries the same examples. `FUZZ_SECONDS=900 pytest -s tests/test_fuzz_cache.py` tries others for that many
-seconds with each implementation (`make fuzz`), and says how many.
+Every test run tries the same examples, of a few layers: a program is compiled for each layer, number of tokens and
+dtype, which takes most of the time, on a GPU minutes. With `--full` the layers are any.
+`FUZZ_SECONDS=900 pytest -s tests/test_fuzz_cache.py` tries others for that many seconds with each implementation
+(`make fuzz`), and says how many.
 """
 
 from __future__ import annotations
@@ -93,6 +95,71 @@ def layers(draw: st.DrawFn) -> tuple[AttentionSpec, ...]:
     return (dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding),)
 
 
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What the calls of a cache may be that are compiled: the layers that share it, and their calls' shapes."""
+
+    specs: tuple[AttentionSpec, ...]
+    num_blocks: int
+    counts: tuple[int, ...]
+    """Of tokens."""
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    table: tuple[int, int] = (2, 3)
+    pairs: tuple[int, ...] = (4,)
+    unique: bool = False
+    x64: bool = False
+    int64: tuple[bool, ...] = (False,)
+    """Whether slots, tables and pairs are."""
+    donate: tuple[bool, ...] = (True,)
+    per_head: tuple[bool, ...] = (False,)
+    """Whether scales are, where they may be."""
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, one_each: bool = False) -> Programs:
+    """Any; or where to compile takes long, of each layer one write and one read."""
+
+    def some[T](*choices: T) -> tuple[T, ...]:
+        return (draw(st.sampled_from(choices)),) if one_each else choices
+
+    x64, input_dtypes, counts = draw(st.booleans()), st.sampled_from(list(INPUT_DTYPES)), [0, 1, 2, 5, 16, 33]
+    return Programs(
+        draw(layers()),
+        num_blocks=draw(st.sampled_from([1, 2, 5])),
+        counts=draw(st.tuples(*[st.sampled_from(counts)] * (1 if one_each else 2))),
+        dtypes=draw(st.tuples(*[input_dtypes] * (1 if one_each else 2))),
+        table=draw(st.sampled_from([(1, 1), (2, 3), (3, 2), (0, 2)])),
+        pairs=some(0, 1, 4),
+        unique=draw(st.booleans()),
+        x64=x64,
+        int64=(x64,) if one_each else (False, True),
+        donate=some(False, True),
+        per_head=some(False, True),
+    )
+
+
+def _layer(dtype: str, heads: int, size: int, block_size: int, **more: Any) -> AttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=size, dtype=KVCacheDType(dtype), **more
+    )
+
+
+FEW_PROGRAMS = [
+    Programs((_layer("nvfp4", 2, 64, 8, head_size_v=96, v_scale_layout="swizzled"),), 3, (5,), x64=True, int64=(True,)),
+    Programs((_layer("fp8_e4m3", 3, 80, 4, layout="HND", page_size_padded=1960),), 5, (16,), per_head=(True,)),
+    Programs((_layer("bfloat16", 2, 64, 8),), 2, (33,), dtypes=("float32",), unique=True, donate=(False,)),
+    Programs((_layer("float32", 1, 5, 3),), 5, (2,), dtypes=("float16",), int64=(True,)),
+    Programs(
+        kvjax.unify_page_sizes(
+            [_layer("float16", 1, 16, 16, head_size_v=32), _layer("fp8_e5m2", 8, 16, 1, layout="HND")]
+        ),
+        2,
+        (5,),
+        table=(1, 1),
+    ),
+]
+
+
 def numbers(seed: int, kinds: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Tokens, each of them one of `KINDS`."""
     rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
@@ -143,9 +210,9 @@ def slots(draw: st.DrawFn, count: int, num_slots: int, *, int64: bool, duplicate
 
 
 @st.composite
-def scales(draw: st.DrawFn, spec: AttentionSpec) -> Scales:
+def scales(draw: st.DrawFn, spec: AttentionSpec, per_head: tuple[bool, ...]) -> Scales:
     scale = st.sampled_from([1.0, 0.0173, 1.9, 2.0**-100, 2.0**100, 2.0**-20, 3e-5])
-    if spec.dtype.value.startswith("fp8") and draw(st.booleans()):
+    if spec.dtype.value.startswith("fp8") and draw(st.sampled_from(per_head)):
         heads = st.lists(scale, min_size=spec.num_kv_heads, max_size=spec.num_kv_heads)
         return tuple(np.array(draw(heads), np.float32) for _ in range(2))
     return draw(scale), draw(scale)
@@ -300,25 +367,17 @@ class CacheMachine(RuleBasedStateMachine):
     """A cache and its model, side by side."""
 
     make_driver: Callable[[], Arrays | Tensors]
+    programs: st.SearchStrategy[Programs]
 
-    @initialize(
-        specs=layers(),
-        num_blocks=st.sampled_from([1, 2, 5]),
-        poison=st.none() | st.integers(0, 2**16),
-        counts=st.tuples(*[st.sampled_from([0, 1, 2, 5, 16, 33])] * 2),
-        dtypes=st.tuples(*[st.sampled_from(list(INPUT_DTYPES))] * 2),
-        tables=st.sampled_from([(1, 1), (2, 3), (3, 2), (0, 2)]),
-        unique=st.booleans(),
-        x64=st.booleans(),
-    )
-    def allocate(self, specs, num_blocks, poison, counts, dtypes, tables, unique, x64):
-        """A cache of zeros or of random bytes; and the few shapes that its calls have, for each is compiled."""
-        self.specs, self.num_blocks, self.counts, self.dtypes, self.tables = specs, num_blocks, counts, dtypes, tables
-        self.unique = unique
-        shape = num_blocks, specs[0].page_size_bytes
+    @initialize(data=st.data(), poison=st.none() | st.integers(0, 2**16))
+    def allocate(self, data, poison):
+        """A cache of zeros or of random bytes."""
+        self.its = its = data.draw(self.programs)
+        self.num_blocks = its.num_blocks
+        shape = its.num_blocks, its.specs[0].page_size_bytes
         pages = None if poison is None else np.random.default_rng(poison).integers(0, 256, shape, np.uint8)
         self.driver = self.make_driver()
-        self.driver.load(specs[0], pages, num_blocks, x64=x64)
+        self.driver.load(its.specs[0], pages, its.num_blocks, x64=its.x64)
         self.model = CacheModel(np.zeros(shape, np.uint8) if pages is None else pages)
         self.stash_model = CacheModel(np.zeros((STASH_BLOCKS, shape[1]), np.uint8))
         DONE["caches"] += 1
@@ -334,16 +393,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     def write(self, data, seed, kinds):
-        draw = data.draw
-        spec, count, dtype = (draw(st.sampled_from(choices)) for choices in (self.specs, self.counts, self.dtypes))
-        int64, donate, num_slots = draw(st.booleans()), draw(st.booleans()), self.num_blocks * spec.block_size
-        where = draw(slots(count, num_slots, int64=int64, duplicates=not self.unique))
-        by = draw(scales(spec))
+        draw, its = data.draw, self.its
+        choices = its.specs, its.counts, its.dtypes, its.int64, its.donate
+        spec, count, dtype, int64, donate = (draw(st.sampled_from(each)) for each in choices)
+        where = draw(slots(count, self.num_blocks * spec.block_size, int64=int64, duplicates=not its.unique))
+        by = draw(scales(spec, its.per_head))
         key, value = (
             numbers(seed + half, kinds, (count, spec.num_kv_heads, size), INPUT_DTYPES[dtype])
             for half, size in enumerate((spec.head_size, spec.head_size_v))
         )
-        self.driver.write(spec, key, value, where, by, unique=self.unique, donate=donate)
+        self.driver.write(spec, key, value, where, by, unique=its.unique, donate=donate)
         self.model.write(spec, where, self.winners(spec, where, encode(spec, key, value, by)))
         DONE["writes"] += 1
         DONE["tokens written"] += count
@@ -363,10 +422,11 @@ class CacheMachine(RuleBasedStateMachine):
                 DONE["tokens with another's slot"] += 1
         return won
 
-    @rule(data=st.data(), seed=st.integers(0, 2**16), int64=st.booleans())
-    def gather(self, data, seed, int64):
-        spec, dtype = (data.draw(st.sampled_from(choices)) for choices in (self.specs, self.dtypes))
-        num_seqs, max_blocks = self.tables
+    @rule(data=st.data(), seed=st.integers(0, 2**16))
+    def gather(self, data, seed):
+        choices = self.its.specs, self.its.dtypes, self.its.int64
+        spec, dtype, int64 = (data.draw(st.sampled_from(each)) for each in choices)
+        num_seqs, max_blocks = self.its.table
         most = max_blocks * spec.block_size
         length = st.integers(0, most) | st.sampled_from([most + 1, 10**6, -1, *([2**32 + 1] if int64 else [])])
         lengths = np.array(data.draw(st.lists(length, min_size=num_seqs, max_size=num_seqs)), np.int64)
@@ -375,7 +435,7 @@ class CacheMachine(RuleBasedStateMachine):
         table[unused] = np.resize([-7, 2**31 - 1, *([2**40] if int64 else [])], unused.sum())
         if not int64:
             table, lengths = table.astype(np.int32), lengths.astype(np.int32)
-        by, out = data.draw(scales(spec)), np.dtype(INPUT_DTYPES[dtype])
+        by, out = data.draw(scales(spec, self.its.per_head)), np.dtype(INPUT_DTYPES[dtype])
         for half, dense in enumerate(self.driver.gather(spec, table, lengths, by, out)):
             expected = self.model.read(spec, (KEYS, VALUES)[half], table, lengths, by[half], out)
             same = assert_same_bytes if out == ELEMENT.get(spec.dtype) else assert_same_floats
@@ -386,7 +446,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.copies)
     @rule(data=st.data())
     def copy(self, data):
-        pairs = data.draw(block_pairs(self.num_blocks, self.num_blocks))
+        pairs = data.draw(block_pairs(self.its, self.num_blocks, self.num_blocks))
         self.driver.copy(pairs)
         self.model.copy(self.model, pairs)
         DONE["copies"] += 1
@@ -395,7 +455,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), out=st.booleans())
     def swap(self, data, out):
         sizes = (self.num_blocks, STASH_BLOCKS)[:: 1 if out else -1]
-        pairs = data.draw(block_pairs(*sizes))
+        pairs = data.draw(block_pairs(self.its, *sizes))
         self.driver.swap(pairs, out=out)
         source, destination = (self.model, self.stash_model)[:: 1 if out else -1]
         destination.copy(source, pairs)
@@ -403,15 +463,15 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @st.composite
-def block_pairs(draw: st.DrawFn, num_sources: int, num_destinations: int) -> np.ndarray:
+def block_pairs(draw: st.DrawFn, its: Programs, num_sources: int, num_destinations: int) -> np.ndarray:
     """Pairs with destinations of their own; some with a block outside its cache."""
-    dtype = draw(st.sampled_from([np.int32, np.int64]))
+    dtype = np.int64 if draw(st.sampled_from(its.int64)) else np.int32
     nowhere = st.sampled_from([-1, -5, 10**6, *([2**32, 1 - 2**32] if dtype is np.int64 else [])])
     source, destination = (
         st.integers(0, size - 1) | st.integers(0, size - 1) | st.just(size) | nowhere
         for size in (num_sources, num_destinations)
     )
-    count = draw(st.sampled_from([0, 1, 4]))
+    count = draw(st.sampled_from(its.pairs))
     pairs = np.array(draw(st.lists(st.tuples(source, destination), min_size=count, max_size=count)), dtype)
     pairs = pairs.reshape(-1, 2)
     _, first = np.unique(pairs[:, 1], return_index=True)
@@ -427,16 +487,24 @@ DRIVERS: dict[str, Callable[[], Arrays | Tensors]] = {
     "torch-cuda": lambda: Tensors("cuda"),
 }
 ON_GPU = ("mosaic", "torch-cuda")
-EXAMPLES = {"xla": 25, "mosaic": 25, "interpreted": 10, "torch": 25, "torch-cuda": 25}
+EXAMPLES = {"xla": 25, "mosaic": 25, "interpreted": 5, "torch": 25, "torch-cuda": 25}
+LONG_TO_COMPILE = ("mosaic", "interpreted", "torch-cuda")
 
 
+@pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in DRIVERS]
 )
-def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str):
+def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str):
     if name.startswith("torch"):
         pytest.importorskip("torch")
-    machine = type(f"CacheMachine[{name}]", (CacheMachine,), {"make_driver": staticmethod(DRIVERS[name])})
+    long = name in LONG_TO_COMPILE
+    few = FEW_PROGRAMS[:3] if name == "interpreted" else FEW_PROGRAMS
+    parts = {
+        "make_driver": staticmethod(DRIVERS[name]),
+        "programs": st.sampled_from(few) if of == "few" and not SECONDS else programs(one_each=long),
+    }
+    machine = type(f"CacheMachine[{name}]", (CacheMachine,), parts)
     fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     if not SECONDS:
         few = settings(fuzz, derandomize=True, max_examples=EXAMPLES[name], stateful_step_count=8)
@@ -446,7 +514,8 @@ def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str):
     start = time.monotonic()
     while time.monotonic() - start < SECONDS:
         # Calls that fail are printed as they came: to find fewer, hypothesis would compile anew for minutes.
-        many = settings(fuzz, max_examples=10, stateful_step_count=60, phases=[Phase.generate])
+        examples = 2 if long else 10
+        many = settings(fuzz, max_examples=examples, stateful_step_count=60, phases=[Phase.generate])
         run_state_machine_as_test(machine, settings=many)
         jax.clear_caches()  # of kernels that no later example has
     tried = ", ".join(f"{count:,} {what}" for what, count in sorted(DONE.items()))

@@ -14,7 +14,9 @@ from helpers import (
     assert_same_bytes,
     assert_same_floats,
     can_write,
+    each_case,
     kv_tokens,
+    matrix,
     page_bytes,
     pairwise,
     poisoned,
@@ -84,7 +86,7 @@ def make_tables(seq_lens: tuple[int, ...], block_size: int) -> tuple[np.ndarray,
     return tables, np.asarray(seq_lens, np.int32)
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, is_valid), ids=lambda case: "-".join(map(str, case.values())))
+@each_case(pairwise(AXES, is_valid))
 def test_reads_what_was_written(implementation, case):
     spec, scales = make_spec(case), make_scales(case["scale"], case["num_kv_heads"])
     block_table, seq_lens = make_tables(LENGTHS[case["lengths"]], spec.block_size)
@@ -124,8 +126,7 @@ def test_reads_every_byte_pattern(implementation, dtype):
             (assert_same_bytes if out == spec.storage_dtype else assert_same_floats)(np.asarray(dense), expected)
 
 
-@pytest.mark.parametrize("scale", [MIN_SCALE, MAX_SCALE])
-@pytest.mark.parametrize("dtype", [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized], ids=str)
+@matrix({"dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized], "scale": [MIN_SCALE, MAX_SCALE]})
 def test_the_accepted_extremes_of_a_scale(implementation, dtype, scale):
     spec = simple_spec(dtype)
     key, value = (x * np.float32(scale) for x in kv_tokens(spec, 8, specials=False))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from any_count import BFLOAT16, gather_kernel, page_memory, write_kernel
 from gpu_compile import TARGETS, compile_for, why_not
-from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, run_write, simple_spec
+from helpers import FEW_DTYPES, assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
@@ -34,10 +34,14 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("num_kv_heads", [1, 8])
-@pytest.mark.parametrize("operation", ["write", "write of unique slots", "gather"])
-@EACH_DTYPE
+@matrix(
+    {
+        "dtype": STORED_KV_CACHE_DTYPES,
+        "operation": ["write", "write of unique slots", "gather"],
+        "num_kv_heads": [1, 8],
+        "target": TARGETS,
+    }
+)
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
     launch = pytest.importorskip("kvjax_torch.launch")
@@ -116,15 +120,18 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads):
         assert config.halves_apart == (least == 1 and dtype is KVCacheDType.NVFP4)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "unique_slots"), [(1, False), (3, False), (5, False), (9, False), (33, False), (5, True)]
+@matrix(
+    {
+        "dtype": STORED_KV_CACHE_DTYPES,
+        "tokens": [(1, False), (3, False), (5, False), (9, False), (33, False), (5, True)],
+    }
 )
-@EACH_DTYPE
-def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, num_tokens, unique_slots, monkeypatch):
+def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, monkeypatch):
     """Two programs at least: of 5 tokens each takes two, of 9 four, and 33 are not searched for repeated slots.
 
     Where the slots of 5 are promised to be unique, each takes one, but of NVFP4 two.
     """
+    num_tokens, unique_slots = tokens
     monkeypatch.setattr(write, "PROGRAMS", 2)
     monkeypatch.setattr(write, "SEARCHED", 32)
     spec = simple_spec(dtype, num_kv_heads=8, head_size=128) if unique_slots else simple_spec(dtype)
@@ -189,12 +196,9 @@ def late_numbers(operation: str) -> tuple[int, ...]:
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("operation", ["write", "gather"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4"])
+@matrix({"dtype": FEW_DTYPES, "operation": ["write", "gather"], "target": TARGETS})
 def test_where_arrays_begin_late_it_is_one_kernel_too(dtype, operation, target):
     """Of a constant, JAX would say that a row which begins late reaches past the end of its own."""
-    dtype = KVCacheDType(dtype)
     kernel = late_kernel(dtype, operation)
     arrays = [jax.ShapeDtypeStruct((80, *each.array.shape[1:]), each.array.dtype) for each in kernel.arguments]
     run = functools.partial(run_where_arrays_begin_late, dtype, operation)

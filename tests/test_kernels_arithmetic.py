@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import INPUT_DTYPES, assert_same_bytes
+from helpers import INPUT_DTYPES, assert_same_bytes, matrix
 from interpret_mode import interpret_mode
 from test_quant import SCALES, adversarial_blocks, all_values, around_midpoints, finite_values
 
@@ -24,8 +24,7 @@ def test_pairs_of_e2m1_codes(source):
     assert_same_bytes(np.asarray(pairs), np.asarray(codes | codes[::-1] << 4))
 
 
-@SCALES
-@pytest.mark.parametrize("source", INPUT_DTYPES)
+@matrix({"source": INPUT_DTYPES, "scale": SCALES})
 def test_blocks(source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = jnp.asarray(adversarial_blocks(scale).astype(INPUT_DTYPES[source]))

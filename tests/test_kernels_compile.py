@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu_compile import TARGETS, CompiledProgram, compile_for
-from helpers import INPUT_DTYPES, pairwise, simple_spec
+from helpers import FEW_DTYPES, INPUT_DTYPES, each_case, matrix, pairwise, simple_spec
 from kernel_cases import elementwise, reciprocals
 
 from kvjax import (
@@ -125,20 +125,16 @@ def assert_one_sound_kernel(program: CompiledProgram, target: str) -> None:
     assert "div.full" not in kernel.ptx  # off by two units in the last place, which no interpretation shows
 
 
-def name(case: dict) -> str:
-    return "-".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in case.values())
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", pairwise(WRITE_AXES, is_valid), ids=name)
-def test_a_write_is_one_kernel_in_place_without_spills(case, target):
+@each_case([case | {"target": target} for target in TARGETS for case in pairwise(WRITE_AXES, is_valid)])
+def test_a_write_is_one_kernel_in_place_without_spills(case):
+    target = case["target"]
     program = compile_write(target, case)
     assert_one_sound_kernel(program, target)
     assert program.alias_size == cache_bytes(case)
     assert program.temp_size == 0
 
 
-@pytest.mark.parametrize("case", pairwise(GATHER_AXES, is_valid), ids=name)
+@each_case(pairwise(GATHER_AXES, is_valid))
 def test_a_gather_is_one_kernel_without_spills(case):
     spec, target = make_spec(case), case["target"]
     num_seqs, max_blocks = case["num_seqs"], 4
@@ -163,14 +159,13 @@ TYPICAL = {
 }
 
 
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_the_smallest_token(dtype):
     program = compile_write("h100", TYPICAL | {"dtype": dtype.value, "heads": (1, 16), "num_tokens": 1})
     assert_one_sound_kernel(program, "h100")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "target": TARGETS}, few={"dtype": FEW_DTYPES, "target": ["h100"]})
 def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):
     program = compile_write(target, TYPICAL | {"dtype": dtype.value}, donate_argnums=())
     assert program.device_ops == ("copy", "custom-call")

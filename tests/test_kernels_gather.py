@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import INPUT_DTYPES, assert_same_bytes, assert_same_floats, poisoned, simple_spec
+from helpers import FEW_DTYPES, INPUT_DTYPES, assert_same_bytes, assert_same_floats, matrix, poisoned, simple_spec
 from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv, quant
@@ -18,7 +18,6 @@ from kvjax.kernels.gather import GatherConfig, gather
 from kvjax.kernels.registers import THREADS, lane_layout
 
 BYTES = np.arange(256, dtype=np.uint8)
-DTYPES_AND_LAYOUTS = [(dtype, layout) for dtype in STORED_KV_CACHE_DTYPES for layout in ("NHD", "HND")]
 
 
 def read(implementation: str, *args, **kwargs) -> list[np.ndarray]:
@@ -81,8 +80,7 @@ def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(s
     assert layout.replication_factor == max(1, THREADS // elements)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16])
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=str)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "tokens": [1, 4, 16]}, few={"dtype": FEW_DTYPES})
 def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
     spec = simple_spec(dtype, block_size=16, head_size_v=32)
     cache, table = poisoned(spec, 3), np.array([[2, 0], [1, 7]], np.int32)
@@ -112,8 +110,7 @@ def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
     assert not read_or_zero[1].any()
 
 
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=str)
-@pytest.mark.parametrize("padding", [0, 4, 72])
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "padding": [0, 4, 72]}, few={"dtype": FEW_DTYPES})
 def test_pages_of_a_shared_pool(dtype, padding):
     spec = simple_spec(dtype)
     cache = poisoned(dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding), 3)
@@ -133,7 +130,7 @@ def test_nothing_to_read(num_seqs, max_blocks):
     assert [x.shape for x in got] == [(num_seqs, 8 * max_blocks, 2, 64)] * 2
 
 
-@pytest.mark.parametrize(("dtype", "layout"), DTYPES_AND_LAYOUTS)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
 def test_programs_do_not_race(dtype, layout):
     spec = simple_spec(dtype, layout=layout, head_size=32)
     cache, table, lengths = poisoned(spec, 3), np.array([[2, 0], [0, 0]], np.int32), np.array([13, 8], np.int32)

@@ -16,11 +16,14 @@ import kernel_cases
 import numpy as np
 import pytest
 from helpers import (
+    FEW_DTYPES,
     INPUT_DTYPES,
     SPECIALS,
     assert_same_bytes,
     can_write,
+    each_case,
     kv_tokens,
+    matrix,
     page_bytes,
     pairwise,
     poisoned,
@@ -30,8 +33,6 @@ from helpers import (
 from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCache, KVCacheDType, UnsupportedError
-
-EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 
 SMALL_AXES = kernel_cases.FORMAT_AXES | {
     "head_size": [64, 80, 112, 128, 256],
@@ -43,20 +44,19 @@ WRITE_CASES = pairwise(SMALL_AXES | kernel_cases.WRITE_AXES | {"num_tokens": [1,
 GATHER_CASES = pairwise(SMALL_AXES | kernel_cases.GATHER_AXES, kernel_cases.is_valid)
 
 
-@pytest.mark.parametrize("case", WRITE_CASES, ids=kernel_cases.name)
+@each_case(WRITE_CASES)
 def test_an_interpreted_write_has_the_bytes_of_xla(case):
     with interpret_mode():
         kernel_cases.check_write(case)
 
 
-@pytest.mark.parametrize("case", GATHER_CASES, ids=kernel_cases.name)
+@each_case(GATHER_CASES)
 def test_an_interpreted_gather_has_the_bits_of_xla(case):
     with interpret_mode():
         kernel_cases.check_gather(case)
 
 
-@pytest.mark.parametrize("dense_dtype", INPUT_DTYPES)
-@EACH_DTYPE
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "dense_dtype": INPUT_DTYPES})
 def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
     with np.errstate(over="ignore", under="ignore"):
         x = np.array(SPECIALS, np.float32).astype(INPUT_DTYPES[dense_dtype])
@@ -64,7 +64,7 @@ def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
         kernel_cases.check_encoding(dtype, x, 0.0371)
 
 
-@EACH_DTYPE
+@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_the_first_and_the_last_blocks_of_a_cache(dtype):
     with interpret_mode():
         kernel_cases.check_ends(simple_spec(dtype), 12)
@@ -86,8 +86,7 @@ def test_the_sweep_for_a_gpu_holds_every_format_with_every_value(axes):
         assert sorted(met) == sorted(possible)
 
 
-@pytest.mark.parametrize("byte", [0, 1234, 50_000, -1])
-@pytest.mark.parametrize("check", ["write", "encoding", "gather", "ends"])
+@matrix({"check": ["write", "encoding", "gather", "ends"], "byte": [0, 1234, 50_000, -1]})
 def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatch):
     """Whether written, read or left alone, a byte of the kernel's result that differs in its last bit is found."""
 
@@ -117,8 +116,11 @@ def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatc
         checks[check]()
 
 
-@pytest.mark.parametrize("page_size_padded", [None, 9000, 9001])
-@EACH_DTYPE
+@matrix(
+    {"dtype": STORED_KV_CACHE_DTYPES, "page_size_padded": [None, 9000, 9001]},
+    few={"dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], "page_size_padded": [9000, 9001]},
+    pairs=True,
+)
 def test_the_kernel_refuses_pages_of_no_whole_number_of_elements_alone(dtype, page_size_padded):
     """So that tests of the kernel leave nothing else to XLA."""
     spec = simple_spec(dtype, page_size_padded=page_size_padded)
@@ -127,14 +129,10 @@ def test_the_kernel_refuses_pages_of_no_whole_number_of_elements_alone(dtype, pa
         run_write("mosaic", *kv_tokens(spec, 2), poisoned(spec, 2), np.array([3, 9], np.int32)).kv.block_until_ready()
 
 
-RACE_CASES = [
-    pytest.param(dtype, layout, id=f"{dtype.value}-{layout}")
-    for dtype in STORED_KV_CACHE_DTYPES
-    for layout in ("NHD", "HND")
-]
+DTYPES_AND_LAYOUTS = matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
 
 
-@pytest.mark.parametrize(("dtype", "layout"), RACE_CASES)
+@DTYPES_AND_LAYOUTS
 def test_programs_do_not_race_even_for_one_slot(dtype, layout):
     spec = simple_spec(dtype, layout=layout)
     slots = np.array([9, 8, 15, 0, -1, 7, 1, 8, 9, 100], np.int32)
@@ -144,7 +142,7 @@ def test_programs_do_not_race_even_for_one_slot(dtype, layout):
     assert_same_bytes(written, page_bytes(run_write("xla", key, value, poisoned(spec, 2), slots)))
 
 
-@pytest.mark.parametrize(("dtype", "layout"), RACE_CASES)
+@DTYPES_AND_LAYOUTS
 def test_programs_that_are_told_of_unique_slots_are_seen_to_race_for_one(dtype, layout):
     spec = simple_spec(dtype, layout=layout)
     slots = np.array([9, 8, 15, 0, -1, 7, 1, 10, 9], np.int32)

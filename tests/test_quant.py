@@ -12,13 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from helpers import INPUT_DTYPES, assert_same_bytes
+from helpers import INPUT_DTYPES, assert_same_bytes, matrix
 
 from kvjax import KVCacheDType, quant
 from kvjax.ops.values import MAX_SCALE, MIN_SCALE
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
-SCALES = pytest.mark.parametrize("scale", [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE])
+SCALES = [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE]
+EACH_SCALE = pytest.mark.parametrize("scale", SCALES)
 
 
 def all_values(dtype) -> np.ndarray:
@@ -90,9 +91,7 @@ def test_cast_of_float32_next_to_every_rounding(target):
         assert_same_bytes(np.asarray(cast(jnp.asarray(x), dtype)), reference.cast(x, dtype))
 
 
-@FP8
-@SCALES
-@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+@matrix({"source": ["float16", "bfloat16"], "dtype": reference.FP8, "scale": SCALES}, pairs=True)
 def test_fp8_of_every_16_bit_float(source, dtype, scale):
     x = all_values(INPUT_DTYPES[source])
     expected = reference.encode_fp8(x, scale, dtype)
@@ -141,7 +140,7 @@ def test_fp8_scales_broadcast_over_heads(dtype):
 
 
 @FP8
-@SCALES
+@EACH_SCALE
 def test_decode_of_every_fp8_byte(dtype, scale):
     stored = all_values(reference.ELEMENT[dtype])
     decoded = np.asarray(jax.jit(quant.decode_fp8)(jnp.asarray(stored), jnp.float32(scale)))
@@ -175,8 +174,7 @@ def adversarial_blocks(scale: float) -> np.ndarray:
         return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
 
 
-@SCALES
-@pytest.mark.parametrize("source", INPUT_DTYPES)
+@matrix({"source": INPUT_DTYPES, "scale": SCALES})
 def test_nvfp4_encode(source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = adversarial_blocks(scale).astype(INPUT_DTYPES[source])
@@ -201,7 +199,7 @@ def test_gpus_invert_block_scales_as_they_are_stored(target):
     assert any(re.search(rf"= f32\S+ convert\({re.escape(name)}\)", hlo) for name in rounded)
 
 
-@SCALES
+@EACH_SCALE
 def test_nvfp4_decode_of_every_code_and_block_scale(scale):
     block_scales = all_values(reference.E4M3)
     data = np.tile(np.arange(0, 256, dtype=np.uint8).reshape(32, 8), (8, 1))

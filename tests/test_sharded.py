@@ -37,10 +37,14 @@ def run_program(name: str, *args: str, num_devices: int | None, seconds: int = 5
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+FEW_OR_FULL = pytest.mark.parametrize("formats", ["few", pytest.param("full", marks=pytest.mark.full)])
+
+
+@FEW_OR_FULL
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_eight_devices(axis_type):
-    """Every dtype and layout, by heads, by blocks and by both: see `sharded_caches.py`."""
-    program = run_program("sharded_caches.py", axis_type, "2", "4", num_devices=8)
+def test_eight_devices(axis_type, formats):
+    """A dtype of each kind, in full every dtype and layout, by heads, by blocks and both: see `sharded_caches.py`."""
+    program = run_program("sharded_caches.py", axis_type, "2", "4", formats, num_devices=8)
     output, _ = program.communicate()
     assert program.returncode == 0, output
 
@@ -52,17 +56,18 @@ def test_two_gpus(axis_type, data, tensor):
     if jax.device_count("cuda") < 2:
         pytest.skip("needs two GPUs")
     checks = "every_format", "within_shard_map", "transformations", "programs_are_reused", "split_views"
-    program = run_program("sharded_caches.py", axis_type, data, tensor, *checks, num_devices=None)
+    program = run_program("sharded_caches.py", axis_type, data, tensor, "full", *checks, num_devices=None)
     output, _ = program.communicate()
     assert program.returncode == 0, output
 
 
-def test_two_processes():
+@FEW_OR_FULL
+def test_two_processes(formats):
     """Devices of two processes (`jax.distributed`), of which each checks its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    programs = [run_program("two_processes.py", port, str(i), num_devices=4, seconds=200) for i in range(2)]
+    programs = [run_program("two_processes.py", port, str(i), formats, num_devices=4, seconds=200) for i in range(2)]
     outputs = [program.communicate()[0] for program in programs]
     assert [program.returncode for program in programs] == [0, 0], "\n".join(outputs)
 

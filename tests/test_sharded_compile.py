@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu_compile import compile_for
-from helpers import simple_spec
+from helpers import FEW_DTYPES, matrix, simple_spec
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,9 +30,7 @@ MESHES = {
     "heads": AbstractMesh((8,), ("tensor",), (AxisType.Explicit,)),
     "heads and blocks": AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2),
 }
-EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
-FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
-EACH_DIVISION = pytest.mark.parametrize("division", MESHES)
+OPERATIONS = {"gather_kv": gather_kv, "paged_attention": paged_attention}
 
 
 def array(shape: tuple[int, ...], dtype: object, mesh: AbstractMesh, *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -61,8 +59,7 @@ def compile_write(dtype: KVCacheDType, division: str, implementation: str | None
     return compile_for("b200", functools.partial(write, implementation=implementation), *args, donate_argnums=2)
 
 
-@EACH_DIVISION
-@EACH_DTYPE
+@matrix({"dtype": STORED_KV_CACHE_DTYPES, "division": MESHES}, few={"dtype": FEW_DTYPES})
 def test_a_write_is_one_kernel_in_place_on_each_device(dtype, division):
     program = compile_write(dtype, division, None)
     assert not program.collectives
@@ -76,8 +73,7 @@ def test_a_write_is_one_kernel_in_place_on_each_device(dtype, division):
         assert len(program.device_ops) <= 3
 
 
-@EACH_DIVISION
-@pytest.mark.parametrize("dtype", FEW_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": FEW_DTYPES, "division": MESHES})
 def test_xla_writes_in_place_on_each_device(dtype, division):
     program = compile_write(dtype, division, "xla")
     assert not program.collectives
@@ -86,14 +82,14 @@ def test_xla_writes_in_place_on_each_device(dtype, division):
     assert program.temp_size < 16 * 2 * NUM_TOKENS * 8 * 128  # float64 quotients of its tokens, and their codes
 
 
-@EACH_DIVISION
-@pytest.mark.parametrize(
-    ("operation", "dtype"),
-    [(gather_kv, dtype) for dtype in STORED_KV_CACHE_DTYPES] + [(paged_attention, dtype) for dtype in FEW_DTYPES],
-    ids=lambda x: getattr(x, "value", None) or x.__name__,
+@matrix(
+    {"operation": OPERATIONS, "dtype": STORED_KV_CACHE_DTYPES, "division": MESHES},
+    few={"dtype": FEW_DTYPES},
+    valid=lambda case: case["operation"] == "gather_kv" or case["dtype"] in FEW_DTYPES,
 )
 def test_nothing_is_exchanged_to_read(operation, dtype, division):
     """Sequences are divided as blocks are, and the results by sequences and heads."""
+    operation = OPERATIONS[operation]
     mesh = MESHES[division]
     seqs = "data" if "data" in mesh.axis_names else None
     tables = array((NUM_SEQS, 4), jnp.int32, mesh, seqs), array((NUM_SEQS,), jnp.int32, mesh, seqs)
@@ -157,8 +153,7 @@ def write_within(key, value, cache, slots, axis):
     )(key, value, cache, slots)
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor"])
-@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)])
+@matrix({"sizes": [(2, 4), (1, 8)], "axis": ["data", "tensor"]})
 def test_a_shard_map_over_some_axes_leaves_the_others_to_the_write(sizes, axis):
     mesh, spec = AbstractMesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2), make_spec(KVCacheDType.NVFP4)
     rows = array((NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, "tensor")

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import jax
 import jax.numpy as jnp
+from helpers import matrix
 
 from kvjax_torch import loan
 from kvjax_torch.loan import Loan
@@ -197,7 +198,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@matrix({"end": ENDS}, few={"end": ["nobody_has_the_result", "an_alias_is_kept"]})
 def test_python_ends_while_jax_reads_what_torch_lent(end: str, device: str):
     """With JAX and torch alone, an H200 aborts so in one to three of seven ends of the first kind, two cores in one."""
     last_call, so = ENDS[end]

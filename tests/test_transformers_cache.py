@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from helpers import matrix
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -113,14 +114,16 @@ def round_trip(states: torch.Tensor, spec: AttentionSpec, scale: Any) -> torch.T
     return from_numpy(reference.cast(decoded, dtype)).view(rows.shape).transpose(1, 2).to(states.device)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("attention", "num_kv_heads", "layout", "block_size"),
-    [("sdpa", 4, "NHD", 16), ("sdpa", 2, "HND", 4), ("eager", 1, "NHD", 1)],
+@matrix(
+    {
+        "dtype": ["float32", "bfloat16", "float16"],
+        "model": [("sdpa", 4, "NHD", 16), ("sdpa", 2, "HND", 4), ("eager", 1, "NHD", 1)],
+    }
 )
 def test_the_models_own_dtype_gives_the_bits_of_dynamic_cache(
-    device: str, dtype: str, attention: str, num_kv_heads: int, layout: str, block_size: int
+    device: str, dtype: str, model: tuple[str, int, str, int]
 ):
+    attention, num_kv_heads, layout, block_size = model
     model = make_model(device, getattr(torch, dtype), num_key_value_heads=num_kv_heads, attn_implementation=attention)
     cache = make_cache(model, num_blocks=64, layout=layout, block_size=block_size)
     assert_same_generation(generate(model, cache), generate(model, DynamicCache(config=model.config)))

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import reference
 from helpers import (
+    FEW_DTYPES,
     INPUT_DTYPES,
     assert_same_bytes,
     cache_from_bytes,
     can_write,
+    each_case,
     kv_tokens,
+    matrix,
     page_bytes,
     pairwise,
     poisoned,
@@ -107,7 +110,7 @@ def check_write(implementation, spec, num_blocks, slots, dtype=np.float32, k_sca
     assert_same_bytes(page_bytes(written), reference.write(before, spec, key, value, slots, k_scale, v_scale))
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, is_valid), ids=lambda case: "-".join(map(str, case.values())))
+@each_case(pairwise(AXES, is_valid))
 def test_bytes_of_every_kind_of_write(implementation, case):
     spec = make_spec(case)
     num_blocks = 3 if spec.block_size > 1 else 30
@@ -116,7 +119,7 @@ def test_bytes_of_every_kind_of_write(implementation, case):
     check_write(implementation, spec, num_blocks, slots, INPUT_DTYPES[case["input_dtype"]], *scales)
 
 
-@pytest.mark.parametrize("num_kv_heads", range(1, 17))
+@matrix({"num_kv_heads": range(1, 17)}, few={"num_kv_heads": [1, 6, 16]})
 def test_every_number_of_heads(implementation, num_kv_heads):
     spec = simple_spec(NVFP4, num_kv_heads=num_kv_heads, v_scale_layout="swizzled")
     check_write(implementation, spec, 2, np.array([9, 2, -1, 15], np.int32), ml_dtypes.bfloat16)
@@ -139,8 +142,7 @@ def test_golden_nvfp4(implementation, case):
     assert_same_bytes(page_bytes(written), np.concatenate(regions, axis=1))
 
 
-@pytest.mark.parametrize("name", INPUT_DTYPES)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@matrix({"name": INPUT_DTYPES, "layout": ["NHD", "HND"]})
 def test_the_storage_dtype_keeps_every_bit(implementation, name, layout):
     dtype = np.dtype(INPUT_DTYPES[name])
     spec = simple_spec(KVCacheDType(name), block_size=128, num_kv_heads=2, head_size=128, layout=layout)
@@ -232,7 +234,7 @@ def test_layers_of_different_dtypes_share_one_pool(implementation, layout):
     assert_same_bytes(page_bytes(pool), expected)
 
 
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_scales_may_be_traced_arrays(implementation, dtype):
     scales = jnp.float32(0.37), jnp.float32(2.3)
     check_write(implementation, simple_spec(dtype), 2, np.array([9, 2], np.int32), np.float32, *scales)

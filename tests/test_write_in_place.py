@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import assert_same_bytes, can_write, kv_tokens, page_bytes, poisoned, simple_spec
+from helpers import (
+    FEW_DTYPES,
+    INPUT_DTYPES,
+    assert_same_bytes,
+    can_write,
+    each_case,
+    kv_tokens,
+    matrix,
+    page_bytes,
+    poisoned,
+    simple_spec,
+)
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
@@ -22,7 +32,7 @@ from kvjax import (
     reshape_and_cache_flash_diffkv,
 )
 
-EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+EACH_DTYPE = matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 ARRAYS = {
     "NHD": {},
     "HND": {"layout": "HND"},
@@ -51,25 +61,21 @@ def check_in_place(write, cache, *args) -> None:
     assert all(leaf.is_deleted() for leaf in donated)
 
 
-def donated_caches() -> list[Any]:
-    """A spec for each way that an array of a dtype may be shaped, axes of one among them, and a dtype of tokens."""
-    return [
-        pytest.param(
-            simple_spec(dtype, **ARRAYS[array], **UNIT_AXES[unit]),
-            source,
-            id=f"{dtype.value}-{array}{unit}-{np.dtype(source)}",
-        )
-        for dtype in STORED_KV_CACHE_DTYPES
-        for array in ARRAYS
-        for unit in UNIT_AXES
-        for source in ([jnp.bfloat16] if unit else [np.float32, jnp.bfloat16])
-        if array != "swizzled" or (dtype is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
-    ]
+# Each way that an array of a dtype may be shaped, axes of one among them, and a dtype of tokens.
+DONATED = [
+    {"dtype": dtype, "array": array, "unit": unit, "source": source}
+    for dtype in STORED_KV_CACHE_DTYPES
+    for array in ARRAYS
+    for unit in UNIT_AXES
+    for source in (["bfloat16"] if unit else ["float32", "bfloat16"])
+    if array != "swizzled" or (dtype is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
+]
 
 
-@pytest.mark.parametrize(("spec", "source"), donated_caches())
-def test_a_donated_cache_keeps_its_buffer(implementation, spec, source):
-    key, value = kv_tokens(spec, len(SLOTS), source)
+@each_case(DONATED)
+def test_a_donated_cache_keeps_its_buffer(implementation, case):
+    spec = simple_spec(case["dtype"], **ARRAYS[case["array"]], **UNIT_AXES[case["unit"]])
+    key, value = kv_tokens(spec, len(SLOTS), INPUT_DTYPES[case["source"]])
     asked = implementation if can_write(implementation, spec) else None
 
     def write(cache, key, value, slots):
@@ -78,17 +84,18 @@ def test_a_donated_cache_keeps_its_buffer(implementation, spec, source):
     check_in_place(write, KVCache.allocate(spec, 8 * NUM_BLOCKS // spec.block_size), key, value, SLOTS)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2])
-@pytest.mark.parametrize("array", ARRAYS)
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_few_tokens_copy_no_cache(array, num_kv_heads, num_tokens):
-    for dtype in STORED_KV_CACHE_DTYPES if array != "swizzled" else [KVCacheDType.NVFP4]:
-        spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])
-        cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec)
-        tokens = kv_tokens(spec, num_tokens)
-        write = jax.jit(functools.partial(reshape_and_cache_flash_diffkv, implementation="xla"), donate_argnums=2)
-        memory = write.lower(*tokens, cache, SLOTS[:num_tokens]).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < 2**14 < cache.kv.size, dtype
+@matrix(
+    {"dtype": STORED_KV_CACHE_DTYPES, "array": ARRAYS, "num_kv_heads": [1, 2], "num_tokens": [1, 2]},
+    few={"num_tokens": [1]},
+    valid=lambda case: case["array"] != "swizzled" or case["dtype"] is KVCacheDType.NVFP4,
+)
+def test_few_tokens_copy_no_cache(dtype, array, num_kv_heads, num_tokens):
+    spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])
+    cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec)
+    tokens = kv_tokens(spec, num_tokens)
+    write = jax.jit(functools.partial(reshape_and_cache_flash_diffkv, implementation="xla"), donate_argnums=2)
+    memory = write.lower(*tokens, cache, SLOTS[:num_tokens]).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**14 < cache.kv.size
 
 
 def test_many_caches_in_one_jit(implementation):
