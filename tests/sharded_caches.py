@@ -744,7 +744,14 @@ CHECKS = {
     )
 }
 
-ONCE = ("split_views", "checked_values", "copies", "documentation")
+ONCE = (
+    "split_views",
+    "checked_values",
+    "copies",
+    "copies_between_divisions",
+    "swaps_that_are_refused",
+    "documentation",
+)
 """What the type of the axes makes no difference to: of a few checks those of `Auto` are enough."""
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import assert_same_bytes, assert_same_floats, can_write, kv_tokens, poisoned, simple_spec
+from helpers import assert_same_bytes, assert_same_floats, can_write, each_case, kv_tokens, poisoned, simple_spec
 from interpret_mode import interpret_mode
 from jax.experimental import checkify
 
@@ -39,7 +39,12 @@ SPECS = {
     "nvfp4-swizzled": simple_spec(NVFP4, layout="HND", v_scale_layout="swizzled", num_kv_heads=3),
     "nvfp4-pool": simple_spec(NVFP4, page_size_padded=1300),
 }
-EACH_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+EACH_SPEC = each_case(
+    [{"name": name} for name in SPECS],
+    few={"name": ["bfloat16", "fp8-HND-diffkv", "nvfp4-swizzled"]},
+    argument="spec",
+    make=lambda case: SPECS[case["name"]],
+)
 
 # Of each layer others; padding and slots past a layer's pages are in all of them.
 SLOTS = np.array([[3, -1, 31, 8, 32, -7], [0, 9, -1, 40, 2**31 - 1, 30], [-1, 95, -(2**31), 17, 1, 31]], np.int32)
@@ -227,8 +232,9 @@ def test_a_layer_that_no_cache_has_is_refused(num_layers, layer, error, message)
     assert str(raised.value).startswith(message)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("fp8-HND-diffkv", 1), ("nvfp4-swizzled", 4)])
-def test_the_interpreted_kernel_writes_the_bytes_of_xla(name, tokens, monkeypatch):
+@each_case([{"name": "fp8-HND-diffkv", "tokens": 1}, {"name": "nvfp4-swizzled", "tokens": 4}], few={"tokens": [1]})
+def test_the_interpreted_kernel_writes_the_bytes_of_xla(case, monkeypatch):
+    name, tokens = case["name"], case["tokens"]
     monkeypatch.setattr(WriteConfig, "choose", lambda *_: WriteConfig(tokens))
     spec, written = SPECS[name], []
     key, value = kv_tokens(spec, SLOTS.shape[1])

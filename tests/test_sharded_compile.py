@@ -109,7 +109,7 @@ def write_layers(cache, keys, values, slots):
     return jax.lax.scan(layer, cache, (keys, values, jnp.arange(cache.num_layers)))[0]
 
 
-@EACH_DIVISION
+@pytest.mark.parametrize("division", MESHES)
 def test_a_scan_over_layers_is_in_place_on_each_device(division):
     spec, num_layers = make_spec(KVCacheDType.NVFP4), 4
     given = MESHES[division]
