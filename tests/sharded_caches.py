@@ -329,7 +329,7 @@ def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) 
 
 
 def check_every_format() -> None:
-    divisions = DIVISIONS if FULL or AXIS_TYPE == "Auto" else ["both"]
+    divisions = DIVISIONS if FULL else ("heads", "blocks", "both") if AXIS_TYPE == "Auto" else ("both",)
     for division, implementation in itertools.product(divisions, ("mosaic", "xla") if ON_GPU else ("xla",)):
         every = division == "both" or (AXIS_TYPE == "Auto" and not ON_GPU and division in ("heads", "blocks"))
         every = every and FULL

@@ -29,10 +29,7 @@ RUNS = [
     pytest.param("xla", STORED_KV_CACHE_DTYPES, id="xla-every-dtype", marks=pytest.mark.full),
     pytest.param("mosaic", STORED_KV_CACHE_DTYPES, id="mosaic", marks=pytest.mark.gpu),
 ]
-INTERPRETED = [
-    pytest.param("interpreted", FEW_DTYPES[-1:], id="interpreted"),
-    pytest.param("interpreted", STORED_KV_CACHE_DTYPES, id="interpreted-every-dtype", marks=pytest.mark.full),
-]
+INTERPRETED = [pytest.param("interpreted", STORED_KV_CACHE_DTYPES, id="interpreted", marks=pytest.mark.full)]
 
 
 def digests(name: str, dtypes: Sequence[KVCacheDType]) -> list[str]:

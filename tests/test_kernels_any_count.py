@@ -40,7 +40,8 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
         "operation": ["write", "write of unique slots", "gather"],
         "num_kv_heads": [1, 8],
         "target": TARGETS,
-    }
+    },
+    few={"dtype": FEW_DTYPES},
 )
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
