@@ -36,6 +36,8 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
     [
         Case("nvfp4", lengths=(20, 0), num_kv_heads=2, window=19, sinks=True, cap=5.0, q_len=2),
         pytest.param(Case("fp8_e4m3", lengths=(37,), scales="per_head"), marks=pytest.mark.full),
+        pytest.param(Case("float16", lengths=(20,), scales="scalar", group=5, q_len=4), marks=pytest.mark.full),
+        pytest.param(Case("nvfp4", lengths=(1,), block_size=8, v_scale_layout="swizzled"), marks=pytest.mark.full),
         pytest.param(Case("fp8_e5m2", lengths=(37,), layout="HND"), marks=pytest.mark.full),
         pytest.param(Case("bfloat16", lengths=(37,), query_dtype="float16", block_size=8), marks=pytest.mark.full),
         pytest.param(Case("float16", lengths=(37,), head_size=80), marks=pytest.mark.full),

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kvjax.dtypes import KVQuantMode
 from kvjax.kernels.attention import formats, lanes
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.schedule import Sequences
@@ -376,7 +377,9 @@ class Decode:
         return tiles, factor
 
     def scale(self, ref: Any, size: int) -> jax.Array:
-        """A decode scale of the warp's head, float32."""
+        """A decode scale of the warp's head, float32; 1 where the layer is not quantized and so has none."""
+        if self.problem.spec.quant_mode is KVQuantMode.NONE:
+            return lanes.splat(1.0, jnp.float32)
         return lanes.bits(lanes.load_global(ref, self.kv_head if size > 1 else self.thread * 0), jnp.float32)
 
     # The sequence.

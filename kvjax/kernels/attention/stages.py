@@ -18,7 +18,7 @@ from jax import lax
 
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.registers import LANES
-from kvjax.pages import PageRegion, swizzled_position
+from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 TILE = 16
@@ -100,6 +100,11 @@ class StagePlan:
         return cls(spec.block_size, spec.page_size_bytes, tiles, keys, values, -(-start // 128) * 128)
 
     @property
+    def is_swizzled(self) -> bool:
+        """Whether the V scales of four tokens share rows."""
+        return any(rows.page.swizzled for rows in self.values)
+
+    @property
     def has_whole_tiles(self) -> bool:
         """Whether each tile lies in one page."""
         return self.block_size % TILE == 0
@@ -166,7 +171,9 @@ class Ring:
                 wanted = (first + (TILE - 1) >= start) & (first < length)
             else:
                 first = position + TILE * tile + (self.thread & 15)
-                wanted = (first >= start) & (first < length)
+                # A swizzled row holds scales of four tokens: they travel together, and are in one block.
+                group = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
+                wanted = (first // group * group + (group - 1) >= start) & (first // group * group < length)
             entry = entries + divided(first, self.plan.block_size)
             block = lanes.load_global(self.table, entry, wanted, -1)
             missing = lanes.splat(-2, jnp.int32)
