@@ -136,6 +136,12 @@ def test_the_model_of_a_product_multiplies_the_matrices_that_registers_hold(dtyp
     np.testing.assert_array_equal(got[..., 2:], expected[:, 1])
 
 
+def test_the_largest_window_is_none():
+    query, cache, table, lens = suite.build(Case(q_len=2)).args
+    run = functools.partial(paged_attention, sliding_window=2**31 - 1)
+    jax.jit(run).trace(query, cache, table, lens)  # which traces the kernel, on a CPU too
+
+
 def test_what_it_cannot_serve_has_a_reason():
     spec = simple_spec(KVCacheDType.FLOAT32)
     assert why_not(spec) == "it reads no cache of dtype 'float32'"

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVQuantMode
@@ -106,6 +107,8 @@ def decode(
     """
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
+    if window is not None and window > np.iinfo(np.int32).max - q_len:
+        window = None  # the sums below stay within int32, and no sequence is longer
     static: dict[str, Any] = {
         "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
     }  # fmt: skip
