@@ -151,7 +151,7 @@ class Piece:
             compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
 
     def store_zeros(self) -> None:
-        """Stores what there is past the end of a sequence, and in place of a block that the cache does not have."""
+        """Stores zeros, for tokens past the end of a sequence or in a block that the cache does not have."""
         for dense in self.dense:
             compat.store(dense, plgpu.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
 

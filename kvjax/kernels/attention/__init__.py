@@ -25,8 +25,8 @@ from kvjax.kernels.attention.stages import StagePlan
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
-MAX_ROWS = 2 * COLUMNS
-"""Query rows of a KV head that one pass over the pages takes; of more there are several passes."""
+WIDE = 256
+"""Elements of a key and a value together from which on registers hold the output of one product's query rows alone."""
 
 MAX_WARPS = 16
 
@@ -44,21 +44,29 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
+def rows_a_pass(spec: AttentionSpec) -> int:
+    """Query rows of a KV head that one pass over the pages takes; of more there are several passes."""
+    return COLUMNS if spec.head_size + spec.head_size_v > WIDE else 2 * COLUMNS
+
+
 def choose(problem: Problem) -> DecodeConfig:
     """The configuration for a problem: as many heads a block as fit, and warps enough to keep a multiprocessor busy."""
     spec = problem.spec
     stage_bytes = StagePlan.of(spec, 1).stage_bytes
     is_narrow = spec.quant_mode is not KVQuantMode.NONE
-    wanted = MAX_WARPS if is_narrow and problem.tiles == 1 else MAX_WARPS // 2
-    # Interpret mode knows no barrier of several warpgroups.
-    most = WARPS if compat.interpreting() else MAX_WARPS
+    # Half the warps leave twice the registers to each.
+    is_wide = problem.tiles > 1 or spec.head_size + spec.head_size_v > WIDE
+    most = MAX_WARPS // 2 if is_wide else MAX_WARPS
+    if compat.interpreting():  # which knows no barrier of several warpgroups
+        most = WARPS
+    wanted = most if is_narrow else min(most, MAX_WARPS // 2)
     for heads in range(min(spec.num_kv_heads, most), 0, -1):
         if spec.num_kv_heads % heads:
             continue
         warps = -(-heads // WARPS) * WARPS
         if warps * stage_bytes * 2 > SHARED_BYTES and heads > 1:
             continue
-        while warps + WARPS <= min(wanted, most) and (warps + WARPS) * stage_bytes * 3 <= SHARED_BYTES:
+        while warps + WARPS <= wanted and (warps + WARPS) * stage_bytes * 3 <= SHARED_BYTES:
             warps += WARPS
         blocks = -(-(2 if compat.interpreting() else BLOCKS) * heads // spec.num_kv_heads)
         slots = min(8, SHARED_BYTES // (warps * stage_bytes))
@@ -106,18 +114,18 @@ def decode(
       `[num_seqs, q_len, num_heads]`.
     """
     num_seqs, q_len, num_heads, head_size = query.shape
-    group = num_heads // spec.num_kv_heads
+    group, max_rows = num_heads // spec.num_kv_heads, rows_a_pass(spec)
     if window is not None and window > np.iinfo(np.int32).max - q_len:
         window = None  # the sums below stay within int32, and no sequence is longer
     static: dict[str, Any] = {
         "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
     }  # fmt: skip
-    if group > MAX_ROWS:  # heads of a group by turns
+    if group > max_rows:  # heads of a group by turns
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
         sinks_by_group = sinks.reshape(spec.num_kv_heads, group)
         parts = []
-        for first in range(0, group, MAX_ROWS):
-            some = slice(first, min(first + MAX_ROWS, group))
+        for first in range(0, group, max_rows):
+            some = slice(first, min(first + max_rows, group))
             heads = by_group[:, :, :, some].reshape(num_seqs, q_len, -1, head_size)
             scales = k_scale, v_scale, sinks_by_group[:, some].reshape(-1)
             out, lse = decode(heads, pages, block_table, seq_lens, layer, *scales, spec, **static)
@@ -126,7 +134,7 @@ def decode(
         outs, lses = zip(*parts, strict=True)
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
-    tokens = MAX_ROWS // group
+    tokens = max_rows // group
     if q_len > tokens:  # tokens by turns: earlier ones stand at the end of shorter sequences
         parts = []
         for first in range(0, q_len, tokens):
