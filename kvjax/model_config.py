@@ -144,7 +144,7 @@ class ModelKVConfig:
 
         Raises:
           KVCacheValueError: a layer's heads divide into no equal shares.
-          KVCacheTypeError: `tensor_parallel` is no int.
+          KVCacheTypeError: `tensor_parallel` is not an int.
         """
         devices = as_int("tensor_parallel", tensor_parallel)
         return dataclasses.replace(self, layers=tuple(_shard_layer(layer, devices) for layer in self.layers))

@@ -253,7 +253,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
-      KVCacheTypeError: a budget that is no int.
+      KVCacheTypeError: a budget that is not an int.
     """
     if not specs:
         raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")

@@ -1,4 +1,4 @@
-"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where that is not to be had.
+"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where that is unavailable.
 
 A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
 has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that

@@ -55,8 +55,8 @@ def reshape_and_cache_flash(
       k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
-      unique_slots: promises that no two written tokens have one slot; on CUDA that saves the time to find out. If two
-        have, the bytes of that slot are undefined.
+      unique_slots: promises that no two written tokens share a slot; on CUDA that skips the check. If two do, the bytes
+        of that slot are undefined.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, stride, dtype, device, address or scale that does not fit, naming

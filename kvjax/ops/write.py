@@ -71,8 +71,8 @@ def reshape_and_cache_flash(
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
         `[num_kv_heads]`. Unquantized layers have no scale and ignore it.
       v_scale: the same for the values.
-      unique_slots: promises that no two written tokens have one slot, as `unique_indices` does in `jax.numpy`; saves
-        the time to find out. If two have, the bytes of that slot are undefined.
+      unique_slots: promises that no two written tokens share a slot, as `unique_indices` does in `jax.numpy`, and skips
+        the check. If two do, the bytes of that slot are undefined.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Raises:
