@@ -21,7 +21,7 @@ from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resol
 from kvjax_torch.plan import AttentionPlan, GatherPlan, WritePlan
 
 MAX_WINDOW = 2**31 - 1
-"""Any window past the largest length is no window."""
+"""No sequence is longer: a window beyond it restricts nothing."""
 
 IndexFacts = tuple[torch.dtype, int]
 """Of a tensor of slots, blocks or lengths: dtype and number of dimensions."""

@@ -104,7 +104,7 @@ def gather_call(
         key_cache.new_empty((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
         for size in (spec.head_size, spec.head_size_v)
     )
-    # What is no block stays one less than the first, or one more than the last.
+    # A number out of range stays out of range: clipped to just before the first block or just past the last.
     block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
     kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments)

@@ -339,7 +339,7 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
         raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
     if torch.compiler.is_compiling():
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
-    check_scale(what, scale)  # of those on a GPU nobody looks at the values
+    check_scale(what, scale)  # values on a GPU are not checked
     if not cache.is_cuda:
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
     constant = _constants.get((scale, cache.get_device()))

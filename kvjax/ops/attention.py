@@ -21,7 +21,7 @@ from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
 
 MAX_WINDOW = 2**31 - 1
-"""Any window past the largest length is no window."""
+"""No sequence is longer: a window beyond it restricts nothing."""
 
 
 @overload
