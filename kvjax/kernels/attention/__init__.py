@@ -15,26 +15,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import KVQuantMode
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
-from kvjax.kernels.attention.stages import StagePlan
+from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
 WIDE = 256
 """Elements of a key and a value together from which on registers hold the output of one product's query rows alone."""
 
-MAX_WARPS = 16
+MAX_WARPS = 8
+"""Warps of a block: two for each scheduler leave 255 registers to a thread, and several tiles at once keep it busy."""
+
+MAX_TILES = 3
+"""Tiles of a warp in a stage: more would leave room for two stages only."""
+
+SLOTS = 3
+"""Stages in shared memory, at least, where a block has several tiles."""
+
+STAGES = 8
+"""Stages that a block should have; with fewer, smaller ones divide the work more evenly."""
 
 BLOCKS = 132
 """Blocks of threads of a launch: one for each multiprocessor of an H100 or H200."""
 
 FEW_SEQUENCES = 32
-"""Up to so many sequences many warps take each row of a merge, for a sequence then has many parts."""
+"""Up to so many sequences `MERGE_WARPS` warps take each row of a merge, for a sequence then has many parts."""
+
+MERGE_WARPS = 16
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -50,27 +61,25 @@ def rows_a_pass(spec: AttentionSpec) -> int:
 
 
 def choose(problem: Problem) -> DecodeConfig:
-    """The configuration for a problem: as many heads a block as fit, and warps enough to keep a multiprocessor busy."""
+    """The configuration for a problem: as many heads a block as fit, then as many tiles a warp."""
     spec = problem.spec
-    stage_bytes = StagePlan.of(spec, 1).stage_bytes
-    is_narrow = spec.quant_mode is not KVQuantMode.NONE
-    # Half the warps leave twice the registers to each.
-    is_wide = problem.tiles > 1 or spec.head_size + spec.head_size_v > WIDE
-    most = MAX_WARPS // 2 if is_wide else MAX_WARPS
-    if compat.interpreting():  # which knows no barrier of several warpgroups
-        most = WARPS
-    wanted = most if is_narrow else min(most, MAX_WARPS // 2)
+    most = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode knows no barrier of several warpgroups
+    num_blocks, several = (2, WARPS) if compat.interpreting() else (BLOCKS, MERGE_WARPS)
     for heads in range(min(spec.num_kv_heads, most), 0, -1):
         if spec.num_kv_heads % heads:
             continue
+        tile_bytes = StagePlan.of(spec, heads, 1).stage_bytes
         warps = -(-heads // WARPS) * WARPS
-        if warps * stage_bytes * 2 > SHARED_BYTES and heads > 1:
+        if warps // heads * tile_bytes * 2 > SHARED_BYTES and heads > 1:
             continue
-        while warps + WARPS <= wanted and (warps + WARPS) * stage_bytes * 3 <= SHARED_BYTES:
+        while warps + WARPS <= most and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
             warps += WARPS
-        blocks = -(-(2 if compat.interpreting() else BLOCKS) * heads // spec.num_kv_heads)
-        slots = min(8, SHARED_BYTES // (warps * stage_bytes))
-        return DecodeConfig(heads, warps, 1, slots, blocks, most if problem.num_seqs <= FEW_SEQUENCES else 1)
+        groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
+        tokens = problem.num_seqs * problem.max_blocks * spec.block_size // blocks
+        tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS), tokens // (groups * TILE * STAGES))
+        tiles = max(1, tiles)
+        slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
+        return DecodeConfig(heads, warps, tiles, slots, blocks, several if problem.num_seqs <= FEW_SEQUENCES else 1)
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
 
 
@@ -171,7 +180,7 @@ def _attend(
     problem: Problem, config: DecodeConfig, query: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     spec = problem.spec
-    plan = StagePlan.of(spec, config.tiles)
+    plan = StagePlan.of(spec, config.heads, config.groups * config.tiles)
     rows = problem.num_seqs * problem.q_len * problem.num_heads
     parts = 2 * config.blocks * problem.q_len * problem.num_heads
     out_types = (
@@ -184,15 +193,18 @@ def _attend(
     pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
 
     def decode_body(*refs: Any) -> None:
-        *others, buffer = refs
-        Decode(problem, config, plan, Refs(*others), buffer).run()
+        *others, buffer, barriers = refs
+        Decode(problem, config, plan, Refs(*others), buffer, barriers).run()
 
     registers = Decode.registers(problem)
     joined = (config.groups - 1) * config.heads * registers * LANES * 4
     kernel = plgpu.kernel(
         compat.named("paged_attention", decode_body),
         out_type=out_types,
-        scratch_types=[plgpu.SMEM((max(config.warps * config.slots * plan.stage_bytes, joined),), jnp.uint8)],
+        scratch_types=[
+            plgpu.SMEM((max(config.slots * plan.stage_bytes, joined),), jnp.uint8),
+            plgpu.SMEM((4 * config.slots,), jnp.int32),
+        ],
         grid=(config.blocks, spec.num_kv_heads // config.heads),
         grid_names=("block", "heads"),
         num_threads=config.warps // WARPS,

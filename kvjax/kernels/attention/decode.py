@@ -28,8 +28,9 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.kernels.attention import formats, lanes
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.schedule import Sequences
-from kvjax.kernels.attention.stages import TILE, Ring, StagePlan, divided
-from kvjax.kernels.registers import LANES, WARPS
+from kvjax.kernels.attention.stages import TILE, Ring, SharedRows, StagePlan, divided
+from kvjax.kernels.registers import LANES, THREADS, WARPS
+from kvjax.pages import swizzled_position
 from kvjax.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
@@ -177,6 +178,7 @@ class Decode:
     plan: StagePlan
     refs: Refs
     buffer: Any
+    barriers: Any
 
     @functools.cached_property
     def format(self) -> Format:
@@ -185,15 +187,15 @@ class Decode:
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """The warp's stages."""
+        """The stages."""
         refs, config, problem = self.refs, self.config, self.problem
         layer, num_blocks = jnp.int32(0), jnp.int32(problem.num_blocks)
         if problem.has_layer:
             layer = refs.layer[0]
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return Ring(
-            self.plan, config.slots, self.buffer, refs.pages, refs.table, lanes.splat(num_blocks, jnp.uint32),
-            problem.num_layers, layer, self.warp, self.kv_head, self.thread,
+            self.plan, config.warps, config.slots, self.buffer, self.barriers, refs.pages, refs.table,
+            lanes.splat(num_blocks, jnp.uint32), problem.num_layers, layer, lax.axis_index("heads") * config.heads, lax.axis_index("warpgroup") * THREADS + self.thread,
         )  # fmt: skip
 
     @staticmethod
@@ -231,9 +233,14 @@ class Decode:
         return self.warp % self.config.heads
 
     @functools.cached_property
-    def first_row(self) -> jax.Array:
-        """The stage's first token row that is this warp's."""
-        return self.warp // self.config.heads * (TILE * self.config.tiles)
+    def first_tile(self) -> jax.Array:
+        """The stage's first tile that is this warp's; a warp that has none of its own reads another's."""
+        config = self.config
+        return self.warp % (config.heads * config.groups) // config.heads * config.tiles
+
+    def place(self, slot: jax.Array, rows: SharedRows) -> jax.Array:
+        """Where what the warp reads of a stage begins, of one kind of rows."""
+        return slot * self.plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
 
     @functools.cached_property
     def works(self) -> jax.Array:
@@ -248,70 +255,72 @@ class Decode:
     def run(self) -> None:
         """What a block does."""
         # These are traced once, here, and used within loops.
-        for register in ("thread", "warp", "row", "column", "head", "first_row", "works", "kv_head", "ring"):
+        for register in ("thread", "warp", "row", "column", "head", "first_tile", "works", "kv_head", "ring"):
             getattr(self, register)
+        self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         share = sequences.share(lax.axis_index("block"), self.config.blocks)
 
-        def body(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            sequence, skipped, left = carry
+        def body(carry: Any) -> Any:
+            sequence, skipped, left, turn = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             num_stages = jnp.minimum(count - skipped, left)
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
-            state = self.attend(sequence, length, first + skipped, num_stages)
+            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
             self.finish(sequence, state, begins, ends, last_block)
-            return sequence + 1, jnp.int32(0), left - num_stages
+            return sequence + 1, jnp.int32(0), left - num_stages, turn
 
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages))
+        turn = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array) -> State:
-        """Stages `first` to `first + count` of a sequence."""
+    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, turn: Any) -> Any:
+        """Stages `first` to `first + count` of a sequence.
+
+        `turn` is the slot of the first stage and its parity; returns the state and that of the stage after the last.
+        """
         config, ring = self.config, self.ring
         span = self.span(length)
         entries = sequence * self.problem.max_blocks
         # Past the end nothing is looked for, nor copied.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
-        def position(stage: jax.Array) -> jax.Array:
-            return self.first_row + (first + stage) * config.rows
+        def position(stage: Any) -> jax.Array:
+            return (first + stage) * config.rows
 
-        def blocks(stage: jax.Array) -> list[jax.Array]:
+        def blocks(stage: Any) -> list[jax.Array]:
             return ring.blocks(entries, position(stage), span.start, end)
 
-        ahead = config.slots - 1
-        history = self.thread * 0
-        for stage in range(ahead):
-            found = blocks(jnp.int32(stage))
-            ring.fill(stage, position(jnp.int32(stage)), found)
-            history = self.with_missing(history, found)
-        coming = blocks(jnp.int32(ahead))
+        def fill(stage: Any, carry: Any) -> Any:
+            turn, found = carry
+            ring.fill(*turn, position(stage), found)
+            return ring.next(*turn), blocks(stage + 1)
+
+        ahead = jnp.minimum(ring.ahead, count)
+        filled = lax.fori_loop(0, ahead, fill, (turn, blocks(0)))
+        lacks = ring.lacks_blocks(entries, jnp.maximum(span.start, position(0)), end)
         query, factor = self.query(sequence)
 
         def body(i: jax.Array, carry: Any) -> Any:
-            slot, coming, history, state = carry
-            last = jnp.where(slot == 0, config.slots - 1, slot - 1)
-            ring.fill(last, position(i + ahead), coming)
-            history = self.with_missing(history, coming)
-            coming = blocks(i + (ahead + 1))
-            ring.wait()
-            start = position(i)
+            (fill_turn, found), turn, state = carry
+
+            @pl.when(i + ahead < count)
+            def _() -> None:
+                ring.fill(*fill_turn, position(i + ahead), found)
+
+            filled = ring.next(*fill_turn), blocks(i + ahead + 1)
+            start = position(i) + self.first_tile * TILE
             is_plain = (start >= span.sees_all_from) & (start + TILE * config.tiles <= span.sees_all_to)
-            is_plain &= (history & (1 << ahead)) == 0
-            needs_look = lanes.any_in_warp(~is_plain)
+            needs_look = lanes.any_in_warp(~is_plain) | lacks
+            slot, parity = turn
+            ring.wait(slot, parity)
             state = self.stage(slot, start, entries, span, needs_look, query, factor, state)
-            lanes.wait_for_warp()
-            return jnp.where(slot == config.slots - 1, 0, slot + 1), coming, history, state
+            ring.release(slot)
+            return filled, ring.next(slot, parity), state
 
-        initial = jnp.int32(0), coming, history, self.initial_state()
-        *_, state = lax.fori_loop(0, count, body, initial)
-        return state
-
-    def with_missing(self, history: jax.Array, blocks: list[jax.Array]) -> jax.Array:
-        """The history of stages, the last in the lowest bit, with whether this one lacks a block that it needs."""
-        missing = functools.reduce(jnp.minimum, blocks) < -1
-        return history * 2 + jnp.where(missing, 1, 0)
+        _, turn, state = lax.fori_loop(0, count, body, (filled, turn, self.initial_state()))
+        return state, turn
 
     # The query.
 
@@ -418,10 +427,9 @@ class Decode:
     ) -> State:
         """One stage, whose first token is at `start`: all tiles of the warp's tokens."""
         problem, config = self.problem, self.config
-        base = self.ring.base(slot)
-        logits = [self.logits(base, tile, query) for tile in range(config.tiles)]
+        logits = [self.logits(slot, tile, query) for tile in range(config.tiles)]
         logits = [[self.capped(x * factor) for x in registers] for registers in logits]
-        values = self.values(base, 0)  # before they are needed
+        values = self.values(slot, 0)  # before they are needed
 
         def masked(logits: Any) -> Any:
             return [self.masked(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
@@ -432,7 +440,7 @@ class Decode:
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
             if tile:
-                values = self.values(base, tile)
+                values = self.values(slot, tile)
             seen_values = functools.partial(self.seen_values, start + TILE * tile, entries, span)
             values = lax.cond(needs_look, seen_values, lambda values: values, values)
             weights: list[list[jax.Array]] = []
@@ -487,19 +495,18 @@ class Decode:
 
     # Keys.
 
-    def logits(self, base: jax.Array, tile: int, query: list[list[list[jax.Array]]]) -> list[jax.Array]:
+    def logits(self, slot: jax.Array, tile: int, query: list[list[list[jax.Array]]]) -> list[jax.Array]:
         """Four registers for each tile of query rows."""
         problem = self.problem
         data, unit = self.plan.keys[0], self.key_unit
-        start = base + data.offset(self.row) + self.column * unit
+        start = self.place(slot, data) + data.offset(self.row) + self.column * unit
         zero = lanes.splat(0.0, jnp.float32)
-        # Two sums by turns: a product waits for the one before the last.
-        sums = [[[zero] * 4 for _ in range(2)] for _ in range(problem.tiles)]
+        sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.key_units):
             pairs = []
-            scales = self.key_scales(base, tile, i) if self.format.has_block_scales else [[], []]
+            scales = self.key_scales(slot, tile, i) if self.format.has_block_scales else [[], []]
             for half in range(2):
-                step = (TILE * tile + 8 * half) * data.pitch
+                step = tile * data.tile_stride + half * data.half_pitch
                 words = lanes.load_shared(self.buffer, start, unit, step + 4 * i * unit)
                 pairs.append(self.format.key_pairs(words, unit, scales[half]))
             upper, lower = pairs
@@ -508,21 +515,19 @@ class Decode:
                 at = i * len(upper) + step
                 for rows_tile, terms in enumerate(query):
                     for term in terms:
-                        turn = at // 2 % 2
-                        sums[rows_tile][turn] = lanes.mma(
-                            sums[rows_tile][turn], operand, term[at : at + 2], self.format.operand
-                        )
-        return [x + y for both in sums for x, y in zip(*both, strict=True)]
+                        sums[rows_tile] = lanes.mma(sums[rows_tile], operand, term[at : at + 2], self.format.operand)
+        return [x for each in sums for x in each]
 
-    def key_scales(self, base: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:
+    def key_scales(self, slot: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
         rows, size = self.plan.keys[1], self.key_unit
-        steps = [(TILE * tile + 8 * half) * rows.pitch for half in range(2)]
+        steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
+        base = self.place(slot, rows)
         if size == 16:  # two blocks
             start = base + rows.offset(self.row) + 2 * self.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]
             pairs = [formats.scale_pairs(pair)[0] for pair in pairs]
-            return [[lanes.permute(pair, pair, selector) for selector in (0x1010, 0x3232)] for pair in pairs]
+            return [[lanes.both_halves(pair, half) for half in range(2)] for pair in pairs]
         start = base + rows.offset(self.row) + ((4 * unit + self.column) * size) // 8
         found = [lanes.load_shared(self.buffer, start, 1, step)[0] for step in steps]
         return [[formats.scale_pairs(byte | byte << 8)[0]] for byte in found]
@@ -543,7 +548,7 @@ class Decode:
         none = lanes.splat(-jnp.inf, jnp.float32)
         logits = list(logits)
         for half in range(2):
-            position, is_there = self.is_there(start, entries, span, self.row + 8 * half)
+            position, is_there = self.is_there(start, entries, span, self.plan.token(self.row, half))
             for columns in range(problem.tiles):
                 for i in range(2):
                     query_row = columns * COLUMNS + 2 * self.column + i
@@ -566,7 +571,7 @@ class Decode:
         for half in range(2):
             mask = zero
             for i in range(2):
-                _, seen = self.is_there(start, entries, span, 2 * self.column + (8 * half + i))
+                _, seen = self.is_there(start, entries, span, self.plan.token(2 * self.column + i, half))
                 mask = mask | jnp.where(seen, lanes.splat(0xFFFF << 16 * i, jnp.uint32), zero)
             masks.append(mask)
 
@@ -600,10 +605,10 @@ class Decode:
         unit = 8 * tile + self.row
         return unit * each + element, unit < self.value_units
 
-    def values(self, base: jax.Array, tile: int) -> Values:
+    def values(self, slot: jax.Array, tile: int) -> Values:
         """A tile's values as they are stored."""
-        words = self.value_words(base, tile)
-        return Values(words, self.value_scales(base, tile) if self.format.has_block_scales else [])
+        words = self.value_words(slot, tile)
+        return Values(words, self.value_scales(slot, tile) if self.format.has_block_scales else [])
 
     def accumulate(self, values: Values, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
         """Adds a tile's values, weighted, to `output`."""
@@ -626,14 +631,14 @@ class Decode:
                     output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, self.format.operand)
                 done += 1
 
-    def value_words(self, base: jax.Array, tile: int) -> list[list[jax.Array]]:
+    def value_words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
         """Of each run of eight units two registers, of tokens 0 to 7 and of 8 to 15."""
         result = []
         rows = self.plan.values[0]
-        known = TILE * tile * rows.pitch
+        base, known = self.place(slot, rows), tile * rows.tile_stride
         if rows.alignment % 16 == 0 and rows.page.row_bytes % 16 == 0:
             lane = self.thread & (LANES - 1)
-            start = base + rows.offset(lane & 15) + (lane >> 4) * 16
+            start = base + rows.offset(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 16
             for index in range(0, self.value_tiles, 2):
                 count = min(2, self.value_tiles - index)
                 words = lanes.load_transposed(self.buffer, start, 2 * count, known + 16 * index)
@@ -645,33 +650,27 @@ class Decode:
             unit = jnp.minimum(8 * index + self.row, self.value_units - 1)
             is_unit = 8 * index + self.row < self.value_units
             four = [
-                lanes.load_shared(self.buffer, start + 2 * unit, 2, known + token * rows.pitch)[0]
-                for token in (0, 1, 8, 9)
+                lanes.load_shared(self.buffer, start + 2 * unit, 2, known + i * rows.pitch + half * rows.half_pitch)[0]
+                for half in range(2)
+                for i in range(2)
             ]
             words = [lanes.permute(four[2 * i], four[2 * i + 1], 0x5410) for i in range(2)]
             result.append([jnp.where(is_unit, word, zero) for word in words])
         return result
 
-    def value_scales(self, base: jax.Array, tile: int) -> list[list[jax.Array]]:
+    def value_scales(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
         """By run of eight units, of tokens 0 to 7 and of 8 to 15: the block scales of two tokens as a pair.
 
         A run has two blocks: that of the first four units and that of the others.
         """
         rows = self.plan.values[1]
-        count, known = rows.page.row_bytes, TILE * tile * rows.pitch
+        base, known, count = self.place(slot, rows), tile * rows.tile_stride, rows.page.row_bytes
         half_of_run = self.row >> 2
         scales: list[list[jax.Array]] = []
-        if rows.page.swizzled:  # the scales of two tokens lie side by side
-            for index in range(self.value_tiles):
-                block = jnp.minimum(2 * index + half_of_run, count - 1)
-                start = base + rows.scale_offset(2 * self.column, block)
-                words = [
-                    lanes.load_shared(self.buffer, start, 2, known + 8 * half * rows.pitch)[0] for half in range(2)
-                ]
-                scales.append([formats.scale_pairs(word)[0] for word in words])
-            return scales
+        if rows.page.swizzled:  # the scales of four tokens lie side by side
+            return [self.swizzled_scales(base, known, rows, 2 * index + half_of_run) for index in range(self.value_tiles)]
         start = base + rows.offset(2 * self.column)
-        steps = [known + token * rows.pitch for token in (0, 1, 8, 9)]
+        steps = [known + i * rows.pitch + half * rows.half_pitch for half in range(2) for i in range(2)]
         size = math.gcd(count, rows.alignment, 8)
         if size < 4:
             for index in range(self.value_tiles):
@@ -689,6 +688,21 @@ class Decode:
                 ]
                 scales += [[halves[0][j], halves[1][j]] for j in range(2)]
         return scales
+
+    def swizzled_scales(self, base: jax.Array, known: int, rows: SharedRows, block: jax.Array) -> list[jax.Array]:
+        """The scales of a block, of tokens of the first and of the other half."""
+        count = rows.page.row_bytes
+        block = jnp.minimum(block, count - 1)
+
+        def load(token: jax.Array, size: int) -> jax.Array:
+            tile_row, column = swizzled_position(token, block, count)
+            row, half = (tile_row // 2, tile_row % 2) if self.plan.interleaved else (tile_row % 8, tile_row // 8)
+            return lanes.load_shared(self.buffer, base + rows.offset(row, half) + column, size, known)[0]
+
+        if self.plan.interleaved:  # columns have four tokens of a group
+            four = load(4 * self.column, 4)
+            return [formats.scale_pairs(lanes.permute(four, four, selector))[0] for selector in (0x0020, 0x0031)]
+        return [formats.scale_pairs(load(2 * self.column + 8 * half, 2))[0] for half in range(2)]
 
     # The end of a segment.
 
@@ -738,8 +752,7 @@ class Decode:
         def place(warp: Any, register: int) -> jax.Array:
             return ((warp * count + register) * LANES + lane) * 4
 
-        lanes.wait_for_copies(0)
-        lanes.wait_for_block()  # the rings have been read
+        lanes.wait_for_block()  # all stages have been read
         others = self.works & (self.warp >= config.heads)
         for i, x in enumerate(registers):
             lanes.store_shared(self.buffer, place(self.warp, i), [x], 4, others)

@@ -11,8 +11,9 @@ and column `c` (0 to 3) of an 8 by 4 grid; `_grid` shows a register in that form
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -399,6 +400,17 @@ def permute(x: jax.Array, y: jax.Array, selector: int | jax.Array) -> jax.Array:
     return asm(f"prmt.b32 $0, $1, $2, {third};", model, x, y, *dynamic, results=[jnp.uint32])[0]
 
 
+def both_halves(x: jax.Array, half: int) -> jax.Array:
+    """The lower or the upper half of each register, twice; instructions on pairs take it as an operand as it is."""
+
+    def model(x: jax.Array) -> list[jax.Array]:
+        part = x >> 16 * half & 0xFFFF
+        return [part | part << 16]
+
+    code = f"{{ .reg .b16 x<2>; mov.b32 {{x0, x1}}, $1; mov.b32 $0, {{x{half}, x{half}}}; }}"
+    return asm(code, model, x, results=[jnp.uint32])[0]
+
+
 def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, otherwise: int = 0) -> jax.Array:
     """Loads element `index` of a one-dimensional reference in global memory, of 2 or 4 bytes, where `condition` holds.
 
@@ -476,23 +488,33 @@ def shuffle(x: jax.Array, lane: jax.Array) -> jax.Array:
     return asm(code, model, x, lane, results=[x.dtype], convergent=True)[0]
 
 
-def copy_async(
-    destination: Any,
-    to: jax.Array,
-    to_immediate: int,
-    source: Any,
-    row: jax.Array,
-    row_bytes: int,
-    offset: jax.Array,
-    immediate: int,
-    size: int,
-    condition: jax.Array,
-) -> None:
-    """Copies `size` bytes (1, 2, 4, 8 or 16) from global to shared memory where `condition` holds, asynchronously.
+class Copy(NamedTuple):
+    """A copy from global to shared memory, of each thread or of one thread of each warp.
 
-    From byte `offset + immediate` of a row of `source`, rows being `row_bytes` apart, to byte `to + to_immediate` of
-    `destination`. Copies of 1 or 2 bytes are done at once.
+    Attributes:
+      to: byte of shared memory where it goes, without `to_immediate`.
+      to_immediate: what has to be added to that.
+      row: row of global memory.
+      row_bytes: bytes from a row to the next.
+      offset: byte of the row, without `immediate`.
+      immediate: what has to be added to that.
+      size: bytes.
+      condition: whether anything is copied.
     """
+
+    to: jax.Array
+    to_immediate: int
+    row: jax.Array
+    row_bytes: int
+    offset: jax.Array
+    immediate: int
+    size: int | jax.Array
+    condition: jax.Array
+
+
+def copy_async(destination: Any, source: Any, copy: Copy) -> None:
+    """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; those of 1 or 2 bytes are done at once."""
+    to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
     if compat.interpreting():
         data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
         start = row * row_bytes + offset + immediate
@@ -511,24 +533,130 @@ def copy_async(
         target, origin = f"[$0+{to_immediate}]", f"[$1+{immediate}]"
         if size >= 4:
             cache = "cg" if size == 16 else "ca"
-            copy = f"@p cp.async.{cache}.shared.global {target}, {origin}, {size};"
+            instruction = f"@p cp.async.{cache}.shared.global {target}, {origin}, {size};"
         else:
             kind = f"u{8 * size}"
-            copy = f".reg .b16 x; @p ld.global.{kind} x, {origin}; @p st.shared.{kind} {target}, x;"
-        code = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {copy} }}"
+            instruction = f".reg .b16 x; @p ld.global.{kind} x, {origin}; @p st.shared.{kind} {target}, x;"
+        code = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {instruction} }}"
         _inline_asm(code, [to_address, address, _scalar(condition)], [], clobber="~{memory}")
 
     types = plgpu.RefType(), plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT, LAYOUT
     plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
 
 
-def end_copies() -> None:
-    """Makes a group of this thread's copies since the last group."""
-    if not compat.interpreting():
-        _statement("cp.async.commit_group;")
+def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) -> None:
+    """Makes barriers in shared memory (int32, two words each) that complete when so many have arrived.
+
+    `thread`: each thread's number in the block; all of them call this.
+    """
+    if compat.interpreting():  # one warpgroup, and copies that are done at once: nothing waits
+        return
+
+    def run(_: Any, ref: Any, thread: Any) -> None:
+        address = _shared_address(ref)
+        inits = " ".join(
+            f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals)
+        )
+        code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} bar.sync 0; }}"
+        _inline_asm(code, [address, _scalar(thread)], [], clobber="~{memory}")
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(run)(ref, thread)
 
 
-def wait_for_copies(groups: int) -> None:
-    """Waits for all of the warp's groups of copies but the last `groups`; their bytes are there for all its threads."""
-    if not compat.interpreting():
-        _statement(f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff;")
+def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
+    """Runs PTX whose `$0` is the address of barrier `index`, and whose other operands are numbers."""
+
+    def run(_: Any, ref: Any, index: Any, *operands: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        address = arith.addi(_shared_address(ref), arith.muli(_scalar(index), mgpu.c(8, i32)))
+        _inline_asm(code, [address, *map(_scalar, operands)], [], clobber="~{memory}")
+
+    if compat.interpreting():
+        return
+    numbers = [x if jnp.shape(x) else splat(x, jnp.int32) for x in (index, *operands)]
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *((LAYOUT,) * len(numbers))))(run)(ref, *numbers)
+
+
+def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
+    """Waits until a barrier has completed the phase of a parity, 0 for its first; that before it counts as done."""
+    code = (
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+        " @done bra OUT; bra AGAIN; OUT: }"
+    )
+    _with_barrier(ref, index, code, parity)
+
+
+def copy_bulk(destination: Any, source: Any, barriers: Any, index: Any, copies: Sequence[Copy]) -> None:
+    """One thread of each warp starts copies, and arrives at a barrier that then waits for their bytes too.
+
+    All threads of a warp have the same copies.
+    """
+    if compat.interpreting():
+        for copy in copies:
+            for warp in range(WARPS):
+                _copy_model(destination, source, copy, warp * LANES)
+        return
+
+    def run(_: Any, destination: Any, source: Any, barriers: Any, index: Any, *registers: Any) -> None:
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        base, shared = llvm.ptrtoint(i64, utils.memref_ptr(source)), _shared_address(destination)
+        counter = arith.addi(_shared_address(barriers), arith.muli(_scalar(index), mgpu.c(8, i32)))
+        operands, code = [counter], []
+        size: Any = mgpu.c(0, i32)
+        sizes = itertools.count(4 * len(copies))
+        for i, copy in enumerate(copies):
+            to, row, offset, condition = map(_scalar, registers[4 * i : 4 * i + 4])
+            address = arith.addi(base, arith.muli(arith.extui(i64, row), mgpu.c(copy.row_bytes, i64)))
+            address = arith.addi(address, arith.extui(i64, arith.addi(offset, mgpu.c(copy.immediate, i32))))
+            operands += [arith.addi(shared, arith.addi(to, mgpu.c(copy.to_immediate, i32))), address, condition]
+            length = mgpu.c(copy.size, i32) if isinstance(copy.size, int) else _scalar(registers[next(sizes)])
+            operands.append(length)
+            size = arith.addi(size, arith.muli(condition, length))
+            target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
+            code.append(
+                f"setp.ne.and.b32 q, {wanted}, 0, p; @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                f" [{target}], [{origin}], {bytes_}, [$0];"
+            )
+        # ptxas knows that `elect` leaves one thread. Of other predicates it makes a loop over threads.
+        begin = (
+            "{ .reg .pred p, q; .reg .b64 state; elect.sync _|p, 0xffffffff;"
+            " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
+        )
+        _inline_asm(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")
+
+    registers = [splat(index, jnp.int32)]
+    for copy in copies:
+        registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
+    registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
+    types = *((plgpu.RefType(),) * 3), *((LAYOUT,) * len(registers))
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, barriers, *registers)
+
+
+def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:
+    row, offset, to, condition = (
+        lax.index_in_dim(x, thread, keepdims=False) for x in (copy.row, copy.offset, copy.to, copy.condition)
+    )
+    data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
+    size = copy.size if isinstance(copy.size, int) else lax.index_in_dim(copy.size, thread, keepdims=False)
+    flat = destination[...]
+    at = jnp.arange(flat.shape[0]) - (to + copy.to_immediate)
+    copied = jnp.take(data, row * copy.row_bytes + offset + copy.immediate + at, mode="clip")
+    destination[...] = jnp.where(condition & (at >= 0) & (at < size), copied, flat)
+
+
+def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
+    """Each thread arrives at a barrier when its copies have; at once, after waiting for them, if not `asynchronous`."""
+    if asynchronous:
+        code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
+    else:
+        code = "cp.async.wait_all; { .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }"
+    _with_barrier(ref, index, code)
+
+
+def arrive_as_warp(ref: Any, index: Any) -> None:
+    """One thread of each warp arrives at a barrier, for all of them."""
+    code = (
+        "{ .reg .pred p; .reg .u32 lane; .reg .b64 state; bar.warp.sync 0xffffffff;"
+        " mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p mbarrier.arrive.shared::cta.b64 state, [$0]; }"
+    )
+    _with_barrier(ref, index, code)

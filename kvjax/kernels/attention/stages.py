@@ -1,16 +1,25 @@
-"""Rows of pages on their way through shared memory: what each warp copies for itself, and where it puts it.
+"""Rows of pages on their way through shared memory: a ring of stages that all warps of a block fill and read.
 
-A warp has a ring of its own: `slots` stages of `tiles` runs of 16 tokens of one KV head, each row copied by
-asynchronous copies of up to 16 bytes. So no warp waits for another. Rows lie `pitch` bytes apart, such that the loads
-of `formats` find them in different banks: eight rows that `ldmatrix` reads together start at eight different multiples
-of 16 bytes modulo 128, and key rows of 64 bytes follow each other.
+A stage is `tiles` runs of 16 tokens of one sequence, of all KV heads of the block. Where a page's bytes allow, its
+tiles travel in bulk copies, each as long as the layout has contiguous bytes; elsewhere all threads copy together, up to
+16 bytes at a time. Memory serves bulk copies at a higher rate: they pass no caches, and take an instruction for
+kilobytes.
+
+Rows are `pitch` bytes apart in shared memory. `ldmatrix` reads eight rows of 16 bytes at once, which should start at
+eight different multiples of 16 bytes modulo 128: rows of values are padded to that where it costs least, which is where
+they are small and conflicts would otherwise bound the kernel.
+
+Each slot has two barriers. One counts what has arrived, the other the warps that are done with the stage. So warps may
+be several stages apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,86 +27,182 @@ from jax import lax
 
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.registers import LANES
-from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
+from kvjax.pages import SWIZZLE_TOKENS, PageRegion
 from kvjax.spec import AttentionSpec
 
 TILE = 16
 """Tokens of one product."""
 
 COPY_BYTES = 16
-"""Bytes that a thread copies at once, at most."""
+"""Bytes that a thread copies at once, at most, and that bulk copies and their addresses are multiples of."""
+
+PADDED_BYTES = 256
+"""Values of a token, of all heads, from which on padding them is worth a bulk copy for each pair of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedRows:
     """Rows of one kind in a stage.
 
+    The 16 tokens of a tile are two halves of the eight rows of a matrix (`StagePlan.token`).
+
     Attributes:
       page: where they are in a page.
-      start: where they begin in the stage.
-      pitch: bytes from a row to the next.
-      unit: bytes of a copy.
+      start: where they begin in their tile.
+      pitch: bytes from a row to the next of its half.
+      half_pitch: bytes from a row to that of the other half.
+      head_stride: bytes from a head to the next.
+      tile_stride: bytes from a tile to the next.
+      unit: bytes that a thread copies; of bulk copies what all their addresses are multiples of.
     """
 
     page: PageRegion
     start: int
     pitch: int
+    half_pitch: int
+    head_stride: int
+    tile_stride: int
     unit: int
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's heads are nearer to each other than a head's tokens."""
+        return self.page.token_stride >= self.page.head_stride
 
     @property
     def alignment(self) -> int:
         """Bytes that each row's offset is a multiple of, up to 16."""
-        return math.gcd(self.start, self.pitch, 16)
+        return math.gcd(self.start, self.pitch, self.half_pitch, self.head_stride, self.tile_stride, 16)
 
-    def offset(self, row: Any) -> Any:
-        """Where a row begins in the stage."""
-        return self.start + row * self.pitch
+    def offset(self, row: Any, half: Any = 0) -> Any:
+        """Where a row begins, counted from its head's part of its tile."""
+        return self.start + row * self.pitch + half * self.half_pitch
 
-    def scale_offset(self, row: Any, scale: Any) -> Any:
-        """Where a block scale of a token lies in the stage; of swizzled rows for whole groups of four tokens."""
-        if not self.page.swizzled:
-            return self.offset(row) + scale
-        tile_row, column = swizzled_position(row, scale, self.page.row_bytes)
-        return self.offset(tile_row) + column
+
+class Chunk(NamedTuple):
+    """A run of bytes that a bulk copy brings for a tile.
+
+    Attributes:
+      source: byte of the page, for the page's first tile and the block's first head.
+      to: byte of the tile in shared memory.
+      size: bytes.
+      token_stride: bytes from a token to the next in the page.
+      head_stride: bytes from a head to the next in the page.
+    """
+
+    source: int
+    to: int
+    size: int
+    token_stride: int
+    head_stride: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What a stage of a warp holds.
+    """What a stage holds.
 
     Attributes:
       block_size: tokens of a page.
       page_bytes: bytes from a page to the next.
+      heads: KV heads of the block of threads.
       tiles: runs of 16 tokens.
       keys: data and, for NVFP4, block scales.
       values: the same.
-      stage_bytes: bytes of a stage.
+      stage_bytes: bytes of the stage.
+      interleaved: whether the halves of a tile are its even and its odd tokens, or else its first eight and its last.
+      chunks: the bulk copies of a tile; none where threads copy.
     """
 
     block_size: int
     page_bytes: int
+    heads: int
     tiles: int
     keys: tuple[SharedRows, ...]
     values: tuple[SharedRows, ...]
     stage_bytes: int
+    interleaved: bool
+    chunks: tuple[Chunk, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: int) -> StagePlan:
+    def of(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan:
         """The plan for caches of `spec`."""
+        return cls._in_bulk(spec, heads, tiles) or cls._by_threads(spec, heads, tiles)
+
+    @classmethod
+    def _in_bulk(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan | None:
+        """Rows in the order of the page, but for 16 bytes after each pair of tokens of values; None if unaligned."""
+        if spec.block_size % TILE:
+            return None
+        regions = spec.regions
+        values = regions.v[0]
+        interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
+        swizzled = [region for half in regions for region in half if region.swizzled]
+        if any(region.row_bytes % SWIZZLE_TOKENS for region in swizzled):
+            return None
+        placed: list[SharedRows] = []
+        chunks: list[Chunk] = []
         start = 0
-        halves: list[list[SharedRows]] = [[], []]
-        for is_values, regions in enumerate(spec.regions):
-            for is_scales, region in enumerate(regions):
-                unit = math.gcd(
-                    COPY_BYTES, region.row_bytes, region.base, region.token_stride, region.head_stride,
-                    spec.page_size_bytes,
-                )  # fmt: skip
-                pitch = region.row_bytes if is_scales else _pitch(region.row_bytes, bool(is_values))
-                start = -(-start // 16) * 16
-                halves[is_values].append(SharedRows(region, start, pitch, unit))
-                start += TILE * tiles * pitch
-        keys, values = (tuple(half) for half in halves)
-        return cls(spec.block_size, spec.page_size_bytes, tiles, keys, values, -(-start // 128) * 128)
+        for region in (*regions.k, *regions.v):
+            by_token = region.token_stride >= region.head_stride
+            token, head = (heads * region.row_bytes, region.row_bytes) if by_token else (region.row_bytes, 0)
+            pad = COPY_BYTES if interleaved and region is values else 0
+            pitch, half_pitch = (2 * token + pad, token) if interleaved else (token, 8 * token)
+            size = TILE * token + 7 * pad  # none after the last pair, which then is contiguous with what follows
+            head = head or size
+            placed.append(SharedRows(region, start, pitch, half_pitch, head, 0, COPY_BYTES))
+            for each in range(1 if by_token else heads):
+                for index in range(TILE):
+                    row_, half = (index // 2, index % 2) if interleaved else (index % 8, index // 8)
+                    source = region.base + index * region.token_stride + each * region.head_stride
+                    to = placed[-1].offset(row_, half) + each * head
+                    if by_token and region.head_stride != region.row_bytes:
+                        chunks += [
+                            Chunk(source + i * region.head_stride, to + i * head, region.row_bytes, region.token_stride, region.head_stride)
+                            for i in range(heads)
+                        ]
+                    else:
+                        chunks.append(Chunk(source, to, token, region.token_stride, region.head_stride))
+            start += size * (1 if by_token else heads)
+        merged = _merged(chunks, across=spec.block_size == TILE and heads == spec.num_kv_heads)
+        numbers = [spec.page_size_bytes]
+        for chunk in merged:
+            numbers += [chunk.source, chunk.to, chunk.size]
+            numbers += [TILE * chunk.token_stride] if spec.block_size > TILE else []
+            numbers += [heads * chunk.head_stride] if heads < spec.num_kv_heads else []
+        if any(number % COPY_BYTES for number in numbers):
+            return None
+        tile_bytes = -(-start // 128) * 128
+        placed = [dataclasses.replace(rows, tile_stride=tile_bytes) for rows in placed]
+        count = len(regions.k)
+        return cls(
+            spec.block_size, spec.page_size_bytes, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
+            tiles * tile_bytes, interleaved, tuple(merged),
+        )  # fmt: skip
+
+    @classmethod
+    def _by_threads(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan:
+        """A head's rows together, padded to an odd multiple of 16 bytes where that helps."""
+        regions, start = spec.regions, 0
+        placed: list[SharedRows] = []
+        for region in (*regions.k, *regions.v):
+            row = region.row_bytes
+            unit = math.gcd(COPY_BYTES, row, region.base, region.token_stride, region.head_stride, spec.page_size_bytes)
+            is_key, is_data = region in regions.k, region in (regions.k[0], regions.v[0])
+            padded = is_data and row % (2 * COPY_BYTES) == 0 and not (is_key and row <= 4 * COPY_BYTES)
+            pitch = row + (COPY_BYTES if padded else 0)
+            # An odd multiple of 64: what heads beside each other in a page are stored in different banks.
+            head_stride = (TILE * pitch + 63) // 128 * 128 + 64
+            placed.append(SharedRows(region, start, pitch, 8 * pitch, head_stride, heads * head_stride, unit))
+            start += tiles * heads * head_stride
+        count = len(regions.k)
+        return cls(
+            spec.block_size, spec.page_size_bytes, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
+            -(-start // 128) * 128, False, (),
+        )  # fmt: skip
+
+    def token(self, row: Any, half: Any) -> Any:
+        """Which token of its tile a row of a half is."""
+        return 2 * row + half if self.interleaved else row + 8 * half
 
     @property
     def is_swizzled(self) -> bool:
@@ -105,136 +210,293 @@ class StagePlan:
         return any(rows.page.swizzled for rows in self.values)
 
     @property
+    def copies_asynchronously(self) -> bool:
+        """Whether rows are copied in units that asynchronous copies have, of 4 bytes or more."""
+        return all(rows.unit >= 4 for rows in (*self.keys, *self.values))
+
+    @property
     def has_whole_tiles(self) -> bool:
         """Whether each tile lies in one page."""
         return self.block_size % TILE == 0
 
 
-def _pitch(row_bytes: int, is_values: bool) -> int:
-    """Bytes between rows: an odd multiple of 16 where they are read by `ldmatrix`."""
-    if row_bytes % 16:
-        return row_bytes
-    if not is_values and row_bytes <= 64:
-        return row_bytes
-    return row_bytes + (16 if row_bytes % 32 == 0 else 0)
+def _merged(chunks: list[Chunk], *, across: bool) -> list[Chunk]:
+    """The chunks with those joined that follow each other in the page and in the tile; `across` regions too."""
+    merged: list[Chunk] = []
+    for chunk in sorted(chunks):
+        if merged:
+            last = merged[-1]
+            follows = (last.source + last.size, last.to + last.size) == chunk[:2]
+            if follows and (across or last[3:] == chunk[3:]):
+                merged[-1] = last._replace(size=last.size + chunk.size)
+                continue
+        merged.append(chunk)
+    return merged
+
+
+class Digit(NamedTuple):
+    """An int32 that is in part known when the kernel is traced: `varying + known`, with `0 <= varying < bound`."""
+
+    varying: jax.Array
+    bound: int
+    known: int
+
+    @property
+    def value(self) -> Any:
+        """The number."""
+        return self.varying + self.known
+
+    def times(self, factor: int) -> Digit:
+        """The product with a number."""
+        return Digit(self.varying * factor, (self.bound - 1) * factor + 1, self.known * factor)
+
+    def plus(self, other: Digit) -> Digit:
+        """The sum."""
+        return Digit(self.varying + other.varying, self.bound + other.bound - 1, self.known + other.known)
+
+    def split(self, divisor: int) -> tuple[Digit, Digit]:
+        """The quotient and the remainder by a divisor."""
+        varying, bound, known = self
+        if divisor % bound == 0 and known % bound == 0:  # then the sum of the remainders stays below the divisor
+            return Digit(varying * 0, 1, known // divisor), Digit(varying, bound, known % divisor)
+        if known % divisor:
+            varying, bound, known = varying + known, bound + known, 0
+        quotient = Digit(divided(varying, divisor), -(-bound // divisor), known // divisor)
+        return quotient, Digit(remainder(varying, divisor), min(bound, divisor), 0)
+
+
+def _chosen(index: Digit, values: Sequence[int]) -> Digit:
+    """Element `index` of a list."""
+    value = index.varying * 0
+    if all(x == values[0] for x in values):
+        return Digit(value, 1, values[0])
+    if index.bound == 1:
+        return Digit(value, 1, values[index.known])
+    for i, x in enumerate(values):
+        value = jnp.where(index.value == i, x, value)
+    return Digit(value, max(values) + 1, 0)
+
+
+class Copy(NamedTuple):
+    """What one instruction copies, of each thread or warp its own piece.
+
+    Attributes:
+      tile: the tile.
+      to: byte of the stage.
+      source: byte of the page, without what depends on where the tile is in it.
+      token: the token of the tile that lies there, where rows of a tile are in several pages.
+      token_stride: bytes from a token to the next in the page.
+      size: bytes.
+      is_one: whether there is anything to copy; None where every thread or warp has something.
+      block: which of `Ring.blocks` is the token's.
+    """
+
+    tile: Digit
+    to: Digit
+    source: Digit
+    token: Digit | None
+    token_stride: Any
+    size: Any
+    is_one: jax.Array | None
+    block: int
+
+
+class Tokens(NamedTuple):
+    """Tokens of a stage that are in one block: a tile, or of each thread one token."""
+
+    tile: Digit
+    token: Digit | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of each warp.
+    """The ring of a block of threads.
 
     Attributes:
       plan: what a stage holds.
-      slots: stages of a ring.
-      buffer: shared memory, `uint8 [warps * slots * plan.stage_bytes]`.
+      warps: warps of the block.
+      slots: stages of the ring, 2 or more.
+      buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
+      barriers: shared memory, `int32 [4 * slots]`: of each slot a barrier for what arrives, then one for its readers.
       pages: reference to the pages, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
       num_blocks: blocks from 0 to less than this exist: a uint32 register.
       num_layers: pages of a block.
       layer: which of them.
-      warp: the warp's number in the block, a register.
-      head: the warp's KV head, a register.
-      thread: the thread's number in its warpgroup.
+      first_head: the block's first KV head.
+      thread: the thread's number in the block, a register.
     """
 
     plan: StagePlan
+    warps: int
     slots: int
     buffer: Any
+    barriers: Any
     pages: Any
     table: Any
     num_blocks: jax.Array
     num_layers: int
     layer: jax.Array
-    warp: jax.Array
-    head: jax.Array
+    first_head: jax.Array
     thread: jax.Array
 
-    def base(self, slot: Any) -> jax.Array:
-        """Where a slot begins in shared memory."""
-        return (self.warp * self.slots + slot) * self.plan.stage_bytes
+    @property
+    def ahead(self) -> int:
+        """Stages that are on their way while one is read."""
+        return max(1, self.slots - 2)  # with one between, no warp waits for the slowest
 
-    def blocks(self, entries: Any, position: jax.Array, start: Any, length: Any) -> list[jax.Array]:
-        """The page of each row of a stage, or -1 where no token is looked for in it; of every tile a register.
+    @property
+    def rows(self) -> int:
+        """Tokens of a stage."""
+        return TILE * self.plan.tiles
 
-        A thread has row `lane % 16`. For a block that does not exist it is -2.
+    def begin(self) -> None:
+        """Sets up the barriers; all threads of the block call it, once."""
+        _ = self.copies  # traced once, here, and used within loops
+        arrivals = self.warps if self.plan.chunks else self.warps * LANES
+        lanes.initialize_barriers(self.barriers, self.thread, [arrivals] * self.slots + [self.warps] * self.slots)
+
+    @functools.cached_property
+    def copies(self) -> tuple[list[Copy], list[Tokens]]:
+        """The copies of a stage, and the tokens whose blocks they need."""
+        return self._bulk_copies() if self.plan.chunks else self._thread_copies()
+
+    def _bulk_copies(self) -> tuple[list[Copy], list[Tokens]]:
+        plan = self.plan
+        warp = self.thread >> 5
+        chunks, count = plan.chunks, plan.tiles * len(plan.chunks)
+        copies, tokens = [], []
+        for first in range(0, count, self.warps):
+            tile, number = Digit(warp, self.warps, first).split(len(chunks))
+            chunk = Chunk(*(_chosen(number, values) for values in zip(*chunks, strict=True)))
+            is_one = None if first + self.warps <= count else warp + first < count
+            to = tile.times(plan.keys[0].tile_stride).plus(chunk.to)
+            source = chunk.source.varying + chunk.source.known + self.first_head * chunk.head_stride.value
+            copies.append(
+                Copy(
+                    tile, to, Digit(source, 0, 0), None, chunk.token_stride.value, chunk.size.value, is_one, len(tokens)
+                )
+            )
+            tokens.append(Tokens(tile, None))
+        return copies, tokens
+
+    def _thread_copies(self) -> tuple[list[Copy], list[Tokens]]:
+        plan = self.plan
+        threads = LANES * self.warps
+        copies: list[Copy] = []
+        tokens: dict[Any, int] = {}
+        looked_up: list[Tokens] = []
+        for rows in (*plan.keys, *plan.values):
+            pieces = rows.page.row_bytes // rows.unit
+            count = plan.tiles * TILE * plan.heads * pieces
+            for first in range(0, count, threads):
+                rest, piece = Digit(self.thread, threads, first).split(pieces)
+                if rows.by_token:
+                    rest, head = rest.split(plan.heads)
+                    tile, token = rest.split(TILE)
+                else:
+                    rest, token = rest.split(TILE)
+                    tile, head = rest.split(plan.heads)
+                is_one = None if first + threads <= count else self.thread + first < count
+                # What several copies need is looked up once.
+                same = (tile.known,) if tile.bound == 1 and plan.has_whole_tiles else (count, rows.by_token, first)
+                if same not in tokens:
+                    tokens[same] = len(looked_up)
+                    looked_up.append(Tokens(tile, None if plan.has_whole_tiles else token))
+                unit = piece.times(rows.unit)
+                to = tile.times(rows.tile_stride).plus(head.times(rows.head_stride)).plus(unit)
+                to = to.plus(token.times(rows.pitch)).plus(Digit(self.thread * 0, 1, rows.start))
+                source = head.times(rows.page.head_stride).plus(unit).plus(Digit(self.thread * 0, 1, rows.page.base))
+                source = source._replace(varying=source.varying + self.first_head * rows.page.head_stride)
+                if plan.has_whole_tiles:
+                    source = source.plus(token.times(rows.page.token_stride))
+                token = None if plan.has_whole_tiles else token
+                copies.append(
+                    Copy(tile, to, source, token, rows.page.token_stride, rows.unit, is_one, tokens[same])
+                )
+        return copies, looked_up
+
+    def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
+        """The pages that the copies of a stage read, of each of their tokens; -1 where nothing is to be copied.
 
         Args:
           entries: where the sequence's entries begin in the table.
-          position: of the stage's first row.
+          position: of the stage's first token.
           start: the first position that is seen.
-          length: the sequence's; nothing is seen from there on.
+          end: nothing is seen from there on.
         """
         found = []
-        for tile in range(self.plan.tiles):
-            if self.plan.has_whole_tiles:
-                first = position + TILE * tile
-                wanted = (first + (TILE - 1) >= start) & (first < length)
-            else:
-                first = position + TILE * tile + (self.thread & 15)
+        for tile, token in self.copies[1]:
+            first, size = position + tile.value * TILE, TILE
+            if token is not None:
                 # A swizzled row holds scales of four tokens: they travel together, and are in one block.
-                group = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
-                wanted = (first // group * group + (group - 1) >= start) & (first // group * group < length)
-            entry = entries + divided(first, self.plan.block_size)
-            block = lanes.load_global(self.table, entry, wanted, -1)
-            missing = lanes.splat(-2, jnp.int32)
+                size = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
+                first = (first + token.value) // size * size
+            wanted = (first + (size - 1) >= start) & (first < end)
+            block = lanes.load_global(self.table, entries + divided(first, self.plan.block_size), wanted, -1)
             exists = block < self.num_blocks  # one comparison: negative numbers are large ones
             page = lanes.bits(block, jnp.int32)
             if self.num_layers > 1:
-                page = jnp.where(exists, page * self.num_layers + self.layer, page)
-            found.append(jnp.where(exists | ~wanted, page, missing))
+                page = page * self.num_layers + self.layer
+            found.append(jnp.where(exists, page, -1))
         return found
 
-    def fill(self, slot: Any, position: jax.Array, blocks: list[jax.Array]) -> None:
-        """Starts the copies of a stage, of the rows whose block is there, and ends a group of copies."""
-        plan = self.plan
+    def lacks_blocks(self, entries: Any, start: Any, end: Any) -> jax.Array:
+        """Whether a block that holds positions from `start` to `end` does not exist: a scalar, the same in all warps."""
+        size = self.plan.block_size
+        first, last = start // size, jnp.maximum(end - 1, 0) // size
         lane = self.thread & (LANES - 1)
-        base = self.base(slot)
-        for rows in (*plan.keys, *plan.values):
-            region, unit = rows.page, rows.unit
-            pieces = region.row_bytes // unit
-            whole = pieces <= LANES and LANES % pieces == 0  # then a copy's row and piece are known of its thread
-            head = self.head * region.head_stride
-            count = TILE * pieces
-            for tile in range(plan.tiles):
-                for first in range(0, count, LANES):
-                    if whole:
-                        step = first // pieces
-                        row, piece = lane // pieces, (lane % pieces) * unit
-                    else:
-                        step = 0
-                        row, piece = (lane + first) // pieces, (lane + first) % pieces * unit
-                    inside = None if first + LANES <= count else lane + first < count
-                    to = base + rows.offset(row) + piece
-                    to_immediate = (TILE * tile + step) * rows.pitch
-                    block = blocks[tile]
-                    if plan.has_whole_tiles:
-                        token = remainder(position + TILE * tile, plan.block_size)
-                        place = (token + row) * region.token_stride + head + piece
-                        immediate = region.base + step * region.token_stride
-                    else:
-                        at = jnp.minimum(row + step, TILE - 1)
-                        block = lanes.shuffle(block, at)
-                        token = remainder(position + TILE * tile + at, plan.block_size)
-                        place = token * region.token_stride + head + piece
-                        immediate = region.base
-                    copies = block >= 0 if inside is None else (block >= 0) & inside
-                    lanes.copy_async(
-                        self.buffer,
-                        to,
-                        to_immediate,
-                        self.pages,
-                        block,
-                        plan.page_bytes,
-                        place,
-                        immediate,
-                        unit,
-                        copies,
-                    )
-        lanes.end_copies()
 
-    def wait(self) -> None:
-        """Waits for the oldest stage but `slots - 1`, for all threads of the warp."""
-        lanes.wait_for_copies(self.slots - 1)
+        def body(i: jax.Array, lacks: jax.Array) -> jax.Array:
+            entry = lane + (first + i * LANES)
+            block = lanes.load_global(self.table, entry + entries, entry <= last, 0)
+            return lacks | ((entry <= last) & (block >= self.num_blocks)).astype(jnp.int32)
+
+        chunks = (last - first) // LANES + 1
+        lacks = lax.fori_loop(0, jnp.where(end > start, chunks, 0), body, self.thread * 0)
+        return lanes.any_in_warp(lacks != 0)
+
+    def fill(self, slot: Any, parity: Any, position: Any, blocks: list[jax.Array]) -> None:
+        """Starts the copies of a stage, as soon as all warps are done with what was in the slot.
+
+        `parity`: of how often the slot was filled before.
+        """
+        plan = self.plan
+        lanes.wait_for_barrier(self.barriers, self.slots + slot, 1 - parity)
+        base, copies = slot * plan.stage_bytes, []
+        for copy in self.copies[0]:
+            block = blocks[copy.block]
+            condition = block >= 0 if copy.is_one is None else (block >= 0) & copy.is_one
+            offset = copy.source.varying
+            if plan.block_size != TILE:
+                first = copy.tile.times(TILE)
+                first = first if copy.token is None else first.plus(copy.token)
+                offset = offset + remainder(position + first.value, plan.block_size) * copy.token_stride
+            copies.append(
+                lanes.Copy(
+                    base + copy.to.varying, copy.to.known, block, plan.page_bytes, offset, copy.source.known,
+                    copy.size, condition,
+                )
+            )  # fmt: skip
+        if plan.chunks:
+            lanes.copy_bulk(self.buffer, self.pages, self.barriers, slot, copies)
+        else:
+            for each in copies:
+                lanes.copy_async(self.buffer, self.pages, each)
+            lanes.arrive_with_copies(self.barriers, slot, asynchronous=plan.copies_asynchronously)
+
+    def wait(self, slot: Any, parity: Any) -> None:
+        """Waits until a stage has arrived in the slot, filled as often before as `parity` says."""
+        lanes.wait_for_barrier(self.barriers, slot, parity)
+
+    def release(self, slot: Any) -> None:
+        """Says that this warp is done with the stage in a slot."""
+        lanes.arrive_as_warp(self.barriers, self.slots + slot)
+
+    def next(self, slot: jax.Array, parity: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The slot after a slot, and its parity."""
+        is_last = slot == self.slots - 1
+        return jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
 
 def divided(x: Any, divisor: int) -> Any:
