@@ -7,7 +7,9 @@ softmax, output), `merge`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, Decode
 from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
 from kvjax.kernels.attention.stages import StagePlan
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
@@ -49,10 +52,20 @@ def rows_a_pass(spec: AttentionSpec) -> int:
     return COLUMNS if spec.head_size + spec.head_size_v > WIDE else 2 * COLUMNS
 
 
+def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, list[slice]]]:
+    """What one run of the kernel after another takes: heads of every group, and then query tokens with these heads."""
+    most, divided = rows_a_pass(spec), []
+    for first in range(0, group, most):
+        heads = slice(first, min(first + most, group))
+        tokens = most // (heads.stop - heads.start)
+        divided.append((heads, [slice(start, min(start + tokens, q_len)) for start in range(0, q_len, tokens)]))
+    return divided
+
+
 def choose(problem: Problem) -> DecodeConfig:
     """The configuration for a problem: as many heads a block as fit, and warps enough to keep a multiprocessor busy."""
     spec = problem.spec
-    stage_bytes = StagePlan.of(spec, 1).stage_bytes
+    stage_bytes = StagePlan.of(spec.block_size, problem.memory, 1).stage_bytes
     is_narrow = spec.quant_mode is not KVQuantMode.NONE
     # Half the warps leave twice the registers to each.
     is_wide = problem.tiles > 1 or spec.head_size + spec.head_size_v > WIDE
@@ -114,51 +127,46 @@ def decode(
       `[num_seqs, q_len, num_heads]`.
     """
     num_seqs, q_len, num_heads, head_size = query.shape
-    group, max_rows = num_heads // spec.num_kv_heads, rows_a_pass(spec)
-    if window is not None and window > np.iinfo(np.int32).max - q_len:
-        window = None  # the sums below stay within int32, and no sequence is longer
+    group = num_heads // spec.num_kv_heads
     static: dict[str, Any] = {
         "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
     }  # fmt: skip
-    if group > max_rows:  # heads of a group by turns
+    divided = passes(spec, group, q_len)
+    if len(divided) > 1 or len(divided[0][1]) > 1:
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
         sinks_by_group = sinks.reshape(spec.num_kv_heads, group)
-        parts = []
-        for first in range(0, group, max_rows):
-            some = slice(first, min(first + max_rows, group))
-            heads = by_group[:, :, :, some].reshape(num_seqs, q_len, -1, head_size)
-            scales = k_scale, v_scale, sinks_by_group[:, some].reshape(-1)
-            out, lse = decode(heads, pages, block_table, seq_lens, layer, *scales, spec, **static)
-            grouped = num_seqs, q_len, spec.num_kv_heads, -1
-            parts.append((out.reshape(*grouped, spec.head_size_v), lse.reshape(grouped)))
-        outs, lses = zip(*parts, strict=True)
+        outs, lses = [], []
+        for heads, runs in divided:
+            parts = []
+            for tokens in runs:  # earlier tokens stand at the end of shorter sequences
+                rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
+                lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
+                some = k_scale, v_scale, sinks_by_group[:, heads].reshape(-1)
+                parts.append(decode(rows, pages, block_table, lens, layer, *some, spec, **static))
+            out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
+            lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
-    tokens = max_rows // group
-    if q_len > tokens:  # tokens by turns: earlier ones stand at the end of shorter sequences
-        parts = []
-        for first in range(0, q_len, tokens):
-            end = min(first + tokens, q_len)
-            lens = jnp.maximum(seq_lens, 0) - (q_len - end)
-            parts.append(
-                decode(query[:, first:end], pages, block_table, lens, layer, k_scale, v_scale, sinks, spec, **static)
-            )
-        outs, lses = zip(*parts, strict=True)
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
+    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
     problem = Problem(
         spec=spec,
+        memory=(keys, values),
         query_dtype=query.dtype,
         q_len=q_len,
         num_heads=num_heads,
         num_seqs=num_seqs,
         max_blocks=block_table.shape[1],
+        table_stride=block_table.shape[1],
+        query_strides=(q_len * num_heads * head_size, num_heads * head_size),
         num_blocks=pages.shape[0] // num_layers,
         num_layers=num_layers,
         has_layer=layer is not None,
         sm_scale=sm_scale,
-        window=window,
+        window=restricting(window, q_len),
         logits_soft_cap=logits_soft_cap,
         scale_sizes=(k_scale.size, v_scale.size),
+        has_sinks=True,
     )
     number = seq_lens if layer is None else layer.reshape(1)  # without one nothing reads it
     return _attend(
@@ -171,76 +179,248 @@ def _attend(
     problem: Problem, config: DecodeConfig, query: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     spec = problem.spec
-    plan = StagePlan.of(spec, config.tiles)
     rows = problem.num_seqs * problem.q_len * problem.num_heads
-    parts = 2 * config.blocks * problem.q_len * problem.num_heads
     out_types = (
         jax.ShapeDtypeStruct((rows * spec.head_size_v,), query.dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((parts * spec.head_size_v,), jnp.float32),
-        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
-        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+        *workspace(problem, config),
     )
     pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
 
     def decode_body(*refs: Any) -> None:
-        *others, buffer = refs
-        Decode(problem, config, plan, Refs(*others), buffer).run()
+        query, pages, *others, buffer = refs
+        _run_decode(problem, config, Refs(query, (pages, pages), *others), buffer)
 
-    registers = Decode.registers(problem)
-    joined = (config.groups - 1) * config.heads * registers * LANES * 4
-    kernel = plgpu.kernel(
-        compat.named("paged_attention", decode_body),
-        out_type=out_types,
-        scratch_types=[plgpu.SMEM((max(config.warps * config.slots * plan.stage_bytes, joined),), jnp.uint8)],
-        grid=(config.blocks, spec.num_kv_heads // config.heads),
+    kernel = _decode_kernel(decode_body, problem, config, out_types)
+    out, lse, partial, partial_lse, spans = kernel(
+        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
+        sinks,
+    )  # fmt: skip
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+
+    def merge_body(*refs: Any) -> None:
+        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
+        known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
+        _run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
+
+    merge = _merge_kernel(merge_body, problem, config, problem.num_seqs)
+    merge(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
+    shape = problem.num_seqs, problem.q_len, problem.num_heads
+    return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
+
+
+def restricting(window: int | None, q_len: int) -> int | None:
+    """A window, or None for one that no sequence is longer than, so that sums with it stay within int32."""
+    return None if window is not None and window > np.iinfo(np.int32).max - q_len else window
+
+
+def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a call takes besides its results, for the merge to read: `partial`, `partial_lse` and `spans`."""
+    parts = 2 * config.blocks * problem.q_len * problem.num_heads
+    return (
+        jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
+        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
+        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+    )
+
+
+def _run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any) -> None:
+    Decode(problem, config, _stage_plan(problem, config), refs, buffer).run()
+
+
+def _stage_plan(problem: Problem, config: DecodeConfig) -> StagePlan:
+    return StagePlan.of(problem.spec.block_size, problem.memory, config.tiles)
+
+
+def _decode_kernel(
+    body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
+) -> Callable[..., Any]:
+    joined = (config.groups - 1) * config.heads * Decode.registers(problem) * LANES * 4
+    ring = config.warps * config.slots * _stage_plan(problem, config).stage_bytes
+    kernel: Callable[..., Any] = plgpu.kernel(
+        compat.named("paged_attention", body),
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((max(ring, joined),), jnp.uint8)],
+        grid=(config.blocks, problem.spec.num_kv_heads // config.heads),
         grid_names=("block", "heads"),
         num_threads=config.warps // WARPS,
         thread_name="warpgroup",
         compiler_params=compat.COMPILER_PARAMS,
     )
-    out, lse, partial, partial_lse, spans = kernel(
-        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
-        sinks,
-    )  # fmt: skip
-    out, lse = _merge(problem, config, seq_lens, sinks, partial, partial_lse, spans, out, lse)
-    shape = problem.num_seqs, problem.q_len, problem.num_heads
-    return out.reshape(*shape, spec.head_size_v), lse.reshape(shape)
+    return kernel
 
 
-def _merge(
-    problem: Problem,
-    config: DecodeConfig,
-    seq_lens: jax.Array,
-    sinks: jax.Array,
-    partial: jax.Array,
-    partial_lse: jax.Array,
-    spans: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`out` and `lse` with the rows of sequences that several blocks of threads had a part of."""
+def _run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
+    Merge(problem, config.rows, refs, config.merge_warps, shared[0] if shared else None).run()
+
+
+def _merge_kernel(
+    body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
+) -> Callable[..., Any]:
+    """What changes `out` and `lse` in the rows of sequences that several blocks of threads had a part of."""
     warps_a_row = config.merge_warps
     several = warps_a_row > 1
     registers = 2 + -(-problem.spec.head_size_v // LANES)
     rows = problem.q_len * problem.num_heads
-
-    def body(*refs: Any) -> None:
-        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
-        known = Refs(
-            query=None, pages=None, table=None, seq_lens=seq_lens, layer=None, k_scale=None, v_scale=None,
-            sinks=sinks, out=out, lse=lse, partial=partial, partial_lse=partial_lse, spans=spans,
-        )  # fmt: skip
-        Merge(problem, config.rows, known, warps_a_row, shared[0] if shared else None).run()
-
-    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    plgpu.kernel(
+    kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("merge_paged_attention", body),
+        out_type=(),
         scratch_types=[plgpu.SMEM((warps_a_row * registers * LANES * 4,), jnp.uint8)] if several else [],
-        grid=(problem.num_seqs, rows if several else -(-rows // WARPS)),
-        grid_names=("sequence", "rows"),
+        # CUDA has room for as many as anybody could want along the last axis alone.
+        grid=(rows if several else -(-rows // WARPS), num_seqs),
+        grid_names=("rows", "sequence"),
         num_threads=max(1, warps_a_row // WARPS),
         thread_name="warpgroup",
         compiler_params=compat.COMPILER_PARAMS,
-    )(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
-    return jax.freeze(out_ref), jax.freeze(lse_ref)
+    )
+    return kernel
+
+
+BATCHES = (1, FEW_SEQUENCES + 1)
+"""Of so many sequences and more, up to the next number, calls are launched in the same way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyBatch:
+    """Attention over memory that somebody else owns: kernels for any number of sequences and blocks.
+
+    Attributes:
+      problem: of the calls; its counts are those of none.
+    """
+
+    problem: Problem
+
+    def of(self, num_seqs: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
+        """The decode kernel and the merge of so many sequences, and the workspace that they share.
+
+        Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
+        k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
+        counts those of the cache. Of the merge they are seq_lens, sinks if there are any, the workspace, out and lse;
+        it takes the number of sequences as its amount.
+        """
+        problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
+        config = choose(problem)
+        # The merge alone knows how many warps take a row of it.
+        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
+        return decode, _merge_of_any_count(self.problem, config), workspace(problem, config)
+
+
+def any_batch(
+    spec: AttentionSpec,
+    pages: tuple[PageMemory, PageMemory],
+    query_dtype: np.dtype[Any],
+    scale_sizes: tuple[int, int],
+    *,
+    num_heads: int,
+    q_len: int,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
+    has_sinks: bool,
+) -> AnyBatch:
+    """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
+    problem = Problem(
+        spec=spec,
+        memory=pages,
+        query_dtype=np.dtype(query_dtype),
+        q_len=q_len,
+        num_heads=num_heads,
+        num_seqs=0,
+        max_blocks=0,
+        table_stride=0,
+        query_strides=(0, 0),
+        num_blocks=0,
+        num_layers=1,
+        has_layer=False,
+        sm_scale=sm_scale,
+        window=restricting(window, q_len),
+        logits_soft_cap=logits_soft_cap,
+        scale_sizes=scale_sizes,
+        has_sinks=has_sinks,
+    )
+    return AnyBatch(problem)
+
+
+COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
+
+
+@functools.cache
+def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
+    spec = problem.spec
+    keys, values = (memory.argument(spec.array_dtype) for memory in problem.memory)
+    arguments = {
+        "seq_lens": _vector(jnp.int32),
+        "table": _vector(jnp.int32),
+        "query": _vector(problem.query_dtype),
+        "keys": keys,
+        "values": values,
+        "k_scale": scale_argument(problem.scale_sizes[0]),
+        "v_scale": scale_argument(problem.scale_sizes[1]),
+        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
+        "out": _vector(problem.query_dtype),
+        "lse": _vector(jnp.float32),
+        "partial": _vector(jnp.float32),
+        "partial_lse": _vector(jnp.float32),
+        "spans": _vector(jnp.int32),
+    }
+
+    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+        num_seqs, max_blocks, num_blocks, table_stride, a_sequence, a_token = counts
+        known = dataclasses.replace(
+            problem,
+            num_seqs=num_seqs,
+            max_blocks=max_blocks,
+            num_blocks=num_blocks,
+            table_stride=table_stride,
+            query_strides=(a_sequence, a_token),
+        )
+        refs = _whole(arguments, arrays)
+        pages = refs.pop("keys"), refs.pop("values")
+        _run_decode(known, config, Refs(pages=pages, **refs), *scratch)
+
+    return AnyCount(
+        body,
+        lambda body, **_: _decode_kernel(body, problem, config),  # as many programs whatever the counts
+        COUNTS,
+        tuple(arguments.values()),
+        written=tuple(range(len(arguments) - 5, len(arguments))),
+        num_programs=lambda _: spec.num_kv_heads // config.heads,
+    )
+
+
+@functools.cache
+def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
+    arguments = {
+        "seq_lens": _vector(jnp.int32),
+        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
+        "partial": _vector(jnp.float32),
+        "partial_lse": _vector(jnp.float32),
+        "spans": _vector(jnp.int32),
+        "out": _vector(problem.query_dtype),
+        "lse": _vector(jnp.float32),
+    }
+
+    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+        known = dataclasses.replace(problem, max_blocks=counts[0])
+        _run_merge(known, config, Refs(**_whole(arguments, arrays)), scratch)
+
+    return AnyCount(
+        body,
+        lambda body, grid=MOST: _merge_kernel(body, problem, config, grid),
+        ("max_blocks",),
+        tuple(arguments.values()),
+        written=(len(arguments) - 2, len(arguments) - 1),
+        num_programs=lambda num_seqs: num_seqs,
+    )
+
+
+def _vector(dtype: Any) -> Argument:
+    array = jax.ShapeDtypeStruct((MOST,), dtype)
+    return Argument(array, array.dtype.itemsize)
+
+
+def _whole(names: Iterable[str], arrays: Sequence[tuple[Any, Number]]) -> dict[str, Any]:
+    """References by name, of arrays that begin where their references do: the kernels know no others."""
+    if late := [name for name, (_, start) in zip(names, arrays, strict=True) if not isinstance(start, int) or start]:
+        raise UnsupportedError(f"got {', '.join(late)} that begin after JAX's arrays, expected their addresses")
+    return {name: ref for name, (ref, _) in zip(names, arrays, strict=True)}

@@ -29,6 +29,7 @@ from kvjax.kernels.attention import formats, lanes
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.stages import TILE, Ring, StagePlan, divided
+from kvjax.kernels.memory import Number, PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
@@ -79,34 +80,37 @@ class DecodeConfig:
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes, one-dimensional but for the pages."""
+    """What the kernel reads and writes, one-dimensional but for the pages: those of keys and those of values."""
 
-    query: Any
-    pages: Any
-    table: Any
-    seq_lens: Any
-    layer: Any
-    k_scale: Any
-    v_scale: Any
-    sinks: Any
-    out: Any
-    lse: Any
-    partial: Any
-    partial_lse: Any
-    spans: Any
+    query: Any = None
+    pages: Any = None
+    table: Any = None
+    seq_lens: Any = None
+    layer: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    sinks: Any = None
+    out: Any = None
+    lse: Any = None
+    partial: Any = None
+    partial_lse: Any = None
+    spans: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is the same for every call that a kernel serves.
+    """What is the same for every call that a kernel serves; of memory that somebody else owns a launch brings counts.
 
     Attributes:
       spec: the cache's.
+      memory: where the rows of keys and of values lie in its pages.
       query_dtype: float16 or bfloat16.
       q_len: query tokens of a sequence.
       num_heads: query heads.
-      max_blocks: entries of the block table for each sequence.
       num_seqs: sequences.
+      max_blocks: entries of the block table for each sequence.
+      table_stride: entries from a sequence's first to the next's.
+      query_strides: elements from a sequence's first query token to the next's, and from a query token to the next.
       num_blocks: blocks.
       num_layers: pages of a block, one for each layer.
       has_layer: whether a call says which layer.
@@ -114,21 +118,26 @@ class Problem:
       window: tokens that a query token sees, or None.
       logits_soft_cap: or None.
       scale_sizes: scales of keys and of values, 1 or one for each KV head.
+      has_sinks: whether heads have sinks.
     """
 
     spec: AttentionSpec
+    memory: tuple[PageMemory, PageMemory]
     query_dtype: Any
     q_len: int
     num_heads: int
-    num_seqs: int
-    max_blocks: int
-    num_blocks: int
+    num_seqs: Number
+    max_blocks: Number
+    table_stride: Number
+    query_strides: tuple[Number, Number]
+    num_blocks: Number
     num_layers: int
     has_layer: bool
     sm_scale: float
     window: int | None
     logits_soft_cap: float | None
     scale_sizes: tuple[int, int]
+    has_sinks: bool
 
     @property
     def rows(self) -> int:
@@ -270,7 +279,7 @@ class Decode:
         """Stages `first` to `first + count` of a sequence."""
         config, ring = self.config, self.ring
         span = self.span(length)
-        entries = sequence * self.problem.max_blocks
+        entries = sequence * self.problem.table_stride
         # Past the end nothing is looked for, nor copied.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
@@ -344,8 +353,9 @@ class Decode:
         for tile in range(problem.tiles):
             row = self.row + tile * COLUMNS
             token, head = row // group, row % group
-            index = (sequence * problem.q_len + token) * problem.num_heads + self.kv_head * group + head
-            index = index * head_size + self.column * unit_elements
+            a_sequence, a_token = problem.query_strides
+            index = sequence * a_sequence + token * a_token + (self.kv_head * group + head) * head_size
+            index = index + self.column * unit_elements
             is_row = row < problem.rows
             loaded.append([lanes.load_global(self.refs.query, index + dim, is_row) for pair in dims for dim in pair])
         factors = self.format.key_factors(self.key_unit) * self.key_units
@@ -804,8 +814,7 @@ class Decode:
         self, largest: jax.Array, total: jax.Array, head: jax.Array, is_row: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """What the output of a row has to be multiplied by, and its log-sum-exp."""
-        sink = lanes.bits(lanes.load_global(self.refs.sinks, head, is_row), jnp.float32)
-        return normalized(largest, total, sink)
+        return normalized(largest, total, sink(self.problem, self.refs, head, is_row))
 
     def store_part(
         self,
@@ -845,6 +854,13 @@ class Span(NamedTuple):
     end: jax.Array
     sees_all_from: jax.Array
     sees_all_to: jax.Array
+
+
+def sink(problem: Problem, refs: Refs, head: jax.Array, is_row: jax.Array) -> jax.Array:
+    """The sinks of rows of these heads, -inf where there are none."""
+    if not problem.has_sinks:
+        return lanes.splat(-jnp.inf, jnp.float32)
+    return lanes.bits(lanes.load_global(refs.sinks, head, is_row), jnp.float32)
 
 
 def normalized(largest: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels.attention import lanes
+from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
-from kvjax.spec import AttentionSpec
 
 TILE = 16
 """Tokens of one product."""
@@ -34,12 +35,14 @@ class SharedRows:
 
     Attributes:
       page: where they are in a page.
+      page_stride: bytes from a page to the next.
       start: where they begin in the stage.
       pitch: bytes from a row to the next.
       unit: bytes of a copy.
     """
 
     page: PageRegion
+    page_stride: int
     start: int
     pitch: int
     unit: int
@@ -67,7 +70,6 @@ class StagePlan:
 
     Attributes:
       block_size: tokens of a page.
-      page_bytes: bytes from a page to the next.
       tiles: runs of 16 tokens.
       keys: data and, for NVFP4, block scales.
       values: the same.
@@ -75,29 +77,28 @@ class StagePlan:
     """
 
     block_size: int
-    page_bytes: int
     tiles: int
     keys: tuple[SharedRows, ...]
     values: tuple[SharedRows, ...]
     stage_bytes: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: int) -> StagePlan:
-        """The plan for caches of `spec`."""
+    def of(cls, block_size: int, memory: Sequence[PageMemory], tiles: int) -> StagePlan:
+        """The plan for pages of so many tokens, whose keys and values lie in `memory`."""
         start = 0
         halves: list[list[SharedRows]] = [[], []]
-        for is_values, regions in enumerate(spec.regions):
-            for is_scales, region in enumerate(regions):
+        for is_values, half in enumerate(memory):
+            for is_scales, region in enumerate(half.regions):
                 unit = math.gcd(
                     COPY_BYTES, region.row_bytes, region.base, region.token_stride, region.head_stride,
-                    spec.page_size_bytes,
+                    half.page_stride, half.alignment,
                 )  # fmt: skip
                 pitch = region.row_bytes if is_scales else _pitch(region.row_bytes, bool(is_values))
                 start = -(-start // 16) * 16
-                halves[is_values].append(SharedRows(region, start, pitch, unit))
+                halves[is_values].append(SharedRows(region, half.page_stride, start, pitch, unit))
                 start += TILE * tiles * pitch
         keys, values = (tuple(half) for half in halves)
-        return cls(spec.block_size, spec.page_size_bytes, tiles, keys, values, -(-start // 128) * 128)
+        return cls(block_size, tiles, keys, values, -(-start // 128) * 128)
 
     @property
     def is_swizzled(self) -> bool:
@@ -127,7 +128,7 @@ class Ring:
       plan: what a stage holds.
       slots: stages of a ring.
       buffer: shared memory, `uint8 [warps * slots * plan.stage_bytes]`.
-      pages: reference to the pages, `[num_blocks, page_elements]`.
+      pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
       num_blocks: blocks from 0 to less than this exist: a uint32 register.
       num_layers: pages of a block.
@@ -140,7 +141,7 @@ class Ring:
     plan: StagePlan
     slots: int
     buffer: Any
-    pages: Any
+    pages: tuple[Any, Any]
     table: Any
     num_blocks: jax.Array
     num_layers: int
@@ -189,7 +190,8 @@ class Ring:
         plan = self.plan
         lane = self.thread & (LANES - 1)
         base = self.base(slot)
-        for rows in (*plan.keys, *plan.values):
+        halves = zip(self.pages, (plan.keys, plan.values), strict=True)
+        for pages, rows in ((pages, rows) for pages, half in halves for rows in half):
             region, unit = rows.page, rows.unit
             pieces = region.row_bytes // unit
             whole = pieces <= LANES and LANES % pieces == 0  # then a copy's row and piece are known of its thread
@@ -222,9 +224,9 @@ class Ring:
                         self.buffer,
                         to,
                         to_immediate,
-                        self.pages,
+                        pages,
                         block,
-                        plan.page_bytes,
+                        rows.page_stride,
                         place,
                         immediate,
                         unit,
