@@ -203,7 +203,7 @@ def _attend(
         known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
         _run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
 
-    merge = _merge_kernel(merge_body, problem, config, problem.num_seqs)
+    merge = _merge_kernel(merge_body, problem, config, seq_lens.shape[0])
     merge(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
     shape = problem.num_seqs, problem.q_len, problem.num_heads
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
