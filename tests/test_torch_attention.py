@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -41,11 +42,12 @@ def given(
     lens: np.ndarray,
     *,
     form: str = "one_allocation",
+    before: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
     spec = cache.spec
-    pages = torch_cache(page_bytes(cache), spec, form=form, device=device)
+    pages = torch_cache(page_bytes(cache), spec, form=form, before=before, device=device)
     options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
     options |= {name: on(device, np.asarray(options[name])) for name in ("k_scale", "v_scale")}
     options["sinks"] = on(device, options["sinks"])
@@ -371,6 +373,12 @@ def test_pages_may_lie_anywhere(form, layout, dtype):
 
 
 @ON_GPU
+@pytest.mark.parametrize(("dtype", "before"), [("bfloat16", 2), ("fp8_e4m3", 1), ("nvfp4", 3), ("nvfp4", 8)])
+def test_pages_may_begin_anywhere(dtype, before):
+    suite.check(Case(dtype, lengths="mixed", head_size=80), attend_on("cuda", before=before))
+
+
+@ON_GPU
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_compilation_serves_every_batch(dtype):
     case = Case(dtype, head_size=96, num_kv_heads=3, group=4, window=700)
@@ -452,6 +460,7 @@ def test_the_workspace_goes_back_to_torch():
     call = on_gpu(Case("nvfp4", lengths=(1328, 17)))
     kvjax_torch.paged_attention(**call)
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     results = kvjax_torch.paged_attention(**call)
     sizes = sum(-(-each.untyped_storage().nbytes() // 512) * 512 for each in results)
