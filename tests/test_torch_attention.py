@@ -105,13 +105,13 @@ def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
         assert_same_bytes(got, rows[:, 0])
 
 
-def arguments(device: str = "cpu", dtype: str = "nvfp4") -> dict[str, Any]:
+def arguments(device: str = "cpu", dtype: str = "nvfp4", query_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     kv_cache = torch.zeros((4, 2, 8, 2, 36), dtype=torch.uint8, device=device)
     if dtype == "auto":
         kv_cache = torch.zeros((4, 2, 8, 2, 64), dtype=torch.bfloat16, device=device)
     one = torch.ones((), device=device)
     return {
-        "query": torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)).to(device),
+        "query": torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)).to(device, query_dtype),
         "key_cache": kv_cache[:, 0],
         "value_cache": kv_cache[:, 1],
         "block_table": torch.tensor([[1, 0], [3, 2]], device=device),
@@ -122,26 +122,32 @@ def arguments(device: str = "cpu", dtype: str = "nvfp4") -> dict[str, Any]:
     }
 
 
+EACH_QUERY = pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+"""Of which the second is one that kernels serve."""
+
+
+@EACH_QUERY
 @pytest.mark.parametrize("dtype", ["auto", "nvfp4"])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.ones(4)}], ids=len
 )
-def test_opcheck(options, dtype, device):
+def test_opcheck(options, dtype, query_dtype, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    given = arguments(device, dtype)
+    given = arguments(device, dtype, query_dtype)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, tuple(given.values()), options)
     rows = given["query"][:, None].expand(2, 3, 4, 64)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, (rows, *[*given.values()][1:]), options)
 
 
+@EACH_QUERY
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled(device):
+def test_compiled(query_dtype, device):
     torch._dynamo.reset()
 
     def layer(given: dict[str, Any]) -> Any:
         return kvjax_torch.paged_attention(**given, sliding_window=5, sm_scale=0.5, return_lse=True)
 
-    given = arguments(device)
+    given = arguments(device, query_dtype=query_dtype)
     for got, eager in zip(torch.compile(layer, backend="aot_eager", fullgraph=True)(given), layer(given), strict=True):
         torch.testing.assert_close(got, eager)
 
