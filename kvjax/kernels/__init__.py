@@ -4,10 +4,10 @@ What is named here is for launchers of their own, which pass addresses instead o
 """
 
 from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES
-from kvjax.kernels.attention import AnyBatch as AnyBatch
-from kvjax.kernels.attention import any_batch as attention_kernels
 from kvjax.kernels.attention import passes as attention_passes
 from kvjax.kernels.attention import why_not as why_no_attention
+from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
+from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
 from kvjax.kernels.compat import BASE_ALIGNMENT as BASE_ALIGNMENT
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount

@@ -2,14 +2,13 @@
 
 The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
 `stages` (rows of pages on their way through shared memory), `schedule` (who attends to what), `decode` (logits,
-softmax, output), `merge`.
+softmax, output), `merge`; `any_batch` is both kernels over memory that somebody else owns.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, Decode
 from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
 from kvjax.kernels.attention.stages import StagePlan
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
+from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
@@ -38,6 +37,9 @@ BLOCKS = 132
 
 FEW_SEQUENCES = 32
 """Up to so many sequences many warps take each row of a merge, for a sequence then has many parts."""
+
+BATCHES = (1, FEW_SEQUENCES + 1)
+"""Of so many sequences and more, up to the next number, calls are launched in the same way."""
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -189,9 +191,9 @@ def _attend(
 
     def decode_body(*refs: Any) -> None:
         query, pages, *others, buffer = refs
-        _run_decode(problem, config, Refs(query, (pages, pages), *others), buffer)
+        run_decode(problem, config, Refs(query, (pages, pages), *others), buffer)
 
-    kernel = _decode_kernel(decode_body, problem, config, out_types)
+    kernel = decode_kernel(decode_body, problem, config, out_types)
     out, lse, partial, partial_lse, spans = kernel(
         query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
         sinks,
@@ -201,9 +203,9 @@ def _attend(
     def merge_body(*refs: Any) -> None:
         seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
         known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
-        _run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
+        run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
 
-    merge = _merge_kernel(merge_body, problem, config, seq_lens.shape[0])
+    merge = merge_kernel(merge_body, problem, config, seq_lens.shape[0])
     merge(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
     shape = problem.num_seqs, problem.q_len, problem.num_heads
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
@@ -224,17 +226,19 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
     )
 
 
-def _run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any) -> None:
-    Decode(problem, config, _stage_plan(problem, config), refs, buffer).run()
-
-
 def _stage_plan(problem: Problem, config: DecodeConfig) -> StagePlan:
     return StagePlan.of(problem.spec.block_size, problem.memory, config.tiles)
 
 
-def _decode_kernel(
+def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any) -> None:
+    """What a block of the decode kernel does; `buffer` is its shared memory."""
+    Decode(problem, config, _stage_plan(problem, config), refs, buffer).run()
+
+
+def decode_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
 ) -> Callable[..., Any]:
+    """A kernel of `body`, which attends: it stores whole sequences' results, and parts for the merge."""
     joined = (config.groups - 1) * config.heads * Decode.registers(problem) * LANES * 4
     ring = config.warps * config.slots * _stage_plan(problem, config).stage_bytes
     kernel: Callable[..., Any] = plgpu.kernel(
@@ -250,14 +254,15 @@ def _decode_kernel(
     return kernel
 
 
-def _run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
+def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
+    """What a block of the merge does; `shared` is the shared memory of one whose warps share rows."""
     Merge(problem, config.rows, refs, config.merge_warps, shared[0] if shared else None).run()
 
 
-def _merge_kernel(
+def merge_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
 ) -> Callable[..., Any]:
-    """What changes `out` and `lse` in the rows of sequences that several blocks of threads had a part of."""
+    """A kernel of `body`, which changes rows of results of sequences that several blocks of threads had a part of."""
     warps_a_row = config.merge_warps
     several = warps_a_row > 1
     registers = 2 + -(-problem.spec.head_size_v // LANES)
@@ -274,153 +279,3 @@ def _merge_kernel(
         compiler_params=compat.COMPILER_PARAMS,
     )
     return kernel
-
-
-BATCHES = (1, FEW_SEQUENCES + 1)
-"""Of so many sequences and more, up to the next number, calls are launched in the same way."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AnyBatch:
-    """Attention over memory that somebody else owns: kernels for any number of sequences and blocks.
-
-    Attributes:
-      problem: of the calls; its counts are those of none.
-    """
-
-    problem: Problem
-
-    def of(self, num_seqs: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The decode kernel and the merge of so many sequences, and the workspace that they share.
-
-        Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
-        k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
-        counts those of the cache. Of the merge they are seq_lens, sinks if there are any, the workspace, out and lse;
-        it takes the number of sequences as its amount.
-        """
-        problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
-        config = choose(problem)
-        # The merge alone knows how many warps take a row of it.
-        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
-        return decode, _merge_of_any_count(self.problem, config), workspace(problem, config)
-
-
-def any_batch(
-    spec: AttentionSpec,
-    pages: tuple[PageMemory, PageMemory],
-    query_dtype: np.dtype[Any],
-    scale_sizes: tuple[int, int],
-    *,
-    num_heads: int,
-    q_len: int,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-    has_sinks: bool,
-) -> AnyBatch:
-    """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
-    problem = Problem(
-        spec=spec,
-        memory=pages,
-        query_dtype=np.dtype(query_dtype),
-        q_len=q_len,
-        num_heads=num_heads,
-        num_seqs=0,
-        max_blocks=0,
-        table_stride=0,
-        query_strides=(0, 0),
-        num_blocks=0,
-        num_layers=1,
-        has_layer=False,
-        sm_scale=sm_scale,
-        window=restricting(window, q_len),
-        logits_soft_cap=logits_soft_cap,
-        scale_sizes=scale_sizes,
-        has_sinks=has_sinks,
-    )
-    return AnyBatch(problem)
-
-
-COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
-
-
-@functools.cache
-def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
-    spec = problem.spec
-    keys, values = (memory.argument(spec.array_dtype) for memory in problem.memory)
-    arguments = {
-        "seq_lens": _vector(jnp.int32),
-        "table": _vector(jnp.int32),
-        "query": _vector(problem.query_dtype),
-        "keys": keys,
-        "values": values,
-        "k_scale": scale_argument(problem.scale_sizes[0]),
-        "v_scale": scale_argument(problem.scale_sizes[1]),
-        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
-        "out": _vector(problem.query_dtype),
-        "lse": _vector(jnp.float32),
-        "partial": _vector(jnp.float32),
-        "partial_lse": _vector(jnp.float32),
-        "spans": _vector(jnp.int32),
-    }
-
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
-        num_seqs, max_blocks, num_blocks, table_stride, a_sequence, a_token = counts
-        known = dataclasses.replace(
-            problem,
-            num_seqs=num_seqs,
-            max_blocks=max_blocks,
-            num_blocks=num_blocks,
-            table_stride=table_stride,
-            query_strides=(a_sequence, a_token),
-        )
-        refs = _whole(arguments, arrays)
-        pages = refs.pop("keys"), refs.pop("values")
-        _run_decode(known, config, Refs(pages=pages, **refs), *scratch)
-
-    return AnyCount(
-        body,
-        lambda body, **_: _decode_kernel(body, problem, config),  # as many programs whatever the counts
-        COUNTS,
-        tuple(arguments.values()),
-        written=tuple(range(len(arguments) - 5, len(arguments))),
-        num_programs=lambda _: spec.num_kv_heads // config.heads,
-    )
-
-
-@functools.cache
-def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
-    arguments = {
-        "seq_lens": _vector(jnp.int32),
-        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
-        "partial": _vector(jnp.float32),
-        "partial_lse": _vector(jnp.float32),
-        "spans": _vector(jnp.int32),
-        "out": _vector(problem.query_dtype),
-        "lse": _vector(jnp.float32),
-    }
-
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
-        known = dataclasses.replace(problem, max_blocks=counts[0])
-        _run_merge(known, config, Refs(**_whole(arguments, arrays)), scratch)
-
-    return AnyCount(
-        body,
-        lambda body, grid=MOST: _merge_kernel(body, problem, config, grid),
-        ("max_blocks",),
-        tuple(arguments.values()),
-        written=(len(arguments) - 2, len(arguments) - 1),
-        num_programs=lambda num_seqs: num_seqs,
-    )
-
-
-def _vector(dtype: Any) -> Argument:
-    array = jax.ShapeDtypeStruct((MOST,), dtype)
-    return Argument(array, array.dtype.itemsize)
-
-
-def _whole(names: Iterable[str], arrays: Sequence[tuple[Any, Number]]) -> dict[str, Any]:
-    """References by name, of arrays that begin where their references do: the kernels know no others."""
-    if late := [name for name, (_, start) in zip(names, arrays, strict=True) if not isinstance(start, int) or start]:
-        raise UnsupportedError(f"got {', '.join(late)} that begin after JAX's arrays, expected their addresses")
-    return {name: ref for name, (ref, _) in zip(names, arrays, strict=True)}
