@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,3 +28,11 @@ def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slo
 
 def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
     return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
+
+
+def attention_kernels(
+    spec: AttentionSpec, *, group: int = 4, q_len: int = 1, dtype: np.dtype = BFLOAT16, **options: Any
+) -> kernels.AnyBatch:
+    known = {"sm_scale": 0.125, "window": None, "logits_soft_cap": None, "has_sinks": False} | options
+    num_heads = group * spec.num_kv_heads
+    return kernels.attention_kernels(spec, page_memory(spec), dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import BFLOAT16, gather_kernel, page_memory, write_kernel
+from any_count import BFLOAT16, attention_kernels, gather_kernel, page_memory, write_kernel
 from gpu_compile import TARGETS, compile_for, why_not
 from helpers import FEW_DTYPES, assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
@@ -58,6 +59,48 @@ def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, opera
     assert kernel.spill_bytes == 0
     parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+", kernel.ptx, re.MULTILINE)
     num_unused = 0 if dtype.is_quantized else 2  # scales
+    assert len(parameters) == len(args) - num_unused
+    assert set(parameters) <= {".u64", ".b64"}
+
+
+def attention_kernel(operation: str, dtype: KVCacheDType, options: dict[str, Any]) -> kernels.AnyCount:
+    options = dict(options)
+    sizes = {name: options.pop(name) for name in ("head_size", "layout", "block_size") if name in options}
+    spec = simple_spec(dtype, **{"num_kv_heads": 8, "head_size": 128, "block_size": 16} | sizes)
+    decode, merge, _ = attention_kernels(spec, **options).of(1 if operation == "merge of few" else 64)
+    return decode if operation == "decode" else merge
+
+
+def call_attention(operation: str, dtype: KVCacheDType, options: dict[str, Any], *arrays: jax.Array) -> list[jax.Array]:
+    return attention_kernel(operation, dtype, options).function(*arrays)
+
+
+ATTENTION = [
+    ("decode", KVCacheDType.NVFP4, {"has_sinks": True}),
+    ("merge of few", KVCacheDType.NVFP4, {"has_sinks": True}),
+    ("merge", KVCacheDType.BFLOAT16, {"has_sinks": True, "q_len": 4}),
+    ("decode", KVCacheDType.BFLOAT16, {"q_len": 2}),
+    ("decode", KVCacheDType.FP8_E4M3, {"layout": "HND", "window": 1024, "logits_soft_cap": 50.0}),
+    ("decode", KVCacheDType.NVFP4, {"head_size": 256, "q_len": 2}),
+    ("decode", KVCacheDType.FLOAT16, {"head_size": 80, "block_size": 8, "q_len": 4}),
+]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("target", [pytest.param("b200", marks=pytest.mark.full), "h100"])
+@pytest.mark.parametrize(
+    ("operation", "dtype", "options"),
+    [*ATTENTION[:2], *(pytest.param(*each, marks=pytest.mark.full) for each in ATTENTION[2:])],
+)
+def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
+    launch = pytest.importorskip("kvjax_torch.launch")
+    args = attention_kernel(operation, dtype, options).args
+    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    function = functools.partial(call_attention, operation, dtype, options)
+    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
+    assert kernel.spill_bytes == 0
+    parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+", kernel.ptx, re.MULTILINE)
+    num_unused = 0 if dtype.is_quantized or operation != "decode" else 2  # scales
     assert len(parameters) == len(args) - num_unused
     assert set(parameters) <= {".u64", ".b64"}
 

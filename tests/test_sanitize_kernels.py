@@ -80,6 +80,21 @@ def test_from_torch_it_runs_what_torch_calls(
         assert torch.nn.functional.cosine_similarity(got.flatten(), row.flatten(), dim=0) > 0.98
 
 
+def test_it_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
+    """To a whole sequence and to a part of it, with a window and without, in every dtype that kernels serve."""
+    kvjax_torch = pytest.importorskip("kvjax_torch")
+    attend, attended = kvjax_torch.paged_attention, []
+
+    def watched_attend(*args: object, **options: object) -> object:
+        attended.append((args[4].tolist(), args[5], options["sliding_window"]))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(kvjax_torch, "paged_attention", watched_attend)
+    arguments = ["--from-torch", "--attention", "--num-tokens", "20", "--num-kv-heads", "1", "--dtype"]
+    DRIVER["main"]([*arguments, "nvfp4", "float32"])
+    assert attended == [([32, 19], "nvfp4", None), ([32, 19], "nvfp4", 20)] * 2 * 2 * 2
+
+
 def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatch):
     torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")
 

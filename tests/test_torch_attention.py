@@ -1,7 +1,15 @@
-"""kvjax_torch.paged_attention passes the suite that kvjax's own implementations pass, on tensors as torch has them."""
+"""kvjax_torch.paged_attention passes the suite that kvjax's own implementations pass, on tensors as torch has them.
+
+On a GPU that is the kernels; here they are interpreted, with the numbers and the memory that a launch would be given.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gc
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,49 +19,69 @@ torch = pytest.importorskip("torch")
 
 import attention_suite as suite  # noqa: E402
 from attention_suite import Attend, Case  # noqa: E402
-from helpers import assert_same_bytes, page_bytes  # noqa: E402
-from torch_helpers import from_numpy, to_numpy, torch_cache  # noqa: E402
+from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
+from interpret_mode import interpret_mode  # noqa: E402
+from torch_helpers import A_WHILE, FORMS, capture, from_numpy, to_numpy, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
-from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode  # noqa: E402
+from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, kernels  # noqa: E402
+from kvjax_torch import calls, cuda, host, launch  # noqa: E402
+from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
 
 
 def on(device: str, value: Any) -> Any:
     return from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
 
 
-@pytest.fixture
-def attend(device: str) -> Attend:
-    """On tensors of a device, that are strided as callers have them."""
+def given(
+    device: str,
+    query: np.ndarray,
+    cache: KVCache,
+    table: np.ndarray,
+    lens: np.ndarray,
+    *,
+    form: str = "one_allocation",
+    before: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
+    spec = cache.spec
+    pages = torch_cache(page_bytes(cache), spec, form=form, before=before, device=device)
+    options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
+    options |= {name: on(device, np.asarray(options[name])) for name in ("k_scale", "v_scale")}
+    options["sinks"] = on(device, options["sinks"])
+    return options | {
+        "query": on(device, np.concatenate([query, query], axis=-2))[..., : query.shape[-2], :],
+        "key_cache": pages.key,
+        "value_cache": pages.value,
+        "block_table": on(device, np.pad(table, ((0, 0), (1, 2)), constant_values=1))[:, 1:-2],
+        "seq_lens": on(device, lens.astype(np.int64)),
+        "kv_cache_dtype": spec.dtype.value,
+        "return_lse": True,
+    }
 
-    def run(query: np.ndarray, cache: KVCache, table: np.ndarray, lens: np.ndarray, **options: Any) -> Any:
-        spec = cache.spec
-        pages = torch_cache(page_bytes(cache), spec, device=device)
-        scales = [on(device, np.asarray(options.pop(name))) for name in ("k_scale", "v_scale")]
-        options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
-        options["sinks"] = on(device, options["sinks"])
-        fused = on(device, np.concatenate([query, query], axis=-2))[..., : query.shape[-2], :]
-        out, lse = kvjax_torch.paged_attention(
-            fused,
-            pages.key,
-            pages.value,
-            on(device, table),
-            on(device, lens.astype(np.int64)),
-            spec.dtype.value,
-            *scales,
-            return_lse=True,
-            **options,
-        )
+
+def attend_on(device: str, **how: Any) -> Attend:
+    def run(query: np.ndarray, *args: Any, **options: Any) -> Any:
+        out, lse = kvjax_torch.paged_attention(**given(device, query, *args, **options, **how))
         return to_numpy(out, query.dtype), to_numpy(lse, np.dtype(np.float32))
 
     return run
+
+
+@pytest.fixture
+def attend(device: str) -> Attend:
+    """On tensors of a device."""
+    return attend_on(device)
 
 
 CASES = [
     Case(num_kv_heads=1, group=1, lengths="one", q_len=4),
     Case("nvfp4", "float16", "HND", "swizzled", 80, q_len=3, window=9, cap=4.0, sinks=True, scales="scalar"),
     Case("fp8_e4m3", "float32", head_size=64, head_size_v=32, block_size=8, q_len=2, scales="per_head"),
+    Case(num_kv_heads=1, group=17, q_len=3, sinks=True, window=9),
+    Case("fp8_e5m2", "float16", group=4, q_len=8, scales="scalar"),
 ]
 
 
@@ -77,13 +105,13 @@ def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
         assert_same_bytes(got, rows[:, 0])
 
 
-def arguments(device: str = "cpu", dtype: str = "nvfp4") -> dict[str, Any]:
+def arguments(device: str = "cpu", dtype: str = "nvfp4", query_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     kv_cache = torch.zeros((4, 2, 8, 2, 36), dtype=torch.uint8, device=device)
     if dtype == "auto":
         kv_cache = torch.zeros((4, 2, 8, 2, 64), dtype=torch.bfloat16, device=device)
     one = torch.ones((), device=device)
     return {
-        "query": torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)).to(device),
+        "query": torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)).to(device, query_dtype),
         "key_cache": kv_cache[:, 0],
         "value_cache": kv_cache[:, 1],
         "block_table": torch.tensor([[1, 0], [3, 2]], device=device),
@@ -94,26 +122,32 @@ def arguments(device: str = "cpu", dtype: str = "nvfp4") -> dict[str, Any]:
     }
 
 
+EACH_QUERY = pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+"""Of which the second is one that kernels serve."""
+
+
+@EACH_QUERY
 @pytest.mark.parametrize("dtype", ["auto", "nvfp4"])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.ones(4)}], ids=len
 )
-def test_opcheck(options, dtype, device):
+def test_opcheck(options, dtype, query_dtype, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    given = arguments(device, dtype)
+    given = arguments(device, dtype, query_dtype)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, tuple(given.values()), options)
     rows = given["query"][:, None].expand(2, 3, 4, 64)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, (rows, *[*given.values()][1:]), options)
 
 
+@EACH_QUERY
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled(device):
+def test_compiled(query_dtype, device):
     torch._dynamo.reset()
 
     def layer(given: dict[str, Any]) -> Any:
         return kvjax_torch.paged_attention(**given, sliding_window=5, sm_scale=0.5, return_lse=True)
 
-    given = arguments(device)
+    given = arguments(device, query_dtype=query_dtype)
     for got, eager in zip(torch.compile(layer, backend="aot_eager", fullgraph=True)(given), layer(given), strict=True):
         torch.testing.assert_close(got, eager)
 
@@ -182,3 +216,298 @@ def test_blocks_before_a_window_are_not_looked_for():
         kvjax_torch.paged_attention(**given, sliding_window=5)
         with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got 99, expected between"):
             kvjax_torch.paged_attention(**given)
+
+
+class Interpreter:
+    """In place of what launches kernels for a call: each is interpreted, on the memory of CPU tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[calls.Call] = []
+        self.compiled: list[kernels.AnyCount] = []
+        monkeypatch.setattr(host, "attend", cuda.attend)
+        monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
+        monkeypatch.setattr(cuda, "_launcher", self.launcher)
+        monkeypatch.setattr(cuda, "_run", self.run)
+        monkeypatch.setattr(cuda, "_attends", set())
+
+    def launcher(self, kernel: kernels.AnyCount, device: torch.device) -> object:
+        self.compiled += [] if kernel in self.compiled else [kernel]
+        return self
+
+    def run(self, call: calls.Call) -> None:
+        assert call.kernel in self.compiled
+        self.calls.append(call)
+        arrays = [memory(tensor, each.array) for tensor, each in zip(call.tensors, call.kernel.arguments, strict=True)]
+        results = call.kernel.with_numbers((*call.counts, *[0] * len(arrays)), call.amount, *arrays)
+        for index, result in zip(call.kernel.written, results, strict=True):
+            call.tensors[index].view(-1)[:] = from_numpy(np.array(result))
+
+
+def memory(tensor: torch.Tensor, form: Any) -> np.ndarray:
+    """What lies from a tensor's first element on, in rows as a kernel sees them, the last filled up."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    flat = to_numpy(tensor.as_strided((size,), (1,)), numpy_dtype(tensor.dtype)).view(form.dtype)
+    row = int(np.prod(form.shape[1:]))
+    return np.pad(flat, (0, -flat.size % row)).reshape(-1, *form.shape[1:])
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreter]:
+    calls.attention_kernels.cache_clear()  # of other configurations
+    with interpret_mode():
+        yield Interpreter(monkeypatch)
+    calls.attention_kernels.cache_clear()
+
+
+INTERPRETED = [
+    (Case("nvfp4", lengths=(20, 0), num_kv_heads=1, window=19, sinks=True, cap=5.0), "one_allocation"),
+    (Case("fp8_e4m3", lengths=(37, 3), layout="HND", scales="per_head", q_len=2), "padded_pages"),
+    (Case("bfloat16", "float16", lengths=(17, 2), block_size=8, head_size_v=32), "offset"),
+    (Case("nvfp4", lengths=(37,), v_scale_layout="swizzled", num_kv_heads=1), "two_tensors"),
+    (Case("float16", lengths=(18,), num_kv_heads=1, group=17, q_len=2, sinks=True), "one_allocation"),
+    (Case("fp8_e5m2", lengths=(9, 4), num_kv_heads=1, group=5, q_len=4, window=3), "one_allocation"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [INTERPRETED[0], *(pytest.param(*each, marks=pytest.mark.full) for each in INTERPRETED[1:])],
+    ids=str,
+)
+def test_interpreted_with_what_a_launch_is_given(case, form, interpreter):
+    problem = suite.build(case)
+    suite.assert_right(problem, *problem.run(attend_on("cpu", form=form)))
+    parts = {(17, 2): 3, (5, 4): 2}.get((case.group, case.q_len), 1)
+    assert len(interpreter.calls) == 2 * parts
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[calls.Call]:
+    """What would be run; nothing is."""
+    ran: list[calls.Call] = []
+    monkeypatch.setattr(host, "attend", cuda.attend)
+    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
+    monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: object())
+    monkeypatch.setattr(cuda, "_run", ran.append)
+    monkeypatch.setattr(cuda, "_attends", set())
+    return ran
+
+
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_what_a_kernel_can_read_where_it_lies_is_not_copied(recorder):
+    problem = suite.build(Case("nvfp4", lengths=(40, 3, 17), q_len=2, sinks=True))
+    call = given("cpu", *problem.args, **problem.options, form="padded_pages")
+    call["block_table"], call["seq_lens"] = call["block_table"].int(), call["seq_lens"].int()
+    out, lse = kvjax_torch.paged_attention(**call)
+    decode, merge = recorder
+    table, query = call["block_table"], call["query"]
+    assert decode.counts == (3, 4, call["key_cache"].shape[0], 7, query.stride(0), query.stride(1))
+    assert table.stride() == (7, 1)
+    assert query.stride(1) == 2 * query.shape[2] * query.shape[3]
+    assert merge.counts == (4,)
+    assert merge.amount == 3
+    results, between = decode.tensors[-5:-3], decode.tensors[-3:]
+    names = "seq_lens", "block_table", "query", "key_cache", "value_cache", "k_scale", "v_scale", "sinks"
+    assert addresses(*decode.tensors) == addresses(*(call[name] for name in names), *results, *between)
+    assert addresses(*merge.tensors) == addresses(call["seq_lens"], call["sinks"], *between, *results)
+    assert addresses(*results) == addresses(out, lse)
+    assert between[2].numel() == 6
+    assert between[0].numel() == between[1].numel() // 2 * problem.case.head_size
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        torch.empty(3, 2, 64, 4).transpose(2, 3),
+        torch.empty(3, 2, 4, 128)[..., ::2],
+        torch.empty(3, 2, 4, 80)[..., :64],
+    ],
+    ids=["heads last", "every second", "gaps"],
+)
+def test_a_query_whose_heads_are_no_run_is_copied(query, recorder):
+    problem = suite.build(Case("nvfp4", lengths=(40, 3, 17), q_len=2))
+    call = given("cpu", *problem.args, **problem.options) | {"query": query.bfloat16()}
+    kvjax_torch.paged_attention(**call)
+    decode, _ = recorder
+    assert decode.tensors[2].is_contiguous()
+    assert torch.equal(decode.tensors[2].nan_to_num(), query.bfloat16().nan_to_num())
+    assert decode.counts[-2:] == (2 * 4 * 64, 4 * 64)
+
+
+def test_the_kernels_are_the_same_for_every_batch(recorder):
+    """But for the merge: of few sequences more warps take each row."""
+    for num_seqs in (1, 2, 32, 33, 200):
+        problem = suite.build(Case("nvfp4", lengths=(17,) * num_seqs))
+        kvjax_torch.paged_attention(**given("cpu", *problem.args, **problem.options))
+    decodes, merges = recorder[::2], recorder[1::2]
+    assert len({call.kernel for call in decodes}) == 1
+    assert [merges[0].kernel] * 3 + [merges[3].kernel] * 2 == [call.kernel for call in merges]
+    assert merges[0].kernel is not merges[3].kernel
+
+
+@pytest.mark.parametrize("case", [Case(query_dtype="float32"), Case("float32")], ids=str)
+def test_where_no_kernel_attends_it_is_gathered(case, recorder, monkeypatch):
+    monkeypatch.setattr(cuda, "_attend_to_gathered", lambda plan, query, *arrays: (query, query[..., 0]))
+    problem = suite.build(case)
+    kvjax_torch.paged_attention(**given("cpu", *problem.args, **problem.options))
+    assert not recorder
+
+
+ON_GPU = pytest.mark.gpu
+DTYPES = ("float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+
+
+def on_gpu(case: Case, **how: Any) -> dict[str, Any]:
+    problem = suite.build(case)
+    return given("cuda", *problem.args, **problem.options, **how)
+
+
+def assert_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for each, wanted in zip(got, expected, strict=True):
+        assert torch.equal(each.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8))
+
+
+@ON_GPU
+@matrix({"form": FORMS, "layout": ["NHD", "HND"], "dtype": DTYPES})
+def test_pages_may_lie_anywhere(form, layout, dtype):
+    suite.check(Case(dtype, layout=layout, lengths="mixed", head_size=128, sinks=True), attend_on("cuda", form=form))
+
+
+@ON_GPU
+@pytest.mark.parametrize(("dtype", "before"), [("bfloat16", 2), ("fp8_e4m3", 1), ("nvfp4", 3), ("nvfp4", 8)])
+def test_pages_may_begin_anywhere(dtype, before):
+    suite.check(Case(dtype, lengths="mixed", head_size=80), attend_on("cuda", before=before))
+
+
+@ON_GPU
+@matrix({"dtype": DTYPES}, few={"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"]})
+def test_one_compilation_serves_every_batch(dtype):
+    case = Case(dtype, head_size=96, num_kv_heads=3, group=4, window=700)
+    before = launch.num_compilations()
+    suite.check(dataclasses.replace(case, lengths=(17,)), attend_on("cuda"))
+    compilations = launch.num_compilations()
+    assert compilations - before <= 3  # the decode kernel and two merges, of few sequences and of many
+    for lengths in ((1, 0), (5000,), (900, 17, 3), (33,) * 32, (33,) * 33, (*range(300),)):
+        suite.check(dataclasses.replace(case, lengths=lengths), attend_on("cuda"))
+    assert launch.num_compilations() == compilations
+
+
+@ON_GPU
+@matrix({"q_len": [1, 3, 8], "dtype": ["bfloat16", "nvfp4"]})
+def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
+    """Other lengths, tables and queries; of eight query tokens the kernels run more than once."""
+    lengths = 1328, 17, 400, 1, 64
+    call = on_gpu(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=lengths, sinks=True))
+    kvjax_torch.paged_attention(**call)
+    compilations = launch.num_compilations()
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        results = kvjax_torch.paged_attention(**call)
+    tables, longest = call["block_table"].clone(), torch.tensor(lengths, device="cuda")
+    for step in range(4):
+        call["block_table"].copy_(tables.roll(step, 0))
+        call["seq_lens"].copy_(longest.roll(step) // (step + 1))
+        call["query"].normal_()
+        expected = kvjax_torch.paged_attention(**call)
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(results, expected)
+    assert launch.num_compilations() == compilations
+
+
+@ON_GPU
+@pytest.mark.parametrize(("dtype", "q_len"), [("bfloat16", 1), ("nvfp4", 8)])
+@pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
+def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype, q_len):
+    """On a stream that is busy for a while before the query is there: a call on another would come too early."""
+    call = on_gpu(Case(dtype, group=4, q_len=q_len, lengths=(1328, 17, 400)))
+    source, stream, idle = call["query"].clone(), new_stream(), torch.cuda.Event()
+    expected = kvjax_torch.paged_attention(**call)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        call["query"].zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(A_WHILE)
+            call["query"].copy_(source)
+            used = [each.clone() for each in kvjax_torch.paged_attention(**call)]
+            call["query"].zero_()
+            idle.record()
+        assert not idle.query(), "the host waited for the stream"
+        stream.synchronize()
+        assert_same(tuple(used), expected)
+
+
+@ON_GPU
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # which it says of itself
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_torch_sees_nothing_that_waits(q_len):
+    call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed"))
+    expected = kvjax_torch.paged_attention(**call)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = kvjax_torch.paged_attention(**call)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same(results, expected)
+
+
+@ON_GPU
+def test_the_workspace_goes_back_to_torch():
+    """And takes no more with longer sequences."""
+    call = on_gpu(Case("nvfp4", lengths=(1328, 17)))
+    kvjax_torch.paged_attention(**call)
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    results = kvjax_torch.paged_attention(**call)
+    sizes = sum(-(-each.untyped_storage().nbytes() // 512) * 512 for each in results)
+    assert torch.cuda.memory_allocated() == before + sizes
+
+
+@ON_GPU
+def test_threads_on_streams_of_their_own():
+    cases = [Case("nvfp4", lengths="mixed"), Case("bfloat16", lengths=(5000, 3), q_len=2), Case("fp8_e4m3", group=3)]
+    given_calls = [on_gpu(case) for case in cases]
+    expected = [kvjax_torch.paged_attention(**call) for call in given_calls]
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def serve(call: dict[str, Any], wanted: tuple[torch.Tensor, ...]) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    results = kvjax_torch.paged_attention(**call)
+                    torch.cuda.current_stream().synchronize()
+                    assert_same(results, wanted)
+        except BaseException as error:  # a thread's failures are the test's
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=each) for each in zip(given_calls, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@ON_GPU
+@matrix({"q_len": [1, 8], "dtype": DTYPES})
+def test_the_bits_are_those_of_jax(q_len, dtype):
+    problem = suite.build(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=(1328, 17, 0, 5000), sinks=True))
+    in_jax = problem.run(functools.partial(kvjax.paged_attention, return_lse=True, implementation="mosaic"))
+    for got, wanted in zip(problem.run(attend_on("cuda")), in_jax, strict=True):
+        assert_same_bytes(got, wanted)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+def test_where_jax_runs_the_kernels_it_is_gathered(dtype, through_jax):
+    compilations = launch.num_compilations()
+    suite.check(Case(dtype, lengths=(40, 0, 17), sinks=True), attend_on("cuda"))
+    assert launch.num_compilations() == compilations

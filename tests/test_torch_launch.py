@@ -25,7 +25,7 @@ from kvjax import KVCacheDType  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 
 LOWERS = """
-from any_count import write_kernel
+from any_count import attention_kernels, write_kernel
 from helpers import simple_spec
 from jax._src import xla_bridge
 from kvjax import KVCacheDType
@@ -33,8 +33,11 @@ from kvjax_torch import launch
 
 # A kernel of one program alone, whatever the number of tokens.
 write = write_kernel(simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128), unique_slots=True)
-lowered = launch._lower(write.function, write.args, launch._Target("NVIDIA H200", "9.0", 232448))
-assert launch.given_integers(launch._kernel_module(lowered), len(write.args))
+attention = attention_kernels(simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16))
+decode, merge, _ = attention.of(1)
+for kernel in (write, decode, merge):
+    lowered = launch._lower(kernel.function, kernel.args, launch._Target("NVIDIA H200", "9.0", 232448))
+    assert launch.given_integers(launch._kernel_module(lowered), len(kernel.args))
 assert not xla_bridge.backends_are_initialized()
 
 import jax

@@ -12,6 +12,8 @@ the root of the source tree, with a Python whose jax sees the GPU:
 With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
 past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
 
+`--attention` attends too, to whole sequences and to parts of them, by the kernels of `paged_attention`.
+
 `--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens, on tensors
 that begin between two multiples of 256 bytes; with `--through-jax` JAX runs them there. Memory is torch's then:
 `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for an allocation each.
@@ -42,11 +44,13 @@ from kvjax import (
     KVQuantMode,
     VScaleLayout,
     gather_kv,
+    paged_attention,
     reshape_and_cache_flash,
 )
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
+_attend = jax.jit(paged_attention, static_argnames=("implementation", "sliding_window", "return_lse"))
 
 _OFFSET, _POISON = 16, 0xAB
 """Bytes that tensors begin behind a multiple of 256, and what these are."""
@@ -66,7 +70,13 @@ def kinds(
             yield spec, (num_kv_heads,)
 
 
-def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, is_from_torch: bool) -> None:
+def run(
+    spec: FullAttentionSpec,
+    scale_shape: tuple[int, ...],
+    num_tokens: int,
+    is_from_torch: bool,
+    attends: bool = False,
+) -> None:
     """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it.
 
     Then again with each token in a slot of its own, or in none, and the promise that slots are unique.
@@ -82,15 +92,22 @@ def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, 
     scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
     table = np.arange(num_blocks, dtype=np.int32)[None]
     lengths = np.array([num_blocks * spec.block_size], np.int32)
+    query = jnp.asarray(rng.standard_normal((2, 2, 4 * spec.num_kv_heads, spec.head_size), np.float32), jnp.bfloat16)
+    sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
+    attends = attends and spec.dtype is not KVCacheDType.FLOAT32  # which no kernel serves
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
         cache = KVCache.allocate(spec, num_blocks)
         if is_from_torch:
             arrays = key, value, cache.kv, *map(jnp.asarray, (slot_mapping, table, lengths)), *scales.values()
-            _run_from_torch(spec, is_unique, *jax.block_until_ready(arrays))
+            attention = (query, *map(jnp.asarray, sequences)) if attends else ()
+            _run_from_torch(spec, is_unique, *jax.block_until_ready((*arrays, *attention)))
             continue
         options = {"unique_slots": is_unique, "implementation": "mosaic"}
         cache = _write(key, value, cache, slot_mapping, **scales, **options)
         jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
+        for window in (None, 20) if attends else ():
+            options = {"sliding_window": window, "implementation": "mosaic", "return_lse": True}
+            jax.block_until_ready(_attend(query, cache, *sequences, **scales, **options))
 
 
 def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:
@@ -106,7 +123,8 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
         memories.append(torch.full((_OFFSET + array.nbytes,), _POISON, dtype=torch.uint8, device=tensor.device))
         return memories[-1][_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    key, value, kv, slots, table, lengths, *scales = map(copied, arrays)
+    key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = map(copied, arrays)
+    scales = k_scale, v_scale
     caches = kv[:, 0], kv[:, 1]
     if spec.layout is CacheLayout.HND:
         caches = tuple(cache.transpose(1, 2) for cache in caches)
@@ -114,6 +132,11 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
     keys, values = kvjax_torch.gather_kv(*caches, table, lengths, dtype, *scales, **layout)
     keys.cpu(), values.cpu()  # arrays are freed only then
+    for window in (None, 20) if attention else ():
+        query, *sequences = attention
+        options = {**layout, "sliding_window": window, "return_lse": True}
+        out, lse = kvjax_torch.paged_attention(query, *caches, *sequences, dtype, *scales, **options)
+        out.cpu(), lse.cpu()
     if any((memory[:_OFFSET] != _POISON).any() for memory in memories):
         raise AssertionError("a kernel has written before the beginning of a tensor")
 
@@ -128,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--attention", action="store_true", help="attend too")
     parser.add_argument("--from-torch", action="store_true", help="launch them on torch's stream")
     parser.add_argument("--through-jax", action="store_true", help="with --from-torch: have JAX run them")
     args = parser.parse_args(arguments)
@@ -140,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("error", RuntimeWarning)  # that JAX runs them, where nobody asked for that
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         for num_tokens in args.num_tokens:
-            run(spec, scale_shape, num_tokens, args.from_torch)
+            run(spec, scale_shape, num_tokens, args.from_torch, args.attention)
         scales = "scale a head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 
 from kvjax import UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import CachePlan, GatherPlan, StridedRows, WritePlan
+from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, StridedRows, WritePlan
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Bytes that kernels are compiled for rows to begin at a multiple of."""
@@ -20,6 +21,9 @@ they are written: a thread reads as many at once."""
 
 PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once; pages that begin at a multiple of more gain nothing by it."""
+
+MOST = 2**31 - 1
+"""What a count may be, and a place in an array of which kernels read elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,107 @@ def gather_call(
     return Call(kernel, (max_blocks, block_table.stride(0), last_block), arrays, num_seqs * max_blocks)
 
 
+class AttentionPart(NamedTuple):
+    """What one run of the attention's kernels takes of a call.
+
+    Attributes:
+      plan: of a call that is no more than this.
+      heads: which query heads of each KV head.
+      tokens: which query tokens.
+    """
+
+    plan: AttentionPlan
+    heads: slice
+    tokens: slice
+
+
+@functools.lru_cache(maxsize=1024)
+def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
+    """The parts of a call, one after the other; none where no kernel attends to such a cache or for such a query."""
+    spec = plan.cache.spec
+    if plan.dtype is torch.float32 or kernels.why_no_attention(spec) is not None:
+        return ()
+    parts = []
+    for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
+        num_heads = (heads.stop - heads.start) * spec.num_kv_heads
+        for tokens in runs:
+            part = dataclasses.replace(plan, num_heads=num_heads, q_len=tokens.stop - tokens.start)
+            parts.append(AttentionPart(part, heads, tokens))
+    return tuple(parts)
+
+
+def has_attention(plan: AttentionPlan, query: torch.Tensor, block_table: torch.Tensor) -> bool:
+    """Whether kernels can count the elements of a call, and it has any."""
+    rows = query.shape[0] * plan.q_len * plan.num_heads
+    return 0 < rows * max(plan.cache.spec.head_size, plan.cache.spec.head_size_v) <= MOST and block_table.numel() > 0
+
+
+class AttentionKernels(NamedTuple):
+    """What attends: one kernel after the other, the second of them to what the first leaves in the workspace.
+
+    Attributes:
+      decode: the first.
+      merge: the second.
+      workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, int32.
+    """
+
+    decode: kernels.AnyCount
+    merge: kernels.AnyCount
+    workspace: tuple[int, int, int]
+
+
+def attention_alignments(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, int]:
+    """What kernels are told of where pages begin."""
+    return _page_alignment(key_cache), _page_alignment(value_cache)
+
+
+@functools.lru_cache(maxsize=4096)
+def attention_kernels(plan: AttentionPlan, alignments: tuple[int, int], num_seqs: int) -> AttentionKernels:
+    """The kernels of a call that is one part, for so many sequences: the same for many numbers of them."""
+    decode, merge, workspace = _attention_kernels(plan, alignments).of(num_seqs)
+    partial, partial_lse, spans = (array.size for array in workspace)
+    return AttentionKernels(decode, merge, (partial, partial_lse, spans))
+
+
+def attention_calls(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[Call, Call]:
+    """The attention of a `paged_attention` call that `plan` describes and that is one part, as two runs in this order.
+
+    The last two tensors of the second are its results: of the query's dtype `[num_seqs, q_len, num_heads, head_size_v]`
+    and float32 `[num_seqs, q_len, num_heads]`. Their memory and the workspace's is new, of torch's current stream.
+    """
+    spec, num_blocks = plan.cache.spec, key_cache.shape[0]
+    num_seqs, max_blocks = block_table.shape
+    decode, merge, workspace = attention_kernels(plan, attention_alignments(key_cache, value_cache), num_seqs)
+    query = _query(query)
+    block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, MOST)
+    table_stride = block_table.stride(0) if num_seqs > 1 else max_blocks
+    if num_seqs * table_stride > MOST:
+        block_table, table_stride = block_table.contiguous(), max_blocks
+    out = query.new_empty((*query.shape[:3], spec.head_size_v))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
+    between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
+    sink = () if sinks is None else (sinks.contiguous(),)
+    pages = key_cache, value_cache, k_scale.contiguous(), v_scale.contiguous()
+    # Of more entries than positions that a length can name none is looked for.
+    max_blocks = min(max_blocks, MOST // spec.block_size)
+    counts = num_seqs, max_blocks, min(num_blocks, MOST), table_stride, *_token_strides(query)
+    return (
+        Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
+        Call(merge, (max_blocks,), (seq_lens, *sink, *between, out, lse), num_seqs),
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def _write_kernel(
     cache: CachePlan,
@@ -137,6 +242,41 @@ def _gather_kernel(
     cache: CachePlan, dtype: torch.dtype, scale_sizes: tuple[int, int], page_alignments: tuple[int, int]
 ) -> kernels.AnyCount:
     return kernels.gather_kernel(cache.spec, _page_memory(cache, page_alignments), numpy_dtype(dtype), scale_sizes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention_kernels(plan: AttentionPlan, page_alignments: tuple[int, int]) -> kernels.AnyBatch:
+    return kernels.attention_kernels(
+        plan.cache.spec,
+        _page_memory(plan.cache, page_alignments),
+        numpy_dtype(plan.dtype),
+        plan.scale_sizes,
+        num_heads=plan.num_heads,
+        q_len=plan.q_len,
+        sm_scale=plan.sm_scale,
+        window=plan.window,
+        logits_soft_cap=plan.logits_soft_cap,
+        has_sinks=plan.has_sinks,
+    )
+
+
+def _query(query: torch.Tensor) -> torch.Tensor:
+    """`[num_seqs, q_len, num_heads, head_size]` with the heads of each token in one run, copied where they are not."""
+    _, _, num_heads, head_size = query.shape
+    strides = query.stride()
+    is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)
+    reach = sum(size * stride for size, stride in zip(query.shape, _token_strides(query), strict=False))
+    if is_run and reach + num_heads * head_size <= MOST and not query.data_ptr() % query.element_size():
+        return query
+    return query.clone(memory_format=torch.contiguous_format)
+
+
+def _token_strides(query: torch.Tensor) -> tuple[int, int]:
+    """Elements from a sequence's query to the next's, and from one of its tokens to the next; 0 where there is none."""
+    a_sequence, a_token = (
+        stride if size > 1 else 0 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)
+    )
+    return a_sequence, a_token
 
 
 def _runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:

@@ -188,8 +188,77 @@ def attend(
     v_scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` of CUDA tensors that `plan` describes, over what the gather's kernel reads in float32."""
+    """`paged_attention` of CUDA tensors that `plan` describes.
+
+    Kernels attend to the pages where there are any for such a call and they can be launched; they cannot for a float32
+    query or cache, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
+    """
     _check_capability(key_cache.get_device())
+    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, block_table) else ()
+    arrays = key_cache, value_cache, block_table, seq_lens, k_scale, v_scale
+    if not parts or not all(_can_attend(part.plan, key_cache, value_cache) for part in parts):
+        return _attend_to_gathered(plan, query, *arrays, sinks)
+    if len(parts) == 1:
+        return _attend_to_pages(plan, query, *arrays, sinks)
+    # More query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
+    spec = plan.cache.spec
+    out = query.new_empty((*query.shape[:3], spec.head_size_v))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
+    queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
+    lengths = seq_lens.clamp(0, calls.MOST).to(torch.int32)
+    for part, heads, tokens in parts:
+        # Earlier tokens stand at the end of shorter sequences.
+        ends = lengths - (plan.q_len - tokens.stop)
+        arrays = key_cache, value_cache, block_table, ends, k_scale, v_scale
+        own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
+        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), *arrays, own_sinks)
+        for whole, result in zip((outs, lses), results, strict=True):
+            whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
+    return out, lse
+
+
+_attends: set[Any] = set()
+"""Plans, alignments and devices whose kernels are compiled."""
+
+
+def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether kernels of a call that is one part are launched; compiles them for batches of every size."""
+    if _through_jax:
+        return False
+    alignments, device = calls.attention_alignments(key_cache, value_cache), key_cache.device
+    kind = plan, alignments, device
+    if kind in _attends:
+        return True
+    with _one_at_a_time:
+        every = [calls.attention_kernels(plan, alignments, least) for least in kernels.ATTENTION_BATCHES]
+    if any(_launcher(kernel, device) is None for decode, merge, _ in every for kernel in (decode, merge)):
+        return False
+    if len(_attends) >= _REMEMBERED:
+        _attends.clear()
+    _attends.add(kind)
+    return True
+
+
+def _attend_to_pages(plan: AttentionPlan, query: torch.Tensor, *arrays: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    decode, merge = calls.attention_calls(plan, query, *arrays)
+    _run(decode)
+    _run(merge)
+    out, lse = merge.tensors[-2:]
+    return out, lse
+
+
+def _attend_to_gathered(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
     with _one_at_a_time:
         call = calls.gather_call(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
@@ -207,29 +276,35 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
 
     `known_as` is what names it where JAX runs it and is to run it again.
     """
-    global _through_jax
     if not call.amount:
         return None
-    if not _through_jax:
-        try:
-            with _one_at_a_time:
-                launcher = _compiled(call.kernel, call.device)
-        except launch.LaunchUnavailableError as error:
-            _through_jax = True
-            warnings.warn(
-                f"kvjax's kernels cannot be launched on torch's streams: {error}. JAX runs them instead, with the same"
-                " results; that costs the host more time and a compilation for each number of tokens, and"
-                " torch.cuda.graph cannot record it.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        else:
-            addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
-            launcher.launch(call.counts, addresses, call.amount)
-            return launcher
+    if (launcher := _launcher(call.kernel, call.device)) is not None:
+        addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
+        launcher.launch(call.counts, addresses, call.amount)
+        return launcher
     with _lock(call.tensors[-1].get_device()):
         dlpack.run(call, known_as)
     return None
+
+
+def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | None:
+    """What launches a kernel; None where JAX has to run it."""
+    global _through_jax
+    if _through_jax:
+        return None
+    try:
+        with _one_at_a_time:
+            return _compiled(kernel, device)
+    except launch.LaunchUnavailableError as error:
+        _through_jax = True
+        warnings.warn(
+            f"kvjax's kernels cannot be launched on torch's streams: {error}. JAX runs them instead, with the same"
+            " results; that costs the host more time and a compilation for each number of tokens, and"
+            " torch.cuda.graph cannot record it. Attention gathers first.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return None
 
 
 @functools.lru_cache(maxsize=1024)

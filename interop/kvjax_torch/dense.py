@@ -1,4 +1,4 @@
-"""Attention over dense keys and values, in torch: what follows a gather where no kernel reads the pages."""
+"""Attention over dense keys and values, in torch: what follows a gather where no kernel attends to the pages."""
 
 from __future__ import annotations
 

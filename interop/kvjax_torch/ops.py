@@ -208,8 +208,10 @@ def paged_attention(
     """Attention of the last tokens of each sequence over its cached tokens, as `kvjax.paged_attention` defines it.
 
     `torch.ops.kvjax.paged_attention` is the same operation with scales that are tensors on the caches' device, and
-    always returns both results. Neither has a gradient. No kernel reads the pages yet: whole sequences are gathered in
-    float32 first, on a GPU by the gather's kernel.
+    always returns both results. Neither has a gradient. On a GPU the kernels of `kvjax.paged_attention` run on torch's
+    current stream, for a float16 or bfloat16 query and a cache of any dtype but float32; torch owns their workspace,
+    and the first call of a kind compiles for batches of every size. Elsewhere whole sequences are gathered in float32
+    first.
 
     Args:
       query: `[num_seqs, num_heads, head_size]`, or `[num_seqs, q_len, num_heads, head_size]` for the last `q_len`

@@ -3,6 +3,11 @@
 What is named here is for launchers of their own, which pass addresses instead of arrays.
 """
 
+from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES
+from kvjax.kernels.attention import passes as attention_passes
+from kvjax.kernels.attention import why_not as why_no_attention
+from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
+from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
 from kvjax.kernels.compat import BASE_ALIGNMENT as BASE_ALIGNMENT
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
@@ -16,15 +21,20 @@ from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
+    "ATTENTION_BATCHES",
     "BASE_ALIGNMENT",
     "MAX_VECTOR_BYTES",
     "SEARCHED",
+    "AnyBatch",
     "AnyCount",
     "Argument",
     "PageMemory",
     "PageRegion",
     "RowMemory",
+    "attention_kernels",
+    "attention_passes",
     "gather_kernel",
     "packed",
+    "why_no_attention",
     "write_kernel",
 ]

@@ -105,8 +105,8 @@ class AnyCount:
       arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch lie in one line of
         constant memory, and a program that waits for another line takes 0.1 us longer.
       written: which of the arrays the kernel writes.
-      num_programs: how many programs a launch takes: for a write of the number of tokens, for a gather of that of
-        entries in the block table.
+      num_programs: how many programs a launch takes along the last axis of its grid: for a write of the number of
+        tokens, for a gather of that of entries in the block table, for a merge of that of sequences.
     """
 
     body: Callable[..., None]
@@ -147,8 +147,8 @@ class AnyCount:
         def body(*refs: Any) -> None:
             # An array may begin so late in its first row that its own rows reach into JAX's next ones. Of a constant
             # JAX would refuse that; the address is right all the same.
-            zero = 0 * lax.axis_index("program")
-            self._run(counts, [beginning + zero for beginning in beginnings], refs)
+            late = [beginning and beginning + 0 * lax.axis_index("program") for beginning in beginnings]
+            self._run(counts, late, refs)
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
 

@@ -2,12 +2,13 @@
 
 The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
 `stages` (rows of pages on their way through shared memory), `schedule` (who attends to what), `decode` (logits,
-softmax, output), `merge`.
+softmax, output), `merge`; `any_batch` is both kernels over memory that somebody else owns.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, Decode
 from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
 from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.spec import AttentionSpec
 
@@ -47,6 +49,9 @@ FEW_SEQUENCES = 32
 
 MERGE_WARPS = 16
 
+BATCHES = (1, FEW_SEQUENCES + 1)
+"""Of so many sequences and more, up to the next number, calls are launched in the same way."""
+
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot read caches of a spec; None where it can."""
@@ -60,26 +65,38 @@ def rows_a_pass(spec: AttentionSpec) -> int:
     return COLUMNS if spec.head_size + spec.head_size_v > WIDE else 2 * COLUMNS
 
 
+def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, list[slice]]]:
+    """What one run of the kernel after another takes: heads of every group, and then query tokens with these heads."""
+    most, divided = rows_a_pass(spec), []
+    for first in range(0, group, most):
+        heads = slice(first, min(first + most, group))
+        tokens = most // (heads.stop - heads.start)
+        divided.append((heads, [slice(start, min(start + tokens, q_len)) for start in range(0, q_len, tokens)]))
+    return divided
+
+
 def choose(problem: Problem) -> DecodeConfig:
     """The configuration for a problem: as many heads a block as fit, then as many tiles a warp."""
-    spec = problem.spec
+    spec, num_seqs, max_blocks = problem.spec, int(problem.num_seqs), int(problem.max_blocks)
     most = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode knows no barrier of several warpgroups
     num_blocks, several = (2, WARPS) if compat.interpreting() else (BLOCKS, MERGE_WARPS)
     for heads in range(min(spec.num_kv_heads, most), 0, -1):
         if spec.num_kv_heads % heads:
             continue
-        tile_bytes = StagePlan.of(spec, heads, 1).stage_bytes
+        tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
         warps = -(-heads // WARPS) * WARPS
         if warps // heads * tile_bytes * 2 > SHARED_BYTES and heads > 1:
             continue
         while warps + WARPS <= most and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
             warps += WARPS
         groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
-        tokens = problem.num_seqs * problem.max_blocks * spec.block_size // blocks
-        tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS), tokens // (groups * TILE * STAGES))
+        tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS))
+        if max_blocks:  # 0 where a launch brings it, and may bring long sequences
+            tokens = num_seqs * max_blocks * spec.block_size // blocks
+            tiles = min(tiles, tokens // (groups * TILE * STAGES))
         tiles = max(1, tiles)
         slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
-        return DecodeConfig(heads, warps, tiles, slots, blocks, several if problem.num_seqs <= FEW_SEQUENCES else 1)
+        return DecodeConfig(heads, warps, tiles, slots, blocks, several if num_seqs <= FEW_SEQUENCES else 1)
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
 
 
@@ -123,51 +140,47 @@ def decode(
       `[num_seqs, q_len, num_heads]`.
     """
     num_seqs, q_len, num_heads, head_size = query.shape
-    group, max_rows = num_heads // spec.num_kv_heads, rows_a_pass(spec)
-    if window is not None and window > np.iinfo(np.int32).max - q_len:
-        window = None  # the sums below stay within int32, and no sequence is longer
+    group = num_heads // spec.num_kv_heads
     static: dict[str, Any] = {
         "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
     }  # fmt: skip
-    if group > max_rows:  # heads of a group by turns
+    divided = passes(spec, group, q_len)
+    if len(divided) > 1 or len(divided[0][1]) > 1:
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
         sinks_by_group = sinks.reshape(spec.num_kv_heads, group)
-        parts = []
-        for first in range(0, group, max_rows):
-            some = slice(first, min(first + max_rows, group))
-            heads = by_group[:, :, :, some].reshape(num_seqs, q_len, -1, head_size)
-            scales = k_scale, v_scale, sinks_by_group[:, some].reshape(-1)
-            out, lse = decode(heads, pages, block_table, seq_lens, layer, *scales, spec, **static)
-            grouped = num_seqs, q_len, spec.num_kv_heads, -1
-            parts.append((out.reshape(*grouped, spec.head_size_v), lse.reshape(grouped)))
-        outs, lses = zip(*parts, strict=True)
+        outs, lses = [], []
+        for heads, runs in divided:
+            parts = []
+            for tokens in runs:  # earlier tokens stand at the end of shorter sequences
+                rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
+                lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
+                some = k_scale, v_scale, sinks_by_group[:, heads].reshape(-1)
+                parts.append(decode(rows, pages, block_table, lens, layer, *some, spec, **static))
+            out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+            outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
+            lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
-    tokens = max_rows // group
-    if q_len > tokens:  # tokens by turns: earlier ones stand at the end of shorter sequences
-        parts = []
-        for first in range(0, q_len, tokens):
-            end = min(first + tokens, q_len)
-            lens = jnp.maximum(seq_lens, 0) - (q_len - end)
-            parts.append(
-                decode(query[:, first:end], pages, block_table, lens, layer, k_scale, v_scale, sinks, spec, **static)
-            )
-        outs, lses = zip(*parts, strict=True)
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
+    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
     problem = Problem(
         spec=spec,
+        memory=(keys, values),
         query_dtype=query.dtype,
         q_len=q_len,
         num_heads=num_heads,
         num_seqs=num_seqs,
         max_blocks=block_table.shape[1],
+        table_stride=block_table.shape[1],
+        query_strides=(q_len * num_heads * head_size, num_heads * head_size),
         num_blocks=pages.shape[0] // num_layers,
         num_layers=num_layers,
         has_layer=layer is not None,
         sm_scale=sm_scale,
-        window=window,
+        window=restricting(window, q_len),
         logits_soft_cap=logits_soft_cap,
         scale_sizes=(k_scale.size, v_scale.size),
+        one_memory=True,
+        has_sinks=True,
     )
     number = seq_lens if layer is None else layer.reshape(1)  # without one nothing reads it
     return _attend(
@@ -180,79 +193,105 @@ def _attend(
     problem: Problem, config: DecodeConfig, query: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     spec = problem.spec
-    plan = StagePlan.of(spec, config.heads, config.groups * config.tiles)
     rows = problem.num_seqs * problem.q_len * problem.num_heads
-    parts = 2 * config.blocks * problem.q_len * problem.num_heads
     out_types = (
         jax.ShapeDtypeStruct((rows * spec.head_size_v,), query.dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((parts * spec.head_size_v,), jnp.float32),
-        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
-        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+        *workspace(problem, config),
     )
     pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
 
     def decode_body(*refs: Any) -> None:
-        *others, buffer, barriers = refs
-        Decode(problem, config, plan, Refs(*others), buffer, barriers).run()
+        query, pages, *others, buffer, barriers = refs
+        run_decode(problem, config, Refs(query, (pages, pages), *others), buffer, barriers)
 
-    registers = Decode.registers(problem)
-    joined = (config.groups - 1) * config.heads * registers * LANES * 4
-    kernel = plgpu.kernel(
-        compat.named("paged_attention", decode_body),
-        out_type=out_types,
+    kernel = decode_kernel(decode_body, problem, config, out_types)
+    out, lse, partial, partial_lse, spans = kernel(
+        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
+        sinks,
+    )  # fmt: skip
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+
+    def merge_body(*refs: Any) -> None:
+        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
+        known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
+        run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
+
+    merge = merge_kernel(merge_body, problem, config, seq_lens.shape[0])
+    merge(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
+    shape = problem.num_seqs, problem.q_len, problem.num_heads
+    return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
+
+
+def restricting(window: int | None, q_len: int) -> int | None:
+    """A window, or None for one that no sequence is longer than, so that sums with it stay within int32."""
+    return None if window is not None and window > np.iinfo(np.int32).max - q_len else window
+
+
+def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a call takes besides its results, for the merge to read: `partial`, `partial_lse` and `spans`."""
+    parts = 2 * config.blocks * problem.q_len * problem.num_heads
+    return (
+        jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
+        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
+        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+    )
+
+
+def _stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
+    return StagePlan.of(problem.spec, problem.memory, heads, tiles, one_memory=problem.one_memory)
+
+
+def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, barriers: Any) -> None:
+    """What a block of the decode kernel does; the last two are its shared memory."""
+    plan = _stage_plan(problem, config.heads, config.groups * config.tiles)
+    Decode(problem, config, plan, refs, buffer, barriers).run()
+
+
+def decode_kernel(
+    body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
+) -> Callable[..., Any]:
+    """A kernel of `body`, which attends: it stores whole sequences' results, and parts for the merge."""
+    joined = (config.groups - 1) * config.heads * Decode.registers(problem) * LANES * 4
+    ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
+    kernel: Callable[..., Any] = plgpu.kernel(
+        compat.named("paged_attention", body),
+        out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((max(config.slots * plan.stage_bytes, joined),), jnp.uint8),
+            plgpu.SMEM((max(ring, joined),), jnp.uint8),
             plgpu.SMEM((4 * config.slots,), jnp.int32),
         ],
-        grid=(config.blocks, spec.num_kv_heads // config.heads),
+        grid=(config.blocks, problem.spec.num_kv_heads // config.heads),
         grid_names=("block", "heads"),
         num_threads=config.warps // WARPS,
         thread_name="warpgroup",
         compiler_params=compat.COMPILER_PARAMS,
     )
-    out, lse, partial, partial_lse, spans = kernel(
-        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
-        sinks,
-    )  # fmt: skip
-    out, lse = _merge(problem, config, seq_lens, sinks, partial, partial_lse, spans, out, lse)
-    shape = problem.num_seqs, problem.q_len, problem.num_heads
-    return out.reshape(*shape, spec.head_size_v), lse.reshape(shape)
+    return kernel
 
 
-def _merge(
-    problem: Problem,
-    config: DecodeConfig,
-    seq_lens: jax.Array,
-    sinks: jax.Array,
-    partial: jax.Array,
-    partial_lse: jax.Array,
-    spans: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`out` and `lse` with the rows of sequences that several blocks of threads had a part of."""
+def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
+    """What a block of the merge does; `shared` is the shared memory of one whose warps share rows."""
+    Merge(problem, config.rows, refs, config.merge_warps, shared[0] if shared else None).run()
+
+
+def merge_kernel(
+    body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
+) -> Callable[..., Any]:
+    """A kernel of `body`, which changes rows of results of sequences that several blocks of threads had a part of."""
     warps_a_row = config.merge_warps
     several = warps_a_row > 1
     registers = 2 + -(-problem.spec.head_size_v // LANES)
     rows = problem.q_len * problem.num_heads
-
-    def body(*refs: Any) -> None:
-        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
-        known = Refs(
-            query=None, pages=None, table=None, seq_lens=seq_lens, layer=None, k_scale=None, v_scale=None,
-            sinks=sinks, out=out, lse=lse, partial=partial, partial_lse=partial_lse, spans=spans,
-        )  # fmt: skip
-        Merge(problem, config.rows, known, warps_a_row, shared[0] if shared else None).run()
-
-    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    plgpu.kernel(
+    kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("merge_paged_attention", body),
+        out_type=(),
         scratch_types=[plgpu.SMEM((warps_a_row * registers * LANES * 4,), jnp.uint8)] if several else [],
-        grid=(problem.num_seqs, rows if several else -(-rows // WARPS)),
-        grid_names=("sequence", "rows"),
+        # CUDA has room for as many as anybody could want along the last axis alone.
+        grid=(rows if several else -(-rows // WARPS), num_seqs),
+        grid_names=("rows", "sequence"),
         num_threads=max(1, warps_a_row // WARPS),
         thread_name="warpgroup",
         compiler_params=compat.COMPILER_PARAMS,
-    )(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
-    return jax.freeze(out_ref), jax.freeze(lse_ref)
+    )
+    return kernel

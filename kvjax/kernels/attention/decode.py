@@ -29,6 +29,7 @@ from kvjax.kernels.attention import formats, lanes
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.stages import TILE, Ring, SharedRows, StagePlan, divided
+from kvjax.kernels.memory import Number, PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.pages import swizzled_position
 from kvjax.spec import AttentionSpec
@@ -80,34 +81,37 @@ class DecodeConfig:
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes, one-dimensional but for the pages."""
+    """What the kernel reads and writes, one-dimensional but for the pages: those of keys and those of values."""
 
-    query: Any
-    pages: Any
-    table: Any
-    seq_lens: Any
-    layer: Any
-    k_scale: Any
-    v_scale: Any
-    sinks: Any
-    out: Any
-    lse: Any
-    partial: Any
-    partial_lse: Any
-    spans: Any
+    query: Any = None
+    pages: Any = None
+    table: Any = None
+    seq_lens: Any = None
+    layer: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    sinks: Any = None
+    out: Any = None
+    lse: Any = None
+    partial: Any = None
+    partial_lse: Any = None
+    spans: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is the same for every call that a kernel serves.
+    """What is the same for every call that a kernel serves; of memory that somebody else owns a launch brings counts.
 
     Attributes:
       spec: the cache's.
+      memory: where the rows of keys and of values lie in its pages.
       query_dtype: float16 or bfloat16.
       q_len: query tokens of a sequence.
       num_heads: query heads.
-      max_blocks: entries of the block table for each sequence.
       num_seqs: sequences.
+      max_blocks: entries of the block table for each sequence.
+      table_stride: entries from a sequence's first to the next's.
+      query_strides: elements from a sequence's first query token to the next's, and from a query token to the next.
       num_blocks: blocks.
       num_layers: pages of a block, one for each layer.
       has_layer: whether a call says which layer.
@@ -115,21 +119,28 @@ class Problem:
       window: tokens that a query token sees, or None.
       logits_soft_cap: or None.
       scale_sizes: scales of keys and of values, 1 or one for each KV head.
+      one_memory: whether keys and values are one array, so that a copy may bring bytes of both.
+      has_sinks: whether heads have sinks.
     """
 
     spec: AttentionSpec
+    memory: tuple[PageMemory, PageMemory]
     query_dtype: Any
     q_len: int
     num_heads: int
-    num_seqs: int
-    max_blocks: int
-    num_blocks: int
+    num_seqs: Number
+    max_blocks: Number
+    table_stride: Number
+    query_strides: tuple[Number, Number]
+    num_blocks: Number
     num_layers: int
     has_layer: bool
     sm_scale: float
     window: int | None
     logits_soft_cap: float | None
     scale_sizes: tuple[int, int]
+    one_memory: bool
+    has_sinks: bool
 
     @property
     def rows(self) -> int:
@@ -195,7 +206,8 @@ class Decode:
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return Ring(
             self.plan, config.warps, config.slots, self.buffer, self.barriers, refs.pages, refs.table,
-            lanes.splat(num_blocks, jnp.uint32), problem.num_layers, layer, lax.axis_index("heads") * config.heads, lax.axis_index("warpgroup") * THREADS + self.thread,
+            lanes.splat(num_blocks, jnp.uint32), problem.num_layers, layer, lax.axis_index("heads") * config.heads,
+            lax.axis_index("warpgroup") * THREADS + self.thread,
         )  # fmt: skip
 
     @staticmethod
@@ -282,7 +294,7 @@ class Decode:
         """
         config, ring = self.config, self.ring
         span = self.span(length)
-        entries = sequence * self.problem.max_blocks
+        entries = sequence * self.problem.table_stride
         # Past the end nothing is looked for, nor copied.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
@@ -293,9 +305,9 @@ class Decode:
             return ring.blocks(entries, position(stage), span.start, end)
 
         def fill(stage: Any, carry: Any) -> Any:
-            turn, found = carry
-            ring.fill(*turn, position(stage), found)
-            return ring.next(*turn), blocks(stage + 1)
+            (slot, parity), found = carry
+            ring.fill(slot, parity, position(stage), found)
+            return ring.next(slot, parity), blocks(stage + 1)
 
         ahead = jnp.minimum(ring.ahead, count)
         filled = lax.fori_loop(0, ahead, fill, (turn, blocks(0)))
@@ -303,17 +315,16 @@ class Decode:
         query, factor = self.query(sequence)
 
         def body(i: jax.Array, carry: Any) -> Any:
-            (fill_turn, found), turn, state = carry
+            ((next_slot, next_parity), found), (slot, parity), state = carry
 
             @pl.when(i + ahead < count)
             def _() -> None:
-                ring.fill(*fill_turn, position(i + ahead), found)
+                ring.fill(next_slot, next_parity, position(i + ahead), found)
 
-            filled = ring.next(*fill_turn), blocks(i + ahead + 1)
+            filled = ring.next(next_slot, next_parity), blocks(i + ahead + 1)
             start = position(i) + self.first_tile * TILE
             is_plain = (start >= span.sees_all_from) & (start + TILE * config.tiles <= span.sees_all_to)
             needs_look = lanes.any_in_warp(~is_plain) | lacks
-            slot, parity = turn
             ring.wait(slot, parity)
             state = self.stage(slot, start, entries, span, needs_look, query, factor, state)
             ring.release(slot)
@@ -353,8 +364,9 @@ class Decode:
         for tile in range(problem.tiles):
             row = self.row + tile * COLUMNS
             token, head = row // group, row % group
-            index = (sequence * problem.q_len + token) * problem.num_heads + self.kv_head * group + head
-            index = index * head_size + self.column * unit_elements
+            a_sequence, a_token = problem.query_strides
+            index = sequence * a_sequence + token * a_token + (self.kv_head * group + head) * head_size
+            index = index + self.column * unit_elements
             is_row = row < problem.rows
             loaded.append([lanes.load_global(self.refs.query, index + dim, is_row) for pair in dims for dim in pair])
         factors = self.format.key_factors(self.key_unit) * self.key_units
@@ -668,7 +680,9 @@ class Decode:
         half_of_run = self.row >> 2
         scales: list[list[jax.Array]] = []
         if rows.page.swizzled:  # the scales of four tokens lie side by side
-            return [self.swizzled_scales(base, known, rows, 2 * index + half_of_run) for index in range(self.value_tiles)]
+            return [
+                self.swizzled_scales(base, known, rows, 2 * index + half_of_run) for index in range(self.value_tiles)
+            ]
         start = base + rows.offset(2 * self.column)
         steps = [known + i * rows.pitch + half * rows.half_pitch for half in range(2) for i in range(2)]
         size = math.gcd(count, rows.alignment, 8)
@@ -817,8 +831,7 @@ class Decode:
         self, largest: jax.Array, total: jax.Array, head: jax.Array, is_row: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """What the output of a row has to be multiplied by, and its log-sum-exp."""
-        sink = lanes.bits(lanes.load_global(self.refs.sinks, head, is_row), jnp.float32)
-        return normalized(largest, total, sink)
+        return normalized(largest, total, sink(self.problem, self.refs, head, is_row))
 
     def store_part(
         self,
@@ -858,6 +871,13 @@ class Span(NamedTuple):
     end: jax.Array
     sees_all_from: jax.Array
     sees_all_to: jax.Array
+
+
+def sink(problem: Problem, refs: Refs, head: jax.Array, is_row: jax.Array) -> jax.Array:
+    """The sinks of rows of these heads, -inf where there are none."""
+    if not problem.has_sinks:
+        return lanes.splat(-jnp.inf, jnp.float32)
+    return lanes.bits(lanes.load_global(refs.sinks, head, is_row), jnp.float32)
 
 
 def normalized(largest: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -492,6 +492,7 @@ class Copy(NamedTuple):
     """A copy from global to shared memory, of each thread or of one thread of each warp.
 
     Attributes:
+      source: which of the references it reads.
       to: byte of shared memory where it goes, without `to_immediate`.
       to_immediate: what has to be added to that.
       row: row of global memory.
@@ -502,6 +503,7 @@ class Copy(NamedTuple):
       condition: whether anything is copied.
     """
 
+    source: int
     to: jax.Array
     to_immediate: int
     row: jax.Array
@@ -512,9 +514,12 @@ class Copy(NamedTuple):
     condition: jax.Array
 
 
-def copy_async(destination: Any, source: Any, copy: Copy) -> None:
+def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
     """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; those of 1 or 2 bytes are done at once."""
-    to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
+    which, to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
+    source = sources[which]
+    if not isinstance(size, int):
+        raise TypeError("threads copy as many bytes each")
     if compat.interpreting():
         data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
         start = row * row_bytes + offset + immediate
@@ -554,9 +559,7 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
 
     def run(_: Any, ref: Any, thread: Any) -> None:
         address = _shared_address(ref)
-        inits = " ".join(
-            f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals)
-        )
+        inits = " ".join(f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals))
         code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} bar.sync 0; }}"
         _inline_asm(code, [address, _scalar(thread)], [], clobber="~{memory}")
 
@@ -586,7 +589,7 @@ def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
     _with_barrier(ref, index, code, parity)
 
 
-def copy_bulk(destination: Any, source: Any, barriers: Any, index: Any, copies: Sequence[Copy]) -> None:
+def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: Any, copies: Sequence[Copy]) -> None:
     """One thread of each warp starts copies, and arrives at a barrier that then waits for their bytes too.
 
     All threads of a warp have the same copies.
@@ -594,19 +597,21 @@ def copy_bulk(destination: Any, source: Any, barriers: Any, index: Any, copies: 
     if compat.interpreting():
         for copy in copies:
             for warp in range(WARPS):
-                _copy_model(destination, source, copy, warp * LANES)
+                _copy_model(destination, sources[copy.source], copy, warp * LANES)
         return
 
-    def run(_: Any, destination: Any, source: Any, barriers: Any, index: Any, *registers: Any) -> None:
+    def run(_: Any, destination: Any, first: Any, second: Any, barriers: Any, index: Any, *registers: Any) -> None:
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        base, shared = llvm.ptrtoint(i64, utils.memref_ptr(source)), _shared_address(destination)
+        bases = [llvm.ptrtoint(i64, utils.memref_ptr(source)) for source in (first, second)]
+        shared = _shared_address(destination)
         counter = arith.addi(_shared_address(barriers), arith.muli(_scalar(index), mgpu.c(8, i32)))
         operands, code = [counter], []
         size: Any = mgpu.c(0, i32)
         sizes = itertools.count(4 * len(copies))
         for i, copy in enumerate(copies):
             to, row, offset, condition = map(_scalar, registers[4 * i : 4 * i + 4])
-            address = arith.addi(base, arith.muli(arith.extui(i64, row), mgpu.c(copy.row_bytes, i64)))
+            address = arith.muli(arith.extui(i64, row), mgpu.c(copy.row_bytes, i64))
+            address = arith.addi(bases[copy.source], address)
             address = arith.addi(address, arith.extui(i64, arith.addi(offset, mgpu.c(copy.immediate, i32))))
             operands += [arith.addi(shared, arith.addi(to, mgpu.c(copy.to_immediate, i32))), address, condition]
             length = mgpu.c(copy.size, i32) if isinstance(copy.size, int) else _scalar(registers[next(sizes)])
@@ -614,8 +619,8 @@ def copy_bulk(destination: Any, source: Any, barriers: Any, index: Any, copies: 
             size = arith.addi(size, arith.muli(condition, length))
             target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
             code.append(
-                f"setp.ne.and.b32 q, {wanted}, 0, p; @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                f" [{target}], [{origin}], {bytes_}, [$0];"
+                f"setp.ne.and.b32 q, {wanted}, 0, p;"
+                f" @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{target}], [{origin}], {bytes_}, [$0];"
             )
         # ptxas knows that `elect` leaves one thread. Of other predicates it makes a loop over threads.
         begin = (
@@ -628,8 +633,8 @@ def copy_bulk(destination: Any, source: Any, barriers: Any, index: Any, copies: 
     for copy in copies:
         registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
     registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
-    types = *((plgpu.RefType(),) * 3), *((LAYOUT,) * len(registers))
-    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, barriers, *registers)
+    types = *((plgpu.RefType(),) * 4), *((LAYOUT,) * len(registers))
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)
 
 
 def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.attention import lanes
-from kvjax.kernels.attention.decode import LOWEST, Problem, Refs, normalized
+from kvjax.kernels.attention.decode import LOWEST, Problem, Refs, normalized, sink
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.registers import LANES, WARPS
 
@@ -158,8 +158,7 @@ class Merge:
     ) -> None:
         """Stores a row's output and log-sum-exp."""
         problem, size = self.problem, self.problem.spec.head_size_v
-        sink = lanes.bits(lanes.load_global(self.refs.sinks, row % problem.num_heads, condition), jnp.float32)
-        inverse, lse = normalized(largest, total, sink)
+        inverse, lse = normalized(largest, total, sink(problem, self.refs, row % problem.num_heads, condition))
         lanes.store_global(self.refs.lse, index, lse, condition & (lane == 0))
         for j, x in enumerate(output):
             dim = lane + LANES * j

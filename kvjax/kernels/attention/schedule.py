@@ -70,7 +70,10 @@ class Sequences:
 
     def share(self, block: jax.Array, num_blocks: int) -> Share:
         """The share of a block."""
-        chunks = -(-self.problem.num_seqs // LANES)
+        num_seqs = self.problem.num_seqs
+        chunks = (
+            -(-num_seqs // LANES) if isinstance(num_seqs, int) else lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
+        )
         zero = lanes.splat(0, jnp.int32)
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels.attention import lanes
+from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion
 from kvjax.spec import AttentionSpec
@@ -48,6 +49,7 @@ class SharedRows:
 
     Attributes:
       page: where they are in a page.
+      page_stride: bytes from a page to the next.
       start: where they begin in their tile.
       pitch: bytes from a row to the next of its half.
       half_pitch: bytes from a row to that of the other half.
@@ -57,6 +59,7 @@ class SharedRows:
     """
 
     page: PageRegion
+    page_stride: int
     start: int
     pitch: int
     half_pitch: int
@@ -88,6 +91,7 @@ class Chunk(NamedTuple):
       size: bytes.
       token_stride: bytes from a token to the next in the page.
       head_stride: bytes from a head to the next in the page.
+      half: 0 in the pages of keys, 1 in those of values; 0 where these are one array.
     """
 
     source: int
@@ -95,6 +99,7 @@ class Chunk(NamedTuple):
     size: int
     token_stride: int
     head_stride: int
+    half: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +108,6 @@ class StagePlan:
 
     Attributes:
       block_size: tokens of a page.
-      page_bytes: bytes from a page to the next.
       heads: KV heads of the block of threads.
       tiles: runs of 16 tokens.
       keys: data and, for NVFP4, block scales.
@@ -114,7 +118,6 @@ class StagePlan:
     """
 
     block_size: int
-    page_bytes: int
     heads: int
     tiles: int
     keys: tuple[SharedRows, ...]
@@ -124,47 +127,52 @@ class StagePlan:
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan:
-        """The plan for caches of `spec`."""
-        return cls._in_bulk(spec, heads, tiles) or cls._by_threads(spec, heads, tiles)
+    def of(
+        cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
+    ) -> StagePlan:
+        """The plan for caches of `spec`, whose keys and values lie in `memory`: in one array if `one_memory`."""
+        in_bulk = cls._in_bulk(spec, memory, heads, tiles, one_memory=one_memory)
+        return in_bulk or cls._by_threads(spec, memory, heads, tiles)
 
     @classmethod
-    def _in_bulk(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan | None:
+    def _in_bulk(
+        cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
+    ) -> StagePlan | None:
         """Rows in the order of the page, but for 16 bytes after each pair of tokens of values; None if unaligned."""
         if spec.block_size % TILE:
             return None
-        regions = spec.regions
-        values = regions.v[0]
+        values = memory[1].regions[0]
         interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
-        swizzled = [region for half in regions for region in half if region.swizzled]
+        swizzled = [region for half in memory for region in half.regions if region.swizzled]
         if any(region.row_bytes % SWIZZLE_TOKENS for region in swizzled):
             return None
         placed: list[SharedRows] = []
         chunks: list[Chunk] = []
         start = 0
-        for region in (*regions.k, *regions.v):
+        for number, region in ((i, region) for i, half in enumerate(memory) for region in half.regions):
             by_token = region.token_stride >= region.head_stride
             token, head = (heads * region.row_bytes, region.row_bytes) if by_token else (region.row_bytes, 0)
             pad = COPY_BYTES if interleaved and region is values else 0
             pitch, half_pitch = (2 * token + pad, token) if interleaved else (token, 8 * token)
             size = TILE * token + 7 * pad  # none after the last pair, which then is contiguous with what follows
             head = head or size
-            placed.append(SharedRows(region, start, pitch, half_pitch, head, 0, COPY_BYTES))
+            placed.append(SharedRows(region, memory[number].page_stride, start, pitch, half_pitch, head, 0, COPY_BYTES))
             for each in range(1 if by_token else heads):
                 for index in range(TILE):
                     row_, half = (index // 2, index % 2) if interleaved else (index % 8, index // 8)
                     source = region.base + index * region.token_stride + each * region.head_stride
                     to = placed[-1].offset(row_, half) + each * head
+                    strides = region.token_stride, region.head_stride, 0 if one_memory else number
                     if by_token and region.head_stride != region.row_bytes:
                         chunks += [
-                            Chunk(source + i * region.head_stride, to + i * head, region.row_bytes, region.token_stride, region.head_stride)
+                            Chunk(source + i * region.head_stride, to + i * head, region.row_bytes, *strides)
                             for i in range(heads)
                         ]
                     else:
-                        chunks.append(Chunk(source, to, token, region.token_stride, region.head_stride))
+                        chunks.append(Chunk(source, to, token, *strides))
             start += size * (1 if by_token else heads)
         merged = _merged(chunks, across=spec.block_size == TILE and heads == spec.num_kv_heads)
-        numbers = [spec.page_size_bytes]
+        numbers = [number for half in memory for number in (half.page_stride, half.alignment)]
         for chunk in merged:
             numbers += [chunk.source, chunk.to, chunk.size]
             numbers += [TILE * chunk.token_stride] if spec.block_size > TILE else []
@@ -173,30 +181,37 @@ class StagePlan:
             return None
         tile_bytes = -(-start // 128) * 128
         placed = [dataclasses.replace(rows, tile_stride=tile_bytes) for rows in placed]
-        count = len(regions.k)
+        count = len(memory[0].regions)
         return cls(
-            spec.block_size, spec.page_size_bytes, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
+            spec.block_size, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
             tiles * tile_bytes, interleaved, tuple(merged),
         )  # fmt: skip
 
     @classmethod
-    def _by_threads(cls, spec: AttentionSpec, heads: int, tiles: int) -> StagePlan:
+    def _by_threads(cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int) -> StagePlan:
         """A head's rows together, padded to an odd multiple of 16 bytes where that helps."""
-        regions, start = spec.regions, 0
+        start = 0
         placed: list[SharedRows] = []
-        for region in (*regions.k, *regions.v):
-            row = region.row_bytes
-            unit = math.gcd(COPY_BYTES, row, region.base, region.token_stride, region.head_stride, spec.page_size_bytes)
-            is_key, is_data = region in regions.k, region in (regions.k[0], regions.v[0])
-            padded = is_data and row % (2 * COPY_BYTES) == 0 and not (is_key and row <= 4 * COPY_BYTES)
-            pitch = row + (COPY_BYTES if padded else 0)
-            # An odd multiple of 64: what heads beside each other in a page are stored in different banks.
-            head_stride = (TILE * pitch + 63) // 128 * 128 + 64
-            placed.append(SharedRows(region, start, pitch, 8 * pitch, head_stride, heads * head_stride, unit))
-            start += tiles * heads * head_stride
-        count = len(regions.k)
+        for is_values, half in enumerate(memory):
+            for is_scales, region in enumerate(half.regions):
+                row = region.row_bytes
+                unit = math.gcd(
+                    COPY_BYTES, row, region.base, region.token_stride, region.head_stride, half.page_stride,
+                    half.alignment,
+                )  # fmt: skip
+                padded = not is_scales and row % (2 * COPY_BYTES) == 0 and (is_values or row > 4 * COPY_BYTES)
+                pitch = row + (COPY_BYTES if padded else 0)
+                # An odd multiple of 64: what heads beside each other in a page are stored in different banks.
+                head_stride = (TILE * pitch + 63) // 128 * 128 + 64
+                placed.append(
+                    SharedRows(
+                        region, half.page_stride, start, pitch, 8 * pitch, head_stride, heads * head_stride, unit
+                    )
+                )
+                start += tiles * heads * head_stride
+        count = len(memory[0].regions)
         return cls(
-            spec.block_size, spec.page_size_bytes, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
+            spec.block_size, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
             -(-start // 128) * 128, False, (),
         )  # fmt: skip
 
@@ -223,10 +238,10 @@ class StagePlan:
 def _merged(chunks: list[Chunk], *, across: bool) -> list[Chunk]:
     """The chunks with those joined that follow each other in the page and in the tile; `across` regions too."""
     merged: list[Chunk] = []
-    for chunk in sorted(chunks):
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.half, chunk.source)):
         if merged:
             last = merged[-1]
-            follows = (last.source + last.size, last.to + last.size) == chunk[:2]
+            follows = (last.half, last.source + last.size, last.to + last.size) == (chunk.half, *chunk[:2])
             if follows and (across or last[3:] == chunk[3:]):
                 merged[-1] = last._replace(size=last.size + chunk.size)
                 continue
@@ -289,6 +304,8 @@ class Copy(NamedTuple):
       size: bytes.
       is_one: whether there is anything to copy; None where every thread or warp has something.
       block: which of `Ring.blocks` is the token's.
+      half: 0 of the pages of keys, 1 of those of values.
+      page_stride: bytes from a page to the next.
     """
 
     tile: Digit
@@ -299,6 +316,8 @@ class Copy(NamedTuple):
     size: Any
     is_one: jax.Array | None
     block: int
+    half: int
+    page_stride: int
 
 
 class Tokens(NamedTuple):
@@ -318,7 +337,7 @@ class Ring:
       slots: stages of the ring, 2 or more.
       buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
       barriers: shared memory, `int32 [4 * slots]`: of each slot a barrier for what arrives, then one for its readers.
-      pages: reference to the pages, `[num_blocks, page_elements]`.
+      pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
       num_blocks: blocks from 0 to less than this exist: a uint32 register.
       num_layers: pages of a block.
@@ -332,7 +351,7 @@ class Ring:
     slots: int
     buffer: Any
     barriers: Any
-    pages: Any
+    pages: tuple[Any, Any]
     table: Any
     num_blocks: jax.Array
     num_layers: int
@@ -362,22 +381,21 @@ class Ring:
         return self._bulk_copies() if self.plan.chunks else self._thread_copies()
 
     def _bulk_copies(self) -> tuple[list[Copy], list[Tokens]]:
-        plan = self.plan
-        warp = self.thread >> 5
-        chunks, count = plan.chunks, plan.tiles * len(plan.chunks)
-        copies, tokens = [], []
-        for first in range(0, count, self.warps):
-            tile, number = Digit(warp, self.warps, first).split(len(chunks))
-            chunk = Chunk(*(_chosen(number, values) for values in zip(*chunks, strict=True)))
-            is_one = None if first + self.warps <= count else warp + first < count
-            to = tile.times(plan.keys[0].tile_stride).plus(chunk.to)
-            source = chunk.source.varying + chunk.source.known + self.first_head * chunk.head_stride.value
-            copies.append(
-                Copy(
-                    tile, to, Digit(source, 0, 0), None, chunk.token_stride.value, chunk.size.value, is_one, len(tokens)
-                )
-            )
-            tokens.append(Tokens(tile, None))
+        plan, warp = self.plan, self.thread >> 5
+        copies: list[Copy] = []
+        tokens: list[Tokens] = []
+        for half, rows in enumerate((plan.keys[0], plan.values[0])):
+            chunks = [chunk for chunk in plan.chunks if chunk.half == half]
+            count = plan.tiles * len(chunks)
+            for first in range(0, count, self.warps):
+                tile, number = Digit(warp, self.warps, first).split(len(chunks))
+                source, to, size, token, head, _ = (_chosen(number, values) for values in zip(*chunks, strict=True))
+                is_one = None if first + self.warps <= count else warp + first < count
+                source = Digit(source.value + self.first_head * head.value, 0, 0)
+                to = tile.times(rows.tile_stride).plus(to)
+                place = to, source, None, token.value, size.value
+                copies.append(Copy(tile, *place, is_one, len(tokens), half, rows.page_stride))
+                tokens.append(Tokens(tile, None))
         return copies, tokens
 
     def _thread_copies(self) -> tuple[list[Copy], list[Tokens]]:
@@ -386,7 +404,7 @@ class Ring:
         copies: list[Copy] = []
         tokens: dict[Any, int] = {}
         looked_up: list[Tokens] = []
-        for rows in (*plan.keys, *plan.values):
+        for half, rows in ((i, rows) for i, each in enumerate((plan.keys, plan.values)) for rows in each):
             pieces = rows.page.row_bytes // rows.unit
             count = plan.tiles * TILE * plan.heads * pieces
             for first in range(0, count, threads):
@@ -410,10 +428,9 @@ class Ring:
                 source = source._replace(varying=source.varying + self.first_head * rows.page.head_stride)
                 if plan.has_whole_tiles:
                     source = source.plus(token.times(rows.page.token_stride))
-                token = None if plan.has_whole_tiles else token
-                copies.append(
-                    Copy(tile, to, source, token, rows.page.token_stride, rows.unit, is_one, tokens[same])
-                )
+                in_pages = None if plan.has_whole_tiles else token
+                place = to, source, in_pages, rows.page.token_stride, rows.unit
+                copies.append(Copy(tile, *place, is_one, tokens[same], half, rows.page_stride))
         return copies, looked_up
 
     def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
@@ -442,7 +459,7 @@ class Ring:
         return found
 
     def lacks_blocks(self, entries: Any, start: Any, end: Any) -> jax.Array:
-        """Whether a block that holds positions from `start` to `end` does not exist: a scalar, the same in all warps."""
+        """Whether any block of the positions from `start` to `end` does not exist: a scalar, the same in all warps."""
         size = self.plan.block_size
         first, last = start // size, jnp.maximum(end - 1, 0) // size
         lane = self.thread & (LANES - 1)
@@ -474,8 +491,8 @@ class Ring:
                 offset = offset + remainder(position + first.value, plan.block_size) * copy.token_stride
             copies.append(
                 lanes.Copy(
-                    base + copy.to.varying, copy.to.known, block, plan.page_bytes, offset, copy.source.known,
-                    copy.size, condition,
+                    copy.half, base + copy.to.varying, copy.to.known, block, copy.page_stride, offset,
+                    copy.source.known, copy.size, condition,
                 )
             )  # fmt: skip
         if plan.chunks:

@@ -1,0 +1,173 @@
+"""Attention over memory that somebody else owns: the kernels of a call, for any number of sequences and of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.errors import UnsupportedError
+from kvjax.kernels.attention import (
+    choose,
+    decode_kernel,
+    merge_kernel,
+    restricting,
+    run_decode,
+    run_merge,
+    workspace,
+)
+from kvjax.kernels.attention.decode import DecodeConfig, Problem, Refs
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
+from kvjax.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyBatch:
+    """Attention over memory that somebody else owns: kernels for any number of sequences and blocks.
+
+    Attributes:
+      problem: of the calls; its counts are those of none.
+    """
+
+    problem: Problem
+
+    def of(self, num_seqs: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
+        """The decode kernel and the merge of so many sequences, and the workspace that they share.
+
+        Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
+        k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
+        counts those of the cache. Of the merge they are seq_lens, sinks if there are any, the workspace, out and lse;
+        it takes the number of sequences as its amount.
+        """
+        problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
+        config = choose(problem)
+        # The merge alone knows how many warps take a row of it.
+        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
+        return decode, _merge_of_any_count(self.problem, config), workspace(problem, config)
+
+
+def any_batch(
+    spec: AttentionSpec,
+    pages: tuple[PageMemory, PageMemory],
+    query_dtype: np.dtype[Any],
+    scale_sizes: tuple[int, int],
+    *,
+    num_heads: int,
+    q_len: int,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
+    has_sinks: bool,
+) -> AnyBatch:
+    """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
+    problem = Problem(
+        spec=spec,
+        memory=pages,
+        query_dtype=np.dtype(query_dtype),
+        q_len=q_len,
+        num_heads=num_heads,
+        num_seqs=0,
+        max_blocks=0,
+        table_stride=0,
+        query_strides=(0, 0),
+        num_blocks=0,
+        num_layers=1,
+        has_layer=False,
+        sm_scale=sm_scale,
+        window=restricting(window, q_len),
+        logits_soft_cap=logits_soft_cap,
+        scale_sizes=scale_sizes,
+        one_memory=False,
+        has_sinks=has_sinks,
+    )
+    return AnyBatch(problem)
+
+
+COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
+
+
+@functools.cache
+def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
+    spec = problem.spec
+    keys, values = (memory.argument(spec.array_dtype) for memory in problem.memory)
+    arguments = {
+        "seq_lens": _vector(jnp.int32),
+        "table": _vector(jnp.int32),
+        "query": _vector(problem.query_dtype),
+        "keys": keys,
+        "values": values,
+        "k_scale": scale_argument(problem.scale_sizes[0]),
+        "v_scale": scale_argument(problem.scale_sizes[1]),
+        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
+        "out": _vector(problem.query_dtype),
+        "lse": _vector(jnp.float32),
+        "partial": _vector(jnp.float32),
+        "partial_lse": _vector(jnp.float32),
+        "spans": _vector(jnp.int32),
+    }
+
+    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+        num_seqs, max_blocks, num_blocks, table_stride, a_sequence, a_token = counts
+        known = dataclasses.replace(
+            problem,
+            num_seqs=num_seqs,
+            max_blocks=max_blocks,
+            num_blocks=num_blocks,
+            table_stride=table_stride,
+            query_strides=(a_sequence, a_token),
+        )
+        refs = _whole(arguments, arrays)
+        pages = refs.pop("keys"), refs.pop("values")
+        run_decode(known, config, Refs(pages=pages, **refs), *scratch)
+
+    return AnyCount(
+        body,
+        lambda body, **_: decode_kernel(body, problem, config),  # as many programs whatever the counts
+        COUNTS,
+        tuple(arguments.values()),
+        written=tuple(range(len(arguments) - 5, len(arguments))),
+        num_programs=lambda _: spec.num_kv_heads // config.heads,
+    )
+
+
+@functools.cache
+def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
+    arguments = {
+        "seq_lens": _vector(jnp.int32),
+        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
+        "partial": _vector(jnp.float32),
+        "partial_lse": _vector(jnp.float32),
+        "spans": _vector(jnp.int32),
+        "out": _vector(problem.query_dtype),
+        "lse": _vector(jnp.float32),
+    }
+
+    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+        known = dataclasses.replace(problem, max_blocks=counts[0])
+        run_merge(known, config, Refs(**_whole(arguments, arrays)), scratch)
+
+    return AnyCount(
+        body,
+        lambda body, grid=MOST: merge_kernel(body, problem, config, grid),
+        ("max_blocks",),
+        tuple(arguments.values()),
+        written=(len(arguments) - 2, len(arguments) - 1),
+        num_programs=lambda num_seqs: num_seqs,
+    )
+
+
+def _vector(dtype: Any) -> Argument:
+    array = jax.ShapeDtypeStruct((MOST,), dtype)
+    return Argument(array, array.dtype.itemsize)
+
+
+def _whole(names: Iterable[str], arrays: Sequence[tuple[Any, Number]]) -> dict[str, Any]:
+    """References by name, of arrays that begin where their references do: the kernels know no others."""
+    if late := [name for name, (_, start) in zip(names, arrays, strict=True) if not isinstance(start, int) or start]:
+        raise UnsupportedError(f"got {', '.join(late)} that begin after JAX's arrays, expected their addresses")
+    return {name: ref for name, (ref, _) in zip(names, arrays, strict=True)}
