@@ -620,7 +620,8 @@ def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: An
             target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
             code.append(
                 f"setp.ne.and.b32 q, {wanted}, 0, p;"
-                f" @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{target}], [{origin}], {bytes_}, [$0];"
+                " @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                f" [{target}], [{origin}], {bytes_}, [$0];"
             )
         # ptxas knows that `elect` leaves one thread. Of other predicates it makes a loop over threads.
         begin = (
