@@ -209,9 +209,9 @@ def _flatten_with_keys(cache: KVCache) -> Any:
 def _unflatten(static: Any, leaves: Any) -> KVCache:
     cache = object.__new__(KVCache)
     fields = cache.__dict__
-    fields["_leaves"], fields["_static"] = leaves, static
     (fields["kv"],) = leaves
     fields["spec"], fields["sharding"], fields["num_layers"] = static
+    fields["_leaves"], fields["_static"] = leaves, static
     return cache
 
 
