@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, S
 
 from kvjax import partition
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
 from kvjax.layouts import CacheLayout
 from kvjax.memory import zeroed_pages
 from kvjax.pages import PageRegion
@@ -76,7 +77,7 @@ class KVCache:
           KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
         """
         if not isinstance(spec, AttentionSpec):
-            raise KVCacheTypeError(f"spec: got {spec!r} of type {type(spec).__name__}, expected an AttentionSpec")
+            raise KVCacheTypeError(f"spec: got {spec!r} of type {type_name(spec)}, expected an AttentionSpec")
         num_blocks = as_int("num_blocks", num_blocks, least=1)
         if num_layers is not None:
             num_layers = as_int("num_layers", num_layers, least=1)
@@ -109,15 +110,19 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         return dataclasses.replace(self, kv=copy.deepcopy(self.kv, memo))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        self.__dict__.update(_leaves=(self.kv,), _static=(self.spec, self.sharding, self.num_layers))
+
+    def __reduce__(self) -> Any:
         check_not_donated("cache", self.kv)
         if self.sharding is not None and not isinstance(self.sharding.mesh, AbstractMesh):
             raise KVCacheTypeError(
                 f"pickle: got a cache that is divided among devices as {self.sharding.spec}, expected one on one"
-                " device. Save jax.device_get(cache.kv), cache.spec and cache.num_layers, and make of them, with an"
-                " equal sharding, KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers)"
+                " device, since a pickle says nothing of devices. Pickle jax.device_get(cache.kv), cache.spec and"
+                " cache.num_layers, and make the cache of them and of a sharding that divides it alike:"
+                " KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers)"
             )
-        return self.__dict__
+        return KVCache, (self.kv, self.spec, self.sharding, self.num_layers)
 
     @property
     def local_spec(self) -> AttentionSpec:
@@ -147,9 +152,7 @@ class KVCache:
         `what` is the name of this cache in the message.
         """
         if not isinstance(self.kv, jax.Array):
-            raise KVCacheTypeError(
-                f"{what}.kv: got a {type(self.kv).__name__}, expected a jax.Array{for_torch(self.kv)}"
-            )
+            raise KVCacheTypeError(f"{what}.kv: got {kind_of(self.kv)}, expected a jax.Array{for_torch(self.kv)}")
         check_not_donated(what, self.kv)
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
@@ -194,7 +197,25 @@ def _deserialize_static(serialized: bytes) -> tuple[Any, ...]:
     return spec_from_dict(spec), sharding, num_layers
 
 
-jax.tree_util.register_dataclass(KVCache, data_fields=["kv"], meta_fields=["spec", "sharding", "num_layers"])
+# A step takes and returns a cache a layer: flattened without a call of Python, and made without the constructor, which
+# in a frozen dataclass takes four times as long.
+_flatten = operator.attrgetter("_leaves", "_static")
+
+
+def _flatten_with_keys(cache: KVCache) -> Any:
+    return ((jax.tree_util.GetAttrKey("kv"), cache.kv),), _flatten(cache)[1]
+
+
+def _unflatten(static: Any, leaves: Any) -> KVCache:
+    cache = object.__new__(KVCache)
+    fields = cache.__dict__
+    (fields["kv"],) = leaves
+    fields["spec"], fields["sharding"], fields["num_layers"] = static
+    fields["_leaves"], fields["_static"] = leaves, static
+    return cache
+
+
+jax.tree_util.register_pytree_with_keys(KVCache, _flatten_with_keys, _unflatten, _flatten)
 export.register_pytree_node_serialization(
     KVCache,
     serialized_name="kvjax.KVCache",
@@ -213,7 +234,7 @@ def _as_sharding(sharding: Any) -> Sharding | None:
         return sharding
     if isinstance(sharding, jax.Device):
         return SingleDeviceSharding(sharding)
-    message = f"sharding: got {shown(sharding)} of type {type(sharding).__name__}, expected a jax.sharding.Sharding"
+    message = f"sharding: got {shown(sharding)} of type {type_name(sharding)}, expected a jax.sharding.Sharding"
     if isinstance(sharding, PartitionSpec):
         message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec does not say which devices it divides"
     elif isinstance(sharding, str):
@@ -255,7 +276,7 @@ def nvfp4_split_views(
       KVCacheValueError, KVCacheTypeError: the cache is not an NVFP4 one, or was donated.
     """
     if not isinstance(cache, KVCache):
-        raise KVCacheTypeError(f"cache: got a {type(cache).__name__}, expected a KVCache")
+        raise KVCacheTypeError(f"cache: got {kind_of(cache)}, expected a KVCache")
     if cache.spec.quant_mode is not KVQuantMode.NVFP4:
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()
@@ -355,5 +376,7 @@ def split_region(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> j
     base, stride, row = (size // pages.dtype.itemsize for size in (region.base, strides[1], region.row_bytes))
     # Rows lie stride apart: their own size, or in a page that holds K and V side by side the size of both.
     start, offset = (base, 0) if stride == row else (0, base)
-    rows = pages[..., start : start + inner[0] * inner[1] * stride].reshape(*pages.shape[:-1], *inner, stride)
-    return rows[..., offset : offset + row]
+    # By lax, for most of reading is traced a region at a time, and indexing takes ten times as long to trace.
+    rows = lax.slice_in_dim(pages, start, start + inner[0] * inner[1] * stride, axis=-1)
+    rows = lax.reshape(rows, (*pages.shape[:-1], *inner, stride))
+    return rows if stride == row else lax.slice_in_dim(rows, offset, offset + row, axis=-1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import jax
+
 
 class KVCacheError(Exception):
     """Base of the errors that only kvjax raises."""
@@ -41,6 +43,19 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # Python prints no int of thousands of digits, and nothing nested as deep
         return f"{type(value).__name__} too large to print"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, for a message: the public one, where JAX's own class is private."""
+    return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
+
+
+def kind_of(value: object) -> str:
+    """What something is, for a message: `a jax.Array`, `an int`, `None`."""
+    if value is None:
+        return "None"
+    name = type_name(value)
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def is_of_torch(value: object) -> bool:

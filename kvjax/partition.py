@@ -299,12 +299,16 @@ def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, 
     if got == target:
         return array
     if not or_whole or any(has not in (None, wants) for has, wants in zip(got, target, strict=True)):
-        hint = (
-            f", or a whole array; jax.reshard(array, {target}) communicates it, and docs/scaling.md, Explicit axes,"
-            " shows how each share of the blocks writes its own tokens without that"
-        )
+        got_type = f"got {jax.typeof(array)}, divided as {got}"
+        if not or_whole:
+            raise KVCacheValueError(
+                f"{what}: {got_type}, as the cache's array, expected {target}, as its sharding says:"
+                " jax.reshard(cache, cache.sharding) moves it there"
+            )
+        expected = f"{target}, as the shares of the cache take it, or a whole array" if any(target) else "a whole array"
         raise KVCacheValueError(
-            f"{what}: got {jax.typeof(array)}, divided as {got}, expected {target} as the cache is"
-            + (hint if or_whole else "")
+            f"{what}: {got_type}, expected {expected};"
+            f" jax.reshard(array, {target}) communicates it, and docs/scaling.md, Explicit axes, shows how each share"
+            " of the blocks writes its own tokens without that"
         )
     return jax.reshard(array, NamedSharding(mesh, target))

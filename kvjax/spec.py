@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
 
@@ -275,7 +275,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 def as_int(what: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
     """`value` as Python's int, which no product of sizes overflows as numpy's would."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type(value).__name__}, expected an int")
+        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type_name(value)}, expected an int")
     size = int(value)
     if least is not None and size < least:
         raise KVCacheValueError(f"{what}: got {shown(size)}, expected an int of at least {least}")
@@ -287,5 +287,5 @@ def as_int(what: str, value: object, *, least: int | None = None, most: int | No
 def as_bool(what: str, value: object) -> bool:
     """`value` as Python's bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type(value).__name__}, expected a bool")
+        raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type_name(value)}, expected a bool")
     return bool(value)

@@ -638,7 +638,7 @@ def check_swaps_that_are_refused() -> None:
     cache, _, _, _ = small("nvfp4-NHD", "heads")
     pairs = np.array([[1, 2]])
     whole = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P()))
-    message = f"NVFP4 cache whose heads are divided into 1 shares, expected {TENSOR}, as source has them"
+    message = f"NVFP4 cache whose heads are divided into 1 shares in a traced call, expected {TENSOR} as"
     with pytest.raises(KVCacheValueError, match=message):
         jax.jit(swap_blocks)(cache, whole, pairs)
     by_hand = KVCache(cache.kv, cache.spec)

@@ -38,7 +38,7 @@ NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
 
-PROGRAMS = ["write", "gather", "pack", "bridge", "host", "copies", "sharded", "layers"]
+PROGRAMS = ["write", "gather", "pack", "bridge", "host", "calls", "copies", "sharded", "layers"]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
@@ -111,6 +111,14 @@ EXPECTED = {
         *(("host write", "kvjax", dtype) for dtype in DTYPES),
         ("host write", "kvjax, cache not donated", "bfloat16"),
         ("host write", "XLA scatter", "bfloat16"),
+    ],
+    "calls": [
+        *(("trace and lower", "kvjax", dtype) for dtype in ("bfloat16", "nvfp4")),
+        *(
+            ("dispatch", f"64 {kind}, {how}", "bfloat16")
+            for kind in ("caches", "arrays")
+            for how in ("donated and returned", "read")
+        ),
     ],
     "copies": [("copy", "copy", None)],
     "sharded": [

@@ -304,7 +304,7 @@ def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own(
     check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
 
 
-BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic")
+BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic", results=lambda cache: "name")
 NOT_FOR_THIS = dataclasses.replace(BOTH, why_not_mosaic=lambda cache: "too few heads")
 
 
@@ -366,7 +366,9 @@ def test_numpys_ints_and_bools_are_taken_for_pythons():
 
 @pytest.mark.parametrize(("platform", "holds_the_kernel"), [("cpu", False), ("cuda", True)])
 def test_a_program_holds_a_kernel_where_it_is_lowered_for_a_gpu(platform, holds_the_kernel):
-    candidates = select.Candidates(xla=lambda cache: jnp.cos(cache.kv), mosaic=lambda cache: jnp.sin(cache.kv))
+    candidates = select.Candidates(
+        xla=lambda cache: jnp.cos(cache.kv), mosaic=lambda cache: jnp.sin(cache.kv), results=lambda cache: cache.kv
+    )
 
     def run(cache, requested=None):
         return select.choose("op", requested, candidates, cache)(cache)

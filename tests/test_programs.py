@@ -98,7 +98,7 @@ def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query:
 
 @pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 def test_operations_promote_no_ranks(dtype: KVCacheDType):
-    """JAX refuses when it traces, and that traces the kernels too."""
+    """JAX refuses when it traces: implementations when it lowers, and those of both platforms."""
     swizzled = {"v_scale_layout": "swizzled"} if dtype is KVCacheDType.NVFP4 else {}
     scale = np.ones(2 if dtype in FP8 else (), np.float32)
     by_block = NamedSharding(jax.make_mesh((1,), ("data",)), P("data"))
@@ -107,7 +107,8 @@ def test_operations_promote_no_ranks(dtype: KVCacheDType):
             caches = (KVCache.allocate(spec, 4, sharding=sharding) for _ in range(2))
             args = *caches, *kv_tokens(spec, 5), np.ones((2, 4, 64), np.float32), scale
             with jax.numpy_rank_promotion("raise"):
-                jax.jit(every_operation).trace(*args)
+                lowered = jax.jit(every_operation).trace(*args).lower(lowering_platforms=("cpu", "cuda"))
+                assert lowered.as_text().count("@mosaic_gpu") >= 2
                 if sharding is None:
                     with kvjax.checked():
                         jax.jit(checkify.checkify(every_operation)).trace(*args)

@@ -18,7 +18,7 @@ from benchmarks.peers import in_torch
 from benchmarks.peers.in_jax import own_peers
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.shapes import BLOCK_SIZE, Case
-from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode, quant
+from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode
 from kvjax.ops.rows import decode_rows, encode_rows
 
 OUT_DTYPE = workload.INPUT_DTYPE
@@ -124,7 +124,7 @@ def _encoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> tuple[jax.A
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _rounded(rows: tuple[jax.Array, ...], scale: jax.Array, spec: AttentionSpec) -> jax.Array:
-    return quant.cast(decode_rows(rows, spec, scale), OUT_DTYPE)
+    return decode_rows(rows, spec, scale, OUT_DTYPE)
 
 
 def _decoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -11,6 +11,7 @@ import math
 import numbers
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 import torch
 
@@ -238,11 +239,16 @@ def as_bool(name: str, value: object) -> bool:
     return bool(value)
 
 
+def kind_of(value: object) -> str:
+    """What something is, for a message; of JAX's arrays the public name."""
+    return "a jax.Array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
+
+
 def check_tensors(**tensors: object) -> None:
     """Raises `KVCacheTypeError` where something is no tensor, or none whose elements lie in memory as they are."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise KVCacheTypeError(f"{name}: got a {type(tensor).__name__}, expected a torch.Tensor")
+            raise KVCacheTypeError(f"{name}: got {kind_of(tensor)}, expected a torch.Tensor")
         check_strided(name, tensor)
         if tensor.is_quantized:
             raise KVCacheTypeError(f"{name}: got a quantized tensor, expected its numbers: {name}.dequantize()")

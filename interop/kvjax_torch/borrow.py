@@ -12,7 +12,7 @@ import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
-from kvjax_torch.arguments import check_strided
+from kvjax_torch.arguments import check_strided, kind_of
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.loan import Loan
 
@@ -111,7 +111,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 def _check_lendable(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise KVCacheTypeError(f"tensor: got a {type(tensor).__name__}, expected a torch.Tensor")
+        raise KVCacheTypeError(f"tensor: got {kind_of(tensor)}, expected a torch.Tensor")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise KVCacheTypeError(
             f"tensor: got a {type(tensor).__name__}, expected a plain torch.Tensor with memory of its own"

@@ -1,18 +1,22 @@
-"""Whether a program may hold a Mosaic GPU kernel: its platform and devices are known only when it is lowered."""
+"""Whether a program may hold a Mosaic GPU kernel: its platform and devices are known only when it is lowered.
+
+A program that is traced holds a primitive instead of either implementation. Its lowering rule traces the one that
+serves, so that nobody waits for a kernel to be traced on a CPU, nor for what stands in for it on a GPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
@@ -24,36 +28,97 @@ _IN_SHARD_MAP = (
     " check_vma=False, on a cache of one device's heads."
 )
 
-_serves_p = Primitive("kvjax_mosaic_serves")
-_serves_p.def_abstract_eval(lambda *, required: ShapedArray((), np.dtype(bool)))
 
-
-def run(required: bool, mosaic: Callable[..., Any], otherwise: Callable[..., Any], *args: Any, **static: Any) -> Any:
+def run(
+    required: bool,
+    mosaic: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    results: Callable[..., Any],
+    *args: Any,
+    **static: Hashable,
+) -> Any:
     """Calls `mosaic` where the program, once lowered, can hold its kernel, else `otherwise`, with the same arguments.
 
     In interpret mode it always can. Otherwise that takes a CUDA device of compute capability 9.0, and one device: XLA
     does not partition these kernels but gathers what they take. Inside `jax.shard_map`, if it does not check what
-    varies over the mesh (`check_vma=False`), each device has its own.
+    varies over the mesh (`check_vma=False`), each device has its own. What is differentiated is `otherwise`.
+
+    Args:
+      required: whether to raise where the kernel cannot run.
+      mosaic: called with `args` and `static`, and hashable, as are the other two.
+      otherwise: likewise; both return arrays as `results` says.
+      results: called likewise, returns what has the shapes and dtypes of the results.
+      args: arrays, or pytrees of them.
+      static: hashable.
 
     Raises:
       UnsupportedError: when traced or lowered, if `required` and the program cannot; with the reason.
     """
-    mosaic, otherwise = functools.partial(mosaic, **static), functools.partial(otherwise, **static)
-    if any(_is_spread(jax.typeof(array)) for array in jax.tree.leaves(args)):
-        if required:
-            raise UnsupportedError(f"an argument's type spreads it over devices. {_IN_SHARD_MAP}")
-        return otherwise(*args)
-    if compat.interpreting():
-        return mosaic(*args)
-
-    def choose(*operands: Any) -> Any:
-        return lax.cond(_serves_p.bind(required=required), mosaic, otherwise, *operands)
-
-    return choose(*args) if required else lax.platform_dependent(*args, cuda=choose, default=otherwise)
+    leaves, tree = jax.tree.flatten(args)
+    call = functools.partial(_Call, tree=tree, static=tuple(static.items()), enable_x64=jax.config.jax_enable_x64)
+    if compat.interpreting() and not any(map(_is_spread, leaves)):
+        return mosaic(*args, **static)
+    types, out_tree = jax.tree.flatten(results(*args, **static))
+    shapes = tuple((array.shape, array.dtype) for array in types)
+    outputs = _bind(leaves, required, call(mosaic), call(otherwise), shapes)
+    return jax.tree.unflatten(out_tree, outputs)
 
 
-def _is_spread(aval: Any) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function of the leaves of its arguments that returns those of its results.
+
+    It is traced when a program is lowered, and JAX's mode may be another one by then.
+    """
+
+    function: Callable[..., Any]
+    tree: Any
+    static: tuple[tuple[str, Hashable], ...]
+    enable_x64: bool
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        with jax.enable_x64(self.enable_x64):
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.static)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """`jax.vmap` of a function, equal to another of the same one."""
+
+    function: Callable[..., list[jax.Array]]
+    in_axes: tuple[int | None, ...]
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        return jax.vmap(self.function, self.in_axes)(*leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def implementation(function: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
+    """Calls it; programs that do so with arguments alike trace it once, and profilers show this name."""
+    return function(*leaves)
+
+
+_run_p = Primitive("kvjax_run")
+_run_p.multiple_results = True
+
+
+def _bind(
+    leaves: Sequence[Any],
+    required: bool,
+    mosaic: Callable[..., list[jax.Array]],
+    otherwise: Callable[..., list[jax.Array]],
+    shapes: tuple[tuple[tuple[int, ...], Any], ...],
+) -> list[jax.Array]:
+    if not any(map(_is_spread, leaves)):
+        return _run_p.bind(*leaves, required=required, mosaic=mosaic, otherwise=otherwise, shapes=shapes)
+    if required:
+        raise UnsupportedError(f"an argument's type spreads it over devices. {_IN_SHARD_MAP}")
+    return otherwise(*leaves)
+
+
+def _is_spread(array: Any) -> bool:
     """Whether a type says that its array differs by device: along a mesh's explicit axes, or in a checked shard_map."""
+    aval = jax.typeof(array)
     return bool(aval.manual_axis_type.varying) or any(axis is not None for axis in aval.sharding.spec)
 
 
@@ -83,15 +148,66 @@ def _why_not(platform: str, num_devices: int, devices: list[Any]) -> str | None:
     return None
 
 
-def _lower(ctx: Any, *, required: bool) -> Any:
+def _types(*_: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], **__: Any) -> list[ShapedArray]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return [
+        ShapedArray(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))))
+        for shape, dtype in shapes
+    ]
+
+
+def _run_here(*leaves: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> list[jax.Array]:
+    """On concrete arrays, as under `jax.disable_jit`."""
+    reasons = [reason for reason in map(why_not, leaves) if reason is not None]
+    return _chosen(required, mosaic, otherwise, reasons[0] if reasons else None)(*leaves)
+
+
+def _lower(ctx: Any, *operands: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     reason = _why_not("/".join(platforms), _num_devices(ctx.module_context.axis_context), _visible_gpus())
+    chosen = _chosen(required, mosaic, otherwise, reason)
+    return mlir.lower_fun(functools.partial(implementation, chosen))(ctx, *operands)
+
+
+def _chosen(required: bool, mosaic: Any, otherwise: Any, reason: str | None) -> Any:
     if required and reason is not None:
         raise UnsupportedError(reason)
-    return [mlir.ir_constant(np.bool_(reason is None))]
+    return mosaic if reason is None else otherwise
 
 
-mlir.register_lowering(_serves_p, _lower)
+_run_p.def_abstract_eval(_types)
+_run_p.def_impl(_run_here)
+mlir.register_lowering(_run_p, _lower)
+# By itself, so that a program for several platforms has a branch for this one.
+mlir.register_lowering(_run_p, _lower, platform="cuda")
+
+
+def _map(leaves: Any, dims: Any, *, required: bool, mosaic: Any, otherwise: Any, shapes: Any) -> Any:
+    in_axes = tuple(dims)
+    size = next(leaf.shape[axis] for leaf, axis in zip(leaves, in_axes, strict=True) if axis is not None)
+    shapes = tuple(((size, *shape), dtype) for shape, dtype in shapes)
+    outputs = _bind(leaves, required, _Mapped(mosaic, in_axes), _Mapped(otherwise, in_axes), shapes)
+    return outputs, [0] * len(outputs)
+
+
+batching.primitive_batchers[_run_p] = _map
+
+
+def _differentiate(primals: Any, tangents: Any, *, required: bool, otherwise: Any, **_: Any) -> Any:
+    if required:
+        raise UnsupportedError("the kernel has no gradient; implementation=None or 'xla' has, where XLA's form has one")
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*some: Any) -> Any:
+        leaves = list(primals)
+        for i, x in zip(moving, some, strict=True):
+            leaves[i] = x
+        return otherwise(*leaves)
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+ad.primitive_jvps[_run_p] = _differentiate
 
 
 def _num_devices(axis_context: Any) -> int:

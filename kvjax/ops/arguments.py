@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
 from kvjax.ops.values import check_layer, check_scale, check_scale_type, is_checked
 from kvjax.spec import AttentionSpec, as_int
 
@@ -25,7 +25,7 @@ INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
     """Raises where `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
     if not isinstance(array, (jax.Array, np.ndarray)):
-        raise KVCacheTypeError(f"{what}: got a {type(array).__name__}, expected an array{for_torch(array)}")
+        raise KVCacheTypeError(f"{what}: got {kind_of(array)}, expected an array{for_torch(array)}")
     if array.dtype not in dtypes:
         raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected one of {', '.join(map(str, dtypes))}")
     fits = len(array.shape) == len(dims) and all(
@@ -39,7 +39,7 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
 def check_cache(cache: Any, what: str = "cache") -> None:
     """Raises where `cache` is not a `KVCache` whose array is there and is the one that its spec describes."""
     if not isinstance(cache, KVCache):
-        raise KVCacheTypeError(f"{what}: got a {type(cache).__name__}, expected a KVCache{for_torch(cache)}")
+        raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
 
 

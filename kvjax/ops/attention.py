@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_seen_here, flat_pages
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.kernels import attention as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
@@ -159,9 +159,7 @@ def _as_window(window: Any) -> int | None:
     if window is None:
         return None
     if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
-        raise KVCacheTypeError(
-            f"sliding_window: got {window!r} of type {type(window).__name__}, expected an int or None"
-        )
+        raise KVCacheTypeError(f"sliding_window: got {window!r} of type {type_name(window)}, expected an int or None")
     if window <= 0:
         raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
     return int(window) if window <= MAX_WINDOW else None
@@ -170,7 +168,7 @@ def _as_window(window: Any) -> int | None:
 def _as_number(what: str, number: Any) -> float:
     """A number that a program is made of as float; one that float32 holds."""
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
-        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type(number).__name__}, expected a float or None")
+        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type_name(number)}, expected a float or None")
     magnitude: Any = abs(number)
     if not magnitude <= float(np.finfo(np.float32).max):
         raise KVCacheValueError(f"{what}: got {shown(number)}, expected a number that is finite in float32")
@@ -271,6 +269,13 @@ def _attention_mosaic(
     return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
 
 
+def _attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
+    """The types of the outputs and the log-sum-exps."""
+    rows = query.shape[:3]
+    out = jax.ShapeDtypeStruct((*rows, cache.spec.head_size_v), query.dtype)
+    return out, jax.ShapeDtypeStruct(rows, np.dtype(np.float32))
+
+
 def _why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
     if query_dtype == np.float32:
         return "its query is float16 or bfloat16; got float32"
@@ -282,6 +287,7 @@ def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
     return select.Candidates(
         xla=_attention_xla,
         mosaic=_attention_mosaic,
+        results=_attended,
         why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
         signature=Signature(
             arguments=(

@@ -105,9 +105,9 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs, layer)):
         if not is_in_order:
             raise KVCacheValueError(
-                f"destination: got an NVFP4 cache whose heads are divided into {shares[1]} shares, expected"
-                f" {shares[0]}, as source has them: the bytes of a page lie in another order, in which swap_blocks puts"
-                " them outside jit and shard_map"
+                f"destination: got an NVFP4 cache whose heads are divided into {shares[1]} shares in a traced call,"
+                f" expected {shares[0]} as source has: its pages' bytes lie in another order. Call swap_blocks outside"
+                " jit and shard_map, where it puts them in order"
             )
         from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
         pages = _take(source.kv, from_blocks, layer)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax import quant
 from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, shown
@@ -162,11 +161,18 @@ def gather_xla(
     there = tokens_there(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
     def decode(half: int, scale: jax.Array) -> jax.Array:
-        decoded = quant.cast(decode_rows(page_rows(pages, spec, half), spec, scale), dtype)
+        decoded = decode_rows(page_rows(pages, spec, half), spec, scale, dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(there, dense, jnp.zeros((), dtype))
 
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
+
+
+def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]) -> Any:
+    """The types of what `gather_kv` returns."""
+    spec = cache.spec
+    shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
+    return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in (spec.head_size, spec.head_size_v))
 
 
 def _gather_mosaic(
@@ -180,10 +186,9 @@ def _gather_mosaic(
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
     spec = cache.spec
-    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    if not num_seqs * max_len:
-        shape = num_seqs, max_len, spec.num_kv_heads
-        return jnp.zeros((*shape, spec.head_size), dtype), jnp.zeros((*shape, spec.head_size_v), dtype)
+    keys, values = _dense(cache, block_table, dtype=dtype)
+    if not keys.shape[0] * keys.shape[1]:
+        return jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype)
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:
         pages = from_array_dtype(pages, spec.storage_dtype)
@@ -216,6 +221,7 @@ def _own_sequences(
 _IMPLEMENTATIONS = select.Candidates(
     xla=gather_xla,
     mosaic=_gather_mosaic,
+    results=_dense,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(
         arguments=("sequences blocks_in_order", "sequences", "", "heads", "heads"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
 from kvjax.ops.arguments import INPUT_DTYPES, check_array
 
 
@@ -61,7 +61,7 @@ def _stacked(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> jax.Arra
     """The parts as one array, along a new first dimension unless they are one already."""
     is_one = isinstance(parts, (jax.Array, np.ndarray))
     if not is_one and not isinstance(parts, (list, tuple)):
-        raise KVCacheTypeError(f"{what}: got a {type(parts).__name__}, expected an array or a sequence of arrays")
+        raise KVCacheTypeError(f"{what}: got {kind_of(parts)}, expected an array or a sequence of arrays")
     if not ((parts.shape or (1,))[0] if is_one else len(parts)):
         raise KVCacheValueError(f"{what}: got no parts, expected at least one")
     if is_one:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,17 +36,18 @@ def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[ja
             return (quant.cast(x, spec.storage_dtype),)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array) -> jax.Array:
-    """What rows as `encode_rows` makes them stand for: float32 where the layer is quantized, else the storage dtype."""
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """What rows as `encode_rows` makes them stand for, in `dtype`."""
     match spec.quant_mode:
         case KVQuantMode.NVFP4:
             data, block_scales = rows
-            return quant.decode_nvfp4(data, block_scales, scale)
+            decoded = quant.decode_nvfp4(data, block_scales, scale)
         case KVQuantMode.FP8_PER_TENSOR:
-            return quant.decode_fp8(rows[0], scale)
+            decoded = quant.decode_fp8(rows[0], scale)
         case _:
-            return rows[0]
+            decoded = rows[0]
+    return quant.cast(decoded, dtype)
 
 
 MAX_SLOTS_A_TOKEN = 1024
@@ -116,18 +118,26 @@ def _scatter_region(
     pages: jax.Array, rows: jax.Array, region: PageRegion, block: jax.Array, token: jax.Array
 ) -> jax.Array:
     """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
-    _, num_heads, row = rows.shape
-    head = jnp.arange(num_heads, dtype=token.dtype)[None]
-    offsets = region.base + token[:, None] * region.token_stride + head * region.head_stride
+    num_tokens, num_heads, row = rows.shape
+    # What lies in a run of bytes: all heads of a token, those of one, or of a swizzled region each byte by itself.
     if region.swizzled:
-        tile_row, column = swizzled_position(token[:, None, None], jnp.arange(row, dtype=token.dtype)[None, None], row)
-        offsets = region.base + tile_row * region.token_stride + head[..., None] * region.head_stride + column
-    elif region.head_stride == row:  # the heads of a token are one run of bytes
-        offsets = offsets[:, :1]
-    offsets = lax.collapse(offsets, 1)
-    indices = jnp.stack([jnp.broadcast_to(block[:, None], offsets.shape), offsets], axis=-1)
-    updates = rows.reshape(*offsets.shape, num_heads * row // offsets.shape[1])
-    if offsets.size == 1:
+        runs: tuple[int, ...] = num_heads, row
+    else:
+        runs = (1,) if region.head_stride == row else (num_heads,)
+    shape = num_tokens, *runs
+    tile_row = lax.broadcast_in_dim(token, shape, [0])
+    steps = []
+    if region.swizzled:
+        tile_row, column = swizzled_position(tile_row, lax.broadcasted_iota(token.dtype, shape, 2), row)
+        steps.append(column)
+    steps.append(_times(tile_row, region.token_stride))
+    if runs != (1,):
+        steps.append(_times(lax.broadcasted_iota(token.dtype, shape, 1), region.head_stride))
+    offsets = lax.add(functools.reduce(lax.add, steps), token.dtype.type(region.base))
+    updates = lax.reshape(rows, (num_tokens, math.prod(runs), num_heads * row // math.prod(runs)))
+    columns = [lax.reshape(x, (*updates.shape[:2], 1)) for x in (lax.broadcast_in_dim(block, shape, [0]), offsets)]
+    indices = lax.concatenate(columns, 2)
+    if num_tokens * math.prod(runs) == 1:
         # Of a single one XLA on CPU makes a choice between the pages with it and without, and copies all of them.
         indices = jnp.concatenate([indices, jnp.full_like(indices, pages.shape[0])])  # past the last page: dropped
         updates = jnp.concatenate([updates, updates])
@@ -140,6 +150,10 @@ def _scatter_region(
         ),
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
+
+
+def _times(index: jax.Array, stride: int) -> jax.Array:
+    return lax.mul(index, index.dtype.type(stride))
 
 
 def _region_rows(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:

@@ -29,13 +29,15 @@ class Implementation(enum.StrEnum):
 class Candidates:
     """An operation's implementations, which take the same arguments, the cache first.
 
-    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can. `signature` says what of the
-    other arguments and of the results belongs to a device's share of a cache: a caller of `choose` that gives it calls
-    an implementation with arrays, and whatever else there is by name.
+    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can. `results` goes with a kernel:
+    called as they are, it gives the shapes and dtypes that they return, as arrays or `jax.ShapeDtypeStruct`s.
+    `signature` says what of the other arguments and of the results belongs to a device's share of a cache: a caller of
+    `choose` that gives it calls an implementation with arrays, and whatever else there is by name.
     """
 
     xla: Callable[..., Any]
     mosaic: Callable[..., Any] | None = None
+    results: Callable[..., Any] | None = None
     why_not_mosaic: Callable[[KVCache], str | None] = lambda cache: None
     signature: Signature | None = None
 
@@ -84,23 +86,25 @@ def _choose_here(
     """What `choose` returns for a cache that is one device's; of equal arguments the same function."""
     if wanted is Implementation.XLA:
         return candidates.xla
-    mosaic = candidates.mosaic
-    if mosaic is None:
+    mosaic, results = candidates.mosaic, candidates.results
+    if mosaic is None or results is None:
         reason: str | None = "it has no kernel; got 'mosaic', expected one of xla"
     else:
         reason = candidates.why_not_mosaic(cache) or placement.why_not(cache.kv)
-    if reason is None and mosaic is not None:
+    if reason is None and mosaic is not None and results is not None:
         if not isinstance(cache.kv, jax.core.Tracer):
             return mosaic
-        return _where_it_can(wanted is not None, mosaic, candidates.xla)
+        return _where_it_can(wanted is not None, mosaic, candidates.xla, results)
     if wanted is not None:
         raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
     return candidates.xla
 
 
 @functools.cache
-def _where_it_can(required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(placement.run, required, mosaic, xla)
+def _where_it_can(
+    required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any], results: Callable[..., Any]
+) -> Callable[..., Any]:
+    return functools.partial(placement.run, required, mosaic, xla, results)
 
 
 @functools.cache

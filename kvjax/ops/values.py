@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, kind_of, shown, type_name
 from kvjax.spec import as_bool
 
 MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
@@ -181,10 +181,10 @@ def check_scale_type(what: str, scale: Any) -> None:
         return
     expected = "expected a number or an array of numbers"
     if is_of_torch(scale):  # whose numbers may be on a GPU
-        raise KVCacheTypeError(f"{what}: got a {type(scale).__name__}, {expected}{for_torch(scale)}")
+        raise KVCacheTypeError(f"{what}: got {kind_of(scale)}, {expected}{for_torch(scale)}")
     if isinstance(scale, (list, tuple)):
         expected += f": numpy.array({what}, numpy.float32)"
-    raise KVCacheTypeError(f"{what}: got {shown(scale)} of type {type(scale).__name__}, {expected}")
+    raise KVCacheTypeError(f"{what}: got {shown(scale)} of type {type_name(scale)}, {expected}")
 
 
 def check_scale(what: str, scale: Any) -> None:

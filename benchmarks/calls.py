@@ -1,0 +1,170 @@
+"""What calls cost the host: tracing and lowering a program of many layers, and dispatch of many caches.
+
+`python -m benchmarks.calls --json=calls.json`, from the source tree; docs/notes/costs.md has what was found.
+`python -m benchmarks.calls CallsBenchmark.test_dispatch` is the table of dispatch alone, in seconds.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest
+
+import kvjax
+from benchmarks import output, shapes, timing
+from benchmarks.output import Measurement
+from benchmarks.shapes import BLOCK_SIZE
+from benchmarks.timing import Clock, Timing
+from kvjax import KVCache, KVCacheDType
+
+CASE, NUM_LAYERS, NUM_CACHES = shapes.LLAMA_8B, 32, 64
+NUM_SEQS, MAX_BLOCKS, NUM_BLOCKS = 4, 8, 64
+UNQUANTIZED = KVCacheDType.BFLOAT16
+DTYPES = (UNQUANTIZED, KVCacheDType.NVFP4)
+
+WRITES, GATHERS, ATTENDS = "writes", "gathers", "attends"
+STEPS = ((WRITES,), (WRITES, GATHERS), (WRITES, ATTENDS), (WRITES, GATHERS, ATTENDS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What it took to make a program: seconds to trace and to lower it, and its lines of StableHLO."""
+
+    trace: float
+    lower: float
+    lines: int
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.trace + self.lower
+
+
+def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced:
+    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend."""
+    jax.default_backend()
+    spec = CASE.spec(dtype)
+    struct: Any = jax.ShapeDtypeStruct
+    caches = [KVCache(struct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec) for _ in range(num_layers)]
+    query = struct((NUM_SEQS, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    hidden = struct((NUM_SEQS, spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    table, lengths = struct((NUM_SEQS, MAX_BLOCKS), jnp.int32), struct((NUM_SEQS,), jnp.int32)
+
+    def step(caches: list[KVCache], query: Any, hidden: Any, table: Any, lengths: Any) -> Any:
+        written, read = [], []
+        for cache in caches:
+            cache = kvjax.reshape_and_cache_flash(hidden, hidden, cache, table[:, -1] * BLOCK_SIZE)
+            if GATHERS in what:
+                read.append(kvjax.gather_kv(cache, table, lengths))
+            if ATTENDS in what:
+                query = kvjax.paged_attention(query, cache, table, lengths)
+            written.append(cache)
+        return written, read, query
+
+    start = time.perf_counter()
+    traced = jax.jit(step).trace(caches, query, hidden, table, lengths)
+    between = time.perf_counter()
+    lowered = traced.lower()
+    end = time.perf_counter()
+    return Traced(between - start, end - between, len(lowered.as_text().splitlines()))
+
+
+def in_new_process(function: Callable[..., Traced], *args: Any) -> Traced:
+    """What a function returns in a process whose caches hold nothing yet."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
+        return process.submit(function, *args).result()
+
+
+def dispatches() -> dict[str, Callable[[int], Any]]:
+    """Calls of a program that does next to nothing, with many caches as arguments and with as many arrays."""
+    spec = CASE.spec(UNQUANTIZED)
+    caches = [KVCache.allocate(spec, 1) for _ in range(NUM_CACHES)]
+    arrays = [jnp.array(cache.kv) for cache in caches]
+    held: dict[str, Any] = {"caches": caches, "arrays": arrays}
+    read, returned = jax.jit(_read), jax.jit(_returned, donate_argnums=0)
+
+    def reads(kind: str, _: int) -> Any:
+        return read(held[kind])
+
+    def returns(kind: str, _: int) -> Any:
+        held[kind] = returned(held[kind])
+        return held[kind]
+
+    return {
+        f"{NUM_CACHES} {kind}, {how}": functools.partial(call, kind)
+        for how, call in (("donated and returned", returns), ("read", reads))
+        for kind in held
+    }
+
+
+def _read(given: Any) -> jax.Array:
+    """A number of each: JAX leaves out arguments that nothing is read of."""
+    numbers: jax.Array = sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(given))
+    return numbers
+
+
+def _returned(given: Any) -> Any:
+    return given
+
+
+class CallsBenchmark(output.Program):
+    """Never fails because of a time."""
+
+    name = "benchmarks.calls"
+
+    def test_dispatch(self) -> None:
+        calls = dispatches()
+        self.results.expect(len(calls))
+        rows = []
+        for name, call in calls.items():
+            times = timing.measure_in_a_row(call)
+            self.results.add(Measurement("dispatch", {"dtype": UNQUANTIZED}, name, times))
+            rows.append([name, output.microseconds(times.seconds), output.spread(times.samples)])
+        note = f"Microseconds of a call of a jitted function; by {Clock.HOST.words}."
+        self.results.table("Dispatch of many caches", ["arguments", "us", "5-95%"], rows, note=note)
+
+    def test_tracing(self) -> None:
+        smoke = output.SMOKE.value
+        steps, repeats, num_layers = (STEPS[:1], 1, 2) if smoke else (STEPS, 5, NUM_LAYERS)
+        self.results.expect(len(steps) * len(DTYPES))
+        rows = []
+        for what in steps:
+            found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
+            for _ in range(repeats):  # by turns
+                for dtype in DTYPES:
+                    found[dtype].append(in_new_process(trace, what, dtype, num_layers))
+            medians = []
+            for dtype, each in found.items():
+                times = Timing(tuple(one.seconds for one in each), Clock.WALL)
+                subject = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}
+                facts = {
+                    "trace_seconds": float(np.median([one.trace for one in each])),
+                    "lower_seconds": float(np.median([one.lower for one in each])),
+                    "lines": each[0].lines,
+                }
+                self.results.add(Measurement("trace and lower", subject, "kvjax", times, facts=facts))
+                medians.append((times.seconds, each[0].lines))
+            (plain, plain_lines), (quantized, lines) = medians
+            seconds = [f"{plain:.3f}", f"{quantized:.3f}", f"{quantized / plain:.2f}"]
+            rows.append([" and ".join(what), *seconds, f"{plain_lines:,}, {lines:,}"])
+        header = ["each layer", *(dtype.value for dtype in DTYPES), "ratio", "lines of StableHLO"]
+        note = (
+            f"Seconds to trace and lower a program of {num_layers} unrolled layers for {jax.default_backend()}, in a"
+            f" new process each, the median of {repeats}: {CASE.num_kv_heads} KV heads of {CASE.head_size},"
+            f" {NUM_SEQS} tokens."
+        )
+        self.results.table("Tracing and lowering", header, rows, note=note)
+
+
+if __name__ == "__main__":
+    absltest.main()
