@@ -1,0 +1,162 @@
+"""Who attends to the pages of a cache, or to as many tokens: kvjax, and what a user would pick instead. `PEERS` lists
+them all."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import output, workload
+from benchmarks.peers import attends_flashinfer, in_torch, read
+from benchmarks.peers.attention_inputs import OWN_ERROR, PEER_ERROR, AttentionInputs, AttentionJob, attention, reference
+from benchmarks.peers.in_jax import own_peers
+from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.shapes import BLOCK_SIZE
+from kvjax import CacheLayout, KVCacheDType
+
+
+def read_run(inputs: AttentionInputs) -> Run:
+    """Reads as many bytes as the pages of a call hold, each call other ones."""
+    job, compiled = inputs.job, read.compiled(inputs.job.page_bytes)
+    num_words = read.num_blocks(job.page_bytes) * read.BLOCK_WORDS
+    words = [_words(number, num_words) for number in range(job.num_caches)]
+
+    def check(found: jax.Array) -> None:
+        """Of a part: all of it would take as much memory again."""
+        parts = np.asarray(words[0][: 4 * read.BLOCK_WORDS]).reshape(-1, read.VECTORS, read.LOAD_WORDS)
+        expected = np.bitwise_xor.reduce(parts, axis=1).sum(-1, dtype=np.int32)
+        np.testing.assert_array_equal(np.asarray(found)[: len(expected)], expected)
+
+    return Run(lambda number: compiled(words[number % len(words)]), check)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _words(first: int, count: int) -> jax.Array:
+    """Different ones, in a moment; they need not be random."""
+    return (jnp.arange(count, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527)
+
+
+def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
+    compiled = attention(inputs.job, implementation).result()
+    query = inputs.call_query
+
+    def call(number: int) -> jax.Array:
+        cache = inputs.caches[inputs.cache_number(number)]
+        return compiled(query, cache, inputs.table, inputs.seq_lens, **workload.scales())
+
+    facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
+    return Run(call, functools.partial(inputs.check, most=OWN_ERROR), facts=facts)
+
+
+def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
+    """Attention of JAX to dense caches of the same tokens: no pages."""
+    dense = [inputs.dense() for _ in inputs.caches]
+    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=implementation))
+    first = dense[0]
+    compiled = attend.lower(inputs.query, *first, key_value_seq_lengths=inputs.seq_lens).compile()
+
+    def call(number: int) -> jax.Array:
+        key, value = dense[inputs.cache_number(number)]
+        return compiled(inputs.query, key, value, key_value_seq_lengths=inputs.seq_lens)
+
+    return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
+
+
+def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
+    """JAX's paged attention in Triton: pages of one head each, logits not scaled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    pages = [[_by_head(half) for half in inputs.token_pages()] for _ in inputs.caches]
+    query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
+    attend = jax.jit(functools.partial(paged_attention, interpret=interpret))
+    compiled = attend.lower(query, *pages[0], inputs.table, inputs.seq_lens).compile()
+
+    def call(number: int) -> jax.Array:
+        return compiled(query, *pages[inputs.cache_number(number)], inputs.table, inputs.seq_lens)
+
+    return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
+
+
+@jax.jit
+def _by_head(pages: jax.Array) -> jax.Array:
+    return pages.transpose(2, 0, 1, 3)
+
+
+def torch_run(inputs: AttentionInputs) -> Run:
+    """The pages of each sequence side by side, then torch's attention."""
+    import torch
+
+    row = inputs.job.row
+    halves = [in_torch.borrow(cache.kv).unbind(1) for cache in inputs.caches]
+    first = int(row.first_blocks[0])
+    table = in_torch.borrow(inputs.table)[:, first:].long().flatten()
+    query = in_torch.borrow(inputs.query).transpose(1, 2)  # [num_seqs, num_heads, q_len, head_size]
+    num_tokens = row.seq_len - first * BLOCK_SIZE
+    mask = None
+    if row.q_len > 1:
+        mask = torch.ones(row.q_len, num_tokens, dtype=torch.bool, device=query.device).tril(num_tokens - row.q_len)
+
+    def call(number: int) -> Any:
+        key, value = (
+            half.index_select(0, table).view(row.num_seqs, num_tokens, row.num_kv_heads, row.head_size).transpose(1, 2)
+            for half in halves[inputs.cache_number(number)]
+        )
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    def check(attended: Any) -> dict[str, float]:
+        return inputs.check(attended.transpose(1, 2).float().cpu().numpy(), most=PEER_ERROR)
+
+    return Run(call, check, in_torch.wait)
+
+
+def _is_dense(job: AttentionJob) -> bool:
+    """Whether dense caches say all of it: bfloat16, one order of bytes, nothing masked but what is past a length."""
+    row = job.row
+    is_plain = row.q_len == 1 and row.window is None and row.layout is CacheLayout.NHD
+    return job.dtype is KVCacheDType.BFLOAT16 and is_plain
+
+
+def _serves_torch(job: AttentionJob) -> bool:
+    row = job.row
+    is_whole = row.seq_len % BLOCK_SIZE == 0 and (row.window or 0) % BLOCK_SIZE == 0
+    is_causal = row.q_len == 1 or row.window is None
+    return job.dtype is KVCacheDType.BFLOAT16 and row.layout is CacheLayout.NHD and is_whole and is_causal
+
+
+def _why_no_gpu() -> str | None:
+    return None if workload.is_gpu() else "needs an NVIDIA GPU"
+
+
+def _why_no_triton() -> str | None:
+    if reason := _why_no_gpu():
+        return reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return why_not_importable("jax.experimental.pallas.ops.gpu.paged_attention")
+
+
+KVJAX: Peer[AttentionJob, AttentionInputs]
+KVJAX_IN_XLA: Peer[AttentionJob, AttentionInputs]
+KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
+READ = Peer[AttentionJob, AttentionInputs]("read", read_run, why_missing=_why_no_gpu)
+CUDNN = Peer[AttentionJob, AttentionInputs]("cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu)
+TRITON = Peer[AttentionJob, AttentionInputs]("JAX Triton", triton_run, serves=_is_dense, why_missing=_why_no_triton)
+SDPA = Peer[AttentionJob, AttentionInputs](
+    "torch sdpa", torch_run, serves=_serves_torch, why_missing=in_torch.why_missing
+)
+PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, attends_flashinfer.FA2, attends_flashinfer.XQA)
+
+
+def compile_ahead(jobs: list[AttentionJob], peers: list[Peer[AttentionJob, AttentionInputs]]) -> None:
+    """Starts to compile, in the background, what takes longest of what will be asked for."""
+    for job in jobs:
+        if any(peer.serves(job) for peer in peers if peer is not READ):
+            reference(job)
+        if KVJAX in peers:
+            attention(job, output.IMPLEMENTATION.value)
