@@ -3,8 +3,10 @@ them all."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -153,10 +155,16 @@ SDPA = Peer[AttentionJob, AttentionInputs](
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, attends_flashinfer.FA2, attends_flashinfer.XQA)
 
 
-def compile_ahead(jobs: list[AttentionJob], peers: list[Peer[AttentionJob, AttentionInputs]]) -> None:
-    """Starts to compile, in the background, what takes longest of what will be asked for."""
+def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
+    """Compiles what takes longest of what these peers need for these jobs, on several cores.
+
+    It waits for all of it: threads that lower programs keep the one that starts calls from its turn. An error is
+    raised where the result is asked for.
+    """
+    programs = []
     for job in jobs:
         if any(peer.serves(job) for peer in peers if peer is not READ):
-            reference(job)
+            programs.append(reference(job))
         if KVJAX in peers:
-            attention(job, output.IMPLEMENTATION.value)
+            programs.append(attention(job, output.IMPLEMENTATION.value))
+    concurrent.futures.wait(programs)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -227,7 +228,7 @@ def wait_for(module: Any, *key: Any) -> None:
         raise TimeoutError(f"not built within --build_seconds={BUILD_SECONDS.value}") from None
 
 
-def build_ahead(jobs: list[AttentionJob], peers: list[Peer[AttentionJob, AttentionInputs]]) -> None:
+def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
     """Starts to build what these peers need for these jobs, in the background."""
     _deadline()
     for job in jobs:

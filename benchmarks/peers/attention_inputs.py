@@ -26,6 +26,9 @@ OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
 """Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
 of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
 
+MAX_WORKERS = 8
+"""Threads that compile: most of what they do takes Python's one lock."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionJob:
@@ -171,8 +174,8 @@ def _take(pages: jax.Array, source: jax.Array) -> jax.Array:
 
 @functools.cache
 def workers() -> Workers:
-    """Those that compile while others are timed: all cores but one."""
-    return Workers(max((os.cpu_count() or 1) - 1, 1))
+    """Those that compile."""
+    return Workers(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
 @functools.cache
