@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ import numpy as np
 
 from benchmarks import output, workload
 from benchmarks.peers import attends_flashinfer, in_torch, read
-from benchmarks.peers.attention_inputs import OWN_ERROR, PEER_ERROR, AttentionInputs, AttentionJob, attention, reference
+from benchmarks.peers.attention_inputs import (
+    OWN_ERROR,
+    PEER_ERROR,
+    AttentionInputs,
+    AttentionJob,
+    attention,
+    compiling,
+    reference,
+)
 from benchmarks.peers.in_jax import own_peers
 from benchmarks.peers.peer import Peer, Run, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE
@@ -57,32 +66,58 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
 def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
     """Attention of JAX to dense caches of the same tokens: no pages."""
+    compiled = dense_attention(inputs.job, implementation).result()
     dense = [inputs.dense() for _ in inputs.caches]
-    attend = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=implementation))
-    first = dense[0]
-    compiled = attend.lower(inputs.query, *first, key_value_seq_lengths=inputs.seq_lens).compile()
 
     def call(number: int) -> jax.Array:
-        key, value = dense[inputs.cache_number(number)]
-        return compiled(inputs.query, key, value, key_value_seq_lengths=inputs.seq_lens)
+        return compiled(inputs.query, *dense[inputs.cache_number(number)], inputs.seq_lens)
 
     return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
 
 
+@functools.cache
+def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
+    """`jax.nn.dot_product_attention` for a job, being compiled: `(query, key, value, seq_lens)`."""
+    row = job.row
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, seq_lens: jax.Array) -> jax.Array:
+        lengths: dict[str, Any] = {"key_value_seq_lengths": seq_lens, "implementation": implementation}
+        return jax.nn.dot_product_attention(query, key, value, **lengths)
+
+    dense = jax.ShapeDtypeStruct(
+        (row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size), jnp.bfloat16
+    )
+    query, lengths = (
+        jax.ShapeDtypeStruct(job.query_shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct(row.seq_lens.shape, jnp.int32),
+    )
+    return compiling(attend, query, dense, dense, lengths)
+
+
 def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
     """JAX's paged attention in Triton: pages of one head each, logits not scaled."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    compiled = triton_attention(inputs.job, interpret).result()
     pages = [[_by_head(half) for half in inputs.token_pages()] for _ in inputs.caches]
     query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
-    attend = jax.jit(functools.partial(paged_attention, interpret=interpret))
-    compiled = attend.lower(query, *pages[0], inputs.table, inputs.seq_lens).compile()
 
     def call(number: int) -> jax.Array:
         return compiled(query, *pages[inputs.cache_number(number)], inputs.table, inputs.seq_lens)
 
     return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
+
+
+@functools.cache
+def triton_attention(job: AttentionJob, interpret: bool) -> Future[Any]:
+    """That of JAX for a job, being compiled: `(query, k_pages, v_pages, table, seq_lens)`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    row = job.row
+    query = jax.ShapeDtypeStruct((row.num_seqs, row.num_heads, row.head_size), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((row.num_kv_heads, row.num_blocks, BLOCK_SIZE, row.head_size), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((row.num_seqs, row.blocks_a_seq), jnp.int32)
+    lengths = jax.ShapeDtypeStruct(row.seq_lens.shape, jnp.int32)
+    return compiling(functools.partial(paged_attention, interpret=interpret), query, pages, pages, table, lengths)
 
 
 @jax.jit
@@ -117,6 +152,14 @@ def torch_run(inputs: AttentionInputs) -> Run:
     return Run(call, check, in_torch.wait)
 
 
+TRITON_SPLITS = 16
+"""Into so many equal parts it cuts every sequence."""
+
+
+def _serves_triton(job: AttentionJob) -> bool:
+    return _is_dense(job) and job.row.blocks_a_seq % TRITON_SPLITS == 0
+
+
 def _is_dense(job: AttentionJob) -> bool:
     """Whether dense caches say all of it: bfloat16, one order of bytes, nothing masked but what is past a length."""
     row = job.row
@@ -148,7 +191,9 @@ KVJAX_IN_XLA: Peer[AttentionJob, AttentionInputs]
 KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
 READ = Peer[AttentionJob, AttentionInputs]("read", read_run, why_missing=_why_no_gpu)
 CUDNN = Peer[AttentionJob, AttentionInputs]("cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu)
-TRITON = Peer[AttentionJob, AttentionInputs]("JAX Triton", triton_run, serves=_is_dense, why_missing=_why_no_triton)
+TRITON = Peer[AttentionJob, AttentionInputs](
+    "JAX Triton", triton_run, serves=_serves_triton, why_missing=_why_no_triton
+)
 SDPA = Peer[AttentionJob, AttentionInputs](
     "torch sdpa", torch_run, serves=_serves_torch, why_missing=in_torch.why_missing
 )
@@ -167,4 +212,8 @@ def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJo
             programs.append(reference(job))
         if KVJAX in peers:
             programs.append(attention(job, output.IMPLEMENTATION.value))
+        if CUDNN in peers and CUDNN.serves(job):
+            programs.append(dense_attention(job, "cudnn"))
+        if TRITON in peers and TRITON.serves(job):
+            programs.append(triton_attention(job, False))
     concurrent.futures.wait(programs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -178,26 +179,28 @@ def workers() -> Workers:
     return Workers(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
+def compiling(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """`function` for arguments of these shapes and dtypes, being lowered and compiled in the background."""
+    return workers().submit(lambda: jax.jit(function).lower(*args, **kwargs).compile())
+
+
 @functools.cache
 def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
     """`kvjax.paged_attention` for a job, being compiled: `(query, cache, table, seq_lens, **workload.scales())`."""
     shape = job.query_shape if job.row.q_len > 1 else job.query_shape[:1] + job.query_shape[2:]
-    query = jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE)
-    return workers().submit(_compile_attention, job, query, implementation)
+    return _attention(job, jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE), implementation)
 
 
 @functools.cache
 def reference(job: AttentionJob) -> Future[Any]:
     """The same by XLA, of a float32 query of two sequences."""
-    query = jax.ShapeDtypeStruct((2, *job.query_shape[1:]), jnp.float32)
-    return workers().submit(_compile_attention, job, query, "xla")
+    return _attention(job, jax.ShapeDtypeStruct((2, *job.query_shape[1:]), jnp.float32), "xla")
 
 
-def _compile_attention(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Any:
+def _attention(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
     row, spec = job.row, job.spec
-    kv = jax.ShapeDtypeStruct(spec.cache_shape(row.num_blocks), spec.array_dtype)
+    kv: Any = jax.ShapeDtypeStruct(spec.cache_shape(row.num_blocks), spec.array_dtype)
     table = jax.ShapeDtypeStruct((query.shape[0], row.blocks_a_seq), jnp.int32)
     lengths = jax.ShapeDtypeStruct((query.shape[0],), jnp.int32)
     attend = functools.partial(kvjax.paged_attention, sliding_window=row.window, implementation=implementation)
-    lowered = jax.jit(attend).lower(query, KVCache(kv, spec), table, lengths, **workload.scales())  # type: ignore[arg-type]
-    return lowered.compile()
+    return compiling(attend, query, KVCache(kv, spec), table, lengths, **workload.scales())
