@@ -22,9 +22,6 @@ ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (
 DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
 PEERS = compare.define_peers(attends.PEERS)
 
-BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)
-"""Whose kernels are built while the others are timed."""
-
 
 def rows() -> Sequence[shapes.AttentionRow]:
     """What is timed."""
@@ -56,9 +53,11 @@ class AttentionBenchmark(output.Program):
         attends_flashinfer.build_ahead(wanted, peers)
         attends.compile_ahead(wanted, peers)
         measured: dict[AttentionJob, dict[str, Measurement]] = {job: {} for job in wanted}
-        for some in ([each for each in peers if each not in BUILT], [each for each in peers if each in BUILT]):
+        built = [peer for peer in peers if peer in attends.BUILT]
+        for some in ([peer for peer in peers if peer not in built], built):
+            served = [job for job in wanted if any(peer.serves(job) for peer in some)]
             found = compare.compare_all(
-                self, "attention", wanted, some, AttentionInputs, AttentionJob.why_too_large, copies=False
+                self, "attention", served, some, AttentionInputs, AttentionJob.why_too_large, copies=False
             )
             for job, by_peer in found.items():
                 measured[job] |= by_peer
@@ -70,9 +69,9 @@ class AttentionBenchmark(output.Program):
 def without_builds(
     results: output.Report, peers: Sequence[Peer[AttentionJob, AttentionInputs]]
 ) -> list[Peer[AttentionJob, AttentionInputs]]:
-    for peer in BUILT:
+    for peer in attends.BUILT:
         results.skip(peer.name, "takes minutes to build")
-    return [peer for peer in peers if peer not in BUILT]
+    return [peer for peer in peers if peer not in attends.BUILT]
 
 
 def for_one_row(

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 from helpers import each_case
 from interpret_mode import interpret_mode
 
-from benchmarks import ahead, attention, attention_table, bars, output, shapes, timing
+from benchmarks import ahead, attention_table, bars, output, shapes, timing
 from benchmarks.peers import attends, attends_flashinfer, read
 from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Run
@@ -81,15 +80,6 @@ def test_pages_that_a_call_reads(row, pages):
     assert job.page_bytes == pages * BLOCK_SIZE * 2 * 2 * (32 // 2 + 32 // 16)
     query = 3 * row.q_len * 4 * 32 * 2
     assert job.bytes_moved == job.page_bytes + 4 * (pages + 3) + 2 * query
-
-
-def test_flags_choose_rows_and_dtypes():
-    with flagsaver.flagsaver(rows=["64x2048", "1x8192"], dtypes=["nvfp4"]):
-        assert [job.subject["case"] for job in attention.jobs()] == ["64x2048", "1x8192"]
-        assert {job.dtype for job in attention.jobs()} == {NVFP4}
-    with flagsaver.flagsaver(smoke=True):
-        assert {job.row for job in attention.jobs()} == {*shapes.SMOKE_ATTENTION_ROWS}
-    assert len(attention.jobs()) == 3 * len(attention.rows())
 
 
 def test_the_read_kernel_reads_every_word():
@@ -249,7 +239,7 @@ def flashinfer(monkeypatch):
 
 FLASHINFER_CASES = [
     {"peer": peer.name, "dtype": dtype, "layout": layout, "q_len": q_len, "window": window}
-    for peer in attention.BUILT
+    for peer in attends.BUILT
     for dtype, layout, q_len, window in itertools.product(shapes.TIMED_DTYPES, CacheLayout, (1, 4), (None, 20))
     if peer.serves(AttentionJob(TINY, dtype)) and (q_len, window) != (4, 20)
 ]
@@ -257,7 +247,7 @@ FLASHINFER_CASES = [
 
 @each_case(FLASHINFER_CASES)
 def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
-    [peer] = [peer for peer in attention.BUILT if peer.name == case["peer"]]
+    [peer] = [peer for peer in attends.BUILT if peer.name == case["peer"]]
     row = dataclasses.replace(TINY, seq_len=61, layout=case["layout"], q_len=case["q_len"], window=case["window"])
     inputs = AttentionInputs(AttentionJob(row, case["dtype"]))
     assert error_of(peer.prepare(inputs), inputs) < 2 * OWN_ERROR  # one that rounds results before it scales them
@@ -266,7 +256,7 @@ def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
 
 def test_what_flashinfer_builds_is_built_once_and_waited_for_a_while(flashinfer, monkeypatch):
     jobs = [AttentionJob(row, dtype) for row in shapes.ATTENTION_ROWS for dtype in shapes.TIMED_DTYPES]
-    attends_flashinfer.build_ahead(jobs, attention.BUILT)
+    attends_flashinfer.build_ahead(jobs, attends.BUILT)
     for job in jobs:
         attends_flashinfer.wait_for(attends_flashinfer.fa2_module, *attends_flashinfer.fa2_key(job))
     with_xqa = [job for job in jobs if attends_flashinfer.XQA.serves(job)]

@@ -197,7 +197,10 @@ TRITON = Peer[AttentionJob, AttentionInputs](
 SDPA = Peer[AttentionJob, AttentionInputs](
     "torch sdpa", torch_run, serves=_serves_torch, why_missing=in_torch.why_missing
 )
-PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, attends_flashinfer.FA2, attends_flashinfer.XQA)
+BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)
+"""Whose kernels are built while the others are timed."""
+
+PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
 
 
 def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
