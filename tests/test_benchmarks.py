@@ -216,7 +216,7 @@ def test_on_a_gpu_attention_is_timed_next_to_reading(tmp_path):
         assert each["clock"] == timing.Clock.DEVICE
         assert each["kernels"]
         if each["peer"] == "read":
-            assert each["kernels"] == ["read_alone_mosaic_gpu_kernel"]
+            assert [("read_alone" in name) for name in each["kernels"]] == [True]
     for (case, dtype, peer), time in seconds.items():
         assert peer == "read" or time > seconds[case, dtype, "read"]
 

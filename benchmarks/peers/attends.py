@@ -1,5 +1,4 @@
-"""Who attends to the pages of a cache, or to as many tokens: kvjax, and what a user would pick instead. `PEERS` lists
-them all."""
+"""Who attends to the pages of a cache: kvjax, and what a user would pick instead. `PEERS` lists them all."""
 
 from __future__ import annotations
 

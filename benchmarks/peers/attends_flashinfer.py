@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import os
@@ -229,12 +230,12 @@ def wait_for(module: Any, *key: Any) -> None:
 
 
 def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
-    """Starts to build what these peers need for these jobs, in the background."""
+    """Starts to build what these peers need for these jobs, in the background: first what most jobs need."""
     _deadline()
-    for job in jobs:
-        for peer, module, key in ((XQA, xqa_module, xqa_key), (FA2, fa2_module, fa2_key)):
-            if peer in peers and peer.serves(job):
-                module(*key(job))
+    kinds = [(XQA, xqa_module, xqa_key), (FA2, fa2_module, fa2_key)]
+    needed = [(module, key(job)) for peer, module, key in kinds if peer in peers for job in jobs if peer.serves(job)]
+    for (module, key), _ in collections.Counter(needed).most_common():
+        module(*key)
 
 
 def _why_missing() -> str | None:
