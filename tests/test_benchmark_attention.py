@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import sys
 import types
 
+import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from helpers import each_case
+from helpers import each_case, matrix
 from interpret_mode import interpret_mode
 
 from benchmarks import ahead, attention_table, bars, output, shapes, timing
@@ -97,6 +99,20 @@ def test_the_read_kernel_reads_every_word():
         changed[index] ^= 1
         differs = [a != b for a, b in zip(found(changed), first, strict=True)]
         assert differs == [block == index // read.BLOCK_WORDS for block in range(3)]
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@matrix({"target": gpu_compile.TARGETS}, few={"target": ["h100"]})
+def test_the_read_kernel_is_its_loads(target):
+    """All of a thread's before anything is made of one, and the widest that there are."""
+    words = jax.ShapeDtypeStruct((5 * read.BLOCK_WORDS,), jnp.int32)
+    program = gpu_compile.compile_for(target, read.read, words)
+    [kernel] = program.kernels
+    assert (kernel.spill_bytes, program.device_ops) == (0, ("custom-call",))
+    assert kernel.registers <= 64  # 8 blocks of threads a multiprocessor, or more
+    memory = re.findall(r"(ld\.global\.v4\.b32|ld\.global|xor\.b32|st\.global)", kernel.ptx)
+    combined = read.VECTOR_WORDS * (read.VECTORS - 1)
+    assert memory == ["ld.global.v4.b32"] * read.VECTORS + ["xor.b32"] * combined + ["st.global"]
 
 
 @pytest.mark.parametrize(
