@@ -64,6 +64,15 @@ class Measure(enum.Enum):
     JIT = "x jit"
     KERNELS = "x kernels"
     MICROSECONDS = "us"
+    READ = "of reading"
+    FASTEST_BFLOAT16 = "times as fast as bf16"
+    WINDOW = "x the window's length"
+    ONE_TOKEN = "x 1 token"
+
+
+SHARES = (Measure.COPY, Measure.READ)
+AT_LEAST = (*SHARES, Measure.FASTEST_BFLOAT16)
+"""What is to be reached; all else is not to be passed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +84,15 @@ class Bar:
 
     def holds(self, value: float) -> bool:
         """Whether a measured value is on the right side of the limit."""
-        return value >= self.limit if self.measure is Measure.COPY else value <= self.limit
+        return value >= self.limit if self.measure in AT_LEAST else value <= self.limit
 
     def words(self, value: float) -> str:
         """A value of this measure, as the table prints it."""
-        number = f"{value:.1%}" if self.measure is Measure.COPY else f"{value:.2f}"
+        number = f"{value:.1%}" if self.measure in SHARES else f"{value:.2f}"
         return f"{number} {self.measure.value}"
 
     def __str__(self) -> str:
-        return f"{'>=' if self.measure is Measure.COPY else '<='} {self.words(self.limit)}"
+        return f"{'>=' if self.measure in AT_LEAST else '<='} {self.words(self.limit)}"
 
 
 PASS, FALLS_SHORT = "pass", "falls short"
@@ -162,3 +171,78 @@ def summary(verdicts: Sequence[str]) -> str:
     """How many of the bars in a table hold; nothing where none was judged."""
     holding, failing = (sum(each.endswith(word) for each in verdicts) for word in (PASS, FALLS_SHORT))
     return f" {holding} of {holding + failing} bars hold." if holding + failing else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTime:
+    """One line of the table of attention.
+
+    Attributes:
+      row: the name of one of `shapes.ATTENTION_ROWS`.
+      seconds: median of a call.
+      samples: of each call.
+      read_seconds: a kernel that only reads as many bytes as the pages hold, where it was timed.
+      others: medians of the same row and dtype by others, by their names.
+      fastest_bfloat16: who was the fastest in bfloat16 in this row, and its median.
+      base_seconds: median of the row and layout that this one is compared with, where there is one.
+    """
+
+    row: str
+    dtype: KVCacheDType
+    seconds: float
+    samples: tuple[float, ...]
+    clock: Clock
+    read_seconds: float | None = None
+    others: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fastest_bfloat16: tuple[str, float] | None = None
+    base_seconds: float | None = None
+
+    @property
+    def read_share(self) -> float | None:
+        """This rate over that of reading alone."""
+        return None if self.read_seconds is None else self.read_seconds / self.seconds
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as the fastest in bfloat16."""
+        return None if self.fastest_bfloat16 is None else self.fastest_bfloat16[1] / self.seconds
+
+    def value(self, measure: Measure) -> float | None:
+        """A measure of this line, or `None` where what it is held against was not timed."""
+        match measure:
+            case Measure.READ:
+                return self.read_share
+            case Measure.FASTEST_BFLOAT16:
+                return self.speedup
+            case Measure.MICROSECONDS:
+                return self.seconds * 1e6
+            case _:
+                return None if self.base_seconds is None else self.seconds / self.base_seconds
+
+
+def _limits(measure: Measure, *limits: float) -> dict[KVCacheDType, Bar]:
+    return {dtype: Bar(measure, limit) for dtype, limit in zip(shapes.TIMED_DTYPES, limits, strict=True)}
+
+
+ATTENTION_BARS: Mapping[str, Mapping[KVCacheDType, Bar]] = {
+    "64x8192": _limits(Measure.READ, 0.92, 0.90, 0.68),
+    "64x2048": _limits(Measure.READ, 0.88, 0.84, 0.60),
+    "256x1024": _limits(Measure.READ, 0.88, 0.84, 0.60),
+    "8x8192": _limits(Measure.READ, 0.82, 0.76, 0.54),
+    "1x8192": _limits(Measure.MICROSECONDS, 13.0, 11.0, 11.0),
+    "64x8192-8/1": _limits(Measure.READ, 0.82, 0.72, 0.48),
+    "64x8192-64/8x64": _limits(Measure.READ, 0.88, 0.80, 0.54),
+    "64x8192-window-1024": _limits(Measure.WINDOW, 1.3, 1.3, 1.3),
+    "64x4096-4-tokens": _limits(Measure.ONE_TOKEN, 1.15, 1.25, 1.4),
+    "64x8192-HND": _limits(Measure.NHD, 1.1, 1.1, 1.15),
+}
+
+NVFP4_SPEEDUP = Bar(Measure.FASTEST_BFLOAT16, 2.2)
+"""Of NVFP4 in the first row."""
+
+
+def attention_bars(line: AttentionTime) -> list[Bar]:
+    """The bars that a line is held to."""
+    own = ATTENTION_BARS.get(line.row, {}).get(line.dtype)
+    further = [NVFP4_SPEEDUP] if (line.row, line.dtype) == (shapes.ATTENTION_ROWS[0].name, NVFP4) else []
+    return [*([own] if own else []), *further]

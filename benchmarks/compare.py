@@ -55,11 +55,13 @@ def compare_all[J: Job, Inputs](
     peers: Sequence[Peer[J, Inputs]],
     make_inputs: Callable[[J], Inputs],
     why_too_large: Callable[[J], str | None],
+    *,
+    copies: bool = True,
 ) -> dict[J, dict[str, Measurement]]:
     """Measures all peers that serve them on all jobs; of each job what was right, by the peers' names.
 
     A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
-    kvjax itself fails, so does a subtest of `test`.
+    kvjax itself fails, so does a subtest of `test`. With `copies` copies of as many bytes are measured, too.
     """
     results = test.results
     results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
@@ -81,7 +83,7 @@ def compare_all[J: Job, Inputs](
                 results.step("too large", len(serving))
                 continue
             measured[job] = {}
-            _compare(results, operation, job, serving, inputs, measured[job])
+            _compare(results, operation, job, serving, inputs, measured[job], copies)
     return measured
 
 
@@ -92,11 +94,12 @@ def _compare(
     peers: Sequence[Peer[Any, Any]],
     inputs: Any,
     found: dict[str, Measurement],
+    copies: bool,
 ) -> None:
     failure: Exception | None = None
     for peer in peers:
         try:
-            found[peer.name] = _measure(results, operation, job, peer, inputs)
+            found[peer.name] = _measure(results, operation, job, peer, inputs, copies)
         except Exception as error:  # whatever a peer fails with, the others go on
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
             words = ", ".join(str(output.plain(value)) for value in job.subject.values())
@@ -109,13 +112,15 @@ def _compare(
         raise failure
 
 
-def _measure(results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any) -> Measurement:
+def _measure(
+    results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool
+) -> Measurement:
     run = peer.prepare(inputs)
     first = run.call(0)
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
-    copied = copy.measure(job.bytes_moved)
+    copied = copy.measure(job.bytes_moved) if copies else None
     measurement = Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)
     results.add(measurement)
     return measurement

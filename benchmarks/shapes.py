@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
+import numpy as np
+
 from kvjax import AttentionSpec, CacheLayout, FullAttentionSpec, KVCacheDType
 
 BLOCK_SIZE = 16
@@ -72,3 +74,99 @@ OTHER_CASES = (
 )
 CASES = (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_CASES)
 CASES_BY_NAME = {case.name: case for case in CASES}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRow:
+    """One call of attention: so many sequences of one length, each with its last tokens as the query.
+
+    Attributes:
+      seq_len: tokens of each sequence, those of the query included.
+      q_len: query tokens of each.
+      window: tokens that a query token sees, its own included; None for all.
+      base: the name of the row that a bar compares this one with, if one does.
+    """
+
+    name: str
+    num_seqs: int
+    seq_len: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    q_len: int = 1
+    window: int | None = None
+    layout: CacheLayout = CacheLayout.NHD
+    base: str | None = None
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """int32 `[num_seqs]`, tokens of each sequence."""
+        return np.full(self.num_seqs, self.seq_len, np.int32)
+
+    @property
+    def blocks_a_seq(self) -> int:
+        """Entries of the block table for each sequence."""
+        return -(-int(self.seq_lens.max()) // BLOCK_SIZE)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of all sequences."""
+        return self.num_seqs * self.blocks_a_seq
+
+    @property
+    def first_blocks(self) -> np.ndarray:
+        """int32 `[num_seqs]`, which of its pages is the first that a query token of each sequence sees."""
+        unseen = 0 if self.window is None else np.maximum(self.seq_lens - self.q_len + 1 - self.window, 0)
+        return np.broadcast_to(np.asarray(unseen // BLOCK_SIZE, np.int32), self.num_seqs)
+
+    @property
+    def num_blocks_read(self) -> int:
+        """Pages that a call has to read."""
+        return int((-(-self.seq_lens // BLOCK_SIZE) - self.first_blocks).sum())
+
+    def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
+        """What tables and files say of this row in a dtype of the cache."""
+        window = {} if self.window is None else {"window_len": self.window}
+        return {
+            "case": self.name,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": dtype,
+            "layout": self.layout,
+            "num_seqs": self.num_seqs,
+            "seq_len": self.seq_len,
+            "q_len": self.q_len,
+            **window,
+        }
+
+    def spec(self, dtype: KVCacheDType) -> AttentionSpec:
+        """The cache's spec; the window is an argument of the call."""
+        return FullAttentionSpec(BLOCK_SIZE, self.num_kv_heads, self.head_size, dtype=dtype, layout=self.layout)
+
+
+ATTENTION_ROWS = (
+    AttentionRow("64x8192", 64, 8_192),
+    AttentionRow("64x2048", 64, 2_048),
+    AttentionRow("256x1024", 256, 1_024),
+    AttentionRow("8x8192", 8, 8_192),
+    AttentionRow("1x8192", 1, 8_192),
+    AttentionRow("64x8192-8/1", 64, 8_192, num_heads=8, num_kv_heads=1),
+    AttentionRow("64x8192-64/8x64", 64, 8_192, num_heads=64, head_size=64),
+    AttentionRow("64x1024", 64, 1_024),
+    AttentionRow("64x8192-window-1024", 64, 8_192, window=1_024, base="64x1024"),
+    AttentionRow("64x4096", 64, 4_096),
+    AttentionRow("64x4096-4-tokens", 64, 4_096, q_len=4, base="64x4096"),
+    AttentionRow("64x8192-HND", 64, 8_192, layout=CacheLayout.HND, base="64x8192"),
+)
+"""What is timed on a GPU, 32 query heads over 8 KV heads of 128 where the name says nothing else."""
+
+HOST_ATTENTION_ROWS = (AttentionRow("4x512", 4, 512), AttentionRow("4x512-4-tokens", 4, 512, q_len=4))
+"""The same on the CPU."""
+
+SMOKE_ATTENTION_ROWS = (
+    AttentionRow("2x48", 2, 48, num_heads=4, num_kv_heads=2, head_size=64),
+    AttentionRow("2x48-window-16", 2, 48, num_heads=4, num_kv_heads=2, head_size=64, window=16),
+)
+
+ATTENTION_ROWS_BY_NAME = {row.name: row for row in (*ATTENTION_ROWS, *HOST_ATTENTION_ROWS, *SMOKE_ATTENTION_ROWS)}

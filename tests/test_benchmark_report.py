@@ -385,6 +385,45 @@ def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
     assert "old.png" in capsys.readouterr().err
 
 
+def attention() -> dict:
+    """One row in two dtypes."""
+    subject = {"operation": "attention", "case": "64x8192", "num_heads": 32, "num_seqs": 64, "seq_len": 8_192}
+    subject |= {"q_len": 1, "slots": None, "copy_seconds": None, "error": 0.0021}
+    times = {"bfloat16": {"read": 460.0, "kvjax": 495.0, "cuDNN": 484.0}, "nvfp4": {"read": 132.0, "kvjax": 200.0}}
+    found = [
+        measurement(peer, 64, dtype, us=us, **subject) | {"num_tokens": None}
+        for dtype, by_peer in times.items()
+        for peer, us in by_peer.items()
+    ]
+    return contents(*found, program="benchmarks.attention")
+
+
+def test_attention_is_told_by_row_with_its_bars(save, tmp_path, plots, capsys):
+    kernels, output = tmp_path / "kernels.md", tmp_path / "page.md"
+    kernels.write_text("before\n<!-- attention: begin -->\nold\n<!-- attention: end -->\nafter\n")
+    paths = save(writes()), save(attention(), "attention.json")
+    assert run_program(*paths, output=output, plots=tmp_path / "plots", kernels=kernels) == 0
+    text, page = kernels.read_text(), output.read_text()
+    assert text.startswith(
+        "before\n<!-- attention: begin -->\nNVIDIA H200: driver 575.1, date 2026-11-21.\n\n```console"
+    )
+    assert text.endswith("|\n<!-- attention: end -->\nafter\n")
+    assert "Medians of 5 calls; clock CUPTI. 2 of 3 bars hold." in text
+    header, *rows = rows_below(text, "times as fast kvjax is")
+    assert rows_below(page, "### In short", "\nAttention\n") == [header, *rows]
+    told = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [(row["dtype"], row["share"], row["next best"], row["bf16 us"]) for row in told] == [
+        ("bfloat16", "92.9%", "cuDNN", "484.00"),
+        ("nvfp4", "66.0%", "-", "484.00"),
+    ]
+    assert rows_below(page, "<summary>64x8192: 5 times", "Microseconds")[0] == ["dtype", "kvjax", "read", "cuDNN"]
+    assert "GB/s (share):" not in page[page.index("<summary>64x8192") :]
+
+    assert run_program(paths[0], output=output, plots=tmp_path / "plots", kernels=kernels) == 1
+    assert capsys.readouterr().err == "error: no measurements of attention\n"
+    assert kernels.read_text() == text
+
+
 def test_names_are_shown_as_they_are(save, tmp_path, plots):
     odd = {"operation": "a|b <c>", "case": r"$\frac$"}
     file = contents(*(measurement(peer, count, **odd) for peer in ("kvjax", r"$\x|$") for count in (1, 64)))

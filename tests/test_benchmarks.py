@@ -38,7 +38,7 @@ NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
 
-PROGRAMS = ["write", "gather", "pack", "bridge", "host", "calls", "copies", "sharded", "layers"]
+PROGRAMS = ["write", "gather", "pack", "bridge", "host", "calls", "copies", "sharded", "layers", "attention"]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
@@ -131,6 +131,7 @@ EXPECTED = {
         ("step over layers", peer, "nvfp4")
         for peer in ("one cache, scan", "one cache, unrolled", "a cache a layer, unrolled")
     ],
+    "attention": [("attention", "kvjax", dtype) for dtype in DTYPES],
 }
 TORCH_WRITERS = ("torch index_copy_", "torch index_put_")
 EXPECTED_WITH_TORCH = {
@@ -141,6 +142,7 @@ EXPECTED_WITH_TORCH = {
         *(("host write", peer, dtype) for peer in TORCH_WRITERS for dtype in DTYPES[:2]),
         *(("host write", "kvjax_torch", dtype) for dtype in DTYPES),
     ],
+    "attention": [("attention", "torch sdpa", "bfloat16")],
 }
 
 
@@ -153,6 +155,15 @@ def test_flags_choose_what_is_written(tmp_path):
         for each in written["measurements"]
     ]
     assert lines == [["qwen3-32b-tp4", dtype, "HND", "padded", 5, "kvjax"] for dtype in ("float16", "fp8_e5m2")]
+
+
+def test_flags_choose_rows_of_attention(tmp_path):
+    flags = ["--smoke", "--rows=2x48-window-16,2x48", "--dtypes=fp8_e4m3", "--peers=kvjax", "--implementation=xla"]
+    measured = run_and_read(tmp_path, "attention", *flags)["measurements"]
+    lines = [[each[name] for name in ("case", "num_seqs", "seq_len", "q_len", "dtype", "peer")] for each in measured]
+    assert lines == [[row, 2, 48, 1, "fp8_e4m3", "kvjax"] for row in ("2x48-window-16", "2x48")]
+    assert [each.get("window_len") for each in measured] == [16, None]
+    assert all(0 < each["error"] < 0.01 for each in measured)
 
 
 def test_what_cannot_be_had_is_said_and_the_rest_runs(tmp_path):
@@ -201,6 +212,21 @@ def test_on_a_gpu_times_are_those_of_kernels(tmp_path):
         assert {each["dtype"] for each in measured if each["peer"] == name} >= {*DTYPES}
     by_cuda = {each["dtype"] for each in measured if each["peer"] == "CUDA"}
     assert by_cuda == ({"bfloat16", "fp8_e4m3"} if cuda.nvcc() else set())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_attention_is_timed_next_to_reading(tmp_path):
+    flags = ["--rows=1x8192,64x8192-window-1024", "--peers=read,kvjax,cuDNN"]
+    measured = run_and_read(tmp_path, "attention", *flags)["measurements"]
+    seconds = {(each["case"], each["dtype"], each["peer"]): each["seconds"] for each in measured}
+    assert len(seconds) == 2 * 2 * 3 + 1  # cuDNN has one dtype, and no window
+    for each in measured:
+        assert each["clock"] == timing.Clock.DEVICE
+        assert each["kernels"]
+        if each["peer"] == "read":
+            assert [("read_alone" in name) for name in each["kernels"]] == [True]
+    for (case, dtype, peer), time in seconds.items():
+        assert peer == "read" or time > seconds[case, dtype, "read"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class GatherInputs:
         self.job, spec = job, job.spec
         shape = (job.num_tables, job.num_seqs, job.blocks_a_seq)
         tables = np.random.default_rng(1).permutation(int(np.prod(shape))).reshape(shape).astype(np.int32)
-        self.tokens = _random_tokens(spec, tables.size * BLOCK_SIZE)
+        self.tokens = random_tokens(spec, tables.size * BLOCK_SIZE)
         slots = (tables[..., None] * BLOCK_SIZE + np.arange(BLOCK_SIZE, dtype=np.int32)).reshape(-1)
         cache = KVCache.allocate(spec, tables.size)
         self.cache = workload.write_in_xla(*self.tokens, cache, slots, **workload.scales())
@@ -110,7 +110,7 @@ class GatherInputs:
             workload.check_same_bits(got, expected.at[:, job.seq_len :].set(0))
 
 
-def _random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values of so many tokens, normal numbers in bfloat16."""
     distinct = np.random.default_rng(0).standard_normal(workload.DISTINCT_ELEMENTS, np.float32)
     key = np.resize(distinct.astype(workload.INPUT_DTYPE), (num_tokens, spec.num_kv_heads, spec.head_size))

@@ -11,42 +11,46 @@ from pathlib import Path
 
 from absl import app, flags
 
-from benchmarks.report import pages, results
+from benchmarks.report import attention, pages, results
 from benchmarks.report.pages import Report
 from benchmarks.report.records import ResultsError
 
 BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
+ATTENTION_BEGIN, ATTENTION_END = "<!-- attention: begin -->\n", "<!-- attention: end -->\n"
 
 OUTPUT = flags.DEFINE_string("output", "bench/report.md", "Markdown file to write")
 PLOTS = flags.DEFINE_string("plots", "bench/plots", "folder to put the plots in")
 README = flags.DEFINE_string(
     "readme", None, "Markdown file to put a plot and a table of the first device into, between its benchmarks markers"
 )
+KERNELS = flags.DEFINE_string(
+    "kernels", None, "Markdown file to put the table of attention of the first device into, between its markers"
+)
 
 
-def replaced(readme: Path, part: str) -> str:
-    """The text of a README, with a new part between its markers.
+def replaced(readme: Path, part: str, begin_line: str = BEGIN, end_line: str = END) -> str:
+    """The text of a Markdown file such as README, with a new part between its markers.
 
     Raises:
       ResultsError: it has not each of them once, one after the other.
       OSError: it cannot be read.
     """
     text = readme.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end or text.count(BEGIN) + text.count(END) > 2:
-        raise ResultsError(f"{readme}: expected one line {BEGIN.strip()}, and below it one {END.strip()}")
+    before, begin, rest = text.partition(begin_line)
+    _, end, after = rest.partition(end_line)
+    if not end or text.count(begin_line) + text.count(end_line) > 2:
+        raise ResultsError(f"{readme}: expected one line {begin_line.strip()}, and below it one {end_line.strip()}")
     return f"{before}{begin}{part}{end}{after}"
 
 
-def write(report: Report, readme: Path | None) -> list[Path]:
-    """Writes the plots, the page and README's part; nothing where one of the texts cannot be made.
+def write(report: Report, readme: Path | None, kernels: Path | None = None) -> list[Path]:
+    """Writes the plots, the page, and the parts of README and of the kernels' page; nothing where one cannot be made.
 
     Returns:
       What was written.
 
     Raises:
-      ResultsError: matplotlib is missing, or README cannot take its part.
+      ResultsError: matplotlib is missing, or README or the kernels' page cannot take its part.
       OSError: a file cannot be read or written.
     """
     try:
@@ -56,6 +60,9 @@ def write(report: Report, readme: Path | None) -> list[Path]:
     texts = {report.output: pages.page(report)}
     if readme is not None:
         texts[readme] = replaced(readme, pages.readme_part(report, readme))
+    if kernels is not None:
+        part = attention.part(next(iter(report.devices.values())))
+        texts[kernels] = replaced(kernels, part, ATTENTION_BEGIN, ATTENTION_END)
     styles = plots.styles(each.peer for each in report.measurements)
     for folder in (report.plots, report.output.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         devices = results.read([Path(name) for name in argv[1:]])
         report = Report(devices, Path(OUTPUT.value), Path(PLOTS.value))
-        written = write(report, Path(README.value) if README.value else None)
+        readme, kernels = (Path(flag.value) if flag.value else None for flag in (README, KERNELS))
+        written = write(report, readme, kernels)
     except (ResultsError, OSError, UnicodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

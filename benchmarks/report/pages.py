@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.report import attention
 from benchmarks.report.records import ResultsError
 from benchmarks.report.results import CASE, DTYPE, NUM_TOKENS, OWN, Measurement, Run
 from benchmarks.report.slices import (
@@ -91,6 +92,11 @@ class Operation:
     clock: str
     environment: Mapping[str, str]
     measurements: Sequence[Measurement]
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is measured in rows that have bars of their own."""
+        return self.measurements[0].operation == attention.OPERATION
 
     @property
     def headline(self) -> str:
@@ -197,7 +203,13 @@ def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def summary(operation: Operation, num_sizes: int) -> list[str]:
-    """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes."""
+    """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes.
+
+    Rows of attention have bars, and a table that tells them.
+    """
+    if operation.is_attention:
+        table_of_rows = attention.rows(operation.measurements)
+        return [capitalized(escaped(operation.title)), *table_of_rows] if table_of_rows else []
     measurements = headline(operation.measurements)
     shown = densest(measurements)
     if shown is None or OWN not in (who := peers(shown.measurements)) or len(who) == 1:
@@ -249,7 +261,8 @@ def tables(measurements: Sequence[Measurement]) -> list[str]:
     parts = [f"{capitalized(fields(same))}."] if same else []
     parts += ["Microseconds:", table([*header, *who], times, left=left)]
     if any(each.bytes_moved for each in measurements):
-        parts += ["GB/s (share):", table([*header, "MB moved", "copy", *who], rates, left=left)]
+        heading = "GB/s (share):" if any(each.copy_seconds for each in measurements) else "GB/s:"
+        parts += [heading, table([*header, "MB moved", "copy", *who], rates, left=left)]
     return parts
 
 
@@ -303,7 +316,7 @@ def readme_part(report: Report, readme: Path) -> str:
     """
     device = next(iter(report.devices))
     for operation in report.operations(device):
-        if small := summary(operation, README_SIZES):
+        if not operation.is_attention and (small := summary(operation, README_SIZES)):
             where = operation.environment
             command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
             facts = ", ".join(f"{name} {where[name]}" for name in README_FACTS if name in where)

@@ -1,0 +1,35 @@
+"""Work that is done in the background, before its result is wanted: compiling, for the most part."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Workers:
+    """Threads that take what is submitted in its order. A program may end before they have."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for _ in range(count):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def submit[Result](self, make: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Has `make(*args)` called; an error is that of the future's `result`."""
+        future: Future[Result] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(make(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        return future

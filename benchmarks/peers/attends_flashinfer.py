@@ -1,0 +1,250 @@
+"""Attention by FlashInfer, where it is installed: its kernels for tensor cores (FA2), and TensorRT-LLM's (XQA)."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from absl import flags
+
+from benchmarks import workload
+from benchmarks.ahead import Workers
+from benchmarks.peers import in_torch
+from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
+from benchmarks.peers.in_torch import borrow, float_scales
+from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.shapes import BLOCK_SIZE
+from kvjax import AttentionSpec, CacheLayout, KVCacheDType
+
+BUILD_SECONDS = flags.DEFINE_integer(
+    "build_seconds", 240, "for how long after the first of them FlashInfer's kernels may take to build", lower_bound=0
+)
+BFLOAT16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
+
+WORKSPACE_BYTES = 256 << 20
+JOBS_A_BUILD = 3
+"""Source files of one module that are compiled at the same time."""
+
+MASK_BITS = 32
+
+
+def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    """Keys and values of pages as FlashInfer takes them, and for NVFP4 their block scales; all in the same memory.
+
+    Args:
+      pages: the cache's tensor.
+      spec: its spec.
+    """
+    import torch
+
+    if spec.dtype is BFLOAT16:
+        return (pages[:, 0], pages[:, 1]), None
+    if spec.dtype is FP8:
+        floats = pages.view(torch.float8_e4m3fn)
+        return (floats[:, 0], floats[:, 1]), None
+    order = (spec.block_size, spec.num_kv_heads)
+    if spec.layout is CacheLayout.HND:
+        order = order[::-1]
+    num_data_bytes = spec.block_size * spec.num_kv_heads * spec.head_size // 2
+    halves = [pages[:, half].flatten(1) for half in range(2)]
+    key, value = (half[:, :num_data_bytes].unflatten(1, (*order, spec.head_size // 2)) for half in halves)
+    scales = [half[:, num_data_bytes:].unflatten(1, (*order, spec.head_size // 16)) for half in halves]
+    k_scales, v_scales = (each.view(torch.float8_e4m3fn) for each in scales)
+    return (key, value), (k_scales, v_scales)
+
+
+def stored_dtype(dtype: KVCacheDType) -> Any:
+    """The dtype of such views."""
+    import torch
+
+    return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
+
+
+def scales_of(job: AttentionJob) -> tuple[float, float]:
+    """The decode scales of keys and of values; 1 where a cache has none."""
+    if job.dtype is BFLOAT16:
+        return 1.0, 1.0
+    k_scale, v_scale = float_scales()
+    return k_scale, v_scale
+
+
+def fa2_run(inputs: AttentionInputs) -> Run:
+    """The decode wrapper. Values are not multiplied by their scale, for which it launches a kernel of its own."""
+    import torch
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
+
+    job, row = inputs.job, inputs.job.row
+    wait_for(fa2_module, *fa2_key(job))
+    table = borrow(inputs.table)
+    k_scale, v_scale = scales_of(job)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=table.device),
+        row.layout.value,
+        use_tensor_cores=True,
+        backend="fa2",
+    )
+    counts = [-(-int(length) // BLOCK_SIZE) for length in row.seq_lens]
+    wrapper.plan(
+        torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+        torch.cat([blocks[:count] for blocks, count in zip(table, counts, strict=True)]),
+        torch.tensor([(int(length) - 1) % BLOCK_SIZE + 1 for length in row.seq_lens], dtype=torch.int32),
+        row.num_heads,
+        row.num_kv_heads,
+        row.head_size,
+        BLOCK_SIZE,
+        window_left=-1 if row.window is None else row.window - 1,
+        q_data_type=torch.bfloat16,
+        kv_data_type=stored_dtype(job.dtype),
+        sm_scale=k_scale / row.head_size**0.5,
+        **({"q_len_per_req": row.q_len} if row.q_len > 1 else {}),
+    )
+    query = borrow(inputs.query).flatten(0, 1)
+    caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
+
+    def call(number: int) -> Any:
+        pages, block_scales = caches[inputs.cache_number(number)]
+        # With programmatic launches a kernel's time would hold its wait for the one before.
+        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False)
+
+    def check(attended: Any) -> dict[str, float]:
+        return inputs.check(attended.float().cpu().numpy(), most=PEER_ERROR, factor=v_scale)
+
+    return Run(call, check, in_torch.wait)
+
+
+def xqa_run(inputs: AttentionInputs) -> Run:
+    """TensorRT-LLM's decode kernels for this generation of GPUs."""
+    import torch
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache  # type: ignore[import-not-found]
+
+    job, row = inputs.job, inputs.job.row
+    wait_for(xqa_module, *xqa_key(job))
+    table, lengths = borrow(inputs.table), borrow(inputs.seq_lens).view(torch.uint32)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=table.device)
+    query = borrow(inputs.query).flatten(0, 1)
+    k_scale, v_scale = scales_of(job)
+    caches = [views(borrow(cache.kv), job.spec)[0] for cache in inputs.caches]
+    options: dict[str, Any] = {"window_left": -1 if row.window is None else row.window - 1}
+    if row.q_len > 1:
+        options |= {"q_len_per_req": row.q_len, "mask": causal_mask(row.num_seqs, row.q_len, table.device)}
+
+    def call(number: int) -> Any:
+        return xqa_batch_decode_with_kv_cache(
+            query,
+            caches[inputs.cache_number(number)],
+            workspace,
+            table,
+            lengths,
+            row.blocks_a_seq * BLOCK_SIZE,
+            bmm1_scale=k_scale / row.head_size**0.5,
+            bmm2_scale=v_scale,
+            kv_layout=row.layout.value,
+            enable_pdl=False,
+            **options,
+        )
+
+    def check(attended: Any) -> dict[str, float]:
+        return inputs.check(attended.float().cpu().numpy(), most=PEER_ERROR)
+
+    return Run(call, check, in_torch.wait)
+
+
+def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
+    """uint16 `[num_seqs, q_len, 2]`: bit i of a row's 32 says whether it sees query token i of its sequence."""
+    import torch
+
+    rows = torch.tensor([(1 << (row + 1)) - 1 for row in range(q_len)], dtype=torch.int32, device=device)
+    return rows.view(torch.uint16).view(1, q_len, MASK_BITS // 16).repeat(num_seqs, 1, 1)
+
+
+type ModuleKey = tuple[Any, ...]
+
+
+def fa2_key(job: AttentionJob) -> ModuleKey:
+    """What its kernel is built for: the cache's dtype, the head size, and whether there is a window."""
+    return job.dtype, job.row.head_size, job.row.window is not None
+
+
+def xqa_key(job: AttentionJob) -> ModuleKey:
+    """The same of XQA's, with the query heads of a KV head and the query tokens."""
+    row = job.row
+    return job.dtype, row.head_size, row.num_heads // row.num_kv_heads, row.window is not None, row.q_len
+
+
+@functools.cache
+def fa2_module(*key: Any) -> Future[Any]:
+    """The module of `fa2_key`, being built."""
+    return _builders().submit(_build_fa2, *key)
+
+
+@functools.cache
+def xqa_module(*key: Any) -> Future[Any]:
+    """The module of `xqa_key`, being built."""
+    return _builders().submit(_build_xqa, *key)
+
+
+def _build_fa2(dtype: KVCacheDType, head_size: int, has_window: bool) -> None:
+    import torch
+    from flashinfer.prefill import get_batch_prefill_module  # type: ignore[import-not-found]
+
+    types = torch.bfloat16, stored_dtype(dtype), torch.bfloat16, torch.int32
+    no_encoding, no_cap, no_fp16 = 0, False, False
+    get_batch_prefill_module("fa2", *types, head_size, head_size, no_encoding, has_window, no_cap, no_fp16)
+
+
+def _build_xqa(dtype: KVCacheDType, head_size: int, group: int, has_window: bool, q_len: int) -> None:
+    import torch
+    from flashinfer.xqa import get_xqa_module  # type: ignore[import-not-found]
+
+    stored = stored_dtype(dtype)
+    get_xqa_module(torch.bfloat16, stored, BLOCK_SIZE, head_size, group, has_window, torch.bfloat16, q_len)
+
+
+@functools.cache
+def _builders() -> Workers:
+    os.environ.setdefault("MAX_JOBS", str(JOBS_A_BUILD))
+    return Workers(max((os.cpu_count() or 1) // JOBS_A_BUILD, 1))
+
+
+@functools.cache
+def _deadline() -> float:
+    return time.monotonic() + BUILD_SECONDS.value
+
+
+def wait_for(module: Any, *key: Any) -> None:
+    """Waits for a module to be built.
+
+    Raises:
+      TimeoutError: not in time.
+    """
+    try:
+        module(*key).result(max(_deadline() - time.monotonic(), 0.001))
+    except TimeoutError:
+        raise TimeoutError(f"not built within --build_seconds={BUILD_SECONDS.value}") from None
+
+
+def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
+    """Starts to build what these peers need for these jobs, in the background: first what most jobs need."""
+    _deadline()
+    kinds = [(XQA, xqa_module, xqa_key), (FA2, fa2_module, fa2_key)]
+    needed = [(module, key(job)) for peer, module, key in kinds if peer in peers for job in jobs if peer.serves(job)]
+    for (module, key), _ in collections.Counter(needed).most_common():
+        module(*key)
+
+
+def _why_missing() -> str | None:
+    if not workload.is_gpu():
+        return "needs an NVIDIA GPU"
+    return why_not_importable("flashinfer") or in_torch.why_missing()
+
+
+FA2 = Peer[AttentionJob, AttentionInputs]("FlashInfer FA2", fa2_run, why_missing=_why_missing)
+XQA = Peer[AttentionJob, AttentionInputs](
+    "FlashInfer XQA", xqa_run, serves=lambda job: job.dtype is not NVFP4, why_missing=_why_missing
+)

@@ -1,0 +1,206 @@
+"""What all who attend to the same pages are given, and what their results are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import memory, workload
+from benchmarks.ahead import Workers
+from benchmarks.peers.gathers import random_tokens
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow
+from kvjax import AttentionSpec, KVCache, KVCacheDType
+
+DISTINCT_PAGES = 1_024
+"""So many pages are filled with tokens of their own; caches are made of these, drawn at random."""
+
+OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
+"""Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
+of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
+
+MAX_WORKERS = 8
+"""Threads that compile: most of what they do takes Python's one lock."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionJob:
+    """One call of attention to time."""
+
+    row: AttentionRow
+    dtype: KVCacheDType
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The cache's spec."""
+        return self.row.spec(self.dtype)
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """What the tables and files say of it."""
+        return self.row.subject(self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """What the pages that a call reads hold."""
+        return self.row.num_blocks_read * self.spec.real_page_size_bytes
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """`[num_seqs, q_len, num_heads, head_size]`."""
+        row = self.row
+        return row.num_seqs, row.q_len, row.num_heads, row.head_size
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes that a call reads and writes: pages and their numbers, lengths, the query and the result."""
+        numbers = (self.row.num_blocks_read + self.row.num_seqs) * np.dtype(np.int32).itemsize
+        return self.page_bytes + numbers + 2 * int(np.prod(self.query_shape)) * workload.INPUT_DTYPE.itemsize
+
+    @property
+    def num_caches(self) -> int:
+        """How many caches calls rotate through, so that nothing of what they read is in an L2."""
+        return min(-(-workload.sizes().rotation_bytes // self.page_bytes), workload.MAX_BATCHES)
+
+    def why_too_large(self) -> str | None:
+        """Why memory is too small for it, if it is: caches, those of a peer in bfloat16, and one more in float32."""
+        tokens = self.row.num_blocks * BLOCK_SIZE
+        dense = tokens * self.row.spec(KVCacheDType.BFLOAT16).bytes_per_token
+        caches = self.num_caches * self.row.num_blocks * self.spec.page_size_bytes
+        return memory.why_too_large(caches + (self.num_caches + 4) * dense)
+
+
+class AttentionInputs:
+    """What all peers of one job are given.
+
+    Attributes:
+      caches: full ones, equal in what they hold, which calls take by turns.
+      query: bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
+      table: int32 `[num_seqs, blocks]`, a random permutation of all pages.
+      seq_lens: int32 `[num_seqs]`.
+    """
+
+    def __init__(self, job: AttentionJob) -> None:
+        self.job, row = job, job.row
+        rng = np.random.default_rng(2)
+        pages = filled_pages(job.spec)
+        self.source = jax.device_put(rng.integers(pages.num_blocks, size=row.num_blocks, dtype=np.int32))
+        self.caches = [KVCache(_take(pages.kv, self.source), job.spec) for _ in range(job.num_caches)]
+        self.table = jax.device_put(
+            rng.permutation(row.num_blocks).astype(np.int32).reshape(row.num_seqs, row.blocks_a_seq)
+        )
+        self.seq_lens = jax.device_put(row.seq_lens)
+        query = rng.standard_normal(job.query_shape, np.float32).astype(workload.INPUT_DTYPE)
+        self.query = jax.device_put(query)
+
+    def cache_number(self, number: int) -> int:
+        """Which cache call `number` reads."""
+        return number % len(self.caches)
+
+    @property
+    def call_query(self) -> jax.Array:
+        """The query as `kvjax.paged_attention` takes it."""
+        return self.query[:, 0] if self.job.row.q_len == 1 else self.query
+
+    def token_pages(self) -> tuple[jax.Array, jax.Array]:
+        """The tokens in a bfloat16 cache, keys and values, by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
+        spec = self.job.spec
+        shape = DISTINCT_PAGES, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
+        key, value = (_take(x.reshape(shape), self.source) for x in random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE))
+        return key, value
+
+    def dense(self) -> tuple[jax.Array, jax.Array]:
+        """The same by sequence: `[num_seqs, blocks * BLOCK_SIZE, heads, head_size]`."""
+        spec, order = self.job.spec, self.table.reshape(-1)
+        shape = self.job.row.num_seqs, -1, spec.num_kv_heads, spec.head_size
+        key, value = (_take(pages, order).reshape(shape) for pages in self.token_pages())
+        return key, value
+
+    @functools.cached_property
+    def expected(self) -> np.ndarray:
+        """The result for the first and the last sequence, float64 `[2, q_len, num_heads, head_size]`."""
+        some = np.asarray([0, -1])
+        attended = reference(self.job).result()(
+            self.query[some].astype(jnp.float32),
+            self.caches[0],
+            self.table[some],
+            self.seq_lens[some],
+            **workload.scales(),
+        )
+        return np.asarray(attended, np.float64)
+
+    def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
+        """Compares a result, an array of NumPy's `[num_seqs, (q_len,) num_heads, head_size]`, with the XLA form's.
+
+        Args:
+          attended: the result.
+          most: the largest error that is accepted.
+          factor: what it lacks.
+
+        Returns:
+          The error of the first and the last sequence together, relative to what is expected.
+
+        Raises:
+          AssertionError: it is larger, or something is no number.
+        """
+        got = factor * np.asarray(attended).astype(np.float64).reshape(self.job.query_shape)
+        if not np.isfinite(got).all():
+            raise AssertionError(f"{np.count_nonzero(~np.isfinite(got)):,} of {got.size:,} elements are no numbers")
+        apart = np.linalg.norm(got[[0, -1]] - self.expected) / np.linalg.norm(self.expected)
+        if not apart <= most:
+            raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
+        return {"error": float(apart)}
+
+
+@functools.cache
+def filled_pages(spec: AttentionSpec) -> KVCache:
+    """`DISTINCT_PAGES` pages of normal numbers, written by XLA."""
+    key, value = random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
+    slots = np.arange(DISTINCT_PAGES * BLOCK_SIZE, dtype=np.int32)
+    return workload.write_in_xla(key, value, KVCache.allocate(spec, DISTINCT_PAGES), slots, **workload.scales())
+
+
+@jax.jit
+def _take(pages: jax.Array, source: jax.Array) -> jax.Array:
+    return jnp.take(pages, source, axis=0, mode="clip")
+
+
+@functools.cache
+def workers() -> Workers:
+    """Those that compile."""
+    return Workers(min(os.cpu_count() or 1, MAX_WORKERS))
+
+
+def compiling(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """`function` for arguments of these shapes and dtypes, being lowered and compiled in the background."""
+    return workers().submit(lambda: jax.jit(function).lower(*args, **kwargs).compile())
+
+
+@functools.cache
+def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
+    """`kvjax.paged_attention` for a job, being compiled: `(query, cache, table, seq_lens, **workload.scales())`."""
+    shape = job.query_shape if job.row.q_len > 1 else job.query_shape[:1] + job.query_shape[2:]
+    return _attention(job, jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE), implementation)
+
+
+@functools.cache
+def reference(job: AttentionJob) -> Future[Any]:
+    """The same by XLA, of a float32 query of two sequences."""
+    return _attention(job, jax.ShapeDtypeStruct((2, *job.query_shape[1:]), jnp.float32), "xla")
+
+
+def _attention(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
+    row, spec = job.row, job.spec
+    kv: Any = jax.ShapeDtypeStruct(spec.cache_shape(row.num_blocks), spec.array_dtype)
+    table = jax.ShapeDtypeStruct((query.shape[0], row.blocks_a_seq), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((query.shape[0],), jnp.int32)
+    attend = functools.partial(kvjax.paged_attention, sliding_window=row.window, implementation=implementation)
+    return compiling(attend, query, KVCache(kv, spec), table, lengths, **workload.scales())

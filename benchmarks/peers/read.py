@@ -1,0 +1,61 @@
+"""A kernel that only reads: how long so many bytes take on their way from memory, whatever is then made of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128
+VECTOR_WORDS = 4
+"""Words of 4 bytes in a load, the widest that there is."""
+
+VECTORS = 8
+"""Loads of a thread, all on their way at once."""
+
+LOAD_WORDS = THREADS * VECTOR_WORDS
+BLOCK_WORDS = VECTORS * LOAD_WORDS
+BLOCK_BYTES = 4 * BLOCK_WORDS
+"""What a block of threads reads: 16 KiB, as do some others on its multiprocessor at the same time."""
+
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def num_blocks(num_bytes: int) -> int:
+    """How many blocks of threads read so many bytes."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def read(words: jax.Array) -> jax.Array:
+    """Reads int32 words, a multiple of `BLOCK_WORDS`, and returns a word for each of these.
+
+    It is the sum of what its threads have, and that is what they read, combined bit by bit: no load can be left out.
+    """
+    return plgpu.kernel(
+        read_alone,
+        out_type=jax.ShapeDtypeStruct((words.size // BLOCK_WORDS,), jnp.int32),
+        grid=(words.size // BLOCK_WORDS,),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(words)
+
+
+def read_alone(words: Any, found: Any) -> None:
+    """The body of the kernel, which is named after it."""
+    block = lax.axis_index("block")
+    layout = plgpu.Layout.WG_STRIDED((LOAD_WORDS,), vec_size=VECTOR_WORDS)
+    parts = [pl.ds(block * BLOCK_WORDS + number * LOAD_WORDS, LOAD_WORDS) for number in range(VECTORS)]
+    loaded = [plgpu.load(words.at[part], layout=layout, optimized=False) for part in parts]
+    found[block] = jnp.sum(functools.reduce(jnp.bitwise_xor, loaded))
+
+
+@functools.cache
+def compiled(num_bytes: int) -> Any:
+    """`read` for so many bytes, rounded up to whole blocks of threads."""
+    words = jax.ShapeDtypeStruct((num_blocks(num_bytes) * BLOCK_WORDS,), jnp.int32)
+    return jax.jit(read).lower(words).compile()

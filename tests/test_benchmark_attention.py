@@ -1,0 +1,361 @@
+"""The benchmark of attention: its rows, its peers' arguments, its bars and its table; no test asserts a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import sys
+import types
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from helpers import each_case, matrix
+from interpret_mode import interpret_mode
+
+from benchmarks import ahead, attention_table, bars, output, shapes, timing
+from benchmarks.peers import attends, attends_flashinfer, read
+from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
+from benchmarks.peers.peer import Run
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow
+from kvjax import CacheLayout, KVCacheDType
+from kvjax.quant import E2M1_VALUES
+
+BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
+NHD, HND = CacheLayout
+TINY = AttentionRow("tiny", 3, 64, num_heads=4, num_kv_heads=2, head_size=32)
+
+
+@pytest.fixture(autouse=True)
+def one_cache(monkeypatch):
+    """As few bytes as there can be, and flags that can be read."""
+    monkeypatch.setattr(AttentionJob, "num_caches", 2)
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def error_of(run: Run, inputs: AttentionInputs) -> float:
+    """What a peer's check says of its results from each cache."""
+    errors = []
+    for number in range(2):
+        attended = run.call(number)
+        run.wait(attended)
+        errors.append(run.check(attended)["error"])
+    return max(errors)
+
+
+def test_rows_are_those_of_the_bars():
+    assert {*bars.ATTENTION_BARS} <= {row.name for row in shapes.ATTENTION_ROWS}
+    held = {row.name for row in shapes.ATTENTION_ROWS if row.base}
+    assert held == {name for name, by_dtype in bars.ATTENTION_BARS.items() if is_of_two_rows(by_dtype[BFLOAT16])}
+    for row in shapes.ATTENTION_ROWS:
+        assert row.base is None or shapes.ATTENTION_ROWS_BY_NAME[row.base].base is None
+    assert len(shapes.ATTENTION_ROWS_BY_NAME) == sum(
+        map(len, (shapes.ATTENTION_ROWS, shapes.HOST_ATTENTION_ROWS, shapes.SMOKE_ATTENTION_ROWS))
+    )
+
+
+def is_of_two_rows(bar: bars.Bar) -> bool:
+    return bar.measure in (bars.Measure.WINDOW, bars.Measure.ONE_TOKEN, bars.Measure.NHD)
+
+
+@pytest.mark.parametrize(
+    ("row", "pages"),
+    [
+        (TINY, 3 * 4),
+        (dataclasses.replace(TINY, seq_len=65), 3 * 5),
+        (dataclasses.replace(TINY, window=16), 3 * 1),
+        (dataclasses.replace(TINY, window=17), 3 * 2),
+        (dataclasses.replace(TINY, window=16, q_len=4), 3 * 2),
+        (dataclasses.replace(TINY, window=1_000), 3 * 4),
+    ],
+)
+def test_pages_that_a_call_reads(row, pages):
+    job = AttentionJob(row, NVFP4)
+    assert row.num_blocks_read == pages
+    # A token's keys and values of two heads of 32: two codes a byte and a scale for 16.
+    assert job.page_bytes == pages * BLOCK_SIZE * 2 * 2 * (32 // 2 + 32 // 16)
+    query = 3 * row.q_len * 4 * 32 * 2
+    assert job.bytes_moved == job.page_bytes + 4 * (pages + 3) + 2 * query
+
+
+def test_the_read_kernel_reads_every_word():
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, 3 * read.BLOCK_WORDS, dtype=np.int32)
+
+    def found(words: np.ndarray) -> list[int]:
+        with interpret_mode():
+            return np.asarray(jax.block_until_ready(read.read(jnp.asarray(words)))).tolist()
+
+    first = found(words)
+    expected = np.bitwise_xor.reduce(words.reshape(3, read.VECTORS, -1), axis=1).sum(-1, dtype=np.int32)
+    assert first == expected.tolist()
+    for index in (0, read.BLOCK_WORDS - 1, read.BLOCK_WORDS, words.size - 1):
+        changed = words.copy()
+        changed[index] ^= 1
+        differs = [a != b for a, b in zip(found(changed), first, strict=True)]
+        assert differs == [block == index // read.BLOCK_WORDS for block in range(3)]
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@matrix({"target": gpu_compile.TARGETS}, few={"target": ["h100"]})
+def test_the_read_kernel_is_its_loads(target):
+    """All of a thread's before anything is made of one, and the widest that there are."""
+    words = jax.ShapeDtypeStruct((5 * read.BLOCK_WORDS,), jnp.int32)
+    program = gpu_compile.compile_for(target, read.read, words)
+    [kernel] = program.kernels
+    assert (kernel.spill_bytes, program.device_ops) == (0, ("custom-call",))
+    assert kernel.registers <= 64  # 8 blocks of threads a multiprocessor, or more
+    memory = re.findall(r"(ld\.global\.v4\.b32|ld\.global|xor\.b32|st\.global)", kernel.ptx)
+    combined = read.VECTOR_WORDS * (read.VECTORS - 1)
+    assert memory == ["ld.global.v4.b32"] * read.VECTORS + ["xor.b32"] * combined + ["st.global"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "row", "dtype"),
+    [
+        (attends.KVJAX, TINY, NVFP4),
+        (attends.KVJAX, dataclasses.replace(TINY, q_len=4, window=20, layout=HND), FP8),
+        (attends.SDPA, TINY, BFLOAT16),
+        (attends.SDPA, dataclasses.replace(TINY, q_len=4), BFLOAT16),
+        (attends.SDPA, dataclasses.replace(TINY, window=32), BFLOAT16),
+    ],
+)
+def test_peers_attend_to_what_kvjax_attends_to(peer, row, dtype):
+    if peer is attends.SDPA:
+        pytest.importorskip("torch")
+    inputs = AttentionInputs(AttentionJob(row, dtype))
+    assert peer.serves(inputs.job)
+    assert error_of(peer.prepare(inputs), inputs) < OWN_ERROR
+
+
+def test_dense_attention_attends_to_the_same():
+    inputs = AttentionInputs(AttentionJob(TINY, BFLOAT16))
+    assert error_of(attends.dense_run(inputs, implementation="xla"), inputs) < OWN_ERROR
+
+
+def test_triton_attends_to_the_same():
+    pytest.importorskip("jax.experimental.pallas.ops.gpu", exc_type=ImportError)
+    inputs = AttentionInputs(AttentionJob(dataclasses.replace(TINY, seq_len=256), BFLOAT16))
+    assert error_of(attends.triton_run(inputs, interpret=True), inputs) < OWN_ERROR
+
+
+def test_a_wrong_result_is_found():
+    inputs = AttentionInputs(AttentionJob(TINY, BFLOAT16))
+    run = attends.KVJAX.prepare(inputs)
+    right = np.asarray(run.call(0), np.float32)
+    run.check(right)
+    for wrong, message in ((right * 1.01, "1.0.% off"), (right[::-1], "off"), (right * np.nan, "no numbers")):
+        with pytest.raises(AssertionError, match=message):
+            run.check(wrong)
+
+
+def decoded(pages, scales):
+    """Elements of such views, in float32."""
+    import torch
+
+    if scales is None:
+        return pages.float()
+    codes = torch.stack([pages & 0xF, pages >> 4], -1).flatten(-2).long()
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])[codes]
+    return (values.unflatten(-1, (-1, 16)) * scales.float()[..., None]).flatten(-2)
+
+
+def attended(query, caches, scales, table, lengths, layout, sm_scale, q_len, window):
+    """Attention as FlashInfer's documentation has it, in torch: `query` of `[num_seqs * q_len, ...]`."""
+    import torch
+
+    halves = [
+        decoded(half, of) if layout == "NHD" else decoded(half, of).transpose(1, 2)
+        for half, of in zip(caches, scales or (None, None), strict=True)
+    ]
+    rows = []
+    for number, (blocks, length) in enumerate(zip(table, lengths, strict=True)):
+        key, value = (half[blocks].flatten(0, 1)[:length].transpose(0, 1) for half in halves)
+        group = query.shape[1] // key.shape[0]
+        key, value = (x.repeat_interleave(group, 0) for x in (key, value))  # [num_heads, length, head_size]
+        for token in range(q_len):
+            position = length - q_len + token
+            logits = torch.einsum("hd,htd->ht", query[number * q_len + token].float(), key) * sm_scale
+            age = position - torch.arange(length)
+            logits[:, (age < 0) | (age >= (window or length + 1))] = -math.inf
+            rows.append(torch.einsum("ht,htd->hd", logits.softmax(-1), value))
+    return torch.stack(rows).to(query.dtype)
+
+
+class Wrapper:
+    """Stands for FlashInfer's `BatchDecodeWithPagedKVCacheWrapper`."""
+
+    def __init__(self, workspace, kv_layout, use_tensor_cores, backend):
+        assert (use_tensor_cores, backend) == (True, "fa2")
+        self.layout = kv_layout
+
+    def plan(self, indptr, indices, last_page_len, heads, kv_heads, head_size, page_size, **options):
+        assert (heads, kv_heads, head_size, page_size) == (4, 2, 32, BLOCK_SIZE)
+        self.table = [indices[a:b].long() for a, b in itertools.pairwise(indptr.tolist())]
+        counts = [len(blocks) for blocks in self.table]
+        lengths = zip(counts, last_page_len.tolist(), strict=True)
+        self.lengths = [(count - 1) * page_size + last for count, last in lengths]
+        self.options = options
+
+    def run(self, query, caches, *, kv_cache_sf, enable_pdl):
+        options = self.options
+        assert caches[0].dtype is options["kv_data_type"]
+        assert not enable_pdl
+        window = None if options["window_left"] == -1 else options["window_left"] + 1
+        q_len = options.get("q_len_per_req", 1)
+        table = self.table, self.lengths
+        return attended(query, caches, kv_cache_sf, *table, self.layout, options["sm_scale"], q_len, window)
+
+
+def xqa_batch_decode_with_kv_cache(
+    query, caches, workspace, table, lengths, max_length, *, bmm1_scale, bmm2_scale, window_left, kv_layout, **options
+):
+    """Stands for FlashInfer's function of this name."""
+    import torch
+
+    q_len, rest = options.get("q_len_per_req", 1), {*options} - {"q_len_per_req", "mask", "enable_pdl"}
+    assert not rest
+    assert (workspace.count_nonzero(), lengths.dtype, table.dtype) == (0, torch.uint32, torch.int32)
+    assert max_length == table.shape[1] * BLOCK_SIZE
+    if q_len > 1:
+        bits = [[1, 0], [3, 0], [7, 0], [15, 0]]
+        assert options["mask"].view(torch.int16).tolist() == [bits] * len(table)
+    window = None if window_left == -1 else window_left + 1
+    found = attended(query, caches, None, table.long(), lengths.tolist(), kv_layout, bmm1_scale, q_len, window)
+    return found * bmm2_scale
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """Stands for FlashInfer on a machine without it, and notes what is built."""
+    pytest.importorskip("torch")
+    pytest.importorskip("kvjax_torch")
+    built = []
+    package = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+    modules = {
+        "flashinfer": package,
+        "flashinfer.decode": types.SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa_batch_decode_with_kv_cache),
+        "flashinfer.prefill": types.SimpleNamespace(get_batch_prefill_module=lambda *key: built.append(key)),
+        "flashinfer.xqa": types.SimpleNamespace(get_xqa_module=lambda *key: built.append(key)),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    caches = attends_flashinfer.fa2_module, attends_flashinfer.xqa_module, attends_flashinfer._deadline
+    for cache in caches:
+        cache.cache_clear()
+    yield built
+    for cache in caches:
+        cache.cache_clear()
+
+
+FLASHINFER_CASES = [
+    {"peer": peer.name, "dtype": dtype, "layout": layout, "q_len": q_len, "window": window}
+    for peer in attends.BUILT
+    for dtype, layout, q_len, window in itertools.product(shapes.TIMED_DTYPES, CacheLayout, (1, 4), (None, 20))
+    if peer.serves(AttentionJob(TINY, dtype)) and (q_len, window) != (4, 20)
+]
+
+
+@each_case(FLASHINFER_CASES)
+def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
+    [peer] = [peer for peer in attends.BUILT if peer.name == case["peer"]]
+    row = dataclasses.replace(TINY, seq_len=61, layout=case["layout"], q_len=case["q_len"], window=case["window"])
+    inputs = AttentionInputs(AttentionJob(row, case["dtype"]))
+    assert error_of(peer.prepare(inputs), inputs) < 2 * OWN_ERROR  # one that rounds results before it scales them
+    assert len(flashinfer) == 1
+
+
+def test_what_flashinfer_builds_is_built_once_and_waited_for_a_while(flashinfer, monkeypatch):
+    jobs = [AttentionJob(row, dtype) for row in shapes.ATTENTION_ROWS for dtype in shapes.TIMED_DTYPES]
+    attends_flashinfer.build_ahead(jobs, attends.BUILT)
+    for job in jobs:
+        attends_flashinfer.wait_for(attends_flashinfer.fa2_module, *attends_flashinfer.fa2_key(job))
+    with_xqa = [job for job in jobs if attends_flashinfer.XQA.serves(job)]
+    for job in with_xqa:
+        attends_flashinfer.wait_for(attends_flashinfer.xqa_module, *attends_flashinfer.xqa_key(job))
+    assert len(flashinfer) == len({*flashinfer}) == 3 * 3 + 2 * 5
+    never: ahead.Future[None] = ahead.Future()
+    monkeypatch.setattr(attends_flashinfer, "_deadline", lambda: 0.0)
+    with pytest.raises(TimeoutError, match="not built within --build_seconds=240"):
+        attends_flashinfer.wait_for(lambda *_: never)
+
+
+def test_workers_hand_back_results_and_errors():
+    workers = ahead.Workers(2)
+    futures = [workers.submit(divmod, 7, divisor) for divisor in (2, 0, 3)]
+    assert (futures[0].result(10), futures[2].result(10)) == ((3, 1), (2, 1))
+    with pytest.raises(ZeroDivisionError):
+        futures[1].result(10)
+
+
+def measured(row: str, dtype: KVCacheDType, peer: str, us: float) -> output.Measurement:
+    times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
+    subject = shapes.ATTENTION_ROWS_BY_NAME[row].subject(dtype)
+    return output.Measurement("attention", subject, peer, times, bytes_moved=1)
+
+
+MEASURED = [
+    measured("64x8192", BFLOAT16, "read", 460.0),
+    measured("64x8192", BFLOAT16, "kvjax", 495.0),
+    measured("64x8192", BFLOAT16, "cuDNN", 484.0),
+    measured("64x8192", BFLOAT16, "FlashInfer FA2", 490.0),
+    measured("64x8192", NVFP4, "read", 132.0),
+    measured("64x8192", NVFP4, "kvjax", 200.0),
+    measured("64x8192", NVFP4, "FlashInfer FA2", 670.0),
+    measured("64x8192-HND", NVFP4, "kvjax", 231.0),
+    measured("1x8192", FP8, "kvjax", 11.0),
+    measured("64x1024", NVFP4, "kvjax", 30.0),
+    measured("64x8192-window-1024", NVFP4, "kvjax", 38.0),
+    measured("64x4096-4-tokens", FP8, "kvjax", 38.0),
+]
+
+
+def lines_of(measurements: list[output.Measurement]) -> dict[tuple[str, KVCacheDType], bars.AttentionTime]:
+    found = attention_table.times(measurements, lambda each: each.times.samples, lambda each: each.clock)
+    return {(line.row, line.dtype): line for line in found}
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "expected"),
+    [
+        ("64x8192", BFLOAT16, ["92.9% of reading: pass"]),
+        ("64x8192", NVFP4, ["66.0% of reading: falls short", "2.42 times as fast as bf16: pass"]),
+        ("64x8192-HND", NVFP4, ["1.16 x NHD: falls short"]),
+        ("1x8192", FP8, ["11.00 us: pass"]),
+        ("64x1024", NVFP4, []),
+        ("64x8192-window-1024", NVFP4, ["1.27 x the window's length: pass"]),
+        ("64x4096-4-tokens", FP8, ["-"]),  # the row of one token was not timed
+    ],
+)
+def test_bars_of_attention(row, dtype, expected):
+    assert attention_table.verdicts(lines_of(MEASURED)[row, dtype]) == expected
+
+
+def test_a_line_of_the_table():
+    line = lines_of(MEASURED)["64x8192", NVFP4]
+    assert dict(zip(attention_table.HEADER, attention_table.words(line), strict=True)) == {
+        "row": "64x8192",
+        "dtype": "nvfp4",
+        "us": "200.00",
+        "5-95%": "200.00-200.00",
+        "reading us": "132.00",
+        "share": "66.0%",
+        "next best": "FlashInfer FA2",
+        "its us": "670.00",
+        "fastest bf16": "cuDNN",
+        "bf16 us": "484.00",
+        "times as fast": "2.42",
+        "bars": ">= 68.0% of reading, >= 2.20 times as fast as bf16",
+        "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
+    }
+    assert attention_table.summary(lines_of(MEASURED).values()) == " 4 of 6 bars hold."
+
+
+def test_no_bar_is_judged_by_the_wall_clock():
+    line = dataclasses.replace(lines_of(MEASURED)["64x8192", BFLOAT16], clock=timing.Clock.WALL)
+    assert attention_table.verdicts(line) == ["-"]
