@@ -44,6 +44,8 @@ from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
 from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype
 from kvjax.resolve import resolve_layer_dtypes as resolve_layer_dtypes
 from kvjax.resolve import resolve_layer_specs as resolve_layer_specs
+from kvjax.scales import KVScales as KVScales
+from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,11 +21,18 @@ class DeclaredKVCache:
     per_head_scales: bool = False
 
 
-def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> DeclaredKVCache | None:
+def read_declared_kv_cache(
+    quantization_config: Mapping[str, Any] | None, *, warn: bool = True
+) -> DeclaredKVCache | None:
     """What `quantization_config` says of the KV cache; None where it says nothing or leaves it unquantized.
 
     Reads compressed-tensors' `kv_cache_scheme`, ModelOpt's `kv_cache_quant_algo` and `kv_cache_scheme` (in
-    `config.json`'s form and in `hf_quant_config.json`'s), and AutoFP8's `"kv_cache_scheme": "static"`.
+    `config.json`'s form and in `hf_quant_config.json`'s), Quark's `kv_cache_group`, and AutoFP8's
+    `"kv_cache_scheme": "static"`.
+
+    Args:
+      quantization_config: the checkpoint's; never modified.
+      warn: whether to warn.
 
     Raises:
       KVCacheValueError: a scheme that kvjax cannot store; the message names it.
@@ -41,7 +49,9 @@ def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> Dec
             " expected a mapping or None"
         )
     if _is_modelopt(quantization_config):
-        return _read_modelopt(quantization_config)
+        return _read_modelopt(quantization_config, warn)
+    if _lower(quantization_config.get("quant_method")) == "quark":
+        return _read_quark(quantization_config)
     scheme = quantization_config.get("kv_cache_scheme")
     if scheme is None:
         return None
@@ -59,7 +69,7 @@ def _is_modelopt(config: Mapping[str, Any]) -> bool:
     return any(key in config for key in ("producer", "quantization", "kv_cache_quant_algo"))
 
 
-def _read_modelopt(config: Mapping[str, Any]) -> DeclaredKVCache | None:
+def _read_modelopt(config: Mapping[str, Any], warn: bool) -> DeclaredKVCache | None:
     places = [place for place in (config.get("quantization"), config) if isinstance(place, Mapping)]
     declarations = (place.get(key) for place in places for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
     declared = next((declaration for declaration in declarations if declaration is not None), None)
@@ -72,13 +82,39 @@ def _read_modelopt(config: Mapping[str, Any]) -> DeclaredKVCache | None:
             return DeclaredKVCache(KVCacheDType.FP8_E4M3)
         case "nvfp4":
             return DeclaredKVCache(KVCacheDType.NVFP4)
-    warnings.warn(
-        f"ModelOpt KV cache algorithm {shown(declared)} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
-        " the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose another",
-        KVCacheWarning,
-        skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
-    )
+    if warn:
+        warnings.warn(
+            f"ModelOpt KV cache algorithm {shown(declared)} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
+            " the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose another",
+            KVCacheWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+        )
     return None
+
+
+def _read_quark(config: Mapping[str, Any]) -> DeclaredKVCache | None:
+    """Reads what Quark's `layer_quant_config` makes of the outputs that its export names as the KV cache's."""
+    export, layers = config.get("export"), config.get("layer_quant_config")
+    group = export.get("kv_cache_group") if isinstance(export, Mapping) else None
+    if not group:
+        return None
+    patterns = [name for name in group if isinstance(name, str)] if isinstance(group, (list, tuple)) else []
+    outputs = [
+        layer.get("output_tensors") if isinstance(layer, Mapping) else None
+        for name, layer in (layers.items() if isinstance(layers, Mapping) else ())
+        if isinstance(name, str) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    for output in outputs or [None]:
+        if not isinstance(output, Mapping) or not _is_quarks_fp8(output):
+            raise KVCacheValueError(
+                f"Quark's kv_cache_group {shown(group)}: got output_tensors {shown(output)}, expected dtype fp8_e4m3"
+                " and qscheme per_tensor, not dynamic; ask for a kv_cache_dtype to pass over the checkpoint's"
+            )
+    return DeclaredKVCache(KVCacheDType.FP8_E4M3)
+
+
+def _is_quarks_fp8(output: Mapping[str, Any]) -> bool:
+    return (output.get("dtype"), output.get("qscheme")) == ("fp8_e4m3", "per_tensor") and not output.get("is_dynamic")
 
 
 def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvjax.cli import READER_GONE, main
 
@@ -58,6 +60,7 @@ def test_every_figure_of_one_model(plan: Plan):
                 "source": "user",
                 "skipped": False,
                 "per_head_scales": False,
+                "scales": None,
                 "layout": "NHD",
                 "v_scale_layout": "linear",
                 "block_size": 16,
@@ -83,7 +86,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 27
+    assert len(documented) == len(set(documented)) == 28
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -215,6 +218,64 @@ def test_a_file_is_read_as_its_folder_is(plan: Plan, tmp_path: Path, quantized: 
     document = plan(str(config))
     assert document == plan(str(tmp_path))
     assert document["totals"]["bytes_per_token"] == (36_864 if quantized else 65_536)
+
+
+def folder_with_scales(folder: Path, names: list[str], algorithm: str = "FP8") -> str:
+    """A folder as ModelOpt writes it, with a tiny file of these scales of Llama's layers."""
+    quantized = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": algorithm}}
+    (folder / "config.json").write_text(json.dumps(json.loads(Path(LLAMA).read_text()) | quantized))
+    tensors = {f"model.layers.{name}": np.float32(0.25) for name in names}
+    save_file({name: np.asarray(scale) for name, scale in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+MODELOPT = ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"]
+
+
+def test_the_scales_that_were_found_are_told(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, [f"{layer}.{name}" for layer in range(32) for name in MODELOPT])
+    [group] = plan(config, "--tensor-parallel", "4")["groups"]
+    assert (group["scales"], group["num_kv_heads"]) == (MODELOPT, 2)
+    assert main(["plan", "--config", str(tmp_path / "config.json"), "--skip-layers", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "scale" in line] == [f"scales of layers 1-31: {' and '.join(MODELOPT)}"]
+    skipping, quantized = plan(config, "--skip-layers", "0")["groups"]
+    assert (skipping["scales"], quantized["scales"]) == ([], MODELOPT)
+
+
+def test_scales_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, [f"{layer}.self_attn.kv_scale" for layer in range(30)])
+    assert main(["plan", "--config", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "warning: scales of layers 30-31 (fp8_e4m3): the checkpoint holds no scale, so 1 is taken"
+    )
+    assert [line for line in lines[1:] if "scale" in line] == [
+        "scales of layers 0-29: self_attn.kv_scale",
+        "scales of layers 30-31: none, so 1",
+    ]
+
+
+def test_a_divisor_that_is_not_declared_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    names = [f"{layer}.{name}" for layer in range(32) for name in MODELOPT]
+    assert main(["plan", "--config", folder_with_scales(tmp_path, names, "NVFP4")]) == 0
+    assert capsys.readouterr().out.startswith(
+        "warning: scales of layers 0-31 (nvfp4): nothing declares what the scales were divided by"
+    )
+
+
+def test_weights_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, ["0.self_attn.kv_scale"])
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    assert refusal(capsys, "--config", config).startswith(
+        f"argument --config: {str(tmp_path / 'model.safetensors')!r}: got a header that cannot be read"
+    )
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "missing.safetensors"}})
+    )
+    assert refusal(capsys, "--config", config) == (
+        f"argument --config: cannot read {str(tmp_path / 'missing.safetensors')!r}: No such file or directory"
+    )
 
 
 HYBRID = {

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 # "kvjax" itself, the public names, stands where a module may use them as any caller does.
 LAYERS = (
     "errors",
+    "layer_names",
+    "tensor_files",
     "dtypes",
     "layouts",
     "pages",
@@ -32,6 +34,7 @@ LAYERS = (
     "cache",
     "kernels",
     "ops",
+    "scales",
     "kvjax",
     "table",
     "demo",
