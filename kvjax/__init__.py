@@ -40,6 +40,7 @@ from kvjax.ops.write import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax.ops.write import reshape_and_cache_flash_diffkv as reshape_and_cache_flash_diffkv
 from kvjax.pages import swizzled_position as swizzled_position
 from kvjax.resolve import DTypeSource as DTypeSource
+from kvjax.resolve import RequestedKVCacheDType as RequestedKVCacheDType
 from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
 from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype
 from kvjax.resolve import resolve_layer_dtypes as resolve_layer_dtypes

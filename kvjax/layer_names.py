@@ -11,7 +11,7 @@ _OTHER_MODELS = re.compile(
 )
 """Parts of the paths of layers that are not the language model's own: other modalities, and those that draft tokens."""
 
-_MOST_DIGITS = 19
+MOST_DIGITS = 19
 """Digits of a layer's index: no model has more layers, and Python reads no int of thousands of digits."""
 
 
@@ -22,17 +22,17 @@ class LayerName(NamedTuple):
     layer: int
     rest: str
 
+    @property
+    def is_of_language_model(self) -> bool:
+        """Whether nothing in the path names another model than the one whose layers are counted."""
+        return not any(_OTHER_MODELS.search(part) for part in self.prefix.split("."))
+
 
 def split_layer_name(name: str) -> LayerName | None:
-    """Which layer of the language model a dotted name is of; None for one of no layer or of another model's.
-
-    The first part that is a number is the layer's index.
-    """
+    """Which layer a dotted name is of, by the first part that is a number; None for a name without one."""
     parts = name.split(".")
     for place, part in enumerate(parts):
-        if part.isascii() and part.isdecimal() and len(part) <= _MOST_DIGITS:
-            if any(_OTHER_MODELS.search(before) for before in parts[:place]):
-                return None
+        if part.isascii() and part.isdecimal() and len(part) <= MOST_DIGITS:
             return LayerName(".".join(parts[:place]), int(part), ".".join(parts[place + 1 :]))
     return None
 

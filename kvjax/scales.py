@@ -18,7 +18,7 @@ from kvjax.errors import KVCacheError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.ops.values import check_scale
-from kvjax.resolve import resolve_layer_dtypes
+from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
 from kvjax.tensor_files import Tensors, open_tensors
 
 
@@ -66,7 +66,7 @@ FP8_DIVISOR = 448.0
 def load_kv_scales(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any],
     model: ModelKVConfig,
-    requested: str | KVCacheDType = "auto",
+    requested: RequestedKVCacheDType = "auto",
     *,
     skip_layers: Iterable[int | str] = (),
     amax_divisor: float | None = None,
@@ -113,7 +113,7 @@ def load_kv_scales(
 def read_layer_scales(
     tensors: Tensors,
     model: ModelKVConfig,
-    requested: str | KVCacheDType = "auto",
+    requested: RequestedKVCacheDType = "auto",
     *,
     skip_layers: Iterable[int | str] = (),
     amax_divisor: float | None = None,
@@ -167,7 +167,7 @@ def _names_of_scales(tensors: Iterable[str]) -> dict[int, dict[str, str]]:
     prefixes: dict[str, str] = {}
     for name in tensors:
         parts = split_layer_name(name)
-        if parts is None:
+        if parts is None or not parts.is_of_language_model:
             continue
         matches = [(place, match) for place, pattern in enumerate(_NAMES) if (match := pattern.search(parts.rest))]
         for place, match in matches[:1]:
@@ -194,8 +194,8 @@ def _declared_divisors(model: ModelKVConfig) -> list[float | None]:
         declared = read_declared_kv_cache(model.quantization_config, warn=False)
     except KVCacheError:  # the user asked for another dtype, or it would have been raised before
         declared = None
-    known = declared is not None and declared.dtype is KVCacheDType.FP8_E4M3
-    return [FP8_DIVISOR if known else None] * len(model.layers)
+    dtypes = [declared and declared.of_layer(index) for index in model.layer_indices]
+    return [FP8_DIVISOR if dtype is KVCacheDType.FP8_E4M3 else None for dtype in dtypes]
 
 
 def _warn_of_doubts(layers: Mapping[int, LayerScales]) -> None:

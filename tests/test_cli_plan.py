@@ -148,6 +148,46 @@ def test_scales_for_each_head_are_told(plan: Plan, tmp_path: Path):
     assert (group["dtype"], group["per_head_scales"]) == ("fp8_e4m3", True)
 
 
+LAYER_MAP = "0-1=bfloat16,full_attention=nvfp4,3=half,*=fp8"
+
+
+def test_each_layer_may_have_a_dtype_of_its_own(plan: Plan, capsys: pytest.CaptureFixture[str]):
+    """Of gpt-oss even layers slide. A page is as large as the largest layer's, 16 tokens of 8 x 64 x 2 in 16 bits."""
+    document = plan(GPT_OSS, "--kv-cache-dtype", LAYER_MAP, "--skip-layers", "22-23")
+    assert pages(document) == [
+        (1, "bfloat16", "user", False, 16, 32768, 0),
+        (1, "bfloat16", "user", False, 16, 32768, 0),
+        (10, "fp8_e4m3", "user", False, 32, 32768, 0),
+        (1, "float16", "user", False, 16, 32768, 0),
+        (9, "nvfp4", "user", False, 48, 32768, 5120),
+        (1, "bfloat16", "model", True, 16, 32768, 0),
+        (1, "bfloat16", "model", True, 16, 32768, 0),
+    ]
+    assert [group["layers"][:2] for group in document["groups"]] == [[0], [1], [2, 4], [3], [5, 7], [22], [23]]
+    assert document["totals"]["bytes_per_token"] == 5 * 2048 + 10 * 1024 + 9 * 576
+    assert main(["plan", "--config", GPT_OSS, "--kv-cache-dtype", LAYER_MAP]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1")]
+    assert [row.split("|")[3].strip() for row in rows] == ["bfloat16", "bfloat16", "fp8_e4m3", "float16", "nvfp4"]
+
+
+def test_layers_that_nobody_names_are_the_checkpoints(plan: Plan, tmp_path: Path):
+    layers = {f"model.layers.{layer}.self_attn": {"quant_algo": "NVFP4" if layer > 3 else "FP8"} for layer in range(30)}
+    declared = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": layers}
+    config = json.loads(Path(LLAMA).read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization = declared | {"kv_cache_schema_version": 1}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    document = plan(str(tmp_path), "--kv-cache-dtype", "0=float32", "--skip-layers", "29")
+    assert [(group["layers"], group["dtype"], group["source"], group["skipped"]) for group in document["groups"]] == [
+        ([0], "float32", "user", False),
+        ([1, 2, 3], "fp8_e4m3", "checkpoint", False),
+        (list(range(4, 29)), "nvfp4", "checkpoint", False),
+        ([29], "bfloat16", "model", True),
+        ([30, 31], "bfloat16", "model", False),
+    ]
+    assert len({group["page_bytes"] for group in document["groups"]}) == 1
+
+
 def test_values_with_a_head_size_of_their_own(plan: Plan):
     document = plan(str(CONFIGS / "MiMo-V2-Flash.json"), "--kv-cache-dtype", "nvfp4")
     assert [(group["head_size"], group["head_size_v"]) for group in document["groups"]] == [(192, 128)] * 2
@@ -339,7 +379,7 @@ def test_what_the_checkpoint_leaves_unclear_is_warned_of_once(capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert json.loads(out)["groups"][0]["dtype"] == "bfloat16"
     [line] = err.splitlines()
-    assert line.startswith("kvjax plan: warning: ModelOpt KV cache algorithm 'INT8' is not known")
+    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: the ModelOpt KV cache algorithm 'INT8' is not")
 
 
 def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture[str]):
@@ -393,6 +433,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             " fp8_e4m3, fp8_e5m2, nvfp4, float, half, fp8 (did you mean 'nvfp4'?)",
         ),
         (
+            ["--kv-cache-dtype", "0-3=nvpf4"],
+            "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, ",
+        ),
+        (
+            ["--kv-cache-dtype", "0=fp8,nvfp4"],
+            "argument --kv-cache-dtype: got 'nvfp4', expected layers=dtype, as in '0-3=bfloat16,*=nvfp4'",
+        ),
+        (
+            ["--kv-cache-dtype", "0=fp8,0=nvfp4"],
+            "argument --kv-cache-dtype: got '0' twice, expected each word once",
+        ),
+        (
+            ["--kv-cache-dtype", "0-32=fp8"],
+            "kv_cache_dtype: got '0-32', expected one of a layer index from 0 to 31, a range such as 0-3, full_atten",
+        ),
+        (
+            ["--kv-cache-dtype", "0-3=fp8,3=nvfp4"],
+            "kv_cache_dtype: got 'fp8_e4m3' for '0-3' and 'nvfp4' for '3', expected one dtype for layer 3",
+        ),
+        (
             ["--model-dtype", "fp8"],
             "argument --model-dtype: model dtype: got 'fp8', expected one of float32, float16, ",
         ),
@@ -410,7 +470,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--v-scale-layout", "rotated"], "argument --v-scale-layout: invalid choice: 'rotated' (choose from "),
         (
             ["--skip-layers", "0", "32"],
-            "argument --skip-layers: skip_layers: got '32', expected one of a layer index from 0 to 31, full_attention",
+            "argument --skip-layers: skip_layers: got '32', expected one of a layer index from 0 to 31, a range",
         ),
         (["--skip-layers", "-1"], "argument --skip-layers: skip_layers: got '-1', expected one of a layer index from"),
         (

@@ -29,6 +29,7 @@ LAYERS = (
     "checkpoint",
     "hf_config",
     "model_config",
+    "layer_choice",
     "resolve",
     "quant",
     "cache",

@@ -286,6 +286,20 @@ def test_where_nothing_declares_the_divisor_the_scale_stands_and_the_caller_may_
         np.testing.assert_array_equal([layer.k_scale for layer in chosen], expected)
 
 
+def test_of_a_map_of_layers_each_declares_its_own():
+    """ModelOpt divides by 448 for every layer of a map; of its NVFP4 layers no file says so."""
+    names = {f"model.layers.{i}.self_attn": {"quant_algo": algorithm} for i, algorithm in ((0, "FP8"), (2, "NVFP4"))}
+    declared = hf_quant_config("MIXED_PRECISION")
+    declared["quantization"] |= {"kv_cache_quantized_layers": names, "kv_cache_schema_version": 1}
+    model = ModelKVConfig.from_hf_config(LLAMA, quantization_config=declared)
+    with pytest.warns(KVCacheWarning, match=r"^scales of layers 2 \(nvfp4\): nothing declares") as caught:
+        scales = load_kv_scales(MODELOPT, model)
+    assert len(caught) == 1
+    np.testing.assert_array_equal([layer.k_scale for layer in scales], of_tensor()[0] * [1, 0, 1] + [0, 1, 0])
+    asked = silently(MODELOPT, model, {"0": "nvfp4", "*": "bfloat16"})
+    np.testing.assert_allclose([layer.k_scale for layer in asked], [K_AMAX[0] / 2688, 1, 1], rtol=1e-6)
+
+
 def test_nvfp4_takes_the_largest_of_the_heads():
     tensors, quantization = EXPORTERS["compressed-tensors attn_head"]
     model = ModelKVConfig.from_hf_config(LLAMA | {"quantization_config": quantization})

@@ -94,7 +94,7 @@ class MemoryPlan:
         specs: Sequence[AttentionSpec],
         *,
         scales: Sequence[LayerScales] | None,
-        unskipped: ResolvedKVCacheDType,
+        unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
     ) -> Self:
@@ -105,7 +105,7 @@ class MemoryPlan:
           resolved: each layer's dtype.
           specs: each layer's spec, with pages of its own size.
           scales: what the checkpoint holds for each layer, None where there are no weights.
-          unskipped: the dtype of a layer that is not skipped.
+          unskipped: each layer's dtype where none is skipped.
           tensor_parallel: devices that hold such a share.
           memory_bytes: the budget of one device.
         """
@@ -115,9 +115,10 @@ class MemoryPlan:
             kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         )
         names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
-        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None], list[int]] = {}
-        for index, spec, chosen, found in zip(model.layer_indices, unified, resolved, names, strict=True):
-            alike.setdefault((spec, chosen, found), []).append(index)
+        skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
+        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
+        for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
+            alike.setdefault(facts, []).append(index)
         totals, bfloat16 = (
             Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
             for every in (unified, baseline)
@@ -129,10 +130,7 @@ class MemoryPlan:
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
-            groups=tuple(
-                _group(layers, spec, chosen, found, skipped=chosen != unskipped)
-                for (spec, chosen, found), layers in alike.items()
-            ),
+            groups=tuple(_group(layers, *facts) for facts, layers in alike.items()),
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
@@ -184,7 +182,6 @@ def _group(
     spec: AttentionSpec,
     resolved: ResolvedKVCacheDType,
     scales: tuple[str, ...] | None,
-    *,
     skipped: bool,
 ) -> LayerGroup:
     return LayerGroup(

@@ -9,12 +9,12 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvjax
-from kvjax.cli.arguments import at_least, memory, word_of
+from kvjax.cli.arguments import at_least, kv_cache_dtypes, memory, word_of
 from kvjax.cli.memory_plan import MemoryPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales
@@ -43,10 +43,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        type=word_of(kvjax.parse_kv_cache_dtype),
+        type=kv_cache_dtypes,
         default="auto",
         metavar="DTYPE",
-        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)} (default: %(default)s)",
+        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}; or dtypes of layers (indices, ranges, kinds, * for"
+        " the others), as in '0-3=bfloat16,sliding_window=fp8,*=nvfp4' (default: %(default)s)",
     )
     parser.add_argument(
         "--model-dtype",
@@ -59,7 +60,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         nargs="+",
         default=(),
         metavar="LAYER",
-        help="layers that keep the model dtype: indices from 0, and kinds of attention,"
+        help="layers that keep the model dtype: indices from 0, ranges of them (0-3), and kinds of attention,"
         f" {' or '.join(kvjax.AttentionKind)}",
     )
     parser.add_argument(
@@ -115,9 +116,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPlan:
     with _refusing(parser, "argument --config: "):
         model = _model(args)
-        unskipped = kvjax.resolve_kv_cache_dtype(
-            args.kv_cache_dtype, model_dtype=model.dtype, quantization_config=model.quantization_config
-        )
+    # What is refused of a map of dtypes may be a word of it: the message names the field.
+    with _refusing(parser, "" if isinstance(args.kv_cache_dtype, Mapping) else "argument --config: "):
+        unskipped = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype)
     with _refusing(parser, "argument --skip-layers: "):
         resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
     with _refusing(parser, "argument --config: "):
