@@ -7,6 +7,8 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache import nvfp4_split_views as nvfp4_split_views
+from kvjax.calibration import CalibrationMethod as CalibrationMethod
+from kvjax.calibration import calibrate as calibrate
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES as STORED_KV_CACHE_DTYPES
 from kvjax.dtypes import KVCacheDType as KVCacheDType

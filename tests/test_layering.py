@@ -36,6 +36,7 @@ LAYERS = (
     "kernels",
     "ops",
     "scales",
+    "calibration",
     "kvjax",
     "table",
     "demo",
