@@ -23,8 +23,8 @@ from kvjax.ops.values import MAX_SCALE, MIN_SCALE
 from kvjax.scales import KVScales
 from kvjax.spec import AttentionSpec
 
-type Batch = Iterable[tuple[ArrayLike, ArrayLike]]
-"""Keys and values of each layer."""
+type Batch = Iterable[Iterable[ArrayLike]]
+"""Keys and values, `(key, value)`, of each layer."""
 
 type Samples = Iterable[Batch] | Callable[[], Iterable[Batch]]
 """Batches, or what starts to read them anew."""

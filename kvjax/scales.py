@@ -169,23 +169,28 @@ def _names_of_scales(tensors: Iterable[str]) -> dict[int, dict[str, str]]:
         parts = split_layer_name(name)
         if parts is None or not parts.is_of_language_model:
             continue
-        matches = [(place, match) for place, pattern in enumerate(_NAMES) if (match := pattern.search(parts.rest))]
-        for place, match in matches[:1]:
+        place, halves = next(
+            ((place, match[1]) for place, pattern in enumerate(_NAMES) if (match := pattern.search(parts.rest))),
+            (0, ""),
+        )
+        if halves:
             prefixes.setdefault(parts.prefix, name)
+        for half in halves:
             scales = found.setdefault(parts.layer, {})
-            scales.update({of: min(scales.get(of, (place, name)), (place, name)) for of in match[1]})
+            scales[half] = min(scales.get(half, (place, name)), (place, name))
     if len(prefixes) > 1:
         raise KVCacheValueError(
             f"checkpoint: got scales of several models' layers, {shown(list(prefixes.values()))}, expected those of"
             " one: pass a mapping of its tensors alone"
         )
-    return {index: {of: name for of, (_, name) in scales.items()} for index, scales in found.items()}
+    return {layer: {half: name for half, (_, name) in scales.items()} for layer, scales in found.items()}
 
 
 def _as_divisor(amax_divisor: float | None) -> float | None:
-    if amax_divisor is not None:
-        check_scale("amax_divisor", amax_divisor)
-    return amax_divisor
+    if amax_divisor is None:
+        return None
+    check_scale("amax_divisor", amax_divisor)
+    return float(amax_divisor)
 
 
 def _declared_divisors(model: ModelKVConfig) -> list[float | None]:

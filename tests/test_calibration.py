@@ -313,6 +313,17 @@ def test_batches_of_other_kinds_are_refused_by_type(batch: Any, message: str):
     assert message in str(raised.value)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_finds_the_scales_of_the_cpu(method: str):
+    found = []
+    for platform in ("cpu", "cuda"):
+        with jax.default_device(jax.devices(platform)[0]):
+            found.append(jax.tree.leaves(calibrate(SPECS, SAMPLES, method=method, per_head=True)))
+    for cpu, gpu in zip(*found, strict=True):
+        np.testing.assert_array_equal(cpu, gpu)
+
+
 @pytest.fixture
 def llama() -> Any:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
