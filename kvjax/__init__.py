@@ -7,6 +7,8 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache import nvfp4_split_views as nvfp4_split_views
+from kvjax.calibration import CalibrationMethod as CalibrationMethod
+from kvjax.calibration import calibrate as calibrate
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES as STORED_KV_CACHE_DTYPES
 from kvjax.dtypes import KVCacheDType as KVCacheDType
@@ -40,10 +42,13 @@ from kvjax.ops.write import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax.ops.write import reshape_and_cache_flash_diffkv as reshape_and_cache_flash_diffkv
 from kvjax.pages import swizzled_position as swizzled_position
 from kvjax.resolve import DTypeSource as DTypeSource
+from kvjax.resolve import RequestedKVCacheDType as RequestedKVCacheDType
 from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
 from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype
 from kvjax.resolve import resolve_layer_dtypes as resolve_layer_dtypes
 from kvjax.resolve import resolve_layer_specs as resolve_layer_specs
+from kvjax.scales import KVScales as KVScales
+from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 import warnings
 from collections.abc import Mapping
@@ -10,28 +11,47 @@ from typing import Any
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
+from kvjax.layer_names import split_layer_name
+
+_PASS_OVER = "ask for a kv_cache_dtype to pass over the checkpoint's"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredKVCache:
-    """A checkpoint's KV cache: its dtype, and whether the checkpoint holds a scale for each KV head."""
+    """A checkpoint's KV cache.
 
-    dtype: KVCacheDType
+    `dtype`: that of every layer, None where `layers` has each its own. `per_head_scales`: whether the checkpoint holds
+    a scale for each KV head. `layers`: dtypes by the layers' indices in the model; others are unquantized.
+    """
+
+    dtype: KVCacheDType | None
     per_head_scales: bool = False
+    layers: Mapping[int, KVCacheDType] = dataclasses.field(default_factory=dict, hash=False)
+
+    def of_layer(self, index: int) -> KVCacheDType | None:
+        """The dtype of a layer, None where it is unquantized."""
+        return self.layers.get(index) if self.dtype is None else self.dtype
 
 
-def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> DeclaredKVCache | None:
+def read_declared_kv_cache(
+    quantization_config: Mapping[str, Any] | None, *, warn: bool = True
+) -> DeclaredKVCache | None:
     """What `quantization_config` says of the KV cache; None where it says nothing or leaves it unquantized.
 
     Reads compressed-tensors' `kv_cache_scheme`, ModelOpt's `kv_cache_quant_algo` and `kv_cache_scheme` (in
-    `config.json`'s form and in `hf_quant_config.json`'s), and AutoFP8's `"kv_cache_scheme": "static"`.
+    `config.json`'s form and in `hf_quant_config.json`'s) with their `kv_cache_quantized_layers`, Quark's
+    `kv_cache_group`, and AutoFP8's `"kv_cache_scheme": "static"`.
+
+    Args:
+      quantization_config: the checkpoint's; never modified.
+      warn: whether to warn.
 
     Raises:
       KVCacheValueError: a scheme that kvjax cannot store; the message names it.
       KVCacheTypeError: `quantization_config` is neither a mapping nor None.
 
     Warns:
-      KVCacheWarning: an algorithm of ModelOpt's that kvjax does not know; the result is then None.
+      KVCacheWarning: an algorithm of ModelOpt's that kvjax does not know; the cache, or the layer, is then unquantized.
     """
     if quantization_config is None:
         return None
@@ -41,7 +61,9 @@ def read_declared_kv_cache(quantization_config: Mapping[str, Any] | None) -> Dec
             " expected a mapping or None"
         )
     if _is_modelopt(quantization_config):
-        return _read_modelopt(quantization_config)
+        return _read_modelopt(quantization_config, warn)
+    if _lower(quantization_config.get("quant_method")) == "quark":
+        return _read_quark(quantization_config)
     scheme = quantization_config.get("kv_cache_scheme")
     if scheme is None:
         return None
@@ -59,26 +81,96 @@ def _is_modelopt(config: Mapping[str, Any]) -> bool:
     return any(key in config for key in ("producer", "quantization", "kv_cache_quant_algo"))
 
 
-def _read_modelopt(config: Mapping[str, Any]) -> DeclaredKVCache | None:
+def _read_modelopt(config: Mapping[str, Any], warn: bool) -> DeclaredKVCache | None:
     places = [place for place in (config.get("quantization"), config) if isinstance(place, Mapping)]
+    layers = next((place[_LAYERS] for place in places if place.get(_LAYERS) is not None), None)
+    if layers is not None:
+        version = next((place[_VERSION] for place in places if place.get(_VERSION) is not None), 1)
+        return _read_layers(layers, version, warn)
     declarations = (place.get(key) for place in places for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
     declared = next((declaration for declaration in declarations if declaration is not None), None)
     if isinstance(declared, Mapping):
         return _read_scheme(declared)
-    match _lower(declared):
-        case None | "mixed_precision":
+    dtype = None if _lower(declared) == "mixed_precision" else _read_algorithm("kv_cache_quant_algo", declared, warn)
+    return DeclaredKVCache(dtype) if dtype else None
+
+
+_LAYERS, _VERSION = "kv_cache_quantized_layers", "kv_cache_schema_version"
+
+
+def _read_layers(layers: object, version: object, warn: bool) -> DeclaredKVCache:
+    """Reads ModelOpt's map from the names of attention modules to the algorithm of each."""
+    if version != 1 or isinstance(version, bool):
+        raise KVCacheValueError(f"{_VERSION}: got {shown(version)}, expected 1; {_PASS_OVER}")
+    if not isinstance(layers, Mapping):
+        raise KVCacheValueError(f"{_LAYERS}: got {shown(layers)}, expected an algorithm for each layer's name")
+    algorithms: dict[int, object] = {}
+    for name, entry in layers.items():
+        parts = split_layer_name(name) if isinstance(name, str) else None
+        if parts is None or not isinstance(entry, Mapping):
+            raise KVCacheValueError(
+                f"{_LAYERS}: got {shown(name)}: {shown(entry)}, expected names and algorithms such as"
+                ' "model.layers.0.self_attn": {"quant_algo": "FP8"}'
+            )
+        algorithm = entry.get("quant_algo")
+        if parts.is_of_language_model and algorithms.setdefault(parts.layer, algorithm) != algorithm:
+            raise KVCacheValueError(
+                f"{_LAYERS}: got {shown(algorithm)} and {shown(algorithms[parts.layer])} for layer {parts.layer},"
+                " expected one"
+            )
+    read = {
+        name: _read_algorithm(f"{_LAYERS}, layer {name}", algorithm, warn) for name, algorithm in algorithms.items()
+    }
+    return DeclaredKVCache(None, layers={layer: dtype for layer, dtype in read.items() if dtype})
+
+
+def _read_algorithm(what: str, algorithm: object, warn: bool) -> KVCacheDType | None:
+    match _lower(algorithm):
+        case None:
             return None
         case "fp8":
-            return DeclaredKVCache(KVCacheDType.FP8_E4M3)
+            return KVCacheDType.FP8_E4M3
         case "nvfp4":
-            return DeclaredKVCache(KVCacheDType.NVFP4)
-    warnings.warn(
-        f"ModelOpt KV cache algorithm {shown(declared)} is not known (known are FP8, NVFP4 and MIXED_PRECISION):"
-        " the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose another",
-        KVCacheWarning,
-        skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
-    )
+            return KVCacheDType.NVFP4
+        case "fp8_k_nvfp4_v":
+            raise KVCacheValueError(
+                f"{what}: got {algorithm!r}, which stores keys and values in different dtypes; expected FP8 or NVFP4;"
+                f" {_PASS_OVER}"
+            )
+    if warn:
+        warnings.warn(
+            f"{what}: the ModelOpt KV cache algorithm {shown(algorithm)} is not known (known are FP8, NVFP4 and, with"
+            f" {_LAYERS}, MIXED_PRECISION): the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose"
+            " another",
+            KVCacheWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+        )
     return None
+
+
+def _read_quark(config: Mapping[str, Any]) -> DeclaredKVCache | None:
+    """Reads what Quark's `layer_quant_config` makes of the outputs that its export names as the KV cache's."""
+    export, layers = config.get("export"), config.get("layer_quant_config")
+    group = export.get("kv_cache_group") if isinstance(export, Mapping) else None
+    if not group:
+        return None
+    patterns = [name for name in group if isinstance(name, str)] if isinstance(group, (list, tuple)) else []
+    outputs = [
+        layer.get("output_tensors") if isinstance(layer, Mapping) else None
+        for name, layer in (layers.items() if isinstance(layers, Mapping) else ())
+        if isinstance(name, str) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    for output in outputs or [None]:
+        if not isinstance(output, Mapping) or not _is_quarks_fp8(output):
+            raise KVCacheValueError(
+                f"Quark's kv_cache_group {shown(group)}: got output_tensors {shown(output)}, expected dtype fp8_e4m3"
+                f" and qscheme per_tensor, not dynamic; {_PASS_OVER}"
+            )
+    return DeclaredKVCache(KVCacheDType.FP8_E4M3)
+
+
+def _is_quarks_fp8(output: Mapping[str, Any]) -> bool:
+    return (output.get("dtype"), output.get("qscheme")) == ("fp8_e4m3", "per_tensor") and not output.get("is_dynamic")
 
 
 def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
@@ -99,8 +191,7 @@ def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
 def _unsupported(scheme: object, why: str) -> KVCacheValueError:
     return KVCacheValueError(
         f"kv_cache_scheme: got {shown(scheme)}: {why}; expected num_bits 8 and type float (strategy tensor or"
-        " attn_head), or num_bits 4 and type float (strategy tensor_group), with static scales;"
-        " ask for a kv_cache_dtype to pass over the checkpoint's"
+        f" attn_head), or num_bits 4 and type float (strategy tensor_group), with static scales; {_PASS_OVER}"
     )
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
+import os
+import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
-from kvjax.checkpoint import read_declared_kv_cache
+from kvjax.checkpoint import DeclaredKVCache, read_declared_kv_cache
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype, parse_model_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
+from kvjax.errors import KVCacheValueError, KVCacheWarning
+from kvjax.layer_choice import requested_dtypes, skipped_layers
+from kvjax.layer_names import in_ranges
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
 from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+type RequestedKVCacheDType = str | KVCacheDType | Mapping[int | str, str | KVCacheDType]
+"""What a user asks for: a dtype of every layer, or dtypes by layers; `resolve_layer_dtypes` says how."""
 
 
 class DTypeSource(enum.StrEnum):
@@ -51,8 +57,8 @@ def resolve_kv_cache_dtype(
       quantization_config: the checkpoint's, of `config.json` or `hf_quant_config.json`; never modified.
 
     Raises:
-      KVCacheValueError: an unknown `requested`, and for `"auto"` a scheme that kvjax cannot store or a model dtype that
-        no cache dtype stands for; the message names it.
+      KVCacheValueError: an unknown `requested`, and for `"auto"` a scheme that kvjax cannot store, one with a dtype for
+        each layer, or a model dtype that no cache dtype stands for; the message names it.
       KVCacheTypeError: `requested` or `quantization_config` is of another type.
 
     Warns:
@@ -62,37 +68,75 @@ def resolve_kv_cache_dtype(
     if dtype is not KVCacheDType.AUTO:
         return ResolvedKVCacheDType(dtype, DTypeSource.USER)
     declared = read_declared_kv_cache(quantization_config)
-    if declared is not None:
-        return ResolvedKVCacheDType(declared.dtype, DTypeSource.CHECKPOINT, declared.per_head_scales)
-    return ResolvedKVCacheDType(parse_model_dtype(model_dtype), DTypeSource.MODEL)
+    if declared is None:
+        return ResolvedKVCacheDType(parse_model_dtype(model_dtype), DTypeSource.MODEL)
+    if declared.dtype is None:
+        raise KVCacheValueError(
+            "kv_cache_quantized_layers: got a KV cache dtype for each layer, expected one for all layers;"
+            " resolve_layer_dtypes and resolve_layer_specs read it"
+        )
+    return ResolvedKVCacheDType(declared.dtype, DTypeSource.CHECKPOINT, declared.per_head_scales)
 
 
 def resolve_layer_dtypes(
-    model: ModelKVConfig, requested: str | KVCacheDType = "auto", *, skip_layers: Iterable[int | str] = ()
+    model: ModelKVConfig, requested: RequestedKVCacheDType = "auto", *, skip_layers: Iterable[int | str] = ()
 ) -> tuple[ResolvedKVCacheDType, ...]:
     """The dtype of each of `model.layers`, the layers that have a KV cache. A skipped layer keeps the model dtype.
 
     Args:
       model: the layers, the model dtype and the checkpoint's declaration.
-      requested: as in `resolve_kv_cache_dtype`.
-      skip_layers: the model's layer indices from 0 as ints or decimal strings, and attention kinds
-        (`"sliding_window"`, `"full_attention"`), each of which stands for every layer of its kind.
+      requested: as in `resolve_kv_cache_dtype`, for all layers; or a mapping with that for some, such as
+        `{"0-3": "bfloat16", "sliding_window": "fp8", "*": "nvfp4"}`. Its keys are the model's layer indices from 0 as
+        ints or decimal strings, ranges of them with both ends, attention kinds, and `"*"` for the other layers. An
+        index or a range comes before a kind, a kind before `"*"`. A layer that no key names is `"auto"`.
+      skip_layers: indices, ranges and kinds (`"sliding_window"`, `"full_attention"`, each of which stands for every
+        layer of its kind) of the layers that keep the model dtype, whatever is requested.
 
     Raises:
-      KVCacheValueError: as `resolve_kv_cache_dtype`; and an index out of range or of a layer without a KV cache, or a
-        name that no layer has.
-      KVCacheTypeError: as `resolve_kv_cache_dtype`; and a skipped layer that is neither an int (a bool is none) nor a
-        string, or a bare string for `skip_layers`.
+      KVCacheValueError: as `resolve_kv_cache_dtype`; and an index out of range or of a layer without a KV cache, a
+        name that no layer has, or two dtypes for a layer.
+      KVCacheTypeError: as `resolve_kv_cache_dtype`; and a skipped layer or a key that is neither an int (a bool is
+        none) nor a string, or a bare string for `skip_layers`.
+
+    Warns:
+      KVCacheWarning: for `"auto"`, as `resolve_kv_cache_dtype`; and the checkpoint declares dtypes for layers that the
+        model has not.
     """
-    skipped = _skipped_layers(skip_layers, model)
-    chosen = resolve_kv_cache_dtype(requested, model_dtype=model.dtype, quantization_config=model.quantization_config)
-    unskipped = ResolvedKVCacheDType(model.dtype, DTypeSource.MODEL)
-    return tuple(unskipped if index in skipped else chosen for index in model.layer_indices)
+    skipped = skipped_layers(skip_layers, model)
+    asked = requested_dtypes(requested, model)
+    declared = read_declared_kv_cache(model.quantization_config) if KVCacheDType.AUTO in asked.values() else None
+    if declared is not None:
+        _warn_of_other_layers(declared, model)
+    unquantized = ResolvedKVCacheDType(model.dtype, DTypeSource.MODEL)
+    return tuple(
+        unquantized if index in skipped else _resolve_layer(asked[index], declared, index) or unquantized
+        for index in model.layer_indices
+    )
+
+
+def _resolve_layer(asked: KVCacheDType, declared: DeclaredKVCache | None, index: int) -> ResolvedKVCacheDType | None:
+    """A layer's dtype, None where neither the user nor the checkpoint chose one."""
+    if asked is not KVCacheDType.AUTO:
+        return ResolvedKVCacheDType(asked, DTypeSource.USER)
+    dtype = declared.of_layer(index) if declared is not None else None
+    if declared is None or dtype is None:
+        return None
+    return ResolvedKVCacheDType(dtype, DTypeSource.CHECKPOINT, declared.per_head_scales)
+
+
+def _warn_of_other_layers(declared: DeclaredKVCache, model: ModelKVConfig) -> None:
+    if others := sorted(set(declared.layers) - set(model.layer_indices)):
+        warnings.warn(
+            f"kv_cache_quantized_layers: the checkpoint declares a quantized cache for layers {in_ranges(others)}, of"
+            " which the model keeps none; passed over",
+            KVCacheWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+        )
 
 
 def resolve_layer_specs(
     model: ModelKVConfig,
-    requested: str | KVCacheDType = "auto",
+    requested: RequestedKVCacheDType = "auto",
     *,
     skip_layers: Iterable[int | str] = (),
     block_size: int = 16,
@@ -127,32 +171,3 @@ def _layer_spec(layer: LayerKVConfig, **fields: Any) -> AttentionSpec:
     if layer.kind is AttentionKind.SLIDING_WINDOW:
         return SlidingWindowSpec(sliding_window=layer.sliding_window, **fields)
     return FullAttentionSpec(**fields)
-
-
-def _skipped_layers(skip_layers: Iterable[int | str], model: ModelKVConfig) -> frozenset[int]:
-    if isinstance(skip_layers, str) or not isinstance(skip_layers, Iterable):
-        raise KVCacheTypeError(f"skip_layers: got {shown(skip_layers)}, expected a sequence of layer indices and kinds")
-    kinds = dict(zip(model.layer_indices, (layer.kind for layer in model.layers), strict=True))
-    cached = " that has a KV cache" if model.layers_without_cache else ""
-    accepted = [f"a layer index from 0 to {model.num_hidden_layers - 1}{cached}", *dict.fromkeys(kinds.values())]
-    skipped: set[int] = set()
-    for entry in skip_layers:
-        as_index = _as_index(entry)
-        named = {index for index, kind in kinds.items() if index == as_index or kind == entry}
-        if not named:
-            raise KVCacheValueError(got_expected("skip_layers", entry, accepted))
-        skipped |= named
-    return frozenset(skipped)
-
-
-def _as_index(entry: object) -> int | None:
-    """The layer index that an int or a decimal string stands for; None for any other string."""
-    if isinstance(entry, str):
-        # No layer has an index of many digits, and Python reads no int of thousands.
-        return int(entry) if entry.isascii() and entry.isdecimal() and len(entry) < 20 else None
-    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
-        raise KVCacheTypeError(
-            f"skip_layers: got {shown(entry)} of type {type(entry).__name__}, expected an int or a string for each"
-            " layer"
-        )
-    return operator.index(entry)

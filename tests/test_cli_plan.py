@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvjax.cli import READER_GONE, main
 
@@ -58,6 +60,7 @@ def test_every_figure_of_one_model(plan: Plan):
                 "source": "user",
                 "skipped": False,
                 "per_head_scales": False,
+                "scales": None,
                 "layout": "NHD",
                 "v_scale_layout": "linear",
                 "block_size": 16,
@@ -83,7 +86,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 27
+    assert len(documented) == len(set(documented)) == 28
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -143,6 +146,46 @@ def test_scales_for_each_head_are_told(plan: Plan, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     [group] = plan(str(tmp_path))["groups"]
     assert (group["dtype"], group["per_head_scales"]) == ("fp8_e4m3", True)
+
+
+LAYER_MAP = "0-1=bfloat16,full_attention=nvfp4,3=half,*=fp8"
+
+
+def test_each_layer_may_have_a_dtype_of_its_own(plan: Plan, capsys: pytest.CaptureFixture[str]):
+    """Of gpt-oss even layers slide. A page is as large as the largest layer's, 16 tokens of 8 x 64 x 2 in 16 bits."""
+    document = plan(GPT_OSS, "--kv-cache-dtype", LAYER_MAP, "--skip-layers", "22-23")
+    assert pages(document) == [
+        (1, "bfloat16", "user", False, 16, 32768, 0),
+        (1, "bfloat16", "user", False, 16, 32768, 0),
+        (10, "fp8_e4m3", "user", False, 32, 32768, 0),
+        (1, "float16", "user", False, 16, 32768, 0),
+        (9, "nvfp4", "user", False, 48, 32768, 5120),
+        (1, "bfloat16", "model", True, 16, 32768, 0),
+        (1, "bfloat16", "model", True, 16, 32768, 0),
+    ]
+    assert [group["layers"][:2] for group in document["groups"]] == [[0], [1], [2, 4], [3], [5, 7], [22], [23]]
+    assert document["totals"]["bytes_per_token"] == 5 * 2048 + 10 * 1024 + 9 * 576
+    assert main(["plan", "--config", GPT_OSS, "--kv-cache-dtype", LAYER_MAP]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1")]
+    assert [row.split("|")[3].strip() for row in rows] == ["bfloat16", "bfloat16", "fp8_e4m3", "float16", "nvfp4"]
+
+
+def test_layers_that_nobody_names_are_the_checkpoints(plan: Plan, tmp_path: Path):
+    layers = {f"model.layers.{layer}.self_attn": {"quant_algo": "NVFP4" if layer > 3 else "FP8"} for layer in range(30)}
+    declared = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": layers}
+    config = json.loads(Path(LLAMA).read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization = declared | {"kv_cache_schema_version": 1}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    document = plan(str(tmp_path), "--kv-cache-dtype", "0=float32", "--skip-layers", "29")
+    assert [(group["layers"], group["dtype"], group["source"], group["skipped"]) for group in document["groups"]] == [
+        ([0], "float32", "user", False),
+        ([1, 2, 3], "fp8_e4m3", "checkpoint", False),
+        (list(range(4, 29)), "nvfp4", "checkpoint", False),
+        ([29], "bfloat16", "model", True),
+        ([30, 31], "bfloat16", "model", False),
+    ]
+    assert len({group["page_bytes"] for group in document["groups"]}) == 1
 
 
 def test_values_with_a_head_size_of_their_own(plan: Plan):
@@ -217,6 +260,64 @@ def test_a_file_is_read_as_its_folder_is(plan: Plan, tmp_path: Path, quantized: 
     assert document["totals"]["bytes_per_token"] == (36_864 if quantized else 65_536)
 
 
+def folder_with_scales(folder: Path, names: list[str], algorithm: str = "FP8") -> str:
+    """A folder as ModelOpt writes it, with a tiny file of these scales of Llama's layers."""
+    quantized = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": algorithm}}
+    (folder / "config.json").write_text(json.dumps(json.loads(Path(LLAMA).read_text()) | quantized))
+    tensors = {f"model.layers.{name}": np.float32(0.25) for name in names}
+    save_file({name: np.asarray(scale) for name, scale in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+MODELOPT = ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"]
+
+
+def test_the_scales_that_were_found_are_told(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, [f"{layer}.{name}" for layer in range(32) for name in MODELOPT])
+    [group] = plan(config, "--tensor-parallel", "4")["groups"]
+    assert (group["scales"], group["num_kv_heads"]) == (MODELOPT, 2)
+    assert main(["plan", "--config", str(tmp_path / "config.json"), "--skip-layers", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "scale" in line] == [f"scales of layers 1-31: {' and '.join(MODELOPT)}"]
+    skipping, quantized = plan(config, "--skip-layers", "0")["groups"]
+    assert (skipping["scales"], quantized["scales"]) == ([], MODELOPT)
+
+
+def test_scales_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, [f"{layer}.self_attn.kv_scale" for layer in range(30)])
+    assert main(["plan", "--config", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "warning: scales of layers 30-31 (fp8_e4m3): the checkpoint holds no scale, so 1 is taken"
+    )
+    assert [line for line in lines[1:] if "scale" in line] == [
+        "scales of layers 0-29: self_attn.kv_scale",
+        "scales of layers 30-31: none, so 1",
+    ]
+
+
+def test_a_divisor_that_is_not_declared_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    names = [f"{layer}.{name}" for layer in range(32) for name in MODELOPT]
+    assert main(["plan", "--config", folder_with_scales(tmp_path, names, "NVFP4")]) == 0
+    assert capsys.readouterr().out.startswith(
+        "warning: scales of layers 0-31 (nvfp4): nothing declares what the scales were divided by"
+    )
+
+
+def test_weights_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = folder_with_scales(tmp_path, ["0.self_attn.kv_scale"])
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    assert refusal(capsys, "--config", config).startswith(
+        f"argument --config: {str(tmp_path / 'model.safetensors')!r}: got a header that cannot be read"
+    )
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "missing.safetensors"}})
+    )
+    assert refusal(capsys, "--config", config) == (
+        f"argument --config: cannot read {str(tmp_path / 'missing.safetensors')!r}: No such file or directory"
+    )
+
+
 HYBRID = {
     "model_type": "qwen3_next",
     "num_hidden_layers": 8,
@@ -278,7 +379,7 @@ def test_what_the_checkpoint_leaves_unclear_is_warned_of_once(capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert json.loads(out)["groups"][0]["dtype"] == "bfloat16"
     [line] = err.splitlines()
-    assert line.startswith("kvjax plan: warning: ModelOpt KV cache algorithm 'INT8' is not known")
+    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: the ModelOpt KV cache algorithm 'INT8' is not")
 
 
 def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture[str]):
@@ -332,6 +433,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             " fp8_e4m3, fp8_e5m2, nvfp4, float, half, fp8 (did you mean 'nvfp4'?)",
         ),
         (
+            ["--kv-cache-dtype", "0-3=nvpf4"],
+            "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, ",
+        ),
+        (
+            ["--kv-cache-dtype", "0=fp8,nvfp4"],
+            "argument --kv-cache-dtype: got 'nvfp4', expected layers=dtype, as in '0-3=bfloat16,*=nvfp4'",
+        ),
+        (
+            ["--kv-cache-dtype", "0=fp8,0=nvfp4"],
+            "argument --kv-cache-dtype: got '0' twice, expected each word once",
+        ),
+        (
+            ["--kv-cache-dtype", "0-32=fp8"],
+            "kv_cache_dtype: got '0-32', expected one of a layer index from 0 to 31, a range such as 0-3, full_atten",
+        ),
+        (
+            ["--kv-cache-dtype", "0-3=fp8,3=nvfp4"],
+            "kv_cache_dtype: got 'fp8_e4m3' for '0-3' and 'nvfp4' for '3', expected one dtype for layer 3",
+        ),
+        (
             ["--model-dtype", "fp8"],
             "argument --model-dtype: model dtype: got 'fp8', expected one of float32, float16, ",
         ),
@@ -349,7 +470,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--v-scale-layout", "rotated"], "argument --v-scale-layout: invalid choice: 'rotated' (choose from "),
         (
             ["--skip-layers", "0", "32"],
-            "argument --skip-layers: skip_layers: got '32', expected one of a layer index from 0 to 31, full_attention",
+            "argument --skip-layers: skip_layers: got '32', expected one of a layer index from 0 to 31, a range",
         ),
         (["--skip-layers", "-1"], "argument --skip-layers: skip_layers: got '-1', expected one of a layer index from"),
         (

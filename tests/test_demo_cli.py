@@ -112,6 +112,32 @@ def test_memory_is_what_the_specs_say(rows):
 
 
 @DTYPES
+def test_every_way_to_find_scales_has_its_row(result, rows):
+    ways = {(row["dtype"], row["scales"]) for row in result["scales"]}
+    per_tensor = {"1", "1, other magnitudes", "amax", "percentile 99.99", "mse"}
+    expected = {
+        "fp8_e4m3": per_tensor | {"amax, per head", "mse, per head"},
+        "fp8_e5m2": per_tensor | {"amax, per head", "mse, per head"},
+        "nvfp4": per_tensor,
+    }
+    assert ways == {(dtype, way) for dtype in rows for way in expected.get(dtype, ())}
+
+
+@DTYPES
+def test_calibrated_scales_keep_what_scales_of_1_lose(result, rows):
+    table = {(row["dtype"], row["scales"]): row for row in result["scales"]}
+    for dtype in {dtype for dtype, _ in table}:
+        lost, amax, mse = (table[dtype, way] for way in ("1, other magnitudes", "amax", "mse"))
+        # Read at once or in chunks, keys and values go through the same bytes.
+        assert amax["bits_per_byte"] == pytest.approx(rows[dtype]["bits_per_byte"], abs=2e-3)
+        for error in ("key_error", "value_error"):
+            assert mse[error] < 1.01 * amax[error] < 0.2
+        if dtype != "fp8_e5m2":  # whose range holds both magnitudes
+            assert lost["key_error"] > 1.5 * amax["key_error"] or lost["value_error"] > 1.5 * amax["value_error"]
+            assert lost["bits_per_byte"] > amax["bits_per_byte"]
+
+
+@DTYPES
 def test_blocks_were_reused_and_writes_timed(rows):
     for row in rows.values():
         assert 0 < row["blocks_reused"] <= row["blocks"]

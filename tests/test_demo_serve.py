@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.demo.blocks import BlockPool, BlockTable
-from kvjax.demo.calibrate import decode_scales, largest_keys_and_values
 from kvjax.demo.evaluate import Model
 from kvjax.demo.model import FULL, SLIDING, Params, TransformerConfig, dense_logits, init_params
+from kvjax.demo.samples import Samples
 from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
 
 CONFIG = TransformerConfig(
@@ -39,8 +39,7 @@ def texts() -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def model(texts) -> Model:
     params = init_params(CONFIG, jax.random.key(0))
-    amax = largest_keys_and_values(params, jnp.asarray(texts[0], jnp.int32)[None], config=CONFIG)
-    return Model(CONFIG, params, jax.device_get(amax))
+    return Model(CONFIG, params, Samples(CONFIG, params, texts[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +175,20 @@ def test_a_request_that_the_engine_was_not_made_for_is_refused(model):
         serve(engine, [follow(np.zeros(41, np.uint8), 5)], BlockPool(NUM_BLOCKS), SERVE)
 
 
-def test_scales_let_the_largest_fill_the_range(model):
-    for dtype in kvjax.STORED_KV_CACHE_DTYPES:
-        specs = model.layer_specs(dtype, BLOCK_SIZE)
-        for scales, amax in zip(decode_scales(specs, model.amax), model.amax, strict=True):
-            if dtype.is_quantized:
-                np.testing.assert_allclose([scales.k * dtype.info.max, scales.v * dtype.info.max], amax, rtol=1e-6)
-            else:
-                assert (scales.k, scales.v) == (1, 1)
+@matrix({"dtype": kvjax.STORED_KV_CACHE_DTYPES}, few={"dtype": [kvjax.KVCacheDType.BFLOAT16, kvjax.KVCacheDType.NVFP4]})
+def test_scales_let_the_largest_fill_the_range(model, dtype):
+    """Those of the engine: the largest key and value of what the sample text stores."""
+    [stored] = model.samples
+    engine = model.engine(dtype, NUM_BLOCKS, BLOCK_SIZE)
+    for scales, layer in zip(engine.scales, stored, strict=True):
+        largest = [np.abs(x).max() / np.float32(dtype.info.max) if dtype.is_quantized else 1 for x in layer]
+        np.testing.assert_allclose(scales, largest, rtol=1e-6)
+
+
+def test_samples_are_what_the_cache_stores(model, texts):
+    """Keys rotated, values as they are: in a float32 cache, served in chunks, and in the samples, all at once."""
+    served, _ = serve_all(model, kvjax.KVCacheDType.FLOAT32, [follow(texts[0], 11)])
+    [stored] = model.samples
+    for layer, (key, value) in enumerate(stored):
+        np.testing.assert_allclose(served[0].output.key[layer], key[:-1], atol=1e-5)
+        np.testing.assert_allclose(served[0].output.value[layer], value[:-1], atol=1e-5)

@@ -60,10 +60,19 @@ class Unprinted:
 
 
 QUANTIZATION = [real for real in REAL if "quantization" in real]
+QUANTIZATION += [
+    {"quantization": {"kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}}},
+    {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": ["*k_proj"]},
+        "layer_quant_config": {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+    },
+]
 QUANTIZATION += [real["quantization_config"] for real in REAL if "quantization_config" in real]
 VALUES = [document[key] for real in REAL for document, key in places(real)]
 NAMES = sorted({key for document in REAL for _, key in places(document) if isinstance(key, str)})
 # What kvjax reads and no configuration here holds.
+NAMES += ["kv_cache_quantized_layers", "kv_cache_schema_version", "kv_cache_group"]
 NAMES += ["compress_ratios", "kv_lora_rank", "sliding_window_pattern", "quantization", "swa_head_dim", "strategy"]
 
 INTEGERS = [0, 1, -1, 2, 3, 16, 17, 10**4, 10**9, 2**31, 2**63, 10**30, -(10**30)]
@@ -139,6 +148,13 @@ def skip_layers(draw: st.DrawFn) -> Any:
 
 
 @st.composite
+def dtypes(draw: st.DrawFn) -> Any:
+    """What a user asks for: a dtype, or a map of them."""
+    layers = st.sampled_from([0, 1, "0", "0-3", "1-1", "3-0", "-1", "9-" + "9" * 5000, "sliding_window", "*", "", None])
+    return draw(dtype() | st.dictionaries(layers, dtype(), max_size=4))
+
+
+@st.composite
 def dtype(draw: st.DrawFn) -> Any:
     return draw(st.sampled_from([*kvjax.ACCEPTED_KV_CACHE_DTYPES, "torch.bfloat16", "float64"]) | anything())
 
@@ -171,7 +187,7 @@ def parse(data: st.DataObject) -> dict[str, Any]:
         return data.draw(strategy.map(Unprinted)).value
 
     results: dict[str, Any] = {}
-    requested, model_dtype, declared = draw(dtype()), draw(dtype()), draw(changed("quantization"))
+    requested, model_dtype, declared = draw(dtypes()), draw(dtype()), draw(changed("quantization"))
     results["dtype"] = outcome(lambda: kvjax.parse_kv_cache_dtype(requested))
     results["model dtype"] = outcome(lambda: parse_model_dtype(model_dtype))
     results["resolved"] = outcome(
@@ -245,7 +261,24 @@ def as_file(document: Any) -> bytes:
 
 
 WORDS = st.sampled_from(
-    ["0", "1", "8", "16", "-1", "x", "40GiB", "1.5 TB", "9" * 400, "9" * 5000, "nvfp4", "bfloat16", "sliding_window"]
+    [
+        "0",
+        "1",
+        "8",
+        "16",
+        "-1",
+        "0-3",
+        "0-1=fp8,*=nvfp4",
+        "x=fp8",
+        "x",
+        "40GiB",
+        "1.5 TB",
+        "9" * 400,
+        "9" * 5000,
+        "nvfp4",
+        "bfloat16",
+        "sliding_window",
+    ]
 )
 OPTIONS = st.sampled_from(
     ["--kv-cache-dtype", "--model-dtype", "--skip-layers", "--memory", "--block-size", "--tensor-parallel", "--layout"]

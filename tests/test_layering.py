@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 # "kvjax" itself, the public names, stands where a module may use them as any caller does.
 LAYERS = (
     "errors",
+    "layer_names",
+    "tensor_files",
     "dtypes",
     "layouts",
     "pages",
@@ -27,11 +29,14 @@ LAYERS = (
     "checkpoint",
     "hf_config",
     "model_config",
+    "layer_choice",
     "resolve",
     "quant",
     "cache",
     "kernels",
     "ops",
+    "scales",
+    "calibration",
     "kvjax",
     "table",
     "demo",

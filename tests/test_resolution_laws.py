@@ -43,6 +43,12 @@ SCHEMES = changed(
 )
 ALGORITHMS = st.sampled_from(["FP8", "fp8", "NVFP4", "MIXED_PRECISION", "INT8", "static"])
 DECLARATIONS = {"kv_cache_scheme": SCHEMES | ALGORITHMS, "kv_cache_quant_algo": ALGORITHMS | SCHEMES}
+LAYER_MAPS = st.dictionaries(
+    st.sampled_from(["model.layers.0.self_attn", "layers.1.attn", "mtp.layers.0", "attn0"]),
+    st.fixed_dictionaries({"quant_algo": ALGORITHMS | st.just("FP8_K_NVFP4_V")}),
+    max_size=3,
+)
+DECLARATIONS["kv_cache_quantized_layers"] = LAYER_MAPS
 MAPPINGS = changed(
     {},
     quant_method=st.sampled_from(["compressed-tensors", "modelopt", "ModelOpt_FP4", "fp8", "gptq"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,15 @@ def modelopt(**declared: Any) -> dict[str, Any]:
 def hf_quant_config(**declared: Any) -> dict[str, Any]:
     return {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": {"quant_algo": "FP8", **declared}}
 
+
+def quark(group: Any, *outputs: Any) -> dict[str, Any]:
+    """Quark's, with these `output_tensors` for the projections of keys, of values, ..."""
+    layers = {name: {"weight": None, "output_tensors": output} for name, output in zip(QUARKS, outputs, strict=False)}
+    return {"quant_method": "quark", "export": {"kv_cache_group": group}, "layer_quant_config": layers}
+
+
+QUARKS = ["*k_proj", "*v_proj", "*o_proj"]
+QUARKS_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
 
 DECLARATIONS = [
     # compressed-tensors
@@ -84,6 +94,12 @@ DECLARATIONS = [
     ({"producer": {"name": "modelopt"}, "kv_cache_scheme": "FP8"}, FP8_OF_CHECKPOINT),
     # AutoFP8
     ({"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}, FP8_OF_CHECKPOINT),
+    # Quark
+    (quark(["*k_proj", "*v_proj"], QUARKS_FP8, QUARKS_FP8), FP8_OF_CHECKPOINT),
+    (quark(["*[kv]_proj"], QUARKS_FP8, QUARKS_FP8, {"dtype": "int8"}), FP8_OF_CHECKPOINT),
+    (quark([], QUARKS_FP8), BF16_OF_MODEL),
+    (quark(None), BF16_OF_MODEL),
+    ({"quant_method": "quark"}, BF16_OF_MODEL),
     # quantized weights only
     ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, BF16_OF_MODEL),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128}, BF16_OF_MODEL),
@@ -129,6 +145,35 @@ def test_auto_refuses_a_scheme_that_would_decode_garbage(scheme: dict[str, Any],
     assert repr(scheme) in message
     assert reason in message
     assert "expected num_bits 8 and type float" in message
+
+
+@pytest.mark.parametrize(
+    ("group", "outputs"),
+    [
+        (["*k_proj", "*v_proj"], [QUARKS_FP8, QUARKS_FP8 | {"dtype": "int8"}]),
+        (["*k_proj"], [QUARKS_FP8 | {"qscheme": "per_channel"}]),
+        (["*k_proj"], [QUARKS_FP8 | {"is_dynamic": True}]),
+        (["*k_proj"], [None]),
+        (["*k_proj"], []),
+        ("*k_proj", [QUARKS_FP8]),
+        ([3], [QUARKS_FP8]),
+    ],
+    ids=repr,
+)
+def test_auto_refuses_what_quark_may_store_and_kvjax_does_not(group: Any, outputs: list[Any]):
+    with pytest.raises(KVCacheValueError, match=r"kv_cache_group .*: got output_tensors .*, expected dtype fp8_e4m3"):
+        resolve_kv_cache_dtype("auto", model_dtype="bfloat16", quantization_config=quark(group, *outputs))
+
+
+@pytest.mark.parametrize("name", ["FP8_K_NVFP4_V", "fp8_k_nvfp4_v"])
+@pytest.mark.parametrize("wrap", [modelopt, hf_quant_config])
+def test_auto_refuses_keys_and_values_of_different_dtypes_by_name(name: str, wrap: Any):
+    with pytest.raises(
+        KVCacheValueError, match=f"kv_cache_quant_algo: got '{name}', .* different dtypes; expected FP8"
+    ):
+        resolve_kv_cache_dtype("auto", model_dtype="bfloat16", quantization_config=wrap(kv_cache_quant_algo=name))
+    explicit = wrap(kv_cache_quant_algo=name)
+    assert resolve_kv_cache_dtype("fp8", model_dtype="bfloat16", quantization_config=explicit).source == "user"
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "hifp8", None])
@@ -235,6 +280,7 @@ FULL_ONLY = ModelKVConfig(layers=(FULL,) * 12, dtype=KVCacheDType.BFLOAT16)
         (["full_attention", 0, "5"], {0, 2, 5, 8, 11}),
         (["sliding_window", "full_attention"], set(range(12))),
         (range(3), {0, 1, 2}),
+        (["0-2", "10-11"], {0, 1, 2, 10, 11}),
         ({7}, {7}),
         (np.array([3, 4]), {3, 4}),
     ],
@@ -267,10 +313,198 @@ def test_layers_to_skip_go_by_their_index_in_the_model():
         resolve_layer_specs(model, "fp8", skip_layers=[1])
 
 
+# A dtype for each layer: what a checkpoint declares, and what a user asks for.
+
+
+def layer_map(*algorithms: object, algorithm: str = "MIXED_PRECISION", **others: Any) -> dict[str, Any]:
+    """ModelOpt's map of attention modules, from layer 0 on."""
+    names = {f"model.layers.{i}.self_attn": {"quant_algo": one} for i, one in enumerate(algorithms)}
+    return {
+        "kv_cache_quant_algo": algorithm,
+        "kv_cache_schema_version": 1,
+        "kv_cache_quantized_layers": names,
+    } | others
+
+
+def with_quantization(declared: dict[str, Any] | None, model: ModelKVConfig | None = None) -> ModelKVConfig:
+    return dataclasses.replace(model or MODEL, quantization_config=declared)
+
+
+def in_words(resolved: Iterable[ResolvedKVCacheDType]) -> list[str]:
+    return [f"{layer.dtype.value} of {layer.source}" for layer in resolved]
+
+
+@pytest.mark.parametrize("wrap", [modelopt, hf_quant_config])
+@pytest.mark.parametrize("algorithm", ["MIXED_PRECISION", "FP8"])
+def test_a_checkpoint_declares_the_dtype_of_each_layer(wrap: Any, algorithm: str):
+    """What the map leaves out is unquantized, whether the others are alike or not."""
+    declared = wrap(**layer_map("FP8", "nvfp4", None, "FP8", algorithm=algorithm))
+    fp8, nvfp4, model = "fp8_e4m3 of checkpoint", "nvfp4 of checkpoint", "bfloat16 of model"
+    resolved = resolve_layer_dtypes(with_quantization(declared))
+    assert in_words(resolved) == [fp8, nvfp4, model, fp8, *[model] * 8]
+    skipping = resolve_layer_dtypes(with_quantization(declared), skip_layers=["0-2"])
+    assert in_words(skipping) == [model] * 3 + [fp8] + [model] * 8
+    explicit = resolve_layer_dtypes(with_quantization(declared), "fp8_e5m2")
+    assert in_words(explicit) == ["fp8_e5m2 of user"] * 12
+
+
+def test_the_weights_map_is_not_the_caches():
+    weights = {"model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4"}}
+    declared = modelopt(quant_algo="MIXED_PRECISION", quantized_layers=weights)
+    assert in_words(resolve_layer_dtypes(with_quantization(declared))) == ["bfloat16 of model"] * 12
+
+
+def test_one_dtype_for_a_map_is_refused():
+    with pytest.raises(KVCacheValueError, match="a KV cache dtype for each layer, expected one for all layers"):
+        resolve_kv_cache_dtype("auto", model_dtype="bfloat16", quantization_config=modelopt(**layer_map("FP8")))
+    explicit = resolve_kv_cache_dtype("fp8", model_dtype="bfloat16", quantization_config=modelopt(**layer_map("FP8")))
+    assert explicit.source == "user"
+
+
+def test_a_map_names_layers_by_their_index_in_the_model_wherever_they_are():
+    names = ["model.language_model.layers.2.self_attn", "vision_tower.layers.5.attn", "mtp.layers.0.self_attn"]
+    declared = modelopt(kv_cache_quantized_layers={name: {"quant_algo": "FP8"} for name in names})
+    model = ModelKVConfig((SLIDING, FULL), KVCacheDType.BFLOAT16, declared, layer_indices=(2, 5), num_hidden_layers=8)
+    assert in_words(resolve_layer_dtypes(model)) == ["fp8_e4m3 of checkpoint", "bfloat16 of model"]
+
+
+def test_layers_that_the_model_has_not_are_warned_of():
+    declared = modelopt(**layer_map(*["FP8"] * 14))
+    with pytest.warns(
+        KVCacheWarning, match="a quantized cache for layers 12-13, of which the model keeps none"
+    ) as warned:
+        resolved = resolve_layer_specs(with_quantization(declared))
+    assert [spec.dtype for spec in resolved] == [KVCacheDType.FP8_E4M3] * 12
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_an_unknown_algorithm_of_a_layer_is_warned_of():
+    with pytest.warns(
+        KVCacheWarning, match="kv_cache_quantized_layers, layer 1: the ModelOpt KV cache algorithm 'INT8'"
+    ):
+        resolved = resolve_layer_dtypes(with_quantization(modelopt(**layer_map("FP8", "INT8"))))
+    assert in_words(resolved[:2]) == ["fp8_e4m3 of checkpoint", "bfloat16 of model"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (layer_map("FP8", "FP8_K_NVFP4_V"), "kv_cache_quantized_layers, layer 1: got 'FP8_K_NVFP4_V', which stores"),
+        (layer_map("FP8", kv_cache_schema_version=2), "kv_cache_schema_version: got 2, expected 1; ask for a"),
+        (layer_map("FP8", kv_cache_schema_version=True), "kv_cache_schema_version: got True, expected 1"),
+        ({"kv_cache_quantized_layers": ["FP8"]}, "kv_cache_quantized_layers: got ['FP8'], expected an algorithm for"),
+        (
+            {"kv_cache_quantized_layers": {"attn0": {"quant_algo": "FP8"}}},
+            "got 'attn0': {'quant_algo': 'FP8'}, expected",
+        ),
+        ({"kv_cache_quantized_layers": {"layers.0": "FP8"}}, "got 'layers.0': 'FP8', expected names and algorithms"),
+        ({"kv_cache_quantized_layers": {"layers." + "9" * 5000: {}}}, "kv_cache_quantized_layers: got 'layers.999"),
+        (
+            {"kv_cache_quantized_layers": {"a.0.b": {"quant_algo": "FP8"}, "a.0.c": {"quant_algo": "NVFP4"}}},
+            "kv_cache_quantized_layers: got 'NVFP4' and 'FP8' for layer 0, expected one",
+        ),
+    ],
+    ids=lambda value: repr(value)[:80] + repr(value)[-40:],
+)
+def test_a_map_that_cannot_be_served_is_refused(declared: dict[str, Any], message: str):
+    with pytest.raises(KVCacheValueError) as raised:
+        resolve_layer_dtypes(with_quantization(modelopt(**declared)))
+    assert message in str(raised.value)
+    resolved = resolve_layer_dtypes(with_quantization(modelopt(**declared)), "fp8")
+    assert in_words(resolved) == ["fp8_e4m3 of user"] * 12
+
+
+S, F = [0, 1, 3, 4, 6, 7, 9, 10], [2, 5, 8, 11]  # sliding and full layers of MODEL
+
+
+@pytest.mark.parametrize(
+    ("requested", "layers"),
+    [
+        ({}, {}),
+        ({"*": "fp8"}, {"fp8_e4m3": range(12)}),
+        ({"0-3": "float32", "*": "nvfp4"}, {"float32": range(4), "nvfp4": range(4, 12)}),
+        ({"*": "nvfp4", "0-3": "float32"}, {"float32": range(4), "nvfp4": range(4, 12)}),
+        ({"sliding_window": "fp8"}, {"fp8_e4m3": S}),
+        (
+            {"0-3": "float32", "sliding_window": "fp8", "*": "nvfp4"},
+            {"float32": range(4), "fp8_e4m3": S[3:], "nvfp4": F[1:]},
+        ),
+        ({"full_attention": "fp8_e5m2", 2: "half", "11": "auto"}, {"float16": [2], "fp8_e5m2": [5, 8]}),
+        ({"2-2": "fp8", np.int64(3): KVCacheDType.NVFP4}, {"fp8_e4m3": [2], "nvfp4": [3]}),
+        ({"0-5": "fp8", "4": "fp8_e4m3", "sliding_window": "auto"}, {"fp8_e4m3": range(6)}),
+        ({"*": "auto", "7": "fp8"}, {"fp8_e4m3": [7]}),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("declared", [None, compressed_tensors(FP8_SCHEME | {"strategy": "attn_head"})])
+def test_a_user_chooses_for_each_layer(requested: dict[Any, Any], layers: dict[str, Any], declared: Any):
+    """The nearer name holds; a layer that none names, or "auto" does, is the checkpoint's, else the model's."""
+    before = dict(requested)
+    expected = [BF16_OF_MODEL if declared is None else FP8_PER_HEAD] * 12
+    for dtype, indices in layers.items():
+        for index in indices:
+            expected[index] = ResolvedKVCacheDType(KVCacheDType(dtype), DTypeSource.USER)
+    model = with_quantization(declared)
+    assert list(resolve_layer_dtypes(model, requested)) == expected
+    assert [spec.dtype for spec in resolve_layer_specs(model, requested)] == [layer.dtype for layer in expected]
+    skipping = resolve_layer_dtypes(model, requested, skip_layers=["3-4", 7])
+    assert list(skipping) == [BF16_OF_MODEL if index in (3, 4, 7) else layer for index, layer in enumerate(expected)]
+    assert requested == before
+
+
+def test_the_checkpoint_is_not_looked_at_where_every_layer_is_asked_for():
+    refused = with_quantization(compressed_tensors(FP8_SCHEME | {"dynamic": True}))
+    assert in_words(resolve_layer_dtypes(refused, {"*": "fp8"})) == ["fp8_e4m3 of user"] * 12
+    with pytest.raises(KVCacheValueError, match="dynamic=True"):
+        resolve_layer_dtypes(refused, {"0-10": "fp8"})
+
+
+def test_a_range_passes_over_layers_without_a_cache():
+    model = ModelKVConfig((SLIDING, FULL), KVCacheDType.BFLOAT16, layer_indices=(2, 5), num_hidden_layers=8)
+    assert in_words(resolve_layer_dtypes(model, {"0-4": "fp8"})) == ["fp8_e4m3 of user", "bfloat16 of model"]
+    with pytest.raises(
+        KVCacheValueError, match="got '3-4', expected one of a layer index from 0 to 7 that has a KV cache"
+    ):
+        resolve_layer_dtypes(model, {"3-4": "fp8"})
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        (
+            {"0-12": "fp8"},
+            "kv_cache_dtype: got '0-12', expected one of a layer index from 0 to 11, a range such as 0-3",
+        ),
+        ({"3-2": "fp8"}, "kv_cache_dtype: got '3-2', expected one of"),
+        ({"-1": "fp8"}, "kv_cache_dtype: got '-1', expected one of"),
+        ({"sliding": "fp8"}, "kv_cache_dtype: got 'sliding', expected one of"),
+        ({12: "fp8"}, "sliding_window, full_attention, *"),
+        ({"0": "fp9"}, "kv_cache_dtype: got 'fp9', expected one of auto, float32"),
+        ({"0-3": "fp8", 3: "nvfp4"}, "got 'fp8_e4m3' for '0-3' and 'nvfp4' for 3, expected one dtype for layer 3"),
+    ],
+    ids=repr,
+)
+def test_a_map_that_does_not_fit_the_model_is_refused(requested: dict[Any, Any], message: str):
+    with pytest.raises(KVCacheValueError) as raised:
+        resolve_layer_dtypes(MODEL, requested)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "requested", [{None: "fp8"}, {True: "fp8"}, {0.0: "fp8"}, {"0": None}, {"0": {}}, [], 3], ids=repr
+)
+def test_a_map_of_other_kinds_is_refused_by_type(requested: Any):
+    with pytest.raises(KVCacheTypeError, match="kv_cache_dtype: got "):
+        resolve_layer_dtypes(MODEL, requested)
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         12,
+        "0-12",
+        "5-4",
+        "1-",
         -1,
         "12",
         "-1",
@@ -289,7 +523,7 @@ def test_layers_to_skip_go_by_their_index_in_the_model():
 def test_a_layer_that_the_model_has_not_is_refused_by_name(entry: int | str):
     with pytest.raises(KVCacheValueError) as raised:
         resolve_layer_specs(MODEL, "fp8", skip_layers=[0, entry])
-    accepted = "a layer index from 0 to 11, sliding_window, full_attention"
+    accepted = "a layer index from 0 to 11, a range such as 0-3, sliding_window, full_attention"
     assert f"skip_layers: got {entry!r}, expected one of {accepted}" in str(raised.value)
 
 
@@ -301,7 +535,10 @@ def test_an_index_that_python_does_not_read_is_refused():
 
 
 def test_a_kind_that_no_layer_has_is_refused_by_name():
-    with pytest.raises(KVCacheValueError, match=r"got 'sliding_window', expected one of .* 0 to 11, full_attention$"):
+    with pytest.raises(
+        KVCacheValueError,
+        match=r"got 'sliding_window', expected one of .* 0 to 11, a range such as 0-3, full_attention$",
+    ):
         resolve_layer_specs(FULL_ONLY, "fp8", skip_layers=["sliding_window"])
 
 

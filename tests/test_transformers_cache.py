@@ -68,7 +68,7 @@ def make_model(
     return model.eval().to(device)
 
 
-def make_cache(model: Any, kv_cache_dtype: str = "auto", *, num_blocks: int = 32, **options: Any) -> KvjaxCache:
+def make_cache(model: Any, kv_cache_dtype: Any = "auto", *, num_blocks: int = 32, **options: Any) -> KvjaxCache:
     return KvjaxCache(
         model.config, num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype, **{"block_size": 4, **options}
     )
@@ -255,6 +255,11 @@ def test_each_layer_has_its_own_dtype_scales_and_pages(device: str):
     assert [layer.kv.dtype for layer in cache.layers] == [torch.bfloat16, torch.uint8]
     assert [layer.kv.shape for layer in cache.layers] == [(32, 2, 4, 2, 32)] * 2
     assert cache.bytes_per_token == 2 * 2 * 32 * 2 + 2 * 2 * 32
+
+
+def test_layers_may_have_dtypes_of_their_own():
+    cache = make_cache(make_model("cpu"), {"0": "fp8", "*": "nvfp4"})
+    assert [spec.dtype.value for spec in cache.specs] == ["fp8_e4m3", "nvfp4"]
 
 
 def test_a_checkpoint_that_declares_fp8_gets_it():

@@ -1,4 +1,4 @@
-"""Runs the demo and puts what it prints, up to the generated text, between the demo's markers in README.md."""
+"""Runs the demo and puts its tables between the markers of README.md and of docs/calibration.md."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- demo: begin -->\n", "<!-- demo: end -->\n"
+ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Rewrites README.md in place."""
+    """Rewrites both in place."""
     printed = subprocess.run([sys.executable, "-m", "kvjax", "demo"], stdout=subprocess.PIPE, text=True, check=True)
-    table, legend, *_ = printed.stdout.split("\n\n")
-    before, rest = README.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}{table}\n\n```text\n{legend}\n```\n{END}{after}")
+    table, legend, scales, scales_legend, *_ = printed.stdout.split("\n\n")
+    _replace(ROOT / "README.md", "demo", table, legend)
+    _replace(ROOT / "docs/calibration.md", "scales", scales, scales_legend)
+
+
+def _replace(page: Path, name: str, table: str, legend: str) -> None:
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}{table}\n\n```text\n{legend}\n```\n{end}{after}")
 
 
 if __name__ == "__main__":

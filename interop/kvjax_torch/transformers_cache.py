@@ -25,6 +25,7 @@ from kvjax import (
     KVCacheTypeError,
     KVCacheValueError,
     KVCacheWarning,
+    RequestedKVCacheDType,
     check_scale,
 )
 from kvjax_torch.arguments import check_scale_values
@@ -59,9 +60,9 @@ class KvjaxCache(Cache):
     Args:
       config: the model's configuration.
       num_blocks: blocks of every layer's pool: `ceil(tokens / block_size)` for each sequence, prompt included.
-      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is what the checkpoint declares, else
-        the model dtype.
-      skip_layers: layers that keep the model dtype, as in `kvjax.resolve_layer_specs`.
+      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes, or names by layers, as in
+        `kvjax.resolve_layer_dtypes`; `"auto"` is what the checkpoint declares, else the model dtype.
+      skip_layers: layers that keep the model dtype, likewise.
       k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one for each. By default
         1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer stores
         while it is empty, so that nothing is clipped until a token is 16 times larger than that.
@@ -83,7 +84,7 @@ class KvjaxCache(Cache):
         config: PreTrainedConfig,
         *,
         num_blocks: int,
-        kv_cache_dtype: str | KVCacheDType = "auto",
+        kv_cache_dtype: RequestedKVCacheDType = "auto",
         skip_layers: Sequence[int | str] = (),
         k_scale: Scale | Sequence[Scale] | None = None,
         v_scale: Scale | Sequence[Scale] | None = None,

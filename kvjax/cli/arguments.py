@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import kvjax
 from kvjax.errors import shown
+from kvjax.resolve import RequestedKVCacheDType
 from kvjax.spec import MAX_SIZE
 
 _UNITS = {
@@ -28,6 +29,22 @@ def word_of[T](parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
+
+
+def kv_cache_dtypes(word: str) -> RequestedKVCacheDType:
+    """A dtype, or dtypes by layers, for `resolve_layer_dtypes`: `"0-3=bfloat16,sliding_window=fp8,*=nvfp4"`."""
+    parse = word_of(kvjax.parse_kv_cache_dtype)
+    if "=" not in word:
+        return parse(word)
+    dtypes: dict[int | str, str | kvjax.KVCacheDType] = {}
+    for entry in word.split(","):
+        layers, equals, dtype = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise argparse.ArgumentTypeError(f"got {entry!r}, expected layers=dtype, as in '0-3=bfloat16,*=nvfp4'")
+        if layers in dtypes:
+            raise argparse.ArgumentTypeError(f"got {layers!r} twice, expected each word once")
+        dtypes[layers] = parse(dtype)
+    return dtypes
 
 
 def at_least(least: int) -> Callable[[str], int]:

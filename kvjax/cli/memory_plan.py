@@ -18,6 +18,8 @@ from kvjax import (
     ResolvedKVCacheDType,
     VScaleLayout,
 )
+from kvjax.layer_names import in_ranges, split_layer_name
+from kvjax.scales import LayerScales
 from kvjax.table import markdown_table
 
 BASELINE = KVCacheDType.BFLOAT16
@@ -30,8 +32,10 @@ class LayerGroup:
 
     `layers`: their indices. `sliding_window`: tokens that a query sees, None for all. `source`: who chose the dtype.
     `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds a scale for
-    each KV head. `block_size`: tokens of a page, more than asked for where other layers have larger pages.
-    `page_bytes`: the same in every group; `padding_bytes` of them hold nothing.
+    each KV head. `scales`: the names of the scales of keys and of values, after the layer's index; none where the
+    layers need none or the checkpoint holds none, None where there were no weights to look into. `block_size`: tokens
+    of a page, more than asked for where other layers have larger pages. `page_bytes`: the same in every group;
+    `padding_bytes` of them hold nothing.
     """
 
     layers: tuple[int, ...]
@@ -44,6 +48,7 @@ class LayerGroup:
     source: DTypeSource
     skipped: bool
     per_head_scales: bool
+    scales: tuple[str, ...] | None
     layout: CacheLayout
     v_scale_layout: VScaleLayout
     block_size: int
@@ -88,7 +93,8 @@ class MemoryPlan:
         resolved: Sequence[ResolvedKVCacheDType],
         specs: Sequence[AttentionSpec],
         *,
-        unskipped: ResolvedKVCacheDType,
+        scales: Sequence[LayerScales] | None,
+        unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
     ) -> Self:
@@ -98,7 +104,8 @@ class MemoryPlan:
           model: the share, as `ModelKVConfig.shard` gives it.
           resolved: each layer's dtype.
           specs: each layer's spec, with pages of its own size.
-          unskipped: the dtype of a layer that is not skipped.
+          scales: what the checkpoint holds for each layer, None where there are no weights.
+          unskipped: each layer's dtype where none is skipped.
           tensor_parallel: devices that hold such a share.
           memory_bytes: the budget of one device.
         """
@@ -107,9 +114,11 @@ class MemoryPlan:
         baseline = kvjax.unify_page_sizes(
             kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         )
-        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType], list[int]] = {}
-        for index, spec, chosen in zip(model.layer_indices, unified, resolved, strict=True):
-            alike.setdefault((spec, chosen), []).append(index)
+        names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
+        skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
+        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
+        for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
+            alike.setdefault(facts, []).append(index)
         totals, bfloat16 = (
             Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
             for every in (unified, baseline)
@@ -121,9 +130,7 @@ class MemoryPlan:
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
-            groups=tuple(
-                _group(layers, spec, chosen, skipped=chosen != unskipped) for (spec, chosen), layers in alike.items()
-            ),
+            groups=tuple(_group(layers, *facts) for facts, layers in alike.items()),
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
@@ -149,17 +156,34 @@ class MemoryPlan:
             f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
             f" {self.bfloat16.tokens:,}{ratio}",
         ]
+        lines += [
+            f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"
+            for group in self.groups
+            if group.scales is not None and KVCacheDType(group.dtype).is_quantized
+        ]
         if self.layers_without_cache:
             lines.append(
                 f"{len(self.layers_without_cache)} layers have no KV cache of their own:"
-                f" {_ranges(self.layers_without_cache)}; what they keep instead, if anything, is not counted"
+                f" {in_ranges(self.layers_without_cache)}; what they keep instead, if anything, is not counted"
             )
         if any(group.sliding_window for group in self.groups):
             lines.append("every token is counted in sliding layers too: what leaves a window is not given back here")
         return "\n".join(lines)
 
 
-def _group(layers: Iterable[int], spec: AttentionSpec, resolved: ResolvedKVCacheDType, *, skipped: bool) -> LayerGroup:
+def _scale_names(layer: LayerScales) -> tuple[str, ...]:
+    """The names of a layer's scales, each once, after the layer's index."""
+    parts = [split_layer_name(name) for name in layer.names if name]
+    return tuple(dict.fromkeys(part.rest for part in parts if part))
+
+
+def _group(
+    layers: Iterable[int],
+    spec: AttentionSpec,
+    resolved: ResolvedKVCacheDType,
+    scales: tuple[str, ...] | None,
+    skipped: bool,
+) -> LayerGroup:
     return LayerGroup(
         layers=tuple(layers),
         attention=AttentionKind.FULL_ATTENTION if spec.sliding_window is None else AttentionKind.SLIDING_WINDOW,
@@ -171,6 +195,7 @@ def _group(layers: Iterable[int], spec: AttentionSpec, resolved: ResolvedKVCache
         source=resolved.source,
         skipped=skipped,
         per_head_scales=resolved.per_head_scales,
+        scales=scales,
         layout=spec.layout,
         v_scale_layout=spec.v_scale_layout,
         block_size=spec.block_size,
@@ -183,7 +208,7 @@ def _group(layers: Iterable[int], spec: AttentionSpec, resolved: ResolvedKVCache
 def _cells(group: LayerGroup) -> tuple[str, ...]:
     sizes = f"{group.head_size}" if group.head_size == group.head_size_v else f"{group.head_size}/{group.head_size_v}"
     return (
-        f"{len(group.layers)}: {_ranges(group.layers)}",
+        f"{len(group.layers)}: {in_ranges(group.layers)}",
         f"{group.attention} {group.sliding_window or ''}".rstrip(),
         group.dtype + (" (scale per head)" if group.per_head_scales else ""),
         group.source + (" (skipped)" if group.skipped else ""),
@@ -193,15 +218,3 @@ def _cells(group: LayerGroup) -> tuple[str, ...]:
         f"{group.page_bytes:,}",
         f"{group.padding_bytes:,} ({group.padding_bytes / group.page_bytes:.1%})" if group.padding_bytes else "0",
     )
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """`0-4, 6, 8-9`; of many ranges the first two and the last."""
-    ranges: list[tuple[int, int]] = []
-    for layer in layers:
-        if ranges and layer == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], layer)
-        else:
-            ranges.append((layer, layer))
-    words = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
-    return ", ".join(words if len(words) <= 4 else [*words[:2], "...", words[-1]])

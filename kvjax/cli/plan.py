@@ -9,14 +9,16 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvjax
-from kvjax.cli.arguments import at_least, memory, word_of
+from kvjax.cli.arguments import at_least, kv_cache_dtypes, memory, word_of
 from kvjax.cli.memory_plan import MemoryPlan
 from kvjax.dtypes import parse_model_dtype
+from kvjax.scales import LayerScales, read_layer_scales
+from kvjax.tensor_files import has_tensors, open_tensors
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -28,8 +30,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "plan",
         help="print what a model's KV cache costs and how many tokens fit",
         description="Prints each layer's KV cache dtype and where it comes from, bytes a token, pages and their"
-        " padding, and how many tokens a budget of memory holds next to bfloat16. Reads a configuration alone: no"
-        " weights, no device.",
+        " padding, and how many tokens a budget of memory holds next to bfloat16. Reads a configuration and, of"
+        " safetensors files beside it, the caches' scales: no weights, no device.",
     )
     parser.add_argument(
         "--config",
@@ -41,10 +43,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        type=word_of(kvjax.parse_kv_cache_dtype),
+        type=kv_cache_dtypes,
         default="auto",
         metavar="DTYPE",
-        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)} (default: %(default)s)",
+        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}; or dtypes of layers (indices, ranges, kinds, * for"
+        " the others), as in '0-3=bfloat16,sliding_window=fp8,*=nvfp4' (default: %(default)s)",
     )
     parser.add_argument(
         "--model-dtype",
@@ -57,7 +60,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         nargs="+",
         default=(),
         metavar="LAYER",
-        help="layers that keep the model dtype: indices from 0, and kinds of attention,"
+        help="layers that keep the model dtype: indices from 0, ranges of them (0-3), and kinds of attention,"
         f" {' or '.join(kvjax.AttentionKind)}",
     )
     parser.add_argument(
@@ -113,13 +116,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPlan:
     with _refusing(parser, "argument --config: "):
         model = _model(args)
-        unskipped = kvjax.resolve_kv_cache_dtype(
-            args.kv_cache_dtype, model_dtype=model.dtype, quantization_config=model.quantization_config
-        )
-    with _refusing(parser, "argument --tensor-parallel: "):
-        model = model.shard(args.tensor_parallel)
+    # What is refused of a map of dtypes may be a word of it: the message names the field.
+    with _refusing(parser, "" if isinstance(args.kv_cache_dtype, Mapping) else "argument --config: "):
+        unskipped = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype)
     with _refusing(parser, "argument --skip-layers: "):
         resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
+    with _refusing(parser, "argument --config: "):
+        scales = _scales(args, model)
+    with _refusing(parser, "argument --tensor-parallel: "):
+        model = model.shard(args.tensor_parallel)
     # What is refused here is an argument together with others, or with the model: the message names the field.
     with _refusing(parser):
         specs = kvjax.resolve_layer_specs(
@@ -134,6 +139,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         model,
         resolved,
         specs,
+        scales=scales,
         unskipped=unskipped,
         tensor_parallel=args.tensor_parallel,
         memory_bytes=args.memory,
@@ -141,23 +147,31 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
 
 
 def _model(args: argparse.Namespace) -> kvjax.ModelKVConfig:
-    config, hf_quant_config = args.config
+    config, hf_quant_config, _ = args.config
     model = kvjax.ModelKVConfig.from_hf_config(config, model_dtype=args.model_dtype)
     if model.quantization_config is None:
         return dataclasses.replace(model, quantization_config=hf_quant_config)
     return model
 
 
-def _read_config(word: str) -> tuple[Any, Any]:
-    """What `--config` names: the content of config.json, and of hf_quant_config.json or None."""
+def _scales(args: argparse.Namespace, model: kvjax.ModelKVConfig) -> tuple[LayerScales, ...] | None:
+    """The scales of the checkpoint that the configuration is of; None where no weights stand beside it."""
+    _, _, folder = args.config
+    if folder is None or not has_tensors(folder):
+        return None
+    return read_layer_scales(open_tensors(folder), model, args.kv_cache_dtype, skip_layers=args.skip_layers)
+
+
+def _read_config(word: str) -> tuple[Any, Any, Path | None]:
+    """What `--config` names: the content of config.json, and of hf_quant_config.json or None, and their folder."""
     if word == "-":
-        return _parse("standard input", sys.stdin.buffer.read()), None
+        return _parse("standard input", sys.stdin.buffer.read()), None, None
     path = Path(word)
     try:
         if path.is_dir():
             path /= "config.json"
         beside = path.with_name("hf_quant_config.json")
-        return _read(path), _read(beside) if beside.exists() else None
+        return _read(path), _read(beside) if beside.exists() else None, path.parent
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {error.filename!r}: {error.strerror}") from None
 
@@ -182,3 +196,5 @@ def _refusing(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[Non
         yield
     except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:
         parser.error(f"{prefix}{error}")
+    except OSError as error:
+        parser.error(f"{prefix}cannot read {error.filename!r}: {error.strerror}")

@@ -22,15 +22,6 @@ PADDING_SLOT = -1
 """The slot of a token that is there only to fill up a batch: it is computed, and written nowhere."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerScales:
-    """Decode scales of one layer, float32 scalars; 1 where the layer is not quantized."""
-
-    k: jax.Array
-    v: jax.Array
-
-
 class Batch(NamedTuple):
     """The tokens of one step, int32: some of one sequence (prefill), or one of each of several (decode)."""
 
@@ -60,7 +51,7 @@ class Engine:
 
     config: TransformerConfig
     params: Params
-    scales: tuple[LayerScales, ...]
+    scales: tuple[kvjax.KVScales, ...]
     caches: tuple[kvjax.KVCache, ...]
 
     @classmethod
@@ -69,7 +60,7 @@ class Engine:
         config: TransformerConfig,
         params: Params,
         specs: Sequence[kvjax.AttentionSpec],
-        scales: Sequence[LayerScales],
+        scales: Sequence[kvjax.KVScales],
         num_blocks: int,
     ) -> Engine:
         """An engine with a cache of `num_blocks` blocks for every layer."""
@@ -91,28 +82,25 @@ class Engine:
         return StepOutput(*jax.device_get(output))
 
 
-type _AttendCached = Callable[[jax.Array, kvjax.KVCache, Batch, LayerScales, int | None], jax.Array]
+type _AttendCached = Callable[[jax.Array, kvjax.KVCache, Batch, kvjax.KVScales, int | None], jax.Array]
 
 
 def _attend_to_gathered(
-    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: LayerScales, window: int | None
+    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: kvjax.KVScales, window: int | None
 ) -> jax.Array:
-    key, value = kvjax.gather_kv(
-        cache, batch.block_tables, batch.seq_lens, k_scale=scales.k, v_scale=scales.v, dtype=query.dtype
-    )
+    key, value = kvjax.gather_kv(cache, batch.block_tables, batch.seq_lens, **scales._asdict(), dtype=query.dtype)
     return causal_attention(query, key[0], value[0], jnp.asarray(batch.positions), window)
 
 
 def _attend_to_pages(
-    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: LayerScales, window: int | None
+    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: kvjax.KVScales, window: int | None
 ) -> jax.Array:
     return kvjax.paged_attention(
         query,
         cache,
         batch.block_tables,
         batch.seq_lens,
-        k_scale=scales.k,
-        v_scale=scales.v,
+        **scales._asdict(),
         sliding_window=window,
     )
 
@@ -121,7 +109,7 @@ def _attend_to_pages(
 def _run(
     caches: tuple[kvjax.KVCache, ...],
     params: Params,
-    scales: tuple[LayerScales, ...],
+    scales: tuple[kvjax.KVScales, ...],
     batch: Batch,
     *,
     config: TransformerConfig,
@@ -131,9 +119,7 @@ def _run(
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         layer_scales = scales[layer]
-        written[layer] = kvjax.reshape_and_cache_flash(
-            key, value, caches[layer], batch.slots, k_scale=layer_scales.k, v_scale=layer_scales.v
-        )
+        written[layer] = kvjax.reshape_and_cache_flash(key, value, caches[layer], batch.slots, **layer_scales._asdict())
         attended = attend_cached(query, written[layer], batch, layer_scales, config.window(layer))
         trace.append((query, key, value, attended))
         return attended

@@ -12,9 +12,9 @@ import numpy as np
 
 import kvjax
 from kvjax.demo.blocks import BlockPool
-from kvjax.demo.calibrate import Amax, decode_scales
 from kvjax.demo.engine import Engine
 from kvjax.demo.model import Params, TransformerConfig, bits_per_token, causal_attention, dense_logits
+from kvjax.demo.samples import Samples
 from kvjax.demo.serve import Request, ServeConfig, Served, pool_size, serve
 from kvjax.demo.timing import seconds_per_written_token
 
@@ -23,11 +23,11 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is the same for every dtype: the model, and how large its keys and values were when it was calibrated."""
+    """What is the same for every dtype: the model, and the samples of its keys and values that scales are found by."""
 
     config: TransformerConfig
     params: Params
-    amax: Sequence[Amax]
+    samples: Samples
 
     def layer_specs(self, dtype: kvjax.KVCacheDType, block_size: int) -> tuple[kvjax.AttentionSpec, ...]:
         """The specs of its layers when a user asks for `dtype`, by the same way as any Hugging Face model."""
@@ -37,7 +37,7 @@ class Model:
     def engine(self, dtype: kvjax.KVCacheDType, num_blocks: int, block_size: int) -> Engine:
         """The model over caches of `dtype`."""
         specs = self.layer_specs(dtype, block_size)
-        return Engine.allocate(self.config, self.params, specs, decode_scales(specs, self.amax), num_blocks)
+        return Engine.allocate(self.config, self.params, specs, kvjax.calibrate(specs, self.samples), num_blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def dense_reference(model: Model, texts: Sequence[np.ndarray], max_length: int) 
     padded = [np.pad(text[:-1].astype(np.int32), (0, max_length - len(text))) for text in texts]
     all_logits = [np.asarray(_dense_logits(model.params, tokens, config=model.config)) for tokens in padded]
     logits = [one[: len(text) - 1] for one, text in zip(all_logits, texts, strict=True)]
-    return Reference(_bits_per_byte(logits, texts), [one.argmax(axis=1) for one in logits])
+    return Reference(bits_per_byte(logits, texts), [one.argmax(axis=1) for one in logits])
 
 
 def evaluate(
@@ -99,7 +99,7 @@ def evaluate(
         dtype=specs[-1].dtype.value,
         bytes_per_token=sum(spec.bytes_per_token for spec in specs),
         tokens_per_gib=kvjax.max_tokens(specs, GIB),
-        bits_per_byte=_bits_per_byte([one.output.logits for one in served], [one.tokens for one in served]),
+        bits_per_byte=bits_per_byte([one.output.logits for one in served], [one.tokens for one in served]),
         greedy_agreement=float(np.concatenate(agreement).mean()),
         attention_error=max(errors),
         attention_rms=float(np.sqrt(np.mean(squares))),
@@ -109,7 +109,7 @@ def evaluate(
     )
 
 
-def _bits_per_byte(logits: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> float:
+def bits_per_byte(logits: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> float:
     """Mean bits of every byte but the first of each text, under the logits of the byte before it."""
     all_logits, targets = np.concatenate(logits), np.concatenate([text[1:].astype(np.int32) for text in texts])
     return float(jnp.mean(bits_per_token(jnp.asarray(all_logits), jnp.asarray(targets))))

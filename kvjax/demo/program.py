@@ -13,8 +13,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import kvjax
 from kvjax.demo import text, weights
 from kvjax.demo.blocks import BlockPool
-from kvjax.demo.calibrate import largest_keys_and_values
 from kvjax.demo.evaluate import Model, Row, dense_reference, evaluate
+from kvjax.demo.samples import Samples
+from kvjax.demo.scales import ScalesRow, compare_scales
 from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
 
 BLOCK_SIZE = 16
@@ -54,6 +55,7 @@ class Result:
     unigram_bits_per_byte: float
     dense_float32_bits_per_byte: float
     rows: Sequence[Row]
+    scales: Sequence[ScalesRow]
     continuation: Continuation
 
 
@@ -78,6 +80,8 @@ def run(options: Options) -> Result:
             rows.append(
                 evaluate(model, dtype, work.requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
             )
+        bar.set_description("scales")
+        scales = compare_scales(model, options.dtypes, work.texts, reference, options.tokens, BLOCK_SIZE)
         bar.set_description(f"{dtype.value}, writing on")
         pool = BlockPool(pool_size(work.requests, config, BLOCK_SIZE))
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
@@ -91,6 +95,7 @@ def run(options: Options) -> Result:
         unigram_bits_per_byte=text.unigram_bits_per_byte(training, np.concatenate([one[1:] for one in work.texts])),
         dense_float32_bits_per_byte=reference.bits_per_byte,
         rows=rows,
+        scales=scales,
         continuation=Continuation(rows[-1].dtype, *_split_text(written, work.continuation)),
     )
 
@@ -105,8 +110,7 @@ def _read_text() -> tuple[np.ndarray, np.ndarray]:
 def _calibrated(loaded: weights.Weights, training: np.ndarray, rng: np.random.Generator) -> Model:
     num_samples, length = CALIBRATION_SHAPE
     samples = jnp.asarray(text.excerpts(training, [length] * num_samples, rng), jnp.int32)
-    amax = largest_keys_and_values(loaded.params, samples, config=loaded.config)
-    return Model(loaded.config, loaded.params, jax.device_get(amax))
+    return Model(loaded.config, loaded.params, Samples(loaded.config, loaded.params, samples))
 
 
 @dataclasses.dataclass(frozen=True)

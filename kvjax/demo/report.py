@@ -8,6 +8,7 @@ import textwrap
 
 from kvjax.demo import program, timing
 from kvjax.demo.evaluate import Row
+from kvjax.demo.scales import ScalesRow
 from kvjax.table import markdown_table
 
 _COLUMNS = (
@@ -21,15 +22,23 @@ _COLUMNS = (
 )
 
 
+_SCALES_COLUMNS = ("dtype", "scales", "key error", "value error", "bits/byte", "greedy agreement")
+
+
 def as_json(result: program.Result) -> str:
     """`result` as one JSON document, its fields by their names."""
     return json.dumps(dataclasses.asdict(result), indent=2)
 
 
 def as_text(result: program.Result) -> str:
-    """The table, the meaning of its columns, and the continuation."""
-    table = markdown_table(_COLUMNS, [_cells(row) for row in result.rows])
-    return "\n\n".join([table, _legend(result), _continuation(result.continuation)])
+    """The table and the meaning of its columns, the same for scales where dtypes have them, and the continuation."""
+    parts = [markdown_table(_COLUMNS, [_cells(row) for row in result.rows]), _legend(result)]
+    if result.scales:
+        parts += [
+            markdown_table(_SCALES_COLUMNS, [_scales_cells(row) for row in result.scales], left=2),
+            _SCALES_LEGEND,
+        ]
+    return "\n\n".join([*parts, _continuation(result.continuation)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -41,6 +50,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.greedy_agreement:.2%}",
         f"{row.attention_error:.2g}",
         f"{row.write_seconds_per_token * 1e6:.2f}",
+    )
+
+
+def _scales_cells(row: ScalesRow) -> tuple[str, ...]:
+    return (
+        row.dtype,
+        row.scales,
+        f"{row.key_error:.3%}",
+        f"{row.value_error:.3%}",
+        f"{row.bits_per_byte:.4f}",
+        f"{row.greedy_agreement:.2%}",
     )
 
 
@@ -60,7 +80,20 @@ def _legend(result: program.Result) -> str:
         "fp8 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
         f" {program.CALIBRATION_SHAPE[0]} x {program.CALIBRATION_SHAPE[1]} bytes of training text.",
     )
+    return _filled(*lines)
+
+
+def _filled(*lines: str) -> str:
     return "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in lines)
+
+
+_SCALES_LEGEND = _filled(
+    "scales: how they were found on the same training text, by kvjax.calibrate; the table above is of amax.",
+    "1: not at all. other magnitudes: of the same model, were its keys 64 times and its values a 4096th as large, which"
+    " is nothing to a model without a cache; every way that calibrates gives then what it gives now.",
+    "key error, value error: root mean square of what storing changes in the held-out text's, over their own.",
+    "bits/byte, greedy agreement: as above, with every key and value through the cache, each text at once.",
+)
 
 
 def _continuation(continuation: program.Continuation) -> str:

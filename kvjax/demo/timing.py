@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.demo.engine import LayerScales
 
 NUM_TOKENS = 256
 NUM_BLOCKS = 1024
 NUM_CALLS = 50
 
 
-def seconds_per_written_token(spec: kvjax.AttentionSpec, scales: LayerScales) -> float:
+def seconds_per_written_token(spec: kvjax.AttentionSpec, scales: kvjax.KVScales) -> float:
     """Wall time of a token's write into one layer: the median call, dispatch included, over the tokens it writes.
 
     A call writes `NUM_TOKENS` bfloat16 tokens to scattered slots of a donated cache, and is waited for.
@@ -30,7 +29,7 @@ def seconds_per_written_token(spec: kvjax.AttentionSpec, scales: LayerScales) ->
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def write(cache: kvjax.KVCache, key: jax.Array, value: jax.Array, slots: jax.Array) -> kvjax.KVCache:
-        return kvjax.reshape_and_cache_flash(key, value, cache, slots, k_scale=scales.k, v_scale=scales.v)
+        return kvjax.reshape_and_cache_flash(key, value, cache, slots, **scales._asdict())
 
     cache = jax.block_until_ready(write(cache, key, value, slots))
     seconds = []
