@@ -4,6 +4,8 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 `KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`.
 """
 
+from kvjax.block_pool import BlockPool as BlockPool
+from kvjax.block_pool import PagedSequence as PagedSequence
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache import nvfp4_split_views as nvfp4_split_views
@@ -17,6 +19,7 @@ from kvjax.errors import KVCacheMemoryError as KVCacheMemoryError
 from kvjax.errors import KVCacheTypeError as KVCacheTypeError
 from kvjax.errors import KVCacheValueError as KVCacheValueError
 from kvjax.errors import KVCacheWarning as KVCacheWarning
+from kvjax.errors import OutOfBlocksError as OutOfBlocksError
 from kvjax.errors import UnsupportedError as UnsupportedError
 from kvjax.layouts import CacheLayout as CacheLayout
 from kvjax.layouts import VScaleLayout as VScaleLayout

@@ -22,6 +22,7 @@ LAYERS = (
     "layouts",
     "pages",
     "spec",
+    "block_pool",
     "partition",
     "memory",
     "checkpoint",
