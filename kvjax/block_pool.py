@@ -30,8 +30,8 @@ MAX_SLOTS = 2**31 - 1
 class BlockPool:
     """Hands out the block numbers `0 .. num_blocks - 1` of a cache, each to any number of holders.
 
-    A block that nobody holds is free. A full one whose tokens are known (`PagedSequence.commit`) stays cached when it is
-    free: a sequence that begins with the same tokens takes it up again, until the pool needs it for something else.
+    A block that nobody holds is free. A full one whose tokens are known (`PagedSequence.commit`) stays cached when it
+    is free: a sequence that begins with the same tokens takes it up again, until the pool needs it for something else.
     `allocate` takes free blocks that are not cached first, the last freed one first, and then evicts cached ones, the
     least recently used first; of one sequence its last block first.
 
@@ -207,9 +207,7 @@ class BlockPool:
                 raise KVCacheValueError(f"blocks: got block {block}, {holders}, expected at least {count} holders")
         return [int(block) for block in blocks]
 
-    def _checked_pairs(
-        self, sequences: Sequence[PagedSequence], numbers: list[int]
-    ) -> list[tuple[PagedSequence, int]]:
+    def _checked_pairs(self, sequences: Sequence[PagedSequence], numbers: list[int]) -> list[tuple[PagedSequence, int]]:
         if len(sequences) != len(numbers):
             raise KVCacheValueError(
                 f"num_new_tokens: got {len(numbers)} numbers, expected one for each of {len(sequences)} sequences"

@@ -12,7 +12,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import kvjax
 from kvjax.demo import text, weights
-from kvjax.demo.blocks import BlockPool
 from kvjax.demo.calibrate import largest_keys_and_values
 from kvjax.demo.evaluate import Model, Row, dense_reference, evaluate
 from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
@@ -79,7 +78,7 @@ def run(options: Options) -> Result:
                 evaluate(model, dtype, work.requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
             )
         bar.set_description(f"{dtype.value}, writing on")
-        pool = BlockPool(pool_size(work.requests, config, BLOCK_SIZE))
+        pool = kvjax.BlockPool(pool_size(work.requests, config, BLOCK_SIZE), BLOCK_SIZE)
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
         (written,) = serve(engine, [work.continuation], pool, config, bar.update)
 
