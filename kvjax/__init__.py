@@ -52,5 +52,6 @@ from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
+from kvjax.step import StepMetadata as StepMetadata
 
 __version__ = "0.1.0"

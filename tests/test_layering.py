@@ -33,6 +33,7 @@ LAYERS = (
     "cache",
     "kernels",
     "ops",
+    "step",
     "kvjax",
     "table",
     "demo",
