@@ -139,7 +139,7 @@ class StepMetadata:
             check_array("cu_kv_lens", cu_kv_lens, [("max_num_seqs + 1", rows + 1)], INDEX_DTYPES)
             per_sequence = columns = as_int("max_blocks", max_blocks, least=0)
             first = _as_int32(cu_kv_lens)[:-1] // size
-        column = jnp.arange(columns, dtype=jnp.int32)
+        column = jnp.arange(columns, dtype=jnp.int32)[None]
         there = (column * size < lengths[:, None]) & (column < per_sequence)
         pages = jnp.where(pages <= MAX_SLOTS // size, pages, GIVEN_BACK)  # else its slots would be other blocks'
         block_table = jnp.where(there, _entries(pages, first[:, None] + column), GIVEN_BACK)

@@ -186,7 +186,8 @@ def test_what_cannot_be_is_named(call, error, message):
 @pytest.mark.parametrize("page", [2**32 + 1, 2**31 - 1, 2**30, -5, -(2**40)])
 def test_a_page_that_no_cache_has_is_none(page: int):
     pages, lens, cu = np.array([page, 1], np.int64), np.array([1, 1]), np.array([0, 1, 2])
-    step = StepMetadata.from_page_indices(pages, lens, cu, block_size=4, num_tokens=2)
+    with jax.numpy_rank_promotion("raise"):
+        step = StepMetadata.from_page_indices(pages, lens, cu, block_size=4, num_tokens=2)
     assert step.block_table.dtype == step.slot_mapping.dtype == jnp.int32
     assert step.slot_mapping.tolist() == [-1, 4]
     assert step.block_table[0, 0] < 0
