@@ -50,6 +50,7 @@ from kvjax.resolve import resolve_layer_specs as resolve_layer_specs
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
+from kvjax.spec import max_blocks as max_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
 from kvjax.step import StepMetadata as StepMetadata

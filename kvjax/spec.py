@@ -255,10 +255,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
       KVCacheValueError: no specs, or a negative budget.
       KVCacheTypeError: a budget that is not an int.
     """
-    if not specs:
-        raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")
-    budget = as_int("budget_bytes", budget_bytes, least=0)
-
+    budget = _budget("max_tokens", specs, budget_bytes)
     layers = collections.Counter((spec.block_size, spec.page_size_bytes) for spec in specs)
 
     def cost(num_tokens: int) -> int:
@@ -270,6 +267,23 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
         middle = (fits + most + 1) // 2
         fits, most = (middle, most) if cost(middle) <= budget else (fits, middle - 1)
     return fits
+
+
+def max_blocks(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
+    """The most blocks that `budget_bytes` hold in every layer: `num_blocks` of a cache for each spec, and of a
+    `BlockPool` for all of them.
+
+    Raises:
+      KVCacheValueError: no specs, or a negative budget.
+      KVCacheTypeError: a budget that is not an int.
+    """
+    return _budget("max_blocks", specs, budget_bytes) // sum(spec.page_size_bytes for spec in specs)
+
+
+def _budget(what: str, specs: Sequence[AttentionSpec], budget_bytes: object) -> int:
+    if not specs:
+        raise KVCacheValueError(f"{what}: got no specs, expected one for each layer")
+    return as_int("budget_bytes", budget_bytes, least=0)
 
 
 def as_int(what: str, value: object, *, least: int | None = None, most: int | None = None) -> int:

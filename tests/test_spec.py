@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout, VScaleLayout
-from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec, max_tokens, unify_page_sizes
+from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec, max_blocks, max_tokens, unify_page_sizes
 
 laws = settings(derandomize=True, max_examples=200)
 
@@ -360,6 +360,14 @@ def test_more_memory_holds_no_fewer_tokens(specs: list[AttentionSpec], budget: i
 
 
 @laws
+@given(MODELS, st.integers(0, 2**30), st.booleans())
+def test_a_budget_is_kept_and_used_up_by_blocks_of_every_layer(specs: list[AttentionSpec], budget: int, unify: bool):
+    specs = list(unify_page_sizes(specs)) if unify else specs
+    blocks, together = max_blocks(specs, budget), sum(spec.page_size_bytes for spec in specs)
+    assert blocks * together <= budget < (blocks + 1) * together
+
+
+@laws
 @given(MODELS, st.integers(1, 2**20))
 def test_the_bytes_that_tokens_need_hold_them(specs: list[AttentionSpec], tokens: int):
     needed = bytes_for(specs, tokens)
@@ -399,3 +407,5 @@ def test_a_budget_of_any_size_is_counted():
 def test_budgets_that_are_refused(specs, budget, error: type[KVCacheError], message: str):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         max_tokens(specs, budget)
+    with pytest.raises(error, match=f"^{re.escape(message.replace('max_tokens', 'max_blocks'))}$"):
+        max_blocks(specs, budget)
