@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode, parse_model_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
@@ -36,6 +36,8 @@ class AttentionSpec:
       sliding_window: tokens that a query sees, its own included; only and always given in a `SlidingWindowSpec`.
       page_size_padded: bytes of a page in a pool that several layers share; the cache is then that pool, uint8
         `[num_blocks, page_size_padded]`, and a page's bytes past `real_page_size_bytes` are never written.
+      model_dtype: what the model computes in, as any framework names it: what `gather_kv` returns of a quantized layer
+        where it is not told.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: when made with a field that no cache can have, naming it.
@@ -51,6 +53,7 @@ class AttentionSpec:
     v_scale_layout: VScaleLayout = VScaleLayout.LINEAR
     sliding_window: int | None = None
     page_size_padded: int | None = None
+    model_dtype: KVCacheDType = KVCacheDType.BFLOAT16
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -64,6 +67,7 @@ class AttentionSpec:
             )
         object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
+        object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))
         self._check_nvfp4()
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise KVCacheValueError(
@@ -216,7 +220,7 @@ _KINDS: dict[str, type[AttentionSpec]] = {
 def spec_to_dict(spec: AttentionSpec) -> dict[str, Any]:
     """A spec as JSON has it; `spec_from_dict` makes an equal one of it."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value}
+    return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value, "model_dtype": spec.model_dtype.value}
 
 
 def spec_from_dict(fields: dict[str, Any]) -> AttentionSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout, VScaleLayout
-from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec, max_blocks, max_tokens, unify_page_sizes
+from kvjax.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    max_blocks,
+    max_tokens,
+    spec_from_dict,
+    spec_to_dict,
+    unify_page_sizes,
+)
 
 laws = settings(derandomize=True, max_examples=200)
 
@@ -339,6 +349,14 @@ def test_unified_pages_lose_less_than_a_block_each(specs: list[AttentionSpec]):
 def test_unified_layers_stay_as_they_are(specs: list[AttentionSpec]):
     unified = unify_page_sizes(specs)
     assert unify_page_sizes(unified) == unified
+
+
+def test_a_model_dtype_is_any_name_of_one_and_goes_through_json():
+    spec = full(NVFP4, model_dtype="mixed_float16")
+    assert spec.model_dtype is FLOAT16
+    assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec != full(NVFP4)
+    with pytest.raises(KVCacheValueError, match="model dtype: got 'fp8', expected one of float32, float16, bfloat16"):
+        full(NVFP4, model_dtype="fp8")
 
 
 def bytes_for(specs: list[AttentionSpec], tokens: int) -> int:
