@@ -4,6 +4,8 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 `KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`.
 """
 
+from kvjax.block_pool import BlockPool as BlockPool
+from kvjax.block_pool import PagedSequence as PagedSequence
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache import nvfp4_split_views as nvfp4_split_views
@@ -19,6 +21,7 @@ from kvjax.errors import KVCacheMemoryError as KVCacheMemoryError
 from kvjax.errors import KVCacheTypeError as KVCacheTypeError
 from kvjax.errors import KVCacheValueError as KVCacheValueError
 from kvjax.errors import KVCacheWarning as KVCacheWarning
+from kvjax.errors import OutOfBlocksError as OutOfBlocksError
 from kvjax.errors import UnsupportedError as UnsupportedError
 from kvjax.layouts import CacheLayout as CacheLayout
 from kvjax.layouts import VScaleLayout as VScaleLayout
@@ -52,7 +55,9 @@ from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
+from kvjax.spec import max_blocks as max_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
+from kvjax.step import StepMetadata as StepMetadata
 
 __version__ = "0.1.0"

@@ -98,6 +98,8 @@ _BY_NAME: Mapping[str, KVCacheDType] = MappingProxyType(
     | {alias: dtype for dtype, info in _TABLE.items() for alias in info.aliases}
 )
 
+_KERAS_POLICIES: Mapping[str, str] = MappingProxyType({"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"})
+
 ACCEPTED_KV_CACHE_DTYPES: tuple[str, ...] = tuple(_BY_NAME)
 """Every string that names a KV cache dtype, canonical names first."""
 
@@ -128,12 +130,14 @@ def parse_model_dtype(dtype: object) -> KVCacheDType:
     """The unquantized cache dtype that holds what a model computes in, without loss.
 
     Takes what configurations and frameworks write: `"bfloat16"`, `"torch.bfloat16"`, a `KVCacheDType`, a numpy or
-    ml_dtypes dtype, `jnp.bfloat16`, a `torch.dtype`.
+    ml_dtypes dtype, `jnp.bfloat16`, a `torch.dtype`. Keras's policy `"mixed_bfloat16"` computes in bfloat16, whatever
+    its variables are, and `"mixed_float16"` in float16.
 
     Raises:
       KVCacheValueError: no unquantized cache dtype stands for it (float64, float8, None, `AUTO`).
     """
-    parsed = dtype if isinstance(dtype, KVCacheDType) else _BY_NAME.get(_dtype_name(dtype).removeprefix("torch."))
+    name = "" if isinstance(dtype, KVCacheDType) else _dtype_name(dtype).removeprefix("torch.")
+    parsed = dtype if isinstance(dtype, KVCacheDType) else _BY_NAME.get(_KERAS_POLICIES.get(name, name))
     unquantized = [row for row in STORED_KV_CACHE_DTYPES if not row.is_quantized]
     if parsed is None or parsed not in unquantized:
         raise KVCacheValueError(got_expected("model dtype", dtype, [row.value for row in unquantized]))

@@ -28,6 +28,26 @@ class KVCacheMemoryError(KVCacheError, MemoryError):
     """A cache that no device has the memory for."""
 
 
+class OutOfBlocksError(KVCacheMemoryError):
+    """A `BlockPool` has fewer free blocks than were asked for; nothing was taken.
+
+    Attributes:
+      num_needed: blocks that were asked for.
+      num_free: blocks that nobody holds.
+      num_blocks: blocks of the pool.
+    """
+
+    def __init__(self, num_needed: int, num_free: int, num_blocks: int) -> None:
+        super().__init__(num_needed, num_free, num_blocks)
+        self.num_needed, self.num_free, self.num_blocks = num_needed, num_free, num_blocks
+
+    def __str__(self) -> str:
+        return (
+            f"blocks: got a need for {self.num_needed}, expected at most {self.num_free}, those of the pool's"
+            f" {self.num_blocks} that are free"
+        )
+
+
 class KVCacheWarning(UserWarning):
     """Something was passed over that a caller may want to know of; what is returned is documented and usable."""
 

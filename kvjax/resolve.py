@@ -158,6 +158,7 @@ def resolve_layer_specs(
         _layer_spec(
             layer,
             dtype=dtype,
+            model_dtype=model.dtype,
             block_size=block_size,
             layout=layout,
             v_scale_layout=v_scale_layout if dtype is KVCacheDType.NVFP4 else without_scales,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode, parse_model_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
@@ -36,6 +36,8 @@ class AttentionSpec:
       sliding_window: tokens that a query sees, its own included; only and always given in a `SlidingWindowSpec`.
       page_size_padded: bytes of a page in a pool that several layers share; the cache is then that pool, uint8
         `[num_blocks, page_size_padded]`, and a page's bytes past `real_page_size_bytes` are never written.
+      model_dtype: what the model computes in, as any framework names it: what `gather_kv` returns of a quantized layer
+        where it is not told.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: when made with a field that no cache can have, naming it.
@@ -51,6 +53,7 @@ class AttentionSpec:
     v_scale_layout: VScaleLayout = VScaleLayout.LINEAR
     sliding_window: int | None = None
     page_size_padded: int | None = None
+    model_dtype: KVCacheDType = KVCacheDType.BFLOAT16
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -64,6 +67,7 @@ class AttentionSpec:
             )
         object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
+        object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))
         self._check_nvfp4()
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise KVCacheValueError(
@@ -216,7 +220,7 @@ _KINDS: dict[str, type[AttentionSpec]] = {
 def spec_to_dict(spec: AttentionSpec) -> dict[str, Any]:
     """A spec as JSON has it; `spec_from_dict` makes an equal one of it."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value}
+    return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value, "model_dtype": spec.model_dtype.value}
 
 
 def spec_from_dict(fields: dict[str, Any]) -> AttentionSpec:
@@ -255,10 +259,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
       KVCacheValueError: no specs, or a negative budget.
       KVCacheTypeError: a budget that is not an int.
     """
-    if not specs:
-        raise KVCacheValueError("max_tokens: got no specs, expected one for each layer")
-    budget = as_int("budget_bytes", budget_bytes, least=0)
-
+    budget = _budget("max_tokens", specs, budget_bytes)
     layers = collections.Counter((spec.block_size, spec.page_size_bytes) for spec in specs)
 
     def cost(num_tokens: int) -> int:
@@ -270,6 +271,23 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
         middle = (fits + most + 1) // 2
         fits, most = (middle, most) if cost(middle) <= budget else (fits, middle - 1)
     return fits
+
+
+def max_blocks(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
+    """The most blocks that `budget_bytes` hold in every layer: `num_blocks` of a cache for each spec, and of a
+    `BlockPool` for all of them.
+
+    Raises:
+      KVCacheValueError: no specs, or a negative budget.
+      KVCacheTypeError: a budget that is not an int.
+    """
+    return _budget("max_blocks", specs, budget_bytes) // sum(spec.page_size_bytes for spec in specs)
+
+
+def _budget(what: str, specs: Sequence[AttentionSpec], budget_bytes: object) -> int:
+    if not specs:
+        raise KVCacheValueError(f"{what}: got no specs, expected one for each layer")
+    return as_int("budget_bytes", budget_bytes, least=0)
 
 
 def as_int(what: str, value: object, *, least: int | None = None, most: int | None = None) -> int:

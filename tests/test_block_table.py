@@ -113,5 +113,5 @@ def test_another_number_of_sequences_is_refused():
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
 def test_sizes_that_no_pool_has_are_refused(sizes: tuple[int, int]):
-    with pytest.raises(KVCacheValueError, match="got 0, expected at least 1"):
+    with pytest.raises(KVCacheValueError, match="got 0, expected an int of at least 1"):
         BlockTable(*sizes)

@@ -159,6 +159,8 @@ class TorchDType(enum.Enum):
         ("half", KVCacheDType.FLOAT16),
         ("bfloat16", KVCacheDType.BFLOAT16),
         ("torch.bfloat16", KVCacheDType.BFLOAT16),
+        ("mixed_bfloat16", KVCacheDType.BFLOAT16),
+        ("mixed_float16", KVCacheDType.FLOAT16),
         ("torch.float16", KVCacheDType.FLOAT16),
         ("torch.half", KVCacheDType.FLOAT16),
         (KVCacheDType.BFLOAT16, KVCacheDType.BFLOAT16),

@@ -24,7 +24,7 @@ from helpers import (
     simple_spec,
 )
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv
+from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, ModelKVConfig, gather_kv, resolve_layer_specs
 from kvjax.ops.values import MAX_SCALE, MIN_SCALE
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
@@ -111,6 +111,22 @@ def test_reads_what_was_written(implementation, case):
             positions = np.arange(length)
             at = block_table[seq, positions // spec.block_size] * spec.block_size + positions % spec.block_size
             assert_same_floats(np.asarray(dense)[seq, :length], decoded[token_of_slot[at]])
+
+
+@pytest.mark.parametrize("model_dtype", ["float32", "float16", "bfloat16"])
+def test_a_quantized_cache_gives_what_the_model_computes_in(implementation, model_dtype):
+    config = {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32, "dtype": model_dtype}
+    model = ModelKVConfig.from_hf_config(config)
+    for spec in resolve_layer_specs(model, "nvfp4", block_size=4, skip_layers=[1]):
+        cache = poisoned(spec, 2)
+        arrays = cache, np.array([[1]]), np.array([3])
+        which = implementation if spec.dtype.is_quantized else None
+        for dense, asked in zip(
+            gather_kv(*arrays, implementation=which),
+            gather_kv(*arrays, dtype=INPUT_DTYPES[model_dtype], implementation=which),
+            strict=True,
+        ):
+            assert_same_floats(np.asarray(dense), np.asarray(asked))
 
 
 @EACH_DTYPE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout, VScaleLayout
-from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec, max_tokens, unify_page_sizes
+from kvjax.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    max_blocks,
+    max_tokens,
+    spec_from_dict,
+    spec_to_dict,
+    unify_page_sizes,
+)
 
 laws = settings(derandomize=True, max_examples=200)
 
@@ -341,6 +351,14 @@ def test_unified_layers_stay_as_they_are(specs: list[AttentionSpec]):
     assert unify_page_sizes(unified) == unified
 
 
+def test_a_model_dtype_is_any_name_of_one_and_goes_through_json():
+    spec = full(NVFP4, model_dtype="mixed_float16")
+    assert spec.model_dtype is FLOAT16
+    assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec != full(NVFP4)
+    with pytest.raises(KVCacheValueError, match="model dtype: got 'fp8', expected one of float32, float16, bfloat16"):
+        full(NVFP4, model_dtype="fp8")
+
+
 def bytes_for(specs: list[AttentionSpec], tokens: int) -> int:
     return sum(math.ceil(tokens / spec.block_size) * spec.page_size_bytes for spec in specs)
 
@@ -357,6 +375,14 @@ def test_a_budget_is_kept_and_used_up(specs: list[AttentionSpec], budget: int, u
 @given(MODELS, st.integers(0, 2**30), st.integers(0, 2**20))
 def test_more_memory_holds_no_fewer_tokens(specs: list[AttentionSpec], budget: int, more: int):
     assert max_tokens(specs, budget) <= max_tokens(specs, budget + more)
+
+
+@laws
+@given(MODELS, st.integers(0, 2**30), st.booleans())
+def test_a_budget_is_kept_and_used_up_by_blocks_of_every_layer(specs: list[AttentionSpec], budget: int, unify: bool):
+    specs = list(unify_page_sizes(specs)) if unify else specs
+    blocks, together = max_blocks(specs, budget), sum(spec.page_size_bytes for spec in specs)
+    assert blocks * together <= budget < (blocks + 1) * together
 
 
 @laws
@@ -399,3 +425,5 @@ def test_a_budget_of_any_size_is_counted():
 def test_budgets_that_are_refused(specs, budget, error: type[KVCacheError], message: str):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         max_tokens(specs, budget)
+    with pytest.raises(error, match=f"^{re.escape(message.replace('max_tokens', 'max_blocks'))}$"):
+        max_blocks(specs, budget)

@@ -445,7 +445,7 @@ LLAMA = LlamaConfig(num_hidden_layers=2, dtype="bfloat16")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_blocks": 0}, KVCacheValueError, "num_blocks: got 0, expected at least 1"),
+        ({"num_blocks": 0}, KVCacheValueError, "num_blocks: got 0, expected an int of at least 1"),
         ({"kv_cache_dtype": "fp9"}, KVCacheValueError, "kv_cache_dtype: got 'fp9', expected one of auto"),
         ({"skip_layers": [2]}, KVCacheValueError, "skip_layers: got 2, expected one of a layer index from 0 to 1"),
         ({"k_scale": [1.0]}, KVCacheValueError, "k_scale: got 1 scales, expected one for each of 2 layers"),

@@ -234,6 +234,25 @@ def test_layers_of_different_dtypes_share_one_pool(implementation, layout):
     assert_same_bytes(page_bytes(pool), expected)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [simple_spec(), simple_spec(NVFP4, head_size_v=32), simple_spec(KVCacheDType.FP8_E4M3, layout="HND")],
+    ids=["bfloat16", "nvfp4-diffkv", "fp8_e4m3-HND"],
+)
+@pytest.mark.parametrize(("batch", "time"), [(2, 3), (3, 1), (2, 0)])
+def test_tokens_of_a_batch_are_written_as_they_come(implementation, spec, batch, time):
+    """`[batch, time, ...]` leaves the bytes of its sequences one after the other, for arrays of NumPy and of JAX."""
+    key, value = kv_tokens(spec, batch * time) if time else (np.zeros((0, 2, n)) for n in (64, spec.head_size_v))
+    slots = np.array([9, -1, 4, 300, 2, 15], np.int32)[: batch * time]
+    expected = page_bytes(run_write("xla", np.float32(key), np.float32(value), poisoned(spec, 2), slots))
+    arrays = [np.float32(x).reshape(batch, time, *x.shape[1:]) for x in (key, value)]
+    for as_array in (np.asarray, jnp.asarray):
+        given_key, given_value = map(as_array, arrays)
+        in_rows = as_array(slots).reshape(batch, time)
+        written = run_write(implementation, given_key, given_value, poisoned(spec, 2), in_rows)
+        assert_same_bytes(page_bytes(written), expected)
+
+
 @matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_scales_may_be_traced_arrays(implementation, dtype):
     scales = jnp.float32(0.37), jnp.float32(2.3)

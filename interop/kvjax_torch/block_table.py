@@ -6,12 +6,13 @@ again; one that is still being filled is copied before a second sequence writes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kvjax import KVCacheValueError
+from kvjax import BlockPool, KVCacheValueError, OutOfBlocksError, PagedSequence
 
 
 class Step(NamedTuple):
@@ -40,24 +41,30 @@ class BlockTable:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        for name, number in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if number < 1:
-                raise KVCacheValueError(f"{name}: got {number}, expected at least 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._rows = np.empty((0, 0), np.int32)
+        self._pool = BlockPool(num_blocks, block_size)
+        self._sequences: list[PagedSequence] = []
         self._planned: tuple[int, int, int] | None = None
         self._steps: dict[torch.device, Step] = {}
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._pool.block_size
+
+    @property
     def num_seqs(self) -> int:
         """Sequences that hold tokens."""
-        return len(self._rows)
+        return len(self._sequences)
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that hold tokens of any sequence, shared ones counted once."""
-        return np.unique(self._rows).size
+        return self._pool.num_blocks - self._pool.num_free
 
     def grow(self, num_seqs: int, start: int, end: int, device: torch.device) -> Step:
         """Makes room for the tokens from `start` to `end` of every sequence; one step for all layers that ask for it.
@@ -69,7 +76,7 @@ class BlockTable:
           device: where the result's tensors lie.
 
         Raises:
-          KVCacheValueError: another number of sequences, or no blocks left; nothing has then changed.
+          KVCacheValueError: another number of sequences, or no blocks left; each then holds its first `start` tokens.
         """
         on_host = torch.device("cpu")
         if self._planned != (num_seqs, start, end):
@@ -81,45 +88,39 @@ class BlockTable:
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence and gives back the blocks behind them."""
-        self._replace(self._rows[:, : -(-length // self.block_size)])
+        for sequence in self._sequences:
+            sequence.truncate(min(length, sequence.num_tokens))
+        self._planned = None
 
     def select(self, sequences: np.ndarray) -> None:
         """Puts the numbered (or marked) sequences in place of all; those named twice share their blocks."""
         if self.num_seqs:
-            self._replace(self._rows[sequences])
+            self._replace(self._sequences[index].fork() for index in np.arange(self.num_seqs)[sequences])
 
-    def _replace(self, rows: np.ndarray) -> None:
-        self._rows, self._planned = rows, None
+    def _replace(self, sequences: Iterable[PagedSequence]) -> None:
+        replaced, self._sequences = self._sequences, list(sequences)
+        for sequence in replaced:
+            sequence.free()
+        self._planned = None
 
     def _plan(self, num_seqs: int, start: int, end: int) -> Step:
-        if start and num_seqs != len(self._rows):
+        if not start:
+            self._replace(self._pool.sequence() for _ in range(num_seqs))
+        elif num_seqs != self.num_seqs:
             raise KVCacheValueError(
-                f"key_states: got a batch of {num_seqs}, expected {len(self._rows)}, the sequences that the cache holds"
+                f"key_states: got a batch of {num_seqs}, expected {self.num_seqs}, the sequences that the cache holds"
             )
-        num_kept, num_wanted = (-(-length // self.block_size) for length in (start, end))
-        kept = self._rows[:, :num_kept] if start else np.empty((num_seqs, 0), np.int32)
-        # Of the sequences that share a block that is not full, the first goes on with it and the others get copies.
-        being_filled = kept[:, -1] if start % self.block_size and end > start else kept[:, :0].ravel()
-        owners = np.unique(being_filled, return_index=True)[1]
-        copying = np.setdiff1d(np.arange(being_filled.size), owners)
-        fresh = self._free_blocks(kept, copying.size + num_seqs * (num_wanted - num_kept), num_seqs, end)
-        copy_to, added = np.split(fresh, [copying.size])
-        rows = np.concatenate([kept, added.reshape(num_seqs, -1)], axis=1)
-        copy_from = rows[copying, num_kept - 1]
-        rows[copying, num_kept - 1] = copy_to
-        self._rows = rows
-        positions = np.arange(start, end)
-        slots = rows[:, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
-        arrays = rows, slots.ravel(), np.full(num_seqs, end, np.int32), copy_from, copy_to
-        return Step(*map(torch.from_numpy, arrays))
-
-    def _free_blocks(self, kept: np.ndarray, number: int, num_seqs: int, length: int) -> np.ndarray:
-        is_free = np.ones(self.num_blocks, bool)
-        is_free[kept] = False
-        free = np.flatnonzero(is_free).astype(np.int32)
-        if free.size < number:
+        self.truncate(start)
+        try:
+            copies = self._pool.append(self._sequences, [end - start] * num_seqs)
+        except OutOfBlocksError as error:
             raise KVCacheValueError(
                 f"num_blocks: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
-                f" {self.num_blocks - free.size + number} to hold {num_seqs} sequences of {length} tokens"
-            )
-        return free[:number]
+                f" {self.num_blocks - error.num_free + error.num_needed} to hold {num_seqs} sequences of {end} tokens"
+            ) from error
+        block_table = np.empty((num_seqs, -(-end // self.block_size)), np.int32)
+        slots = np.empty((num_seqs, end - start), np.int64)
+        for row, sequence in enumerate(self._sequences):
+            block_table[row], slots[row] = sequence.blocks, sequence.slots(start, end)
+        arrays = block_table, slots.ravel(), np.full(num_seqs, end, np.int32), *copies.T.copy()
+        return Step(*map(torch.from_numpy, arrays))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.demo.blocks import BlockPool
 from kvjax.demo.engine import Engine
 from kvjax.demo.model import Params, TransformerConfig, bits_per_token, causal_attention, dense_logits
 from kvjax.demo.samples import Samples
@@ -89,7 +88,7 @@ def evaluate(
     on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Row:
     """Serves `requests`, which follow their texts, through caches of `dtype`, and measures what came out."""
-    pool = BlockPool(pool_size(requests, config, block_size))
+    pool = kvjax.BlockPool(pool_size(requests, config, block_size), block_size)
     engine = model.engine(dtype, pool.num_blocks, block_size)
     served = serve(engine, requests, pool, config, on_tokens)
     specs = [cache.spec for cache in engine.caches]
@@ -105,7 +104,7 @@ def evaluate(
         attention_rms=float(np.sqrt(np.mean(squares))),
         write_seconds_per_token=seconds_per_written_token(specs[-1], engine.scales[-1]),
         blocks=pool.num_blocks,
-        blocks_reused=int(np.sum(pool.times_handed_out > 1)),
+        blocks_reused=int(np.sum(np.bincount(np.concatenate([one.blocks for one in served])) > 1)),
     )
 
 

@@ -12,7 +12,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import kvjax
 from kvjax.demo import text, weights
-from kvjax.demo.blocks import BlockPool
 from kvjax.demo.evaluate import Model, Row, dense_reference, evaluate
 from kvjax.demo.samples import Samples
 from kvjax.demo.scales import ScalesRow, compare_scales
@@ -83,7 +82,7 @@ def run(options: Options) -> Result:
         bar.set_description("scales")
         scales = compare_scales(model, options.dtypes, work.texts, reference, options.tokens, BLOCK_SIZE)
         bar.set_description(f"{dtype.value}, writing on")
-        pool = BlockPool(pool_size(work.requests, config, BLOCK_SIZE))
+        pool = kvjax.BlockPool(pool_size(work.requests, config, BLOCK_SIZE), BLOCK_SIZE)
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
         (written,) = serve(engine, [work.continuation], pool, config, bar.update)
 

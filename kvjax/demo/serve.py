@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.demo.blocks import BlockPool, BlockTable
+from kvjax import BlockPool, PagedSequence
 from kvjax.demo.engine import PADDING_SLOT, Batch, Engine, StepOutput
 
 type NextToken = Callable[[int, np.ndarray], int]
@@ -102,10 +102,8 @@ def serve(
 
     Raises:
       ValueError: a request is longer than `config.max_length`.
-      MemoryError: `pool` ran out of blocks; `pool_size` says how many are enough.
+      OutOfBlocksError: `pool` ran out of blocks; `pool_size` says how many are enough.
     """
-    block_size = engine.caches[0].spec.block_size
-    max_blocks = -(-config.max_length // block_size)
     if too_long := [request.length for request in requests if request.length > config.max_length]:
         raise ValueError(f"requests: got lengths {too_long}, expected at most {config.max_length=}")
     waiting = collections.deque(enumerate(requests))
@@ -114,7 +112,7 @@ def serve(
     while waiting or running:
         while waiting and len(running) < config.max_running:
             index, request = waiting.popleft()
-            running.append(_Sequence(index, request, BlockTable(block_size, max_blocks)))
+            running.append(_Sequence(index, request, pool.sequence()))
         for sequence in running:
             if sequence.is_prefilling:
                 on_tokens(_prefill(engine, sequence, pool, config))
@@ -123,18 +121,18 @@ def serve(
             on_tokens(_decode(engine, decoding, pool, config))
         for sequence in [sequence for sequence in running if sequence.is_done]:
             running.remove(sequence)
-            pool.give_back(sequence.table.blocks)
             served[sequence.index] = sequence.finish()
+            sequence.paged.free()
     return [served[index] for index in range(len(requests))]
 
 
 class _Sequence:
     """A request that runs."""
 
-    def __init__(self, index: int, request: Request, table: BlockTable) -> None:
+    def __init__(self, index: int, request: Request, paged: PagedSequence) -> None:
         self.index = index
         self.request = request
-        self.table = table
+        self.paged = paged
         self.tokens = [int(token) for token in request.prompt]
         self.num_computed = 0
         self.outputs: list[StepOutput] = []
@@ -158,19 +156,19 @@ class _Sequence:
     def finish(self) -> Served:
         logits, *traces = zip(*self.outputs, strict=True)
         output = StepOutput(np.concatenate(logits), *(np.concatenate(trace, axis=1) for trace in traces))
-        return Served(np.asarray(self.tokens, np.int32), output, tuple(self.table.blocks))
+        return Served(np.asarray(self.tokens, np.int32), output, tuple(self.paged.blocks.tolist()))
 
 
 def _prefill(engine: Engine, sequence: _Sequence, pool: BlockPool, config: ServeConfig) -> int:
     """Computes the next chunk of a prompt; returns its number of tokens."""
     start = sequence.num_computed
     stop = min(start + config.chunk, len(sequence.request.prompt))
-    sequence.table.grow(stop, pool)
+    pool.append([sequence.paged], [stop - start])
     batch = Batch(
         tokens=_padded(sequence.tokens[start:stop], config.chunk),
         positions=np.arange(start, start + config.chunk, dtype=np.int32),
-        slots=_padded(sequence.table.slots(start, stop), config.chunk, PADDING_SLOT),
-        block_tables=sequence.table.row()[None],
+        slots=_padded(sequence.paged.slots(start, stop), config.chunk, PADDING_SLOT),
+        block_tables=_block_table([sequence], pool, config),
         seq_lens=np.asarray([stop], np.int32),
     )
     sequence.record(engine.prefill(batch), slice(0, stop - start))
@@ -179,22 +177,27 @@ def _prefill(engine: Engine, sequence: _Sequence, pool: BlockPool, config: Serve
 
 def _decode(engine: Engine, sequences: Sequence[_Sequence], pool: BlockPool, config: ServeConfig) -> int:
     """Computes one token of each of `sequences`; returns their number."""
-    for sequence in sequences:
-        sequence.table.grow(sequence.num_computed + 1, pool)
+    pool.append([sequence.paged for sequence in sequences], [1] * len(sequences))
     positions = [sequence.num_computed for sequence in sequences]
-    slots = [one.table.slots(position, position + 1)[0] for one, position in zip(sequences, positions, strict=True)]
+    slots = [one.paged.slots(position, position + 1)[0] for one, position in zip(sequences, positions, strict=True)]
     rows = config.max_running
     batch = Batch(
         tokens=_padded([sequence.tokens[-1] for sequence in sequences], rows),
         positions=_padded(positions, rows),
         slots=_padded(slots, rows, PADDING_SLOT),
-        block_tables=_padded([sequence.table.row() for sequence in sequences], rows),
+        block_tables=_padded(_block_table(sequences, pool, config), rows),
         seq_lens=_padded([position + 1 for position in positions], rows),
     )
     output = engine.decode(batch)
     for row, sequence in enumerate(sequences):
         sequence.record(output, slice(row, row + 1))
     return len(sequences)
+
+
+def _block_table(sequences: Sequence[_Sequence], pool: BlockPool, config: ServeConfig) -> np.ndarray:
+    """int32 `[len(sequences), max_blocks]`, zeros past each sequence's own blocks."""
+    max_blocks = -(-config.max_length // pool.block_size)
+    return np.stack([_padded(sequence.paged.blocks, max_blocks) for sequence in sequences])
 
 
 def _padded(values: ArrayLike, length: int, fill: int = 0) -> np.ndarray:

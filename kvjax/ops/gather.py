@@ -55,7 +55,7 @@ def gather_kv(
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
       dtype: float32, float16 or bfloat16 of the result; by default the storage dtype of an unquantized layer, else
-        bfloat16. Decoding is in float32 and rounds once.
+        the spec's `model_dtype`. Decoding is in float32 and rounds once.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Returns:
@@ -78,7 +78,7 @@ def gather_kv(
 
 def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]:
     if dtype is None:
-        return jnp.dtype(jnp.bfloat16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
+        return spec.storage_dtype if spec.quant_mode is KVQuantMode.NONE else spec.model_dtype.info.storage_dtype
     try:
         out = jnp.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # NumPy has strings of structured dtypes evaluated

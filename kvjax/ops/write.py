@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -61,11 +62,13 @@ def reshape_and_cache_flash(
     number of the `layer`: that is in place too. Caches stacked for the scan to slice are copied in every step.
 
     Args:
-      key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16.
-      value: `[num_tokens, num_kv_heads, head_size]`, of `key`'s dtype.
+      key: `[num_tokens, num_kv_heads, head_size]` or `[batch, time, num_kv_heads, head_size]`; float32, float16 or
+        bfloat16.
+      value: of `key`'s shape and dtype.
       cache: the layer's cache, or that of several layers.
-      slot_mapping: int32 or int64 `[num_tokens]`: `block * block_size + offset` of each token. Negative slots and those
-        at or past `cache.num_slots` write nothing. Of several tokens with one slot the last is written.
+      slot_mapping: int32 or int64 `[num_tokens]` or `[batch, time]`: `block * block_size + offset` of each token.
+        Negative slots and those at or past `cache.num_slots` write nothing. Of several tokens with one slot the last is
+        written.
       layer: in a cache of several layers the number of the layer to write, an int or an int32 scalar that may be
         traced; the slots are that layer's. An array out of range writes nothing. None for a cache of one.
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
@@ -104,7 +107,8 @@ def reshape_and_cache_flash_diffkv(
 ) -> KVCache:
     """`reshape_and_cache_flash` for layers whose values have a head size of their own.
 
-    `value` is `[num_tokens, num_kv_heads, head_size_v]`; equal head sizes are served too. Everything else is as there.
+    `value` is `[num_tokens, num_kv_heads, head_size_v]` or `[batch, time, num_kv_heads, head_size_v]`; equal head sizes
+    are served too. Everything else is as there.
     """
     check_cache(cache)
     return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
@@ -124,12 +128,15 @@ def _write(
     given, cache = cache, as_seen_here(cache)
     spec = cache.spec
     heads = ("num_kv_heads", spec.num_kv_heads)
-    check_array("key", key, [("num_tokens", None), heads, ("head_size", spec.head_size)], INPUT_DTYPES)
+    names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
+    check_array("key", key, [*((name, None) for name in names), heads, ("head_size", spec.head_size)], INPUT_DTYPES)
     key = jnp.asarray(key)
-    num_tokens = ("num_tokens", key.shape[0])
-    check_array("value", value, [num_tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
-    check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
+    tokens = list(zip(names, key.shape, strict=False))
+    check_array("value", value, [*tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
+    check_array("slot_mapping", slot_mapping, tokens, INDEX_DTYPES)
     check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, layer=layer, k_scale=k_scale, v_scale=v_scale)
+    if len(tokens) == 2:
+        key, value, slot_mapping = (_flat_tokens(array) for array in (key, value, slot_mapping))
     layer = as_layer(cache, layer)
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
@@ -141,6 +148,11 @@ def _write(
     slots = as_slots(slot_mapping, cache.num_slots)
     cache = dataclasses.replace(cache, kv=kv)
     return dataclasses.replace(given, kv=serve(cache, key, value, slots, layer, *scales, unique_slots=unique_slots))
+
+
+def _flat_tokens(array: Any) -> Any:
+    """`[batch, time, ...]` as `[batch * time, ...]`."""
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
 @jax.custom_jvp

@@ -1,0 +1,193 @@
+"""`StepMetadata`: from the pool's sequences, and from what stacks for TPUs hold, the same step."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import BlockPool, KVCacheTypeError, KVCacheValueError, PagedSequence, StepMetadata
+
+MAX_SEQS, MAX_BLOCKS, MAX_TOKENS = 5, 6, 24  # one size for all examples: compiled once a block size
+
+from_page_indices = jax.jit(StepMetadata.from_page_indices, static_argnames=("block_size", "num_tokens", "max_blocks"))
+
+
+def sequences_of(pool: BlockPool, lengths: list[int]) -> list[PagedSequence]:
+    sequences = [pool.sequence() for _ in lengths]
+    for _ in range(max(lengths, default=0)):  # a token at a time: their blocks are interleaved
+        growing = [one for one, length in zip(sequences, lengths, strict=True) if one.num_tokens < length]
+        pool.append(growing, [1] * len(growing))
+    return sequences
+
+
+def assert_same(got: StepMetadata, expected: StepMetadata) -> None:
+    for name in ("block_table", "seq_lens", "cu_q_lens", "slot_mapping"):
+        array = np.asarray(getattr(got, name))
+        assert array.dtype == np.int32, name
+        np.testing.assert_array_equal(array, getattr(expected, name), err_msg=name)
+
+
+def naive(sequences: list[PagedSequence], q_lens: list[int]) -> StepMetadata:
+    """Entry by entry, of the sizes above."""
+    table, lens = np.full((MAX_SEQS, MAX_BLOCKS), -1), np.zeros(MAX_SEQS, int)
+    cu, slots = np.full(MAX_SEQS + 1, sum(q_lens)), np.full(MAX_TOKENS, -1)
+    token = 0
+    for i, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True)):
+        cu[i], lens[i] = token, sequence.num_tokens
+        for column, block in enumerate(sequence.blocks):
+            table[i, column] = block
+        for position in range(sequence.num_tokens - q_len, sequence.num_tokens):
+            size = sequence.pool.block_size
+            slots[token] = sequence.blocks[position // size] * size + position % size
+            token += 1
+    return StepMetadata(table, lens, cu, slots)
+
+
+STEPS = st.lists(
+    st.integers(0, 12).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, min(length, 4)))), max_size=5
+)
+
+
+@settings(max_examples=60)
+@given(block_size=st.sampled_from([2, 4]), lengths=STEPS, data=st.data())
+def test_the_pool_and_flat_page_indices_give_the_same_step(block_size: int, lengths, data: st.DataObject):
+    pool = BlockPool(40, block_size)
+    sequences, q_lens = sequences_of(pool, [length for length, _ in lengths]), [q_len for _, q_len in lengths]
+    for sequence, q_len in zip(sequences, q_lens, strict=True):
+        sequence.free_before(data.draw(st.integers(0, sequence.num_tokens - q_len)))
+    step = StepMetadata.from_sequences(
+        sequences, q_lens, num_tokens=MAX_TOKENS, num_seqs=MAX_SEQS, max_blocks=MAX_BLOCKS
+    )
+    expected = naive(sequences, q_lens)
+    assert_same(step, expected)
+
+    garbage = np.random.default_rng(0)
+    rows = [np.append(one.blocks, garbage.integers(0, 40, MAX_BLOCKS - len(one.blocks))) for one in sequences]
+    unused = garbage.integers(0, 40, (MAX_SEQS - len(rows)) * MAX_BLOCKS)
+    flat = np.concatenate([*rows, unused]).astype(np.int32)
+    static = {"block_size": block_size, "num_tokens": MAX_TOKENS}
+    assert_same(from_page_indices(flat, step.seq_lens, step.cu_q_lens, **static), expected)
+
+    aligned = -(-step.seq_lens // block_size) * block_size
+    cu_kv_lens = np.append(0, np.cumsum(aligned)).astype(np.int32)
+    packed = np.concatenate([*(one.blocks for one in sequences), np.zeros(60, np.int32)])[:60].astype(np.int32)
+    packed_step = functools.partial(from_page_indices, packed, max_blocks=MAX_BLOCKS, cu_kv_lens=cu_kv_lens, **static)
+    assert_same(packed_step(step.seq_lens, step.cu_q_lens), expected)
+
+    # Rows that are not used may hold anything, where their number is given.
+    used = len(sequences)
+    lens, cu = step.seq_lens.copy(), step.cu_q_lens.copy()
+    lens[used:], cu[used + 1 :] = garbage.integers(-3, 9, MAX_SEQS - used), garbage.integers(-3, 90, MAX_SEQS - used)
+    assert_same(packed_step(lens, cu, num_seqs=np.array([used], np.int32)), expected)
+
+
+def test_rows_of_length_0_write_nothing_whatever_their_queries():
+    """A padded decode step of sglang-jax has a query token in every row."""
+    step = StepMetadata.from_page_indices(
+        np.zeros(8, np.int32), np.array([3, 0, 0], np.int32), np.arange(4, dtype=np.int32),
+        block_size=2, num_tokens=3, max_blocks=2, cu_kv_lens=np.array([0, 4, 4, 4], np.int32),
+    )  # fmt: skip
+    assert step.slot_mapping.tolist() == [0, -1, -1]
+    assert step.block_table.tolist() == [[0, 0], [-1, -1], [-1, -1]]
+    assert step.token_rows()[1].tolist() == [2, -1, -1]
+
+
+def test_each_token_has_a_row_and_a_position():
+    pool = BlockPool(20, 4)
+    step = StepMetadata.from_sequences(sequences_of(pool, [7, 3, 5, 1]), [3, 0, 1, 1], num_tokens=8, num_seqs=6)
+    row, position = jax.jit(StepMetadata.token_rows)(step)
+    assert row[:5].tolist() == [0, 0, 0, 2, 3]
+    assert position.tolist() == [4, 5, 6, 4, 0, -1, -1, -1]
+
+
+def test_the_smallest_size_that_fits_is_taken():
+    pool = BlockPool(20, 4)
+    sequences = sequences_of(pool, [7, 3])
+    step = StepMetadata.from_sequences(sequences, [5, 1], num_tokens=(16, 4, 8), num_seqs=[2, 4], max_blocks=(1, 2, 3))
+    assert (step.slot_mapping.shape, step.seq_lens.shape, step.block_table.shape) == ((8,), (2,), (2, 2))
+    exact = StepMetadata.from_sequences(sequences, [5, 1])
+    assert (exact.slot_mapping.shape, exact.cu_q_lens.tolist(), exact.block_table.shape) == ((6,), [0, 5, 6], (2, 2))
+    nothing = StepMetadata.from_sequences([], [], num_seqs=2, max_blocks=1, num_tokens=2)
+    assert (nothing.cu_q_lens.tolist(), nothing.slot_mapping.tolist()) == ([0, 0, 0], [-1, -1])
+    assert nothing.token_rows()[1].tolist() == [-1, -1]
+
+
+def test_a_step_is_written_and_read():
+    """Two steps of a prompt and a decode together leave in the cache what one write of each sequence leaves."""
+    spec = kvjax.FullAttentionSpec(4, 1, 16, dtype=kvjax.KVCacheDType.FLOAT32)
+    pool = BlockPool(6, 4)
+    sequences = [pool.sequence(), pool.sequence()]
+    tokens = np.random.default_rng(0).standard_normal((2, 9, 1, 16)).astype(np.float32)
+    cache = kvjax.KVCache.allocate(spec, 6)
+    for q_lens in ([5, 1], [1, 8]):
+        starts = [sequence.num_tokens for sequence in sequences]
+        pool.append(sequences, q_lens)
+        step = StepMetadata.from_sequences(sequences, q_lens, num_tokens=12, num_seqs=3, max_blocks=4)
+        new = [tokens[i, start : start + q_len] for i, (start, q_len) in enumerate(zip(starts, q_lens, strict=True))]
+        new = np.concatenate([*new, np.full((12 - sum(q_lens), 1, 16), np.nan, np.float32)])
+        cache = kvjax.reshape_and_cache_flash(new, new, cache, step.slot_mapping)
+    with kvjax.checked():
+        keys, _ = kvjax.gather_kv(cache, step.block_table, step.seq_lens)
+    for row, length in enumerate((6, 9)):
+        np.testing.assert_array_equal(keys[row, :length], tokens[row, :length])
+    assert not np.asarray(keys[2]).any()
+
+
+def step_of(*lengths: int, **options):
+    return lambda: StepMetadata.from_sequences(sequences_of(BlockPool(9, 4), list(lengths)), **options)
+
+
+def given_back():
+    (sequence,) = sequences_of(BlockPool(9, 4), [8])
+    sequence.free_before(4)
+    StepMetadata.from_sequences([sequence], [5])
+
+
+def flat(pages=4, lens=2, cu=3, dtype=np.int32, **options):
+    arrays = [np.zeros(size, dtype) for size in (pages, lens, cu)]
+    return lambda: StepMetadata.from_page_indices(*arrays, **{"block_size": 4, "num_tokens": 2, **options})
+
+
+def other_pools():
+    StepMetadata.from_sequences([BlockPool(1, 1).sequence(), BlockPool(1, 1).sequence()], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (step_of(4, q_lens=[]), KVCacheValueError, "q_lens: got 0 numbers, expected one for each of 1 sequences"),
+        (step_of(4, q_lens=[5]), KVCacheValueError, r"q_lens\[0\]: got 5, expected an int of at most 4"),
+        (step_of(4, q_lens=[-1]), KVCacheValueError, r"q_lens\[0\]: got -1, expected an int of at least 0"),
+        (step_of(4, q_lens=[4], num_tokens=3), KVCacheValueError, "num_tokens: got 3, expected at least 4"),
+        (step_of(4, q_lens=[4], num_seqs=[0]), KVCacheValueError, r"num_seqs: got \[0\], expected at least 1"),
+        (step_of(9, q_lens=[4], max_blocks=(1, 2)), KVCacheValueError, r"max_blocks: got \(1, 2\), expected at least"),
+        (given_back, KVCacheValueError, r"q_lens\[0\]: got 5 new tokens, of which that at position 3 is in a block"),
+        (other_pools, KVCacheValueError, r"sequences\[1\]: got a sequence of another pool"),
+        (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected as many for each"),
+        (flat(cu=2), KVCacheValueError, r"cu_q_lens: got shape \(2,\), expected \[max_num_seqs \+ 1=3\]"),
+        (flat(dtype=np.float32), KVCacheTypeError, "page_indices: got dtype float32, expected one of int32, int64"),
+        (flat(cu_kv_lens=np.zeros(3, np.int32)), KVCacheValueError, "max_blocks: got None with cu_kv_lens, expected"),
+        (flat(cu_kv_lens=np.zeros(2, np.int32), max_blocks=2), KVCacheValueError, r"cu_kv_lens: got shape \(2,\)"),
+        (flat(block_size=0), KVCacheValueError, "block_size: got 0, expected an int of at least 1"),
+    ],
+)
+def test_what_cannot_be_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("page", [2**32 + 1, 2**31 - 1, 2**30, -5, -(2**40)])
+def test_a_page_that_no_cache_has_is_none(page: int):
+    pages, lens, cu = np.array([page, 1], np.int64), np.array([1, 1]), np.array([0, 1, 2])
+    with jax.numpy_rank_promotion("raise"):
+        step = StepMetadata.from_page_indices(pages, lens, cu, block_size=4, num_tokens=2)
+    assert step.block_table.dtype == step.slot_mapping.dtype == jnp.int32
+    assert step.slot_mapping.tolist() == [-1, 4]
+    assert step.block_table[0, 0] < 0
