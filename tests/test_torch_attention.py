@@ -498,11 +498,13 @@ def test_threads_on_streams_of_their_own():
 
 @ON_GPU
 @matrix({"q_len": [1, 8], "dtype": DTYPES})
-def test_the_bits_are_those_of_jax(q_len, dtype):
+def test_the_result_is_that_of_jax(q_len, dtype):
+    """But for rounding: jax knows how long tables are when it compiles, and may divide the work otherwise."""
     problem = suite.build(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=(1328, 17, 0, 5000), sinks=True))
     in_jax = problem.run(functools.partial(kvjax.paged_attention, return_lse=True, implementation="mosaic"))
     for got, wanted in zip(problem.run(attend_on("cuda")), in_jax, strict=True):
-        assert_same_bytes(got, wanted)
+        got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=2**-9 * np.abs(wanted[np.isfinite(wanted)]).max())
 
 
 @ON_GPU
