@@ -98,12 +98,12 @@ def as_sequences(
     k_scale: ArrayLike,
     v_scale: ArrayLike,
     num_seqs: int | None = None,
-    last_tokens: int | None = None,
+    last_tokens: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
     """What sequences of a cache are read by, checked and as JAX arrays: table, lengths, layer and scales.
 
-    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read, the entries before
-    theirs are neither checked nor taken for blocks of another share.
+    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read (an int, or one for
+    each), the entries before theirs are neither checked nor taken for blocks of another share.
     """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
     check_devices(cache, block_table=block_table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, v_scale=v_scale)
@@ -119,12 +119,12 @@ def as_sequences(
     return as_blocks(block_table, cache), lengths, as_layer(cache, layer), *scales
 
 
-def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: int, block_size: int) -> Any:
+def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:
     """The table with -1 for the blocks before those of the last tokens of each sequence."""
-    is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens))
+    is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
-    return xp.where(seq_lens[:, None] - ends[None, :] >= last_tokens, -1, block_table)
+    return xp.where(seq_lens[:, None] - ends[None, :] >= xp.reshape(last_tokens, (-1, 1)), -1, block_table)
 
 
 def in_one_layer(cache: KVCache, layer: jax.Array | None, block_table: jax.Array) -> tuple[KVCache, jax.Array]:
@@ -169,7 +169,7 @@ def gather_xla(
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
 
-def _gather_mosaic(
+def gather_mosaic(
     cache: KVCache,
     block_table: jax.Array,
     seq_lens: jax.Array,
@@ -179,6 +179,7 @@ def _gather_mosaic(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
+    """What `gather_xla` returns, by the kernel."""
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     if not num_seqs * max_len:
@@ -215,7 +216,7 @@ def _own_sequences(
 
 _IMPLEMENTATIONS = select.Candidates(
     xla=gather_xla,
-    mosaic=_gather_mosaic,
+    mosaic=gather_mosaic,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(
         arguments=("sequences blocks_in_order", "sequences", "", "heads", "heads"),
