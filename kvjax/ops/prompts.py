@@ -188,8 +188,8 @@ def _by_cudnn(
     own = compat.cudnn_attention(
         rows, keys, values, num_used, num_used, sm_scale=plan.sm_scale, is_causal=True, window=plan.window
     )
-    there = tokens_there(table, lens, cache.num_blocks, size)
-    parts = [_without_holes(*own, there, plan.window)]
+    is_block = (table >= 0) & (table < cache.num_blocks)
+    parts = [_without_holes(*own, is_block, size, plan.window)]
     if plan.window is None:
         table, lens = _blocks_before(cache, sequences.table, first_block)
         keys, values = gather(table, lens)
@@ -210,25 +210,30 @@ def _blocks_before(cache: KVCache, table: jax.Array, first_block: jax.Array) -> 
     return closed_up, jnp.sum(is_kept, axis=1, dtype=jnp.int32) * cache.spec.block_size
 
 
-def _without_holes(out: jax.Array, lse: jax.Array, there: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """Causal attention over tokens of which some are not there, given what they came to as zeros.
+def _without_holes(
+    out: jax.Array, lse: jax.Array, is_block: jax.Array, size: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention over blocks of `size` tokens of which some are not there, given what it came to with zeros.
 
     The logit of such a token was 0, its value too: each added 1 to the denominator, and nothing else. There are some
     where a cache does not hold a sequence's newest blocks, as in a table of a shared prefix. Where there are none
     nothing changes; the result is the less precise the more of the denominator they were.
     """
-    count = jnp.cumsum(there, axis=1, dtype=jnp.int32)
-    row = jnp.arange(there.shape[1])[None, :]
-    span = row + 1
+    row, column = np.arange(out.shape[1]), np.arange(is_block.shape[1])
+
+    def holes_up_to(row: np.ndarray) -> jax.Array:
+        tokens = np.clip(row[:, None] + 1 - column[None, :] * size, 0, size)  # of each block
+        return jnp.sum(jnp.where(is_block[:, None, :], 0, tokens[None]), axis=2, dtype=jnp.int32)
+
+    holes, span = holes_up_to(row), row + 1
     if window is not None:
-        count -= jnp.pad(count, ((0, 0), (window, 0)))[:, : there.shape[1]]
-        span = jnp.minimum(span, window)
-    holes = (span - count)[:, :, None]
+        holes -= holes_up_to(row - window)
+        span = np.minimum(span, window)
+    is_all, holes = (holes == span[None, :])[:, :, None], holes[:, :, None]
     share = jnp.where(holes > 0, 1.0 - holes * jnp.exp(-lse), 1.0)  # of the denominator that remains
     share = jnp.maximum(share, np.finfo(np.float32).eps)
-    some = (count > 0)[:, :, None]
-    rest = jnp.where(some, lse + jnp.log(share), -jnp.inf)
-    return jnp.where((holes > 0)[..., None], out / share[..., None], out).astype(out.dtype), rest
+    scaled = jnp.where((holes > 0)[..., None], out / share[..., None], out).astype(out.dtype)
+    return scaled, jnp.where(is_all, -jnp.inf, lse + jnp.log(share))
 
 
 def _by_running_softmax(
