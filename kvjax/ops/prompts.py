@@ -49,11 +49,6 @@ class Sequences(NamedTuple):
     q_ends: jax.Array
     q_lens: jax.Array
 
-    def query_of(self, query: jax.Array, first: jax.Array, num_rows: int) -> jax.Array:
-        """The query's rows of each sequence's positions from `first` on; of those without, any other row."""
-        row = (self.q_ends - self.lens + first)[:, None] + jnp.arange(num_rows)[None, :]
-        return query[jnp.clip(row, 0, query.shape[0] - 1)]
-
 
 def attend(
     cache: KVCache,
@@ -142,49 +137,98 @@ def _attend_lot(
     sinks: jax.Array,
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    spec = cache.spec
-    exact = spec.quant_mode is not KVQuantMode.NONE or spec.storage_dtype == query.dtype
-    dtype = query.dtype if exact else np.dtype(np.float32)
-
-    def gather(table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Values without their scale, in which form 16 bits hold them exactly: the result is scaled in its stead.
-        return gather_mosaic(cache, table, lens, None, k_scale, jnp.ones((), jnp.float32), dtype=dtype)
-
-    if plan.by_cudnn:
-        parts, first = _by_cudnn(cache, query, sequences, gather, plan)
-    else:
-        parts, first = _by_running_softmax(cache, query, sequences, gather, plan)
-    _, _, num_heads, head_size_v = parts[0][0].shape
+    dense = _Dense.of(cache, query, sequences, k_scale)
+    parts, first = (_by_cudnn if plan.by_cudnn else _by_running_softmax)(dense, plan)
+    num_heads, head_size_v = query.shape[1], cache.spec.head_size_v
     no_value = jnp.zeros((1, 1, 1, head_size_v), query.dtype)
     sink = jnp.broadcast_to(sinks[None, None, :], parts[0][1].shape)
     outs, lses = zip(*parts, (no_value, sink), strict=True)
     out, lse = merge_parts(outs, lses)
-    if spec.quant_mode is not KVQuantMode.NONE:
-        scale = jnp.broadcast_to(v_scale.reshape(-1, 1), (spec.num_kv_heads, num_heads // spec.num_kv_heads))
-        out *= scale.reshape(1, 1, num_heads, 1)
+    if cache.spec.quant_mode is not KVQuantMode.NONE:
+        out *= _of_each_head(v_scale, cache.spec, num_heads)[None, None, :, None]
     return out.astype(query.dtype), lse, first
+
+
+def _of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.Array:
+    """A scale `[]` or `[num_kv_heads, 1]` as `[num_heads]`, for query heads."""
+    shape = spec.num_kv_heads, num_heads // spec.num_kv_heads
+    return jnp.broadcast_to(scale.reshape(-1, 1), shape).reshape(num_heads)
+
+
+class _Dense(NamedTuple):
+    """Sequences whose rows, keys and values are made dense in 16 bits, which hold stored elements exactly.
+
+    What is quantized fits float16, which has three bits more than bfloat16, but not with any scale: of the scale of the
+    keys these get the power of two, and the query the rest, which rounds it to float16. The scale of the values is left
+    to whoever has the result. Unquantized pages are of the query's dtype, or else all becomes float32.
+
+    Attributes:
+      cache: of one layer.
+      query: `[num_tokens, num_heads, head_size]`.
+      sequences: whose rows these are.
+      factor: of each query head, float32 `[num_heads]`.
+      k_scale: float32, a power of two.
+      dtype: of rows, keys and values.
+    """
+
+    cache: KVCache
+    query: jax.Array
+    sequences: Sequences
+    factor: jax.Array
+    k_scale: jax.Array
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> _Dense:
+        spec, num_heads = cache.spec, query.shape[1]
+        if spec.quant_mode is KVQuantMode.NONE:
+            dtype = query.dtype if spec.storage_dtype == query.dtype else np.dtype(np.float32)
+            return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
+        rest, exponent = jnp.frexp(k_scale)
+        power = jnp.ldexp(jnp.ones_like(k_scale), exponent)
+        return cls(cache, query, sequences, _of_each_head(rest, spec, num_heads), power, np.dtype(np.float16))
+
+    def rows(self, first: jax.Array, num_rows: int) -> jax.Array:
+        """The query's rows of each sequence's positions from `first` on; of those without, any other row."""
+        _, lens, q_ends, _ = self.sequences
+        row = (q_ends - lens + first)[:, None] + jnp.arange(num_rows)[None, :]
+        rows = self.query[jnp.clip(row, 0, self.query.shape[0] - 1)]
+        if self.cache.spec.quant_mode is KVQuantMode.NONE:
+            return rows.astype(self.dtype)
+        most = float(np.finfo(np.float16).max)
+        return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(self.dtype)
+
+    def gather(self, table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the blocks of a table, zeros where it has none."""
+        one = jnp.ones((), jnp.float32)
+        return gather_mosaic(self.cache, table, lens, None, self.k_scale, one, dtype=self.dtype)
 
 
 Parts = list[tuple[jax.Array, jax.Array]]
 
 
-def _by_cudnn(
-    cache: KVCache, query: jax.Array, sequences: Sequences, gather: Any, plan: _Plan
-) -> tuple[Parts, jax.Array]:
+def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     """The parts of the attention of each sequence's rows, and the position of the first row, the first of a block."""
+    cache, sequences = dense.cache, dense.sequences
     size, (_, max_blocks) = cache.spec.block_size, sequences.table.shape
     before = 0 if plan.window is None else plan.window - 1
+    start = jnp.maximum(sequences.lens - sequences.q_lens - before, 0)  # the first token of the first part
+    first_block = start // size
     # The least number of blocks that hold so many tokens wherever they begin.
     num_blocks = min(-(-(before + plan.max_q_len + size - 1) // size), max_blocks)
-    first_block = jnp.maximum(sequences.lens - sequences.q_lens - before, 0) // size
-    first_block = jnp.minimum(first_block, max_blocks - num_blocks)
-    first, num_rows = first_block * size, num_blocks * size
     column = first_block[:, None] + jnp.arange(num_blocks)[None, :]
-    table = jnp.take_along_axis(sequences.table, column, axis=1)
+    table = jnp.take_along_axis(sequences.table, column, axis=1, mode="fill", fill_value=-1)
+    first, num_rows = first_block * size, num_blocks * size
     lens = sequences.lens - first
-    rows = sequences.query_of(query, first, num_rows)
+    rows = dense.rows(first, num_rows)
     num_used = jnp.clip(lens, 1, num_rows)  # of no rows, or no tokens, cuDNN may make anything
-    keys, values = gather(table, lens)
+    keys, values = dense.gather(table, lens)
+    if plan.window is not None:  # what is before the window may be NaN, which no weight of 0 makes 0
+        is_reached = (jnp.arange(size)[None, :] >= (start - first)[:, None])[:, :, None, None]
+        blocks = (jnp.where(is_reached, x[:, :size], jnp.zeros((), x.dtype)) for x in (keys, values))
+        # Made before anything is stored, or XLA would copy the whole array first.
+        blocks = lax.optimization_barrier(tuple(blocks))
+        keys, values = (x.at[:, :size].set(block) for x, block in zip((keys, values), blocks, strict=True))
     own = compat.cudnn_attention(
         rows, keys, values, num_used, num_used, sm_scale=plan.sm_scale, is_causal=True, window=plan.window
     )
@@ -192,7 +236,7 @@ def _by_cudnn(
     parts = [_without_holes(*own, is_block, size, plan.window)]
     if plan.window is None:
         table, lens = _blocks_before(cache, sequences.table, first_block)
-        keys, values = gather(table, lens)
+        keys, values = dense.gather(table, lens)
         out, lse = compat.cudnn_attention(
             rows, keys, values, num_used, jnp.maximum(lens, 1), sm_scale=plan.sm_scale, is_causal=False
         )
@@ -236,19 +280,18 @@ def _without_holes(
     return scaled, jnp.where(is_all, -jnp.inf, lse + jnp.log(share))
 
 
-def _by_running_softmax(
-    cache: KVCache, query: jax.Array, sequences: Sequences, gather: Any, plan: _Plan
-) -> tuple[Parts, jax.Array]:
+def _by_running_softmax(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     """One part, and the position of the first row, which is that of a sequence's first query token."""
+    cache, sequences, num_heads = dense.cache, dense.sequences, dense.query.shape[1]
     spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
     first = sequences.lens - sequences.q_lens
     row = jnp.arange(plan.max_q_len)[None, :]
     positions = jnp.where(row < sequences.q_lens[:, None], first[:, None] + row, -1)
-    logits_bytes = 4 * num_prompts * plan.max_q_len * query.shape[1]
+    logits_bytes = 4 * num_prompts * plan.max_q_len * num_heads
     size = softmax.blocks_a_chunk(max_blocks, logits_bytes * spec.block_size, LOGITS_BYTES)
     num_chunks = -(-max_blocks // size)
     table = jnp.pad(sequences.table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
-    keys, values = gather(table, sequences.lens)
+    keys, values = dense.gather(table, sequences.lens)
     there = tokens_there(table, sequences.lens, cache.num_blocks, spec.block_size)
 
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -259,11 +302,11 @@ def _by_running_softmax(
         return key, value, is_there
 
     out, lse = softmax.attend(
-        sequences.query_of(query, first, plan.max_q_len),
+        dense.rows(first, plan.max_q_len),
         read,
         num_chunks,
         positions,
-        jnp.full(query.shape[1], -jnp.inf, jnp.float32),
+        jnp.full(num_heads, -jnp.inf, jnp.float32),
         num_kv_heads=spec.num_kv_heads,
         head_size_v=spec.head_size_v,
         sm_scale=plan.sm_scale,
