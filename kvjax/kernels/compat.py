@@ -403,7 +403,9 @@ def cudnn_attention(
       exponentials, float32 `[batch, num_rows, num_heads]`.
     """
     if interpreting():
-        return _cudnn_model(query, key, value, query_lens, kv_lens, sm_scale, is_causal, window)
+        return cudnn_model(
+            query, key, value, query_lens, kv_lens, sm_scale=sm_scale, is_causal=is_causal, window=window
+        )
     none = jnp.zeros(0, query.dtype)
     out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
         *(query, key, value, none, query_lens, kv_lens, none, none, none, none),
@@ -420,17 +422,18 @@ def cudnn_attention(
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-def _cudnn_model(
+def cudnn_model(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     query_lens: jax.Array,
     kv_lens: jax.Array,
+    *,
     sm_scale: float,
     is_causal: bool,
-    window: int | None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same in XLA; NaN wherever the result is undefined."""
+    """What `cudnn_attention` computes, in XLA; NaN wherever its result is undefined."""
     wide = [x.astype(jnp.float32) for x in (query, key, value)]
     out, lse = jax.nn.dot_product_attention(
         *wide,

@@ -347,10 +347,17 @@ def _ragged_mosaic(
     rows = Rows.of(num_tokens, q_starts, q_ends)
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
-    last = q_ends[:, None] + jnp.arange(-decode_q_len, 0)[None, :]
-    packed = query[jnp.clip(last, 0, num_tokens - 1)]
     own_lens = jnp.where(is_short & (q_lens > 0), seq_lens, 0)
-    decoded = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
+    from_last = jnp.arange(-decode_q_len, 0)[None, :]
+    packed = query[jnp.clip(q_ends[:, None] + from_last, 0, num_tokens - 1)]
+    if static["window"] is None or decode_q_len == 1:
+        decoded = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
+    else:
+        # A row that a sequence has not would reach further back than those that it has, to what may be NaN there.
+        lens = jnp.where(q_lens[:, None] + from_last >= 0, own_lens[:, None] + 1 + from_last, 0)
+        table = jnp.repeat(block_table, decode_q_len, axis=0)
+        rows_of_one = packed.reshape(-1, 1, *query.shape[1:])
+        decoded = attention_mosaic(cache, rows_of_one, table, lens.reshape(-1), *arrays, **static)
     place = rows.seq * decode_q_len + decode_q_len - from_end
     found = lax.collapse(decoded[0], 0, 2), lax.collapse(decoded[1], 0, 2)
     short = _where(rows.is_any & is_short[rows.seq], found, place, _nothing(query, sinks, cache.spec.head_size_v))
