@@ -38,6 +38,7 @@ STEPS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 
 
 def build(steps: list[tuple[int, int]], dtype: str) -> tuple[Any, list[kvjax.KVCache], tuple[Any, ...], dict[str, Any]]:
+    """Query, caches, tables and scales of a step."""
     spec = kvjax.FullAttentionSpec(16, 8, 128, dtype=kvjax.KVCacheDType(dtype))
     q_lens, lens = np.array(steps, np.int32).T
     blocks = -(-lens // spec.block_size)
@@ -76,6 +77,7 @@ def by_kernel(call: Any, calls: int = 20) -> dict[str, float]:
 
 
 def main() -> None:
+    """Times the steps that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="nvfp4")
     parser.add_argument("--step", choices=STEPS, help="one of them; by default all")
@@ -85,14 +87,9 @@ def main() -> None:
         steps, options = STEPS[name]
         query, caches, tables, scales = build(steps, given.dtype)
         attend = functools.partial(kvjax.ragged_paged_attention, return_lse=True, **scales, **options)
-        got, expected = (
-            jax.tree.map(
-                np.float32, jax.jit(functools.partial(attend, implementation=which))(query, caches[0], *tables)
-            )
-            for which in ("mosaic", "xla")
-        )
+        run, reference = (jax.jit(functools.partial(attend, implementation=which)) for which in ("mosaic", "xla"))
+        got, expected = (jax.tree.map(np.float32, f(query, caches[0], *tables)) for f in (run, reference))
         errors = [np.abs(x - y).max() for x, y in zip(got, expected, strict=True)]
-        run = jax.jit(functools.partial(attend, implementation="mosaic"))
 
         def call(number: int, run: Any = run, args: Any = (query, caches, tables)) -> Any:
             return run(args[0], args[1][number % NUM_CACHES], *args[2])
