@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from attention_suite import Attend, Case
 from helpers import assert_same_bytes, simple_spec
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
 
@@ -161,10 +161,14 @@ def test_a_serving_step(attend, case):
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 def test_long_chunks(attend, dtype, window):
-    check(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window), attend)
+    problem = build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
+    suite.assert_right(problem, *run(problem, attend))
 
 
-@pytest.mark.parametrize("q_lens", [(1, 1, 0, 1), (4, 4, 4, 4), (3, 1, 0, 8), (9, 1, 0, 30)])
+@pytest.mark.parametrize(
+    "q_lens",
+    [(3, 1, 0, 8), *(pytest.param(x, marks=pytest.mark.full) for x in ((1, 1, 0, 1), (4, 4, 4, 4), (9, 1, 0, 30)))],
+)
 def test_buckets(attend, q_lens):
     """Whatever they are, as long as they hold the call."""
     problem = build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=20))
@@ -219,20 +223,34 @@ def test_equal_lengths_are_paged_attention(attend):
         np.testing.assert_allclose(np.float32(ragged_rows), rows, rtol=1e-2, atol=1e-5)
 
 
-@settings(max_examples=15)
-@given(
-    q_lens=st.tuples(*[st.integers(0, 20)] * 4),
-    lengths=st.tuples(*[st.integers(0, 48)] * 4),
-    dtype=st.sampled_from(["bfloat16", "nvfp4"]),
-    window=st.sampled_from([None, 9]),
-    garbage=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 20), min_size=1, max_size=8),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_step(q_lens, lengths, dtype, window, garbage, seed):
-    case = ragged((*q_lens, 20), (*lengths, 48), dtype=dtype, block_size=8, window=window, sinks=window is not None)
-    problem = build(case, seed=seed, garbage=garbage)
-    padding = PADDING + 80 - sum(q_lens)  # one program for all
-    suite.assert_right(problem, *run(problem, functools.partial(_run, return_lse=True), padding))
+STEPS = {
+    "q_lens": st.tuples(*[st.integers(0, 20)] * 4),
+    "lengths": st.tuples(*[st.integers(0, 48)] * 4),
+    "dtype": st.sampled_from(["bfloat16", "nvfp4"]),
+    "window": st.sampled_from([None, 9]),
+    "garbage": st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 20), min_size=1, max_size=8),
+    "seed": st.integers(0, 2**32 - 1),
+}
+
+
+def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: Any, seed: int, **options: Any) -> None:
+    options |= {"block_size": 8, "window": window, "sinks": window is not None}
+    problem = build(ragged((*q_lens, 20), (*lengths, 48), **options), seed=seed, garbage=garbage)
+    padding = PADDING + 80 - sum(q_lens)
+    suite.assert_right(problem, *run(problem, attend, padding))
+
+
+@settings(max_examples=4)
+@given(**STEPS)
+def test_any_step(**step):
+    check_step(functools.partial(_run, return_lse=True), **step)
+
+
+@pytest.mark.full
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**STEPS)
+def test_any_step_of_each_implementation(attend, **step):
+    check_step(attend, **step)
 
 
 def test_memory_is_bounded(monkeypatch):
@@ -243,7 +261,7 @@ def test_memory_is_bounded(monkeypatch):
     suite.assert_right(problem, *run(problem, attend))
 
 
-@pytest.mark.parametrize("layer", [0, 2, np.int32(1), -1])
+@pytest.mark.parametrize("layer", [2, -1, pytest.param(0, marks=pytest.mark.full)])
 def test_layers(attend, layer):
     problem = build(ragged((5, 12, 1), (5, 40, 7), dtype="nvfp4"))
     query, cache, *rest = problem.args
@@ -259,7 +277,7 @@ def test_layers(attend, layer):
         assert np.isneginf(np.concatenate(lse)).all()
 
 
-@pytest.mark.parametrize("hole", [0, 1, 4, 5])
+@pytest.mark.parametrize("hole", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (0, 3, 5))])
 def test_a_block_that_was_given_back_is_not_seen(attend, hole):
     """Behind a chunk, and of its own tokens."""
     problem = build(ragged((20,), (48,), dtype="bfloat16", block_size=8))
@@ -293,7 +311,7 @@ def test_under_vmap(attend):
             np.testing.assert_allclose(np.float32(batched[i]), np.float32(single), rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_inside_shard_map(check_vma):
     problem = build(ragged((2, 12, 0), (18, 40, 9), dtype="nvfp4"))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -371,19 +389,26 @@ CHECKED = [
 
 @pytest.mark.parametrize(("change", "message"), CHECKED)
 def test_checked_mode_names_what_is_wrong(change, message):
+    with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
+        ragged_paged_attention(**small_call() | change)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [CHECKED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in CHECKED[1:])]
+)
+def test_checked_mode_names_what_is_wrong_in_a_program(change, message):
     call = small_call() | change
     options = {name: call.pop(name) for name in BUCKETS if name in call}
-    attend = functools.partial(ragged_paged_attention, **options)
     with kvjax.checked():
-        with pytest.raises(KVCacheValueError) as raised:
-            attend(**call)
-        assert str(raised.value).startswith(message)
-        error, _ = jax.jit(checkify.checkify(attend))(**call)
+        attend = jax.jit(checkify.checkify(functools.partial(ragged_paged_attention, **options)))
+        error, _ = attend(**call)
         with pytest.raises(checkify.JaxRuntimeError) as raised:
             error.throw()
-        assert str(raised.value).startswith(message)
+    assert str(raised.value).startswith(message)
 
 
+@pytest.mark.full
 def test_checked_mode_takes_what_is_right():
     """Garbage before a window and past a length included."""
     problem = build(ragged((2, 12), (18, 40), dtype="nvfp4", window=9, block_size=8), garbage=[-7, 2**31 - 1])
