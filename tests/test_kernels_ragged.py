@@ -39,7 +39,7 @@ def test_interpreted_it_is_right(options):
     lengths, q_lens = (30, 7, 0, 3), (11, 1, 0, 3)
     case = ragged_suite.ragged(q_lens, lengths, dtype="nvfp4", num_kv_heads=1, block_size=8, **options)
     problem = ragged_suite.build(case)
-    suite.assert_right(problem, *ragged_suite.run(problem, interpreted), lse_factor=64)
+    suite.assert_right(problem, *ragged_suite.run(problem, interpreted), lse_factor=64, max_factor=1.5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

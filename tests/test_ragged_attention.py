@@ -82,7 +82,7 @@ def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
     """What `attention_suite.check` asks for."""
     problem = build(case, seed=seed)
     results = run(problem, attend)
-    suite.assert_right(problem, *results, lse_factor=lse_factor(case, attend))
+    suite.assert_right(problem, *results, **slack(case, attend))
     for other in (
         problem,
         build(case, seed=seed, fill=suite.ZERO, garbage=(-1,)),
@@ -120,13 +120,19 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def jitted(static: Any) -> Any:  # not one of another test's, which may have traced other kernels
         return jax.jit(functools.partial(ragged_paged_attention, **dict(static)))
 
-    attend.rounds_queries = request.param != "xla"  # to float16, for cuDNN
+    attend.by_cudnn = request.param != "xla"
     return attend
 
 
-def lse_factor(case: Case, attend: Any) -> float:
-    """What the rounding of queries to float16 for cuDNN, half of 2**-11, adds to the errors of logits."""
-    return 64 if attend.rounds_queries and case.scales != "one" else 1
+def slack(case: Case, attend: Any) -> dict[str, float]:
+    """What may be off by more, of `assert_right`, where cuDNN attends.
+
+    The rounding of queries to float16, half of 2**-11, adds to the errors of logits. And the results of two parts, of
+    which each may be larger than both together, are rounded before they are joined.
+    """
+    if not attend.by_cudnn:
+        return {}
+    return {"lse_factor": 1 if case.scales == "one" else 64, "max_factor": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_a_serving_step(attend, case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 def test_long_chunks(attend, dtype, window):
     problem = build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
-    suite.assert_right(problem, *run(problem, attend))
+    suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_buckets(attend, q_lens):
     for decode_q_len in {1, min(longest, 4), longest, longest + 7}:
         prompts = sum(q_len > decode_q_len for q_len in q_lens)
         buckets = {"max_q_len": longest, "decode_q_len": decode_q_len, "max_prompts": prompts}
-        suite.assert_right(problem, *run(problem, functools.partial(attend, **buckets)))
+        suite.assert_right(problem, *run(problem, functools.partial(attend, **buckets)), **slack(problem.case, attend))
 
 
 def step_by_step(problem: suite.Problem, attend: Attend, cuts: Sequence[int]) -> np.ndarray:
@@ -195,11 +201,11 @@ def step_by_step(problem: suite.Problem, attend: Attend, cuts: Sequence[int]) ->
 def test_one_chunk_is_five_is_decode(attend, window):
     """A chunk's own keys and values are read as they were stored."""
     problem = build(ragged((45,), (45,), dtype="nvfp4", scales="scalar", window=window, block_size=8))
-    want = suite.expected(problem, 0)
+    want, factors = suite.expected(problem, 0), slack(problem.case, attend)
     for cuts in ([0], [0, 9, 10, 26, 40], range(45)):
         got = step_by_step(problem, attend, cuts)
-        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max
-        assert np.abs(got[..., -1] - want.lse).max() <= want.lse_max * lse_factor(problem.case, attend)
+        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max * factors.get("max_factor", 1)
+        assert np.abs(got[..., -1] - want.lse).max() <= want.lse_max * factors.get("lse_factor", 1)
     decoded, lse = attend_decoding(problem)
     assert np.abs(decoded - want.out).max() <= want.out_max
     assert np.abs(lse - want.lse).max() <= want.lse_max
@@ -237,19 +243,19 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
     options |= {"block_size": 8, "window": window, "sinks": window is not None}
     problem = build(ragged((*q_lens, 20), (*lengths, 48), **options), seed=seed, garbage=garbage)
     padding = PADDING + 80 - sum(q_lens)
-    suite.assert_right(problem, *run(problem, attend, padding))
+    suite.assert_right(problem, *run(problem, attend, padding), **slack(problem.case, attend))
 
 
-@settings(max_examples=4)
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
-def test_any_step(**step):
-    check_step(functools.partial(_run, return_lse=True), **step)
+def test_any_step(attend, **step):
+    check_step(attend, **step)
 
 
 @pytest.mark.full
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
-def test_any_step_of_each_implementation(attend, **step):
+def test_many_steps(attend, **step):
     check_step(attend, **step)
 
 
@@ -271,7 +277,7 @@ def test_layers(attend, layer):
     got = dataclasses.replace(problem, args=(query, layers, *rest))
     out, lse = run(got, functools.partial(attend, layer=number))
     if layer >= 0:
-        suite.assert_right(problem, out, lse)
+        suite.assert_right(problem, out, lse, **slack(problem.case, attend))
     else:
         assert not np.concatenate(out).astype(np.float32).any()
         assert np.isneginf(np.concatenate(lse)).all()
