@@ -31,7 +31,7 @@ LOGITS_BYTES = 256 << 20
 """What the logits of a chunk may take where cuDNN does not serve: of fewer tokens, results are rescaled more often."""
 
 MAX_HEAD_SIZE = 256
-"""Of cuDNN's forward pass on sm_90."""
+"""Of cuDNN's forward pass on sm_90, which is what jax asks of sm_100 as well."""
 
 
 class Sequences(NamedTuple):
@@ -68,7 +68,7 @@ def attend(
     Args:
       cache: of one layer, on one device.
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`.
-      sequences: whose rows they are; of more than `max_q_len` tokens the first ones are left out.
+      sequences: whose rows they are; of more than `max_q_len` the last ones may be left out.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf where there is none.
@@ -85,7 +85,8 @@ def attend(
     num_prompts, max_blocks = sequences.table.shape
     if window is not None and window >= max_blocks * cache.spec.block_size:
         window = None
-    by_cudnn = logits_soft_cap is None and why_not_cudnn(cache.spec, query.dtype) is None
+    # A flash kernel takes the largest logit before the scale, which has to leave it the largest.
+    by_cudnn = sm_scale > 0 and logits_soft_cap is None and why_not_cudnn(cache.spec, query.dtype) is None
     plan = _Plan(by_cudnn, max_q_len, sm_scale, window, logits_soft_cap)
 
     def attend_lot(lot: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -159,8 +160,8 @@ class _Dense(NamedTuple):
     """Sequences whose rows, keys and values are made dense in 16 bits, which hold stored elements exactly.
 
     What is quantized fits float16, which has three bits more than bfloat16, but not with any scale: of the scale of the
-    keys these get the power of two, and the query the rest, which rounds it to float16. The scale of the values is left
-    to whoever has the result. Unquantized pages are of the query's dtype, or else all becomes float32.
+    keys these get the power of two, and the query the rest, which rounds it to float16. (What is left of a key below
+    2**-24 is lost, and there is none past 65,504.) The scale of the values is left to whoever has the result. Unquantized pages are of the query's dtype, or else all becomes float32.
 
     Attributes:
       cache: of one layer.
