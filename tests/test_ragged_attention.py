@@ -153,6 +153,7 @@ def slack(case: Case, attend: Any) -> dict[str, float]:
                 {"dtype": "fp8_e4m3", "head_size": 128, "head_size_v": 64},
                 {"dtype": "nvfp4", "v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 1},
                 {"dtype": "nvfp4", "block_size": 784, "window": 1024, "sinks": True, "cap": 30.0},
+                {"dtype": "fp8_e4m3", "sm_scale": -0.07, "window": 40},
                 {"dtype": "nvfp4", "head_size": 112, "window": 1, "num_kv_heads": 3},
             )
         ),

@@ -161,7 +161,8 @@ class _Dense(NamedTuple):
 
     What is quantized fits float16, which has three bits more than bfloat16, but not with any scale: of the scale of the
     keys these get the power of two, and the query the rest, which rounds it to float16. (What is left of a key below
-    2**-24 is lost, and there is none past 65,504.) The scale of the values is left to whoever has the result. Unquantized pages are of the query's dtype, or else all becomes float32.
+    2**-24 is lost, and there is none past 65,504.) The scale of the values is left to whoever has the result.
+    Unquantized pages are of the query's dtype, or else all becomes float32.
 
     Attributes:
       cache: of one layer.
