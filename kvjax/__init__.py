@@ -34,6 +34,7 @@ from kvjax.ops.blocks import copy_blocks as copy_blocks
 from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv
 from kvjax.ops.merge import merge_attention_states as merge_attention_states
+from kvjax.ops.ragged import ragged_paged_attention as ragged_paged_attention
 from kvjax.ops.values import MAX_SCALE as MAX_SCALE
 from kvjax.ops.values import MIN_SCALE as MIN_SCALE
 from kvjax.ops.values import check_scale as check_scale

@@ -41,6 +41,7 @@ from kvjax import (
     gather_kv,
     nvfp4_split_views,
     paged_attention,
+    ragged_paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
     swap_blocks,
@@ -236,6 +237,20 @@ def attend_all(caches, queries, scales, table, lens, sinks):
     }
 
 
+def attend_ragged(caches, queries, scales, table, lens, sinks):
+    bounds = np.arange(0, 2 * len(lens) + 1, 2, dtype=np.int32)
+    options = {"sinks": sinks, "sliding_window": WINDOW, "return_lse": True, "max_q_len": 2}
+    return {
+        name: ragged_paged_attention(
+            jnp.reshape(queries[name], (-1, *queries[name].shape[2:])),
+            *(cache, table, lens, bounds),
+            **scales[name],
+            **options,
+        )
+        for name, cache in caches.items()
+    }
+
+
 def compile_without_collectives(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
     compiled = jax.jit(f, **options).lower(*args).compile()
     text = compiled.as_text()
@@ -326,6 +341,11 @@ def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) 
         blocks, heads = (entry or None for entry in DIVISIONS[division])
         for array in (result, lse):
             assert array.sharding.is_equivalent_to(NamedSharding(MESH, P(blocks, None, heads)), array.ndim)
+    # The rows of all sequences are on every device: where blocks are divided, the results are added up.
+    for name, (result, lse) in jax.jit(attend_ragged)(*args).items():
+        for array, expected in zip((result, lse), attended[name], strict=True):
+            expected = np.asarray(expected).reshape(array.shape)
+            np.testing.assert_allclose(np.asarray(array), expected, rtol=1e-4, atol=1e-5)
 
 
 def check_every_format() -> None:

@@ -233,13 +233,14 @@ def parts_of(problem: suite.Problem, attend: Attend, cut: int) -> Any:
 def test_parts_of_sequences_merge_into_the_whole(name):
     problem = suite.build(Case("float32", name, block_size=8, lengths=(0, 3, 17, 33)))
     outs, lses = parts_of(problem, functools.partial(_run, return_lse=True), 1)
-    out, lse = jax.jit(merge_attention_states)(outs, lses)
+    merge = jax.jit(merge_attention_states)
+    out, lse = merge(outs, lses)
     expected_out, expected_lse = problem.run(functools.partial(_run, return_lse=True))
     assert (out.dtype, lse.dtype) == (INPUT_DTYPES[name], np.float32)
     tolerance = 1e-5 + 2 * float(jnp.finfo(out.dtype).eps)
     np.testing.assert_allclose(np.float32(out), np.float32(expected_out), rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
-    for got, stacked in zip(merge_attention_states(jnp.stack(outs), np.stack(lses)), (out, lse), strict=True):
+    for got, stacked in zip(merge(jnp.stack(outs), np.stack(lses)), (out, lse), strict=True):
         assert_same_bytes(np.asarray(got), np.asarray(stacked))
 
 

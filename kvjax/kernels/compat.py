@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -362,3 +364,85 @@ _ptx.def_abstract_eval(_ptx_result)
 _ptx_reduce.def_abstract_eval(_ptx_reduce_result)
 lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
+
+
+# Since 0.12 the primitive takes one more parameter.
+_SCORE_MOD = (
+    {"score_mod": None} if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters else {}
+)
+
+
+def cudnn_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    sm_scale: float,
+    is_causal: bool,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The attention of cuDNN: dense queries over dense keys and values, and its log-sum-exp.
+
+    The primitive behind `jax.nn.dot_product_attention(implementation="cudnn")`, bound here since that looks for cuDNN
+    when traced, on machines without a GPU too, and gives a log-sum-exp of the query's dtype.
+
+    Args:
+      query: float16 or bfloat16 `[batch, num_rows, num_heads, head_size]`.
+      key: of the same dtype `[batch, num_tokens, num_kv_heads, head_size]`.
+      value: likewise.
+      query_lens: int32 `[batch]`, at least 1: rows that there are. What stands in the others' results is undefined.
+      kv_lens: int32 `[batch]`, at least 1: tokens that there are.
+      sm_scale: factor of the logits.
+      is_causal: whether row `i` sees tokens 0 to `i` only.
+      window: of those the last so many only.
+
+    Returns:
+      `[batch, num_rows, num_heads, head_size]` of the query's dtype, and the natural logarithm of the sum of
+      exponentials, float32 `[batch, num_rows, num_heads]`.
+    """
+    if interpreting():
+        return cudnn_model(
+            query, key, value, query_lens, kv_lens, sm_scale=sm_scale, is_causal=is_causal, window=window
+        )
+    none = jnp.zeros(0, query.dtype)
+    out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
+        *(query, key, value, none, query_lens, kv_lens, none, none, none, none),
+        scale=sm_scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.PADDING_CAUSAL if is_causal else cudnn.MaskType.PADDING,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+        is_training=True,  # which is what has it return the log-sum-exp
+        **_SCORE_MOD,
+    )
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def cudnn_model(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    sm_scale: float,
+    is_causal: bool,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What `cudnn_attention` computes, in XLA; NaN wherever its result is undefined."""
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    out, lse = jax.nn.dot_product_attention(
+        *wide,
+        scale=sm_scale,
+        is_causal=is_causal,
+        key_value_seq_lengths=kv_lens,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="xla",
+        return_residual=True,
+    )
+    is_row = (jnp.arange(query.shape[1])[None, :] < query_lens[:, None])[:, :, None]
+    return jnp.where(is_row[..., None], out, jnp.nan).astype(query.dtype), jnp.where(is_row, lse, jnp.nan)

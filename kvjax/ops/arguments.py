@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
 from kvjax.ops.values import check_layer, check_scale, check_scale_type, is_checked
 from kvjax.spec import AttentionSpec, as_int
 
@@ -20,6 +21,9 @@ INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bf
 """Element types that keys, values, queries and dequantized results may have."""
 
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
+
+MAX_WINDOW = 2**31 - 1
+"""No sequence is longer: a window beyond it restricts nothing."""
 
 
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
@@ -135,3 +139,51 @@ def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
             accepted += f" or [num_kv_heads={spec.num_kv_heads}]"
         raise KVCacheValueError(f"{what}: got shape {array.shape}, expected {accepted} for dtype {spec.dtype.value!r}")
     return array[:, None] if per_head else array
+
+
+def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array:
+    """The sinks of so many query heads, which have to fit the cache's, -inf where there are none."""
+    if num_heads % spec.num_kv_heads or not num_heads:
+        raise KVCacheValueError(
+            f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
+        )
+    if sinks is None:
+        return jnp.full(num_heads, -jnp.inf, jnp.float32)
+    check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
+    return jnp.asarray(sinks)
+
+
+def as_sm_scale(sm_scale: Any, spec: AttentionSpec) -> float:
+    """The factor on logits, by default one over the root of the head size."""
+    return 1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale)
+
+
+def as_window(window: Any) -> int | None:
+    """A window as int; None where every token is inside it."""
+    if window is None:
+        return None
+    if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
+        raise KVCacheTypeError(f"sliding_window: got {window!r} of type {type_name(window)}, expected an int or None")
+    if window <= 0:
+        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
+    return int(window) if window <= MAX_WINDOW else None
+
+
+def _as_number(what: str, number: Any) -> float:
+    """A number that a program is made of as float; one that float32 holds."""
+    if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
+        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type_name(number)}, expected a float or None")
+    magnitude: Any = abs(number)
+    if not magnitude <= float(np.finfo(np.float32).max):
+        raise KVCacheValueError(f"{what}: got {shown(number)}, expected a number that is finite in float32")
+    return float(number)
+
+
+def as_soft_cap(cap: Any) -> float | None:
+    """A soft cap as float; None for none."""
+    if cap is None:
+        return None
+    number = _as_number("logits_soft_cap", cap)
+    if number < np.finfo(np.float32).tiny:
+        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
+    return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal, overload
 
 import jax
@@ -12,16 +11,23 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_seen_here, flat_pages
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.kernels import attention as kernel
 from kvjax.ops import select
-from kvjax.ops.arguments import INPUT_DTYPES, check_array, check_cache, check_devices
-from kvjax.ops.gather import as_sequences, gather_xla, in_one_layer, own_sequences, tokens_there
+from kvjax.ops.arguments import (
+    INPUT_DTYPES,
+    MAX_WINDOW,
+    as_sinks,
+    as_sm_scale,
+    as_soft_cap,
+    as_window,
+    check_array,
+    check_cache,
+    check_devices,
+)
+from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
+from kvjax.ops.softmax import attend_pages
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
-
-MAX_WINDOW = 2**31 - 1
-"""No sequence is longer: a window beyond it restricts nothing."""
 
 
 @overload
@@ -125,17 +131,10 @@ def paged_attention(
         dims.insert(1, ("q_len", None))
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
-    num_heads = query.shape[-2]
-    if num_heads % spec.num_kv_heads or not num_heads:
-        raise KVCacheValueError(
-            f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
-        )
-    if sinks is None:
-        sinks = jnp.full(num_heads, -jnp.inf, jnp.float32)
-    check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
+    sinks = as_sinks(sinks, query.shape[-2], spec)
     check_devices(cache, query=query, sinks=sinks)
     rows = query if has_rows else query[:, None]
-    window = _as_window(spec.sliding_window if sliding_window is None else sliding_window)
+    window = as_window(spec.sliding_window if sliding_window is None else sliding_window)
     reach = None if window is None else min(window + rows.shape[1] - 1, MAX_WINDOW)
     num_seqs = rows.shape[0]
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
@@ -144,44 +143,14 @@ def paged_attention(
         cache,
         rows,
         *sequences,
-        jnp.asarray(sinks),
-        sm_scale=1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale),
+        sinks,
+        sm_scale=as_sm_scale(sm_scale, spec),
         window=window,
-        logits_soft_cap=_as_soft_cap(logits_soft_cap),
+        logits_soft_cap=as_soft_cap(logits_soft_cap),
     )
     if not has_rows:
         attended, lse = attended[:, 0], lse[:, 0]
     return (attended, lse) if return_lse else attended
-
-
-def _as_window(window: Any) -> int | None:
-    """A window as int; None where every token is inside it."""
-    if window is None:
-        return None
-    if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
-        raise KVCacheTypeError(f"sliding_window: got {window!r} of type {type_name(window)}, expected an int or None")
-    if window <= 0:
-        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
-    return int(window) if window <= MAX_WINDOW else None
-
-
-def _as_number(what: str, number: Any) -> float:
-    """A number that a program is made of as float; one that float32 holds."""
-    if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
-        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type_name(number)}, expected a float or None")
-    magnitude: Any = abs(number)
-    if not magnitude <= float(np.finfo(np.float32).max):
-        raise KVCacheValueError(f"{what}: got {shown(number)}, expected a number that is finite in float32")
-    return float(number)
-
-
-def _as_soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    number = _as_number("logits_soft_cap", cap)
-    if number < np.finfo(np.float32).tiny:
-        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
-    return number
 
 
 def _attention_xla(
@@ -218,32 +187,22 @@ def _attention_xla(
       `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
     """
     cache, block_table = in_one_layer(cache, layer, block_table)
-    num_seqs, q_len, num_heads, head_size = query.shape
-    num_kv_heads = cache.spec.num_kv_heads
-    keys, values = gather_xla(cache, block_table, seq_lens, None, k_scale, v_scale, dtype=np.dtype(np.float32))
-    length = jnp.maximum(seq_lens, 0)
-    # How many tokens before a row's own each token stands, [num_seqs, q_len, max_len]; no number here overflows int32.
-    age = (length[:, None] - q_len + jnp.arange(q_len)[None, :])[:, :, None] - jnp.arange(keys.shape[1])[None, None, :]
-    seen = (age >= 0) & tokens_there(block_table, length, cache.num_blocks, cache.spec.block_size)[:, None, :]
-    if window is not None:
-        seen &= age < window
-    # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
-    values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0.0)
-    grouped = query.astype(jnp.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-    logits = jnp.einsum("sqhgd,sthd->sqhgt", grouped, keys, precision="highest") * sm_scale
-    if logits_soft_cap is not None:
-        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    logits = jnp.where(seen[:, :, None, None, :], logits, -jnp.inf)
-    sink = sinks.reshape(1, 1, num_kv_heads, -1, 1)
-    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf), sink)
-    largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
-    weights = jnp.exp(logits - largest)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest)
-    lse = largest + jnp.log(total)
-    probabilities = weights / jnp.where(total == 0.0, 1.0, total)
-    attended = jnp.einsum("sqhgt,sthd->sqhgd", probabilities, values, precision="highest")
-    attended = attended.reshape(num_seqs, q_len, num_heads, cache.spec.head_size_v).astype(query.dtype)
-    return attended, lse.reshape(num_seqs, q_len, num_heads)
+    q_len = query.shape[1]
+    positions = jnp.maximum(seq_lens, 0)[:, None] - q_len + jnp.arange(q_len)[None, :]
+    attended, lse = attend_pages(
+        cache,
+        query,
+        block_table,
+        seq_lens,
+        positions,
+        k_scale,
+        v_scale,
+        sinks,
+        sm_scale=sm_scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return attended.astype(query.dtype), lse
 
 
 def _own_sequences(
@@ -252,7 +211,7 @@ def _own_sequences(
     return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
-def _attention_mosaic(
+def attention_mosaic(
     cache: KVCache,
     query: jax.Array,
     block_table: jax.Array,
@@ -263,20 +222,22 @@ def _attention_mosaic(
     sinks: jax.Array,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
+    """What `_attention_xla` returns, by the decode kernel."""
     arrays = block_table, seq_lens, layer, k_scale, v_scale, sinks
     if not query.size or not block_table.size:  # no programs, or no pages to be read
         return _attention_xla(cache, query, *arrays, **static)
     return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
 
 
-def _attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
+def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
     """The types of the outputs and the log-sum-exps."""
-    rows = query.shape[:3]
+    rows = query.shape[:-1]
     out = jax.ShapeDtypeStruct((*rows, cache.spec.head_size_v), query.dtype)
     return out, jax.ShapeDtypeStruct(rows, np.dtype(np.float32))
 
 
-def _why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
+def why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
+    """Why the kernel cannot serve queries of a dtype over a cache; None where it can."""
     if query_dtype == np.float32:
         return "its query is float16 or bfloat16; got float32"
     return kernel.why_not(cache.spec)
@@ -286,9 +247,9 @@ def _why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
 def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
     return select.Candidates(
         xla=_attention_xla,
-        mosaic=_attention_mosaic,
-        results=_attended,
-        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
+        mosaic=attention_mosaic,
+        results=attended,
+        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype),
         signature=Signature(
             arguments=(
                 "sequences queries heads head_size",

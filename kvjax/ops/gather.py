@@ -97,12 +97,12 @@ def as_sequences(
     k_scale: ArrayLike,
     v_scale: ArrayLike,
     num_seqs: int | None = None,
-    last_tokens: int | None = None,
+    last_tokens: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
     """What sequences of a cache are read by, checked and as JAX arrays: table, lengths, layer and scales.
 
-    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read, the entries before
-    theirs are neither checked nor taken for blocks of another share.
+    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read (an int, or one for
+    each), the entries before theirs are neither checked nor taken for blocks of another share.
     """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
     check_devices(cache, block_table=block_table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, v_scale=v_scale)
@@ -118,12 +118,12 @@ def as_sequences(
     return as_blocks(block_table, cache), lengths, as_layer(cache, layer), *scales
 
 
-def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: int, block_size: int) -> Any:
+def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:
     """The table with -1 for the blocks before those of the last tokens of each sequence."""
-    is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens))
+    is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
-    return xp.where(seq_lens[:, None] - ends[None, :] >= last_tokens, -1, block_table)
+    return xp.where(seq_lens[:, None] - ends[None, :] >= xp.reshape(last_tokens, (-1, 1)), -1, block_table)
 
 
 def in_one_layer(cache: KVCache, layer: jax.Array | None, block_table: jax.Array) -> tuple[KVCache, jax.Array]:
@@ -175,7 +175,7 @@ def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]
     return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in (spec.head_size, spec.head_size_v))
 
 
-def _gather_mosaic(
+def gather_mosaic(
     cache: KVCache,
     block_table: jax.Array,
     seq_lens: jax.Array,
@@ -185,6 +185,7 @@ def _gather_mosaic(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
+    """What `gather_xla` returns, by the kernel."""
     spec = cache.spec
     keys, values = _dense(cache, block_table, dtype=dtype)
     if not keys.shape[0] * keys.shape[1]:
@@ -220,7 +221,7 @@ def _own_sequences(
 
 _IMPLEMENTATIONS = select.Candidates(
     xla=gather_xla,
-    mosaic=_gather_mosaic,
+    mosaic=gather_mosaic,
     results=_dense,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(

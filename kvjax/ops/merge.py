@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,28 +38,43 @@ def merge_attention_states(
     Raises:
       KVCacheValueError, KVCacheTypeError: no part, or shapes or dtypes that do not fit, naming the argument.
     """
-    outs, lses = _stacked("outs", outs, INPUT_DTYPES), _stacked("lses", lses, (np.dtype(np.float32),))
-    if outs.ndim < 3:
+    parts, logs = _parts("outs", outs, INPUT_DTYPES), _parts("lses", lses, (np.dtype(np.float32),))
+    shape, count = parts[0].shape, len(parts)
+    if len(shape) < 2:
+        got = np.shape(outs) if isinstance(outs, (jax.Array, np.ndarray)) else (count, *shape)
         raise KVCacheValueError(
-            f"outs: got shape {outs.shape}, expected [num_parts, ..., num_heads, head_size_v] or a sequence of"
+            f"outs: got shape {got}, expected [num_parts, ..., num_heads, head_size_v] or a sequence of"
             " [..., num_heads, head_size_v]"
         )
-    if lses.shape != outs.shape[:-1]:
+    if (len(logs), *logs[0].shape) != (count, *shape[:-1]):
         raise KVCacheValueError(
-            f"lses: got shape {lses.shape}, expected {outs.shape[:-1]}, that of outs less its last dimension"
+            f"lses: got shape {(len(logs), *logs[0].shape)}, expected {(count, *shape[:-1])}, that of outs less its"
+            " last dimension"
         )
-    largest = jnp.max(lses, axis=0)
+    out, lse = merge_parts(parts, logs)
+    return out.astype(parts[0].dtype), lse
+
+
+def merge_parts(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What `merge_attention_states` returns, in float32, of parts that are checked and need not be of one dtype.
+
+    Part after part, so that a compiler makes one pass over all of them without stacking them first.
+    """
+    largest = functools.reduce(jnp.maximum, lses)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # an infinity less itself would be NaN
-    weights = jnp.exp(lses - shift[None])
-    total = jnp.sum(weights, axis=0)
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
     # What has no weight may be NaN.
-    weighted = jnp.where(lses[..., None] == -jnp.inf, 0.0, weights[..., None] * outs.astype(jnp.float32))
-    out = jnp.sum(weighted, axis=0) / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out.astype(outs.dtype), shift + jnp.log(total)
+    weighted = [
+        jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
+        for out, lse, weight in zip(outs, lses, weights, strict=True)
+    ]
+    out = functools.reduce(jnp.add, weighted) / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return out, shift + jnp.log(total)
 
 
-def _stacked(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> jax.Array:
-    """The parts as one array, along a new first dimension unless they are one already."""
+def _parts(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> list[jax.Array]:
+    """The parts one by one, also of one array of them."""
     is_one = isinstance(parts, (jax.Array, np.ndarray))
     if not is_one and not isinstance(parts, (list, tuple)):
         raise KVCacheTypeError(f"{what}: got {kind_of(parts)}, expected an array or a sequence of arrays")
@@ -66,7 +82,9 @@ def _stacked(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> jax.Arra
         raise KVCacheValueError(f"{what}: got no parts, expected at least one")
     if is_one:
         check_array(what, parts, [("", None)] * parts.ndim, dtypes)
-        return jnp.asarray(parts)
+        if not parts.ndim:
+            raise KVCacheValueError(f"{what}: got shape (), expected [num_parts, ...]")
+        return [jnp.asarray(parts)[i] for i in range(parts.shape[0])]
     for i, part in enumerate(parts):
         check_array(f"{what}[{i}]", part, [("", None)] * np.ndim(part), dtypes)
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
@@ -74,4 +92,4 @@ def _stacked(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> jax.Arra
                 f"{what}[{i}]: got {part.dtype}{list(part.shape)}, expected {parts[0].dtype}{list(parts[0].shape)} as"
                 f" {what}[0]"
             )
-    return jnp.stack(parts)
+    return [jnp.asarray(part) for part in parts]

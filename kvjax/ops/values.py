@@ -121,6 +121,47 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     )
 
 
+def check_query_lens(
+    cu_q_lens: ArrayLike, num_tokens: int, max_q_len: int, decode_q_len: int, max_prompts: int
+) -> None:
+    """Checks that `[num_seqs + 1]` starts of query rows are in order, and that the sequences fit their buckets.
+
+    Raises:
+      KVCacheValueError: names the first start that is not 0, before the one ahead of it or past the rows; or else the
+        first sequence with more than `max_q_len` rows, or the one that is one too many of more than `decode_q_len`.
+    """
+    xp, starts = _readable(cu_q_lens)
+    ahead = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
+    is_first = np.arange(starts.shape[0]) == 0
+    wrong = (starts < ahead) | (starts > num_tokens) | (is_first & (starts != 0))
+    seq = xp.argmax(wrong)
+    _refuse(
+        wrong.any(),
+        f"cu_q_lens[{{seq}}]: got {{start}}, expected 0 first, and then each between the one before it and"
+        f" num_tokens={num_tokens}",
+        seq=seq,
+        start=starts[seq],
+    )
+    if starts.shape[0] == 1:
+        return
+    q_lens = starts[1:] - starts[:-1]
+    wrong = q_lens > max_q_len
+    seq = xp.argmax(wrong)
+    _refuse(
+        wrong.any(),
+        f"cu_q_lens: got {{q_len}} query tokens for sequence {{seq}}, expected at most max_q_len={max_q_len}",
+        seq=seq,
+        q_len=q_lens[seq],
+    )
+    count = xp.sum(q_lens > decode_q_len)
+    _refuse(
+        count > max_prompts,
+        f"cu_q_lens: got {{count}} sequences with more than decode_q_len={decode_q_len} query tokens, expected at most"
+        f" max_prompts={max_prompts}",
+        count=count,
+    )
+
+
 def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None:
     """Checks that `[num_pairs, 2]` blocks are in their caches or negative, and that no two go to one destination.
 

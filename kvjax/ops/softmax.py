@@ -1,0 +1,176 @@
+"""Attention with a running softmax: the one masked softmax of every operation that attends in XLA.
+
+Keys and values come in chunks, so that memory is bounded whatever the lengths: after each chunk a row has the largest
+logit so far, the sum of `exp(logit - largest)` and the values weighted with these, which the next chunk rescales
+(https://arxiv.org/abs/2205.14135, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache import KVCache
+from kvjax.ops.gather import gather_xla, tokens_there
+
+CHUNK_BYTES = 64 << 20
+"""What the keys, values and logits of a chunk may take together; one block of each sequence may take more."""
+
+Read = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
+"""Makes of a chunk's number its keys `[num_seqs, size, num_kv_heads, head_size]`, its values and which tokens there are
+in it, bool `[num_seqs, size]`; the chunk's tokens stand at positions `number * size` and after."""
+
+
+class State(NamedTuple):
+    """Of each row, `[num_seqs, num_kv_heads, num_rows, group]`, what the chunks so far come to, in float32."""
+
+    largest: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+
+def attend(
+    query: jax.Array,
+    read: Read,
+    num_chunks: int,
+    positions: jax.Array,
+    sinks: jax.Array,
+    *,
+    num_kv_heads: int,
+    head_size_v: int,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of rows, each at its position, over the tokens of its sequence up to there.
+
+    Products are of the keys' and the values' dtype, summed in float32; of float32 they are exact to its last bits.
+
+    Args:
+      query: `[num_seqs, num_rows, num_heads, head_size]`.
+      read: what gives a chunk.
+      num_chunks: at least 1.
+      positions: int32 `[num_seqs, num_rows]`; a row below 0 sees nothing.
+      sinks: float32 `[num_heads]`, -inf where there is none.
+      num_kv_heads: of the keys and values.
+      head_size_v: of the values.
+      sm_scale: factor of the logits.
+      window: tokens that a row sees, its own included.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+
+    Returns:
+      float32 `[num_seqs, num_rows, num_heads, head_size_v]` and `[num_seqs, num_rows, num_heads]`.
+    """
+    num_seqs, num_rows, num_heads, head_size = query.shape
+    group = num_heads // num_kv_heads
+    grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
+    sink = sinks.reshape(1, num_kv_heads, 1, group)
+
+    def step(state: State, number: jax.Array | int) -> State:
+        keys, values, there = read(number)
+        precision = "highest" if keys.dtype == np.float32 else None
+        token = number * keys.shape[1] + jnp.arange(keys.shape[1])
+        age = positions[:, :, None] - token[None, None, :]
+        seen = (age >= 0) & there[:, None, :]
+        if window is not None:
+            seen &= age < window
+        # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
+        values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
+        logits = sm_scale * jnp.einsum(
+            "shqgd,sthd->shqgt",
+            grouped.astype(keys.dtype),
+            keys,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        if logits_soft_cap is not None:
+            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+        logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
+        largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
+        shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
+        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None])
+        weighted = jnp.einsum(
+            "shqgt,sthd->shqgd",
+            weights.astype(values.dtype),
+            values,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return State(
+            largest, state.total * kept + jnp.sum(weights, axis=-1), state.weighted * kept[..., None] + weighted
+        )
+
+    shape = grouped.shape[:-1]
+    nothing = State(
+        jnp.broadcast_to(sink, shape),  # a sink is a logit without a value
+        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, 1.0), shape),
+        jnp.zeros((*shape, head_size_v), jnp.float32),
+    )
+    # The first chunk by itself: what it makes of `nothing` has the type that the loop keeps, under shard_map too.
+    state = step(nothing, 0)
+    if num_chunks > 1:
+        state, _ = lax.scan(lambda state, number: (step(state, number), None), state, jnp.arange(1, num_chunks))
+    out = state.weighted / jnp.where(state.total == 0.0, 1.0, state.total)[..., None]
+    lse = jnp.where(state.largest == -jnp.inf, 0.0, state.largest) + jnp.log(state.total)
+    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    return out.reshape(num_seqs, num_rows, num_heads, head_size_v), lse.reshape(num_seqs, num_rows, num_heads)
+
+
+def attend_pages(
+    cache: KVCache,
+    query: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    positions: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array,
+    *,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` over the pages of a cache of one layer, read back in float32.
+
+    `block_table` `[num_seqs, max_blocks]` and `seq_lens` `[num_seqs]` are int32, of any numbers; all else is as there.
+    """
+    spec = cache.spec
+    num_seqs, max_blocks = block_table.shape
+    size = blocks_a_chunk(
+        max_blocks, spec.block_size * num_seqs * 4 * (_token_elements(cache) + query.shape[1] * query.shape[2])
+    )
+    num_chunks = max(1, -(-max_blocks // size))
+    table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
+
+    def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
+        lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
+        keys, values = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
+        return keys, values, tokens_there(blocks, lengths, cache.num_blocks, spec.block_size)
+
+    return attend(
+        query,
+        read,
+        num_chunks,
+        positions,
+        sinks,
+        num_kv_heads=spec.num_kv_heads,
+        head_size_v=spec.head_size_v,
+        sm_scale=sm_scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+    )
+
+
+def _token_elements(cache: KVCache) -> int:
+    return cache.spec.num_kv_heads * (cache.spec.head_size + cache.spec.head_size_v)
+
+
+def blocks_a_chunk(max_blocks: int, block_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many blocks of each sequence a chunk takes, at least 1, where one of each takes `block_bytes`."""
+    return max(1, min(max_blocks, chunk_bytes // max(block_bytes, 1)))

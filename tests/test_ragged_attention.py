@@ -1,0 +1,434 @@
+"""ragged_paged_attention passes tests/attention_suite.py with as many query rows as each sequence has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import attention_suite as suite
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_suite import Attend, Case
+from helpers import assert_same_bytes, simple_spec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+
+import kvjax
+from kvjax import (
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    UnsupportedError,
+    paged_attention,
+    ragged_paged_attention,
+)
+from kvjax.kernels import compat
+from kvjax.ops import prompts
+from kvjax.ops import ragged as ragged_module
+from kvjax.ops.attention import _attention_xla
+from kvjax.ops.gather import gather_xla
+
+BUCKETS = ("max_q_len", "max_prompts", "decode_q_len")
+STATIC = (*BUCKETS, "sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation")
+_run = jax.jit(ragged_paged_attention, static_argnames=STATIC)
+_decode = jax.jit(
+    functools.partial(paged_attention, return_lse=True),
+    static_argnames=("sm_scale", "sliding_window", "logits_soft_cap", "implementation"),
+)
+
+PADDING = 3
+"""Rows of no sequence in each call, of NaN."""
+
+GRID = {"lengths": (1328, 18, 463, 17, 0, 2, 40), "q_lens": (1, 5, 129, 0, 0, 4, 40)}
+"""What a serving step holds: decodes, short and long chunks, a whole prompt, and what batches are padded with."""
+
+
+def ragged(q_lens: Sequence[int], lengths: Sequence[int], **options: Any) -> Case:
+    options.setdefault("block_size", 16)
+    return Case(lengths=tuple(lengths), q_lens=tuple(q_lens), q_len=max(1, *q_lens), **options)
+
+
+def build(case: Case, **options: Any) -> suite.Problem:
+    """A problem whose query is a list, of each sequence's rows."""
+    problem = suite.build(case, **options)
+    query, *rest = problem.args
+    rows = [x[case.q_len - q_len :] for x, q_len in zip(query, case.q_lens, strict=True)]
+    return dataclasses.replace(problem, args=(rows, *rest))
+
+
+def run(problem: suite.Problem, attend: Attend, padding: int = PADDING) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The results of each sequence; those of rows of no sequence are looked at here."""
+    query, cache, table, lens = problem.args
+    ends = np.cumsum([0, *map(len, query)], dtype=np.int32)
+    rows = np.concatenate([*query, np.full((padding, *query[0].shape[1:]), np.nan, query[0].dtype)])
+    out, lse = map(np.asarray, attend(rows, cache, table, lens, ends, **problem.options))
+    assert (out.shape, out.dtype) == ((*rows.shape[:-1], problem.case.spec.head_size_v), rows.dtype)
+    assert (lse.shape, lse.dtype) == (rows.shape[:-1], np.float32)
+    sinks = problem.options["sinks"]
+    assert not out[ends[-1] :].astype(np.float32).any()
+    np.testing.assert_array_equal(
+        lse[ends[-1] :], np.broadcast_to(-np.inf if sinks is None else sinks, (padding, rows.shape[1]))
+    )
+    return np.split(out[: ends[-1]], ends[1:-1]), np.split(lse[: ends[-1]], ends[1:-1])
+
+
+def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
+    """What `attention_suite.check` asks for."""
+    problem = build(case, seed=seed)
+    results = run(problem, attend)
+    suite.assert_right(problem, *results, **slack(case, attend))
+    for other in (
+        problem,
+        build(case, seed=seed, fill=suite.ZERO, garbage=(-1,)),
+        build(case, seed=seed, garbage=(0, 7, -3)),
+    ):
+        for got, first in zip(run(other, attend), results, strict=True):
+            assert_same_bytes(np.concatenate(got), np.concatenate(first))
+
+
+@pytest.fixture(params=["xla", "stand-ins", pytest.param("mosaic", marks=pytest.mark.gpu)])
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
+    """Each implementation; and on the CPU that of GPUs with XLA in place of its three kernels.
+
+    In the results of cuDNN's stand-in all that is undefined is NaN.
+    """
+    if request.param == "stand-ins":
+        monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
+        monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
+        monkeypatch.setattr(compat, "cudnn_attention", compat.cudnn_model)
+        monkeypatch.setattr(
+            ragged_module.select, "choose", lambda operation, asked, candidates, cache: candidates.mosaic
+        )
+
+    def attend(query: Any, *args: Any, **options: Any) -> Any:
+        options |= {"return_lse": True, "implementation": None if request.param == "stand-ins" else request.param}
+        # float32 is XLA's: the kernels take none.
+        if query.dtype == np.float32 or args[0].spec.dtype is KVCacheDType.FLOAT32:
+            if request.param == "stand-ins":
+                pytest.skip("XLA serves it")
+            options["implementation"] = None
+        static = tuple((name, options.pop(name)) for name in STATIC if name in options)
+        return jitted(static)(query, *args, **options)
+
+    @functools.cache
+    def jitted(static: Any) -> Any:  # not one of another test's, which may have traced other kernels
+        return jax.jit(functools.partial(ragged_paged_attention, **dict(static)))
+
+    attend.by_cudnn = request.param != "xla"
+    return attend
+
+
+def slack(case: Case, attend: Any) -> dict[str, float]:
+    """What may be off by more, of `assert_right`, where cuDNN attends.
+
+    The rounding of queries to float16, half of 2**-11, adds to the errors of logits. And the results of two parts, of
+    which each may be larger than both together, are rounded before they are joined.
+    """
+    if not attend.by_cudnn:
+        return {}
+    return {"lse_factor": 1 if case.scales == "one" else 64, "max_factor": 1.5}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ragged(**GRID, dtype="nvfp4", scales="scalar"),
+        ragged(**GRID, dtype="fp8_e4m3", scales="per_head", layout="HND", sinks=True, window=127),
+        *(
+            pytest.param(ragged(**GRID, **options), marks=pytest.mark.full)
+            for options in (
+                {},
+                {"sinks": True},
+                {"dtype": "bfloat16", "cap": 50.0, "window": 256},
+                {"dtype": "float16", "query_dtype": "float16", "window": 16, "block_size": 8},
+                {"dtype": "float16", "query_dtype": "bfloat16", "group": 5},
+                {"dtype": "float32", "query_dtype": "float32", "block_size": 1},
+                {"dtype": "fp8_e5m2", "query_dtype": "float16", "scales": "scalar", "head_size": 80},
+                {"dtype": "fp8_e4m3", "head_size": 128, "head_size_v": 64},
+                {"dtype": "nvfp4", "v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 1},
+                {"dtype": "nvfp4", "block_size": 784, "window": 1024, "sinks": True, "cap": 30.0},
+                {"dtype": "fp8_e4m3", "sm_scale": -0.07, "window": 40},
+                {"dtype": "nvfp4", "head_size": 112, "window": 1, "num_kv_heads": 3},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_serving_step(attend, case):
+    check(case, attend)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+def test_long_chunks(attend, dtype, window):
+    problem = build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
+    suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
+
+
+@pytest.mark.parametrize(
+    "q_lens",
+    [(3, 1, 0, 8), *(pytest.param(x, marks=pytest.mark.full) for x in ((1, 1, 0, 1), (4, 4, 4, 4), (9, 1, 0, 30)))],
+)
+def test_buckets(attend, q_lens):
+    """Whatever they are, as long as they hold the call."""
+    problem = build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=20))
+    longest = max(q_lens)
+    for decode_q_len in {1, min(longest, 4), longest, longest + 7}:
+        prompts = sum(q_len > decode_q_len for q_len in q_lens)
+        buckets = {"max_q_len": longest, "decode_q_len": decode_q_len, "max_prompts": prompts}
+        suite.assert_right(problem, *run(problem, functools.partial(attend, **buckets)), **slack(problem.case, attend))
+
+
+def step_by_step(problem: suite.Problem, attend: Attend, cuts: Sequence[int]) -> np.ndarray:
+    """Results of one sequence's rows, attended to in chunks that begin at `cuts`; one program for all of them."""
+    [query], cache, table, lens = problem.args
+    outs = []
+    for start, end in zip(cuts, [*cuts[1:], len(query)], strict=True):
+        rows = np.concatenate([query[start:end], query])[: len(query)]
+        length = lens - (len(query) - end)
+        out, lse = attend(rows, cache, table, length, np.int32([0, end - start]), **problem.options)
+        outs.append(np.concatenate([np.float32(out), np.float32(lse)[..., None]], axis=-1)[: end - start])
+    return np.concatenate(outs)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(11, marks=pytest.mark.full)])
+def test_one_chunk_is_five_is_decode(attend, window):
+    """A chunk's own keys and values are read as they were stored."""
+    problem = build(ragged((45,), (45,), dtype="nvfp4", scales="scalar", window=window, block_size=8))
+    want, factors = suite.expected(problem, 0), slack(problem.case, attend)
+    for cuts in ([0], [0, 9, 10, 26, 40], range(45)):
+        got = step_by_step(problem, attend, cuts)
+        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max * factors.get("max_factor", 1)
+        assert np.abs(got[..., -1] - want.lse).max() <= want.lse_max * factors.get("lse_factor", 1)
+    decoded, lse = attend_decoding(problem)
+    assert np.abs(decoded - want.out).max() <= want.out_max
+    assert np.abs(lse - want.lse).max() <= want.lse_max
+
+
+def attend_decoding(problem: suite.Problem) -> tuple[np.ndarray, np.ndarray]:
+    """What `paged_attention` makes of the rows of one sequence."""
+    [query], *rest = problem.args
+    out, lse = _decode(query[None], *rest, **problem.options)
+    return np.float32(out)[0], np.float32(lse)[0]
+
+
+def test_equal_lengths_are_paged_attention(attend):
+    problem = suite.build(Case("nvfp4", q_len=3, lengths=(7, 0, 40), window=9, sinks=True))
+    query, *rest = problem.args
+    expected = _decode(query, *rest, **problem.options)
+    flat = query.reshape(-1, *query.shape[2:])
+    got = attend(flat, *rest, np.arange(0, 10, 3, dtype=np.int32), **problem.options, max_q_len=3)
+    for ragged_rows, rows in zip(got, expected, strict=True):
+        rows = np.float32(rows).reshape(ragged_rows.shape)
+        np.testing.assert_allclose(np.float32(ragged_rows), rows, rtol=1e-2, atol=1e-5)
+
+
+STEPS = {
+    "q_lens": st.tuples(*[st.integers(0, 20)] * 4),
+    "lengths": st.tuples(*[st.integers(0, 48)] * 4),
+    "dtype": st.sampled_from(["bfloat16", "nvfp4"]),
+    "window": st.sampled_from([None, 9]),
+    "garbage": st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 20), min_size=1, max_size=8),
+    "seed": st.integers(0, 2**32 - 1),
+}
+
+
+def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: Any, seed: int, **options: Any) -> None:
+    options |= {"block_size": 8, "window": window, "sinks": window is not None}
+    problem = build(ragged((*q_lens, 20), (*lengths, 48), **options), seed=seed, garbage=garbage)
+    padding = PADDING + 80 - sum(q_lens)
+    suite.assert_right(problem, *run(problem, attend, padding), **slack(problem.case, attend))
+
+
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**STEPS)
+def test_any_step(attend, **step):
+    check_step(attend, **step)
+
+
+@pytest.mark.full
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**STEPS)
+def test_many_steps(attend, **step):
+    check_step(attend, **step)
+
+
+def test_memory_is_bounded(monkeypatch):
+    """In chunks as small as they get the results are right, and the whole is never there."""
+    problem = build(ragged((2, 70, 1), (300, 70, 17), dtype="nvfp4", window=90, sinks=True))
+    monkeypatch.setattr(kvjax.ops.softmax, "CHUNK_BYTES", 1)
+    attend = jax.jit(functools.partial(ragged_paged_attention, return_lse=True), static_argnames=STATIC)
+    suite.assert_right(problem, *run(problem, attend))
+
+
+@pytest.mark.parametrize("layer", [2, -1, pytest.param(0, marks=pytest.mark.full)])
+def test_layers(attend, layer):
+    problem = build(ragged((5, 12, 1), (5, 40, 7), dtype="nvfp4"))
+    query, cache, *rest = problem.args
+    kv = jnp.stack([jnp.full_like(cache.kv, 0xFF)] * 3, axis=1)
+    layers = KVCache(kv.at[:, max(int(layer), 0)].set(cache.kv), cache.spec, num_layers=3)
+    number = layer if isinstance(layer, int) and layer >= 0 else jnp.int32(layer)
+    got = dataclasses.replace(problem, args=(query, layers, *rest))
+    out, lse = run(got, functools.partial(attend, layer=number))
+    if layer >= 0:
+        suite.assert_right(problem, out, lse, **slack(problem.case, attend))
+    else:
+        assert not np.concatenate(out).astype(np.float32).any()
+        assert np.isneginf(np.concatenate(lse)).all()
+
+
+@pytest.mark.parametrize("hole", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (0, 3, 5))])
+def test_a_block_that_was_given_back_is_not_seen(attend, hole):
+    """Behind a chunk, and of its own tokens."""
+    problem = build(ragged((20,), (48,), dtype="bfloat16", block_size=8))
+    query, cache, table, lens = problem.args
+    table = np.where(np.arange(table.shape[1]) == hole, -1, table)
+    out, lse = attend(query[0], cache, table, lens, np.int32([0, 20]), **problem.options)
+    kept = np.arange(48) // 8 != hole
+    for row in range(20):
+        seen = kept & (np.arange(48) <= 28 + row)
+        one = dataclasses.replace(
+            problem,
+            args=([query[0][row : row + 1]], *problem.args[1:]),
+            keys=[problem.keys[0][seen]],
+            values=[problem.values[0][seen]],
+        )
+        want = suite.expected(one, 0)
+        np.testing.assert_allclose(np.float32(out[row]), want.out[0], atol=4 * want.out_max)
+        np.testing.assert_allclose(lse[row], want.lse[0], atol=1e-4)
+
+
+def test_under_vmap(attend):
+    problem = build(ragged((2, 12), (18, 40), dtype="nvfp4"))
+    [first, second], cache, *rest = problem.args
+    rows = np.concatenate([first, second])
+    queries, bounds = np.stack([rows, rows[::-1]]), np.int32([0, 2, 14])
+    caches = jax.tree.map(lambda kv: jnp.stack([kv, kv]), cache)
+    got = jax.vmap(lambda query, cache: attend(query, cache, *rest, bounds, **problem.options))(queries, caches)
+    for i in range(2):
+        one = attend(queries[i], cache, *rest, bounds, **problem.options)
+        for batched, single in zip(got, one, strict=True):
+            np.testing.assert_allclose(np.float32(batched[i]), np.float32(single), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_inside_shard_map(check_vma):
+    problem = build(ragged((2, 12, 0), (18, 40, 9), dtype="nvfp4"))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.PartitionSpec()
+
+    def attend(*args: Any, **options: Any) -> Any:
+        body = functools.partial(ragged_paged_attention, return_lse=True, **options)
+        shard = jax.sharding.PartitionSpec("x")
+        specs = (shard, *[everywhere] * (len(args) - 1))
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=shard, check_vma=check_vma))(*args)
+
+    suite.assert_right(problem, *run(problem, attend))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs", "max_blocks"), [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0)])
+def test_no_rows_no_sequences_and_no_blocks(attend, num_tokens, num_seqs, max_blocks):
+    spec = simple_spec(KVCacheDType.NVFP4)
+    query = np.ones((num_tokens, 4, 64), np.float16)
+    table, lens = np.zeros((num_seqs, max_blocks), np.int32), np.full(num_seqs, 5, np.int32)
+    bounds = np.minimum(np.arange(num_seqs + 1, dtype=np.int32), num_tokens)
+    out, lse = attend(query, KVCache.allocate(spec, 4), table, lens, bounds)
+    assert out.shape == query.shape
+    if not max_blocks:
+        assert not np.asarray(out).any()
+        assert np.isneginf(np.asarray(lse)).all()
+
+
+def small_call() -> dict[str, Any]:
+    spec = simple_spec()
+    return {
+        "query": np.ones((6, 4, 64), np.float16),
+        "cache": KVCache.allocate(spec, 4),
+        "block_table": np.int32([[0, 1], [2, 3]]),
+        "seq_lens": np.int32([9, 4]),
+        "cu_q_lens": np.int32([0, 4, 6]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"query": np.ones((2, 3, 4, 64), np.float16)},
+            KVCacheValueError,
+            "query: got shape (2, 3, 4, 64), expected [n",
+        ),
+        (
+            {"query": np.ones((6, 3, 64), np.float16)},
+            KVCacheValueError,
+            "query: got num_heads=3, expected a multiple of",
+        ),
+        ({"cu_q_lens": np.int32([0, 6])}, KVCacheValueError, "cu_q_lens: got shape (2,), expected [num_seqs + 1=3]"),
+        ({"cu_q_lens": np.float32([0, 4, 6])}, KVCacheTypeError, "cu_q_lens: got dtype float32, expected one of int32"),
+        ({"max_q_len": 0}, KVCacheValueError, "max_q_len: got 0, expected an int of at least 1"),
+        ({"max_prompts": -1}, KVCacheValueError, "max_prompts: got -1, expected an int of at least 0"),
+        ({"decode_q_len": 1.0}, KVCacheTypeError, "decode_q_len: got 1.0 of type float, expected an int"),
+        ({"sinks": np.zeros(3, np.float32)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    with pytest.raises(error) as raised:
+        ragged_paged_attention(**small_call() | change)
+    assert str(raised.value).startswith(message)
+
+
+CHECKED = [
+    ({"cu_q_lens": np.int32([1, 4, 6])}, "cu_q_lens[0]: got 1, expected 0 first"),
+    ({"cu_q_lens": np.int32([0, 4, 3])}, "cu_q_lens[2]: got 3, expected 0 first, and then each between"),
+    ({"cu_q_lens": np.int32([0, 4, 7])}, "cu_q_lens[2]: got 7, expected 0 first, and then each between the one"),
+    ({"max_q_len": 3}, "cu_q_lens: got 4 query tokens for sequence 0, expected at most max_q_len=3"),
+    ({"decode_q_len": 1, "max_prompts": 1}, "cu_q_lens: got 2 sequences with more than decode_q_len=1 query tokens"),
+    ({"seq_lens": np.int32([9, 17])}, "seq_lens[1]: got 17, expected between 0 and 16"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHECKED)
+def test_checked_mode_names_what_is_wrong(change, message):
+    with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
+        ragged_paged_attention(**small_call() | change)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [CHECKED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in CHECKED[1:])]
+)
+def test_checked_mode_names_what_is_wrong_in_a_program(change, message):
+    call = small_call() | change
+    options = {name: call.pop(name) for name in BUCKETS if name in call}
+    with kvjax.checked():
+        attend = jax.jit(checkify.checkify(functools.partial(ragged_paged_attention, **options)))
+        error, _ = attend(**call)
+        with pytest.raises(checkify.JaxRuntimeError) as raised:
+            error.throw()
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.full
+def test_checked_mode_takes_what_is_right():
+    """Garbage before a window and past a length included."""
+    problem = build(ragged((2, 12), (18, 40), dtype="nvfp4", window=9, block_size=8), garbage=[-7, 2**31 - 1])
+
+    def attend(*args: Any, **options: Any) -> Any:
+        error, results = checkify.checkify(functools.partial(_run, return_lse=True))(*args, **options)
+        error.throw()
+        return results
+
+    with kvjax.checked():
+        suite.assert_right(problem, *run(problem, attend))
+
+
+def test_what_the_kernels_cannot_serve_has_a_reason():
+    with pytest.raises(UnsupportedError, match="'mosaic' cannot serve this call: its query is float16 or bfloat16"):
+        ragged_paged_attention(**small_call() | {"query": np.ones((6, 4, 64), np.float32)}, implementation="mosaic")
