@@ -14,6 +14,7 @@ from jax import lax
 from jax._src import config
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.pallas.mosaic_gpu import lowering
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -366,9 +367,11 @@ lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
 
 
-# Since 0.12 the primitive takes one more parameter.
+# Since 0.12 it takes two more arguments.
 _SCORE_MOD = (
-    {"score_mod": None} if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters else {}
+    {"score_mod": None, "score_mod_args": ()}
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
+    else {}
 )
 
 
@@ -385,8 +388,9 @@ def cudnn_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of cuDNN: dense queries over dense keys and values, and its log-sum-exp.
 
-    The primitive behind `jax.nn.dot_product_attention(implementation="cudnn")`, bound here since that looks for cuDNN
-    when traced, on machines without a GPU too, and gives a log-sum-exp of the query's dtype.
+    What `jax.nn.dot_product_attention(implementation="cudnn")` calls on one device, called here since that looks for
+    cuDNN when traced, on machines without a GPU too, needs to know the devices when lowered, and gives a log-sum-exp
+    of the query's dtype.
 
     Args:
       query: float16 or bfloat16 `[batch, num_rows, num_heads, head_size]`.
@@ -406,20 +410,41 @@ def cudnn_attention(
         return cudnn_model(
             query, key, value, query_lens, kv_lens, sm_scale=sm_scale, is_causal=is_causal, window=window
         )
-    none = jnp.zeros(0, query.dtype)
-    out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
-        *(query, key, value, none, query_lens, kv_lens, none, none, none, none),
-        scale=sm_scale,
-        seed=0,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
-        mask_type=cudnn.MaskType.PADDING_CAUSAL if is_causal else cudnn.MaskType.PADDING,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=window,
-        is_training=True,  # which is what has it return the log-sum-exp
-        **_SCORE_MOD,
-    )
-    return out, jnp.swapaxes(lse, 1, 2)
+    call = _cudnn(sm_scale, is_causal, window)
+    results: tuple[jax.Array, jax.Array] = call(query, key, value, query_lens, kv_lens)
+    return results
+
+
+def _cudnn(sm_scale: float, is_causal: bool, window: int | None) -> Any:
+    @custom_vmap
+    def call(
+        query: jax.Array, key: jax.Array, value: jax.Array, query_lens: jax.Array, kv_lens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        none = jnp.zeros(0, query.dtype)
+        out, lse = cudnn._dot_product_attention_fwd_impl(
+            *(query, key, value, none, query_lens, kv_lens, none, none, none, none),
+            scale=sm_scale,
+            seed=0,
+            dropout_rate=0.0,
+            variadic_args=(False, False),
+            mask_type=cudnn.MaskType.PADDING_CAUSAL if is_causal else cudnn.MaskType.PADDING,
+            layout=cudnn.AttentionLayout.BTNH.value,
+            sliding_window_length=window,
+            is_training=True,  # which is what has it return the log-sum-exp
+            **_SCORE_MOD,
+        )
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    @call.def_vmap
+    def _(size: int, in_batched: list[bool], *args: jax.Array) -> Any:
+        whole = (
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(args, in_batched, strict=True)
+        )
+        out, lse = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        return (out.reshape(size, -1, *out.shape[1:]), lse.reshape(size, -1, *lse.shape[1:])), (True, True)
+
+    return call
 
 
 def cudnn_model(

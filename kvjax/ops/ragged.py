@@ -384,6 +384,11 @@ def _ragged_mosaic(
     return _where(is_long, found, prompt * num_rows + row, (short[0][0], short[1][0]))
 
 
+def _attended(*args: Any, **static: Any) -> Any:
+    """The types of `_ragged_xla`'s results."""
+    return tuple(jax.ShapeDtypeStruct((1, *result.shape), result.dtype) for result in attended(*args, **static))
+
+
 def _own_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -400,7 +405,7 @@ def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
     return select.Candidates(
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
-        results=attended,
+        results=_attended,
         why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads"),
