@@ -142,7 +142,7 @@ def ragged_paged_attention(
         in `num_tokens`.
       decode_q_len: most query tokens of a sequence that is attended to as one that decodes, each in rows for so many; a
         Python int, by default `max_q_len` if that is at most 8, else 1.
-      implementation: `"mosaic"`, `"xla"`, or `None` to choose.
+      implementation: `"mosaic"`, the kernels and cuDNN, which have not run on a GPU yet, or `"xla"`. `None` is XLA.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse` a pair of this and the natural
@@ -174,7 +174,8 @@ def ragged_paged_attention(
     window = as_window(spec.sliding_window if sliding_window is None else sliding_window)
     reach = None if window is None else bounds[1:] - bounds[:-1] + min(window - 1, np.iinfo(np.int32).max - num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
-    serve = select.choose("ragged_paged_attention", implementation, _candidates(jnp.dtype(query.dtype)), cache)
+    wanted = "xla" if implementation is None else implementation
+    serve = select.choose("ragged_paged_attention", wanted, _candidates(jnp.dtype(query.dtype)), cache)
     attended, lse = serve(
         cache,
         query,
