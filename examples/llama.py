@@ -176,11 +176,8 @@ def write_and_attend(
 ) -> tuple[jax.Array, kvjax.KVCache]:
     """Stores the step's keys and values, and attends to all that its sequences have stored."""
     cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True)
-    # Each token attends as if it were the only new one of a sequence that ends with it: right for any step, but a
-    # sequence is read once for each of its new tokens.
-    row, position = step.token_rows()
-    block_table = jnp.asarray(step.block_table)[row]
-    return kvjax.paged_attention(query, cache, block_table, position + 1), cache
+    attended = kvjax.ragged_paged_attention(query, cache, step.block_table, step.seq_lens, step.cu_q_lens)
+    return attended, cache
 
 
 def forward(
