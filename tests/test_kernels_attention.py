@@ -20,7 +20,7 @@ from jax import lax
 from kvjax import KVCache, KVCacheDType, UnsupportedError, paged_attention, quant
 from kvjax.kernels.attention import lanes, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format
-from kvjax.kernels.registers import THREADS, WARPS
+from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap")
 
@@ -134,6 +134,64 @@ def test_the_model_of_a_product_multiplies_the_matrices_that_registers_hold(dtyp
     expected = (a @ b).reshape(WARPS, 2, 8, 4, 2)
     np.testing.assert_array_equal(got[..., :2], expected[:, 0])
     np.testing.assert_array_equal(got[..., 2:], expected[:, 1])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_model_of_both_halves_repeats_one(half):
+    words = np.arange(THREADS, dtype=np.uint32) * np.uint32(0x02040811)
+    expected = np.stack([words >> 16 * half & 0xFFFF] * 2, axis=-1).astype(np.uint16).view(np.uint32)[:, 0]
+    np.testing.assert_array_equal(interpreted(lambda x: lanes.both_halves(x, half), words), expected)
+
+
+def copied(
+    which: str, rng: np.random.Generator, size: Any, condition: np.ndarray, where: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]:
+    """Shared memory after a copy of each thread to `where`; both sources, and which row and byte threads read."""
+    sources = [rng.integers(1, 256, (4, 512), dtype=np.uint8) for _ in range(2)]
+    row, offset = rng.integers(0, 4, THREADS), rng.integers(0, 16, THREADS) * 16
+    if which == "copy_bulk":  # all threads of a warp have the same copy
+        row, offset, where, condition = (
+            np.repeat(x[:: THREADS // WARPS], LANES) for x in (row, offset, where, condition)
+        )
+    with interpret_mode():
+        refs = [jax.new_ref(jnp.asarray(source)) for source in sources]
+        shared = jax.new_ref(jnp.zeros(4096, jnp.uint8))
+        registers = [jnp.asarray(x, jnp.int32) for x in (where, row, offset)]
+        to, row_register, offset_register = registers
+        size = size if isinstance(size, int) else jnp.asarray(size, jnp.int32)
+        copy = lanes.Copy(1, to, 32, row_register, 512, offset_register, 64, size, jnp.asarray(condition))
+        if which == "copy_bulk":
+            lanes.copy_bulk(shared, refs, None, 0, [copy])
+        else:
+            lanes.copy_async(shared, refs, copy)
+        return np.asarray(shared[...]), sources, row, offset
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_the_model_of_a_thread_s_copy_moves_its_bytes(size):
+    rng = np.random.default_rng(size)
+    condition, where = rng.random(THREADS) < 0.7, rng.permutation(THREADS) * 16
+    got, sources, row, offset = copied("copy_async", rng, size, condition, where)
+    expected = np.zeros_like(got)
+    for thread in np.flatnonzero(condition):
+        start = offset[thread] + 64
+        expected[where[thread] + 32 :][:size] = sources[1][row[thread], start : start + size]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("sizes", [160, [16, 176, 32, 96]], ids=str)
+def test_the_model_of_a_bulk_copy_moves_the_bytes_of_each_warp(sizes):
+    rng = np.random.default_rng(0)
+    condition, where = np.repeat([True, True, False, True], LANES), np.repeat(rng.permutation(WARPS) * 256, LANES)
+    size = sizes if isinstance(sizes, int) else np.repeat(sizes, LANES)
+    got, sources, row, offset = copied("copy_bulk", rng, size, condition, where)
+    expected = np.zeros_like(got)
+    for warp in (0, 1, 3):
+        thread = warp * LANES
+        length = sizes if isinstance(sizes, int) else sizes[warp]
+        start = offset[thread] + 64
+        expected[where[thread] + 32 :][:length] = sources[1][row[thread], start : start + length]
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_the_largest_window_is_none():

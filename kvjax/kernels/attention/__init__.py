@@ -1,8 +1,10 @@
 """Attention over pages: the decode kernel and the one that merges its parts.
 
 The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
-`stages` (rows of pages on their way through shared memory), `schedule` (who attends to what), `decode` (logits,
-softmax, output), `merge`; `any_batch` is both kernels over memory that somebody else owns.
+`stages` (rows of pages on their way through shared memory), `schedule` (which block of threads attends to what),
+`problem` (what a call is), `warp` (which thread this is), `query`, `keys`, `seen`, `softmax` and `values` (the steps of
+a stage), `decode` (the loop over stages), `segments` (what comes after it), `merge`; `any_batch` is both kernels over
+memory that somebody else owns.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
-from kvjax.kernels.attention.decode import COLUMNS, SHARED_BYTES, Decode, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
+from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, WARPS
@@ -28,6 +32,9 @@ from kvjax.spec import AttentionSpec
 
 WIDE = 256
 """Elements of a key and a value together from which on registers hold the output of one product's query rows alone."""
+
+SHARED_BYTES = 220 * 1024
+"""Shared memory that a ring may take."""
 
 MAX_WARPS = 8
 """Warps of a block: two for each scheduler leave 255 registers to a thread, and several tiles at once keep it busy."""
@@ -245,14 +252,14 @@ def _stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
 def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, barriers: Any) -> None:
     """What a block of the decode kernel does; the last two are its shared memory."""
     plan = _stage_plan(problem, config.heads, config.groups * config.tiles)
-    Decode(problem, config, plan, refs, buffer, barriers).run()
+    Decode.of(problem, config, plan, refs, buffer, barriers).run()
 
 
 def decode_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
 ) -> Callable[..., Any]:
     """A kernel of `body`, which attends: it stores whole sequences' results, and parts for the merge."""
-    joined = (config.groups - 1) * config.heads * Decode.registers(problem) * LANES * 4
+    joined = (config.groups - 1) * config.heads * state_registers(problem) * LANES * 4
     ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("paged_attention", body),

@@ -21,7 +21,7 @@ from kvjax.kernels.attention import (
     run_merge,
     workspace,
 )
-from kvjax.kernels.attention.decode import DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
 from kvjax.spec import AttentionSpec
 

@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.attention import lanes
-from kvjax.kernels.attention.decode import LOWEST, Problem, Refs, normalized, sink
+from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences
+from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
 AT_ONCE = 4

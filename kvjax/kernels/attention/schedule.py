@@ -39,7 +39,7 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-      problem: the `decode.Problem`.
+      problem: the `problem.Problem`.
       rows: tokens of a stage.
       seq_lens: reference to int32 `[num_seqs]`.
     """

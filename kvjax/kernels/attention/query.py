@@ -1,0 +1,99 @@
+"""The query of a sequence as the second operand of products with keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.keys import Keys
+from kvjax.kernels.attention.problem import COLUMNS, Refs
+from kvjax.kernels.attention.softmax import LOG2_E
+
+
+def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
+    """The query as the other operand of the keys, and what logits have to be multiplied by, in powers of two.
+
+    Returns registers by tile, by term and by pair of dims; the sum of the terms is the query.
+    """
+    problem, fmt = keys.problem, keys.format
+    loaded = _loaded(keys, refs.query, sequence)
+    k_scale = keys.warp.scale(problem, refs.k_scale, problem.scale_sizes[0])
+    factor = k_scale * np.float32(problem.sm_scale * LOG2_E * fmt.factor)
+    operand, dtype = np.dtype(fmt.operand), np.dtype(problem.query_dtype)
+    if operand == dtype and not fmt.has_block_scales:
+        words = [[lanes.permute(x, y, 0x5410) for x, y in zip(xs[::2], xs[1::2], strict=True)] for xs in loaded]
+        return [[tile] for tile in words], factor
+    values = [[_to_float(x, dtype) for x in xs] for xs in loaded]
+    if operand == np.float16:
+        values, power = _within_float16(values, fmt.key_factors(keys.unit) * keys.units)
+        return [[_pairs(xs, operand)] for xs in values], factor * power
+    return [_in_two_terms(xs, operand) for xs in values], factor
+
+
+def _loaded(keys: Keys, ref: Any, sequence: jax.Array) -> list[list[jax.Array]]:
+    """By tile of query rows the elements that a thread has, each in the lower half of a register."""
+    problem, warp = keys.problem, keys.warp
+    unit_elements = keys.unit * 8 // keys.format.bits
+    dims = [
+        4 * unit * unit_elements + dim
+        for unit in range(keys.units)
+        for pair in keys.format.key_dims(keys.unit)
+        for dim in pair
+    ]
+    loaded: list[list[jax.Array]] = []
+    for tile in range(problem.tiles):
+        row = warp.row + tile * COLUMNS
+        token, head = row // problem.group, row % problem.group
+        a_sequence, a_token = problem.query_strides
+        index = sequence * a_sequence + token * a_token
+        index = index + (warp.kv_head * problem.group + head) * problem.spec.head_size
+        index = index + warp.column * unit_elements
+        is_row = row < problem.rows
+        loaded.append([lanes.load_global(ref, index + dim, is_row) for dim in dims])
+    return loaded
+
+
+def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> tuple[list[list[jax.Array]], jax.Array]:
+    """The values times the factors of their pairs, divided by a power of two, and that power.
+
+    bfloat16 reaches further than float16: the power brings the largest of the warp to 2**14 or more.
+    """
+    largest = functools.reduce(jnp.maximum, (jnp.abs(x) for xs in values for x in xs))
+    for mask in (1, 2, 4, 8, 16):
+        largest = jnp.maximum(largest, lanes.shuffle_xor(largest, mask))
+    exponent = lanes.bits(largest, jnp.uint32) >> 23
+    exponent = jnp.minimum(jnp.maximum(exponent, jnp.uint32(30)), jnp.uint32(253))
+    inverse = lanes.bits((jnp.uint32(254 + 14) - exponent) << 23, jnp.float32)
+    power = lanes.bits((exponent - jnp.uint32(14)) << 23, jnp.float32)
+    return [[x * (inverse * np.float32(factors[i // 2])) for i, x in enumerate(xs)] for xs in values], power
+
+
+def _in_two_terms(values: list[jax.Array], dtype: np.dtype[Any]) -> list[list[jax.Array]]:
+    """Pairs that nearly are the values, and pairs of what is left: float16 has three bits more than bfloat16."""
+    high = _pairs(values, dtype)
+    halves = [high[i // 2] >> 16 if i % 2 else high[i // 2] & 0xFFFF for i in range(len(values))]
+    rest = [x - _to_float(half, dtype) for x, half in zip(values, halves, strict=True)]
+    return [high, _pairs(rest, dtype)]
+
+
+def _to_float(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """A 16-bit element in the lower half of a register in float32."""
+    if dtype == jnp.bfloat16:
+        return lanes.bits(x << 16, jnp.float32)
+
+    def model(x: jax.Array) -> list[jax.Array]:
+        return [lax.bitcast_convert_type(x.astype(jnp.uint16), jnp.float16).astype(jnp.float32)]
+
+    code = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
+    return lanes.asm(code, model, x, results=[jnp.float32])[0]
+
+
+def _pairs(values: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+    return [lanes.half2(x, y, dtype) for x, y in zip(values[::2], values[1::2], strict=True)]

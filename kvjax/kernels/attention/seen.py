@@ -1,0 +1,113 @@
+"""Which tokens of a sequence its query rows see, and the removal of what they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.problem import COLUMNS, Problem
+from kvjax.kernels.attention.stages import StagePlan, divided
+from kvjax.kernels.attention.values import Values
+from kvjax.kernels.attention.warp import Warp
+
+
+class Span(NamedTuple):
+    """Which positions of a sequence are seen.
+
+    Attributes:
+      length: the sequence's: its query tokens stand at the last positions before it.
+      start: the first that any query row sees.
+      end: from there on nothing is stored.
+      sees_all_from: from there on all query rows see what any sees ...
+      sees_all_to: ... up to there.
+    """
+
+    length: jax.Array
+    start: jax.Array
+    end: jax.Array
+    sees_all_from: jax.Array
+    sees_all_to: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, length: jax.Array) -> Span:
+        """What is seen of a sequence of that length."""
+        q_len, window = problem.q_len, problem.window
+        start = jnp.int32(0) if window is None else jnp.maximum(length - (q_len - 1 + window), 0)
+        all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+        end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
+        return cls(length, start, end, all_from, jnp.minimum(length - (q_len - 1), end))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a warp's query rows see.
+
+    Attributes:
+      problem: the call's.
+      plan: says which tokens of a tile a thread has.
+      warp: the warp.
+      table: reference to the block table, flat.
+      num_blocks: blocks from 0 to less than this exist: a uint32 register.
+    """
+
+    problem: Problem
+    plan: StagePlan
+    warp: Warp
+    table: Any
+    num_blocks: jax.Array
+
+    def is_there(self, start: jax.Array, entries: jax.Array, span: Span, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The position of a row of the tile that begins at `start`, and whether any query row sees it."""
+        position = start + row
+        seen = (position >= span.start) & (position < span.end)
+        entry = entries + divided(position, self.plan.block_size)
+        block = lanes.load_global(self.table, entry, seen, -1)
+        return position, block < self.num_blocks
+
+    def logits(self, start: jax.Array, entries: jax.Array, span: Span, logits: list[jax.Array]) -> list[jax.Array]:
+        """Logits of a tile with -inf where a query row does not see a token."""
+        problem = self.problem
+        none = lanes.splat(-jnp.inf, jnp.float32)
+        logits = list(logits)
+        for half in range(2):
+            position, is_there = self.is_there(start, entries, span, self.plan.token(self.warp.row, half))
+            for columns in range(problem.tiles):
+                for i in range(2):
+                    query_row = columns * COLUMNS + 2 * self.warp.column + i
+                    end = span.length - (problem.q_len - 1) + query_row // problem.group
+                    seen = is_there & (position < end)
+                    if problem.window is not None:
+                        seen &= position >= end - problem.window
+                    at = 4 * columns + 2 * half + i
+                    logits[at] = jnp.where(seen, logits[at], none)
+        return logits
+
+    def values(self, start: jax.Array, entries: jax.Array, span: Span, values: Values) -> Values:
+        """Values of a tile with zeros where no query row sees a token.
+
+        They may be NaN there, which a weight of 0 does not remove. Of NVFP4 block scales are cleared: a code is always
+        finite.
+        """
+        zero = lanes.splat(0, jnp.uint32)
+        masks = []
+        for half in range(2):
+            mask = zero
+            for i in range(2):
+                _, seen = self.is_there(start, entries, span, self.plan.token(2 * self.warp.column + i, half))
+                mask = mask | jnp.where(seen, lanes.splat(0xFFFF << 16 * i, jnp.uint32), zero)
+            masks.append(mask)
+
+        def kept(rows: list[list[jax.Array]]) -> list[list[jax.Array]]:
+            return [[x & mask for x, mask in zip(both, masks, strict=True)] for both in rows]
+
+        words, scales = values
+        return (
+            Values(words, kept(scales))
+            if Format.of(self.problem.spec.dtype).has_block_scales
+            else Values(kept(words), scales)
+        )

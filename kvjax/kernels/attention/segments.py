@@ -1,0 +1,179 @@
+"""The end of a segment, which is what a block has of one sequence: its warps are joined, and the state is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.softmax import State, normalized, sink
+from kvjax.kernels.attention.values import ValueRows
+from kvjax.kernels.attention.warp import Warp
+from kvjax.kernels.registers import LANES
+
+
+def state_registers(problem: Problem) -> int:
+    """Registers of a warp's state: largest logits, totals and output."""
+    fmt, size = Format.of(problem.spec.dtype), problem.spec.head_size_v
+    runs = -(-size * fmt.bits // (16 * 8)) * fmt.elements_a_unit  # of eight dims
+    return problem.tiles * (4 + 4 * -(-runs // 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """What stores a warp's segments.
+
+    Attributes:
+      problem: the call's.
+      config: how it is launched.
+      refs: its arrays.
+      warp: the warp.
+      rows: says which dims the output's registers are.
+      buffer: shared memory, free once all warps have read the last stage.
+    """
+
+    problem: Problem
+    config: DecodeConfig
+    refs: Refs
+    warp: Warp
+    rows: ValueRows
+    buffer: Any
+
+    def finish(
+        self,
+        sequence: jax.Array,
+        state: State,
+        begins: jax.Array,
+        ends: jax.Array,
+        last_block: jax.Array,
+    ) -> None:
+        """Joins what warps of a head have, and stores it: the result, or a part of it for `merge`."""
+        problem, config = self.problem, self.config
+        total = [lanes.sum_over_rows(x) for x in state.total]
+        registers = [*state.largest, *total, *state.output]
+        if config.groups > 1:
+            registers = self.joined(registers)
+        rows = 2 * problem.tiles
+        largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
+        stores = self.warp.works & (self.warp.number < config.heads)
+        whole = begins & ends
+        v_factor = self.warp.scale(problem, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
+            Format.of(problem.spec.dtype).factor
+        )
+        output = [x * v_factor for x in output]
+
+        @pl.when(whole)
+        def _() -> None:
+            self.store_result(sequence, largest, total, output, stores)
+
+        @pl.when(~whole)
+        def _() -> None:
+            part = lax.axis_index("block") * 2 + jnp.where(begins, 1, 0)
+            self.store_part(part, largest, total, output, stores)
+
+        @pl.when(begins)
+        def _() -> None:
+            is_one = (self.warp.thread == 0) & (lax.axis_index("warpgroup") == 0) & (lax.axis_index("heads") == 0)
+            for i, value in enumerate((lax.axis_index("block"), last_block)):
+                index = self.warp.thread * 0 + (2 * sequence + i)
+                lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), is_one)
+
+    def joined(self, registers: list[jax.Array]) -> list[jax.Array]:
+        """The state of all warps of a head, in the first of them."""
+        problem, config = self.problem, self.config
+        lane = self.warp.lane
+        count, rows = len(registers), 2 * problem.tiles
+
+        def place(warp: Any, register: int) -> jax.Array:
+            return ((warp * count + register) * LANES + lane) * 4
+
+        lanes.wait_for_block()  # all stages have been read
+        others = self.warp.works & (self.warp.number >= config.heads)
+        for i, x in enumerate(registers):
+            lanes.store_shared(self.buffer, place(self.warp.number, i), [x], 4, others)
+        lanes.wait_for_block()
+
+        def body(group: jax.Array, mine: list[jax.Array]) -> list[jax.Array]:
+            warp = self.warp.head + group * config.heads
+            other = [
+                lanes.bits(lanes.load_shared(self.buffer, place(warp, i), 4)[0], jnp.float32) for i in range(count)
+            ]
+            result = list(mine)
+            for row in range(rows):
+                largest = jnp.maximum(mine[row], other[row])
+                shrink, shrink_other = lanes.exp2(mine[row] - largest), lanes.exp2(other[row] - largest)
+                result[row] = largest
+                for i in [rows + row, *self.registers_of_row(row)]:
+                    result[i] = mine[i] * shrink + other[i] * shrink_other
+            return result
+
+        registers = lax.fori_loop(1, config.groups, body, registers)
+        lanes.wait_for_block()
+        return list(registers)
+
+    def registers_of_row(self, row: int) -> list[int]:
+        """Which of a state's registers are output of one of its two rows a tile."""
+        start = 4 * self.problem.tiles
+        tile, i = divmod(row, 2)
+        products = self.rows.products
+        return [start + 4 * (tile * products + product) + j for product in range(products) for j in (i, i + 2)]
+
+    def query_rows(self) -> Iterator[tuple[int, jax.Array, jax.Array, jax.Array]]:
+        """Of each row of the state: its number, the query row, whether there is one, and its query head and token."""
+        problem = self.problem
+        for row in range(2 * problem.tiles):
+            query_row = row // 2 * COLUMNS + 2 * self.warp.column + row % 2
+            token, head = query_row // problem.group, self.warp.kv_head * problem.group + query_row % problem.group
+            yield row, query_row < problem.rows, token, head
+
+    def store_result(
+        self,
+        sequence: jax.Array,
+        largest: list[jax.Array],
+        total: list[jax.Array],
+        output: list[jax.Array],
+        stores: jax.Array,
+    ) -> None:
+        """Stores the output and log-sum-exp of a sequence."""
+        problem = self.problem
+        size = problem.spec.head_size_v
+        start = 4 * problem.tiles
+        for row, is_row, token, head in self.query_rows():
+            index = (sequence * problem.q_len + token) * problem.num_heads + head
+            inverse, lse = normalized(largest[row], total[row], sink(problem, self.refs, head, is_row))
+            here = stores & is_row
+            lanes.store_global(self.refs.lse, index, lse, here & (self.warp.row == 0))
+            for i in self.registers_of_row(row):
+                product, j = divmod((i - start) % (4 * self.rows.products), 4)
+                dim, is_dim = self.rows.dim(product, j // 2)
+                lanes.store_global(self.refs.out, index * size + dim, output[i - start] * inverse, here & is_dim)
+
+    def store_part(
+        self,
+        part: jax.Array,
+        largest: list[jax.Array],
+        total: list[jax.Array],
+        output: list[jax.Array],
+        stores: jax.Array,
+    ) -> None:
+        """Stores a part of a sequence: the output before it is normalized, the largest logit and the total."""
+        problem = self.problem
+        size, start = problem.spec.head_size_v, 4 * problem.tiles
+        for row, is_row, token, head in self.query_rows():
+            index = (part * problem.q_len + token) * problem.num_heads + head
+            here = stores & is_row
+            for i, x in enumerate((largest[row], total[row])):
+                lanes.store_global(self.refs.partial_lse, index * 2 + i, x, here & (self.warp.row == 0))
+            for i in self.registers_of_row(row):
+                product, j = divmod((i - start) % (4 * self.rows.products), 4)
+                dim, is_dim = self.rows.dim(product, j // 2)
+                lanes.store_global(self.refs.partial, index * size + dim, output[i - start], here & is_dim)

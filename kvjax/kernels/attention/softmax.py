@@ -1,0 +1,128 @@
+"""The softmax of a warp's query rows while their tokens pass: its state, and what is made of it in the end.
+
+It runs in the registers of the logits. Its largest logit is raised only where one is more than `HEADROOM` above it, for
+then no weight is past what float16 holds and the output need not be scaled again at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.problem import Problem, Refs
+
+LOG2_E = math.log2(math.e)
+
+HEADROOM = 8.0
+"""How far a logit may be above the largest that weights are relative to, in powers of two."""
+
+LOWEST = -1e30
+"""Stands for the largest logit of a row that has seen nothing: lower than any, and finite, for differences of it."""
+
+
+class State(NamedTuple):
+    """A warp's softmax and output, of the rows `2c` and `2c + 1` of each tile of query rows.
+
+    `largest` and `total` have two registers a tile; `output` has four for each product of 16 dims, as `lanes.mma` has
+    them, tile after tile.
+    """
+
+    largest: list[jax.Array]
+    total: list[jax.Array]
+    output: list[jax.Array]
+
+    @classmethod
+    def empty(cls, tiles: int, products: int) -> State:
+        """The state of rows that have seen nothing, of so many tiles of query rows and products of 16 dims."""
+        zero = lanes.splat(0.0, jnp.float32)
+        return cls([lanes.splat(LOWEST, jnp.float32)] * 2 * tiles, [zero] * 2 * tiles, [zero] * 4 * tiles * products)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(x / cap)` where there is a cap; logits are in powers of two, as the cap then is."""
+    if cap is None:
+        return x
+    # tanh(y) = 1 - 2 / (e**(2 y) + 1), with y = x / (cap * log2(e)) and so e**(2 y) = 2 ** (2 x / cap).
+    power = lanes.exp2(x * np.float32(2.0 / cap))
+    return np.float32(cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
+
+
+def raised(state: State, logits: list[list[jax.Array]]) -> State:
+    """The state with its largest logits raised where one is too far above them."""
+    tiles = len(state.largest) // 2
+    tops = [
+        functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
+        for i in range(2 * tiles)
+    ]
+    too_far = functools.reduce(
+        jnp.logical_or, [top > large + HEADROOM for top, large in zip(tops, state.largest, strict=True)]
+    )
+
+    def raise_all(*flat: jax.Array) -> list[jax.Array]:
+        largest, total = list(flat[: 2 * tiles]), list(flat[2 * tiles : 4 * tiles])
+        output = list(flat[4 * tiles :])
+        products = len(output) // (4 * tiles)
+        for i in range(2 * tiles):
+            new = jnp.maximum(largest[i], lanes.max_over_rows(tops[i]))
+            shrink = lanes.exp2(largest[i] - new)
+            largest[i], total[i] = new, total[i] * shrink
+            for product in range(products):
+                start = 4 * (i // 2 * products + product)
+                for j in (i % 2, i % 2 + 2):
+                    output[start + j] = output[start + j] * shrink
+        return [*largest, *total, *output]
+
+    flat = [*state.largest, *state.total, *state.output]
+    flat = lax.cond(lanes.any_in_warp(too_far), raise_all, lambda *xs: list(xs), *flat)
+    return State(flat[: 2 * tiles], flat[2 * tiles : 4 * tiles], flat[4 * tiles :])
+
+
+def weights(
+    logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array], dtype: Any
+) -> list[list[jax.Array]]:
+    """A tile's weights as operands, by tile of query rows; adds them to `total`.
+
+    Column `j` of a tile of query rows has registers j and j + 2 of the tile's four.
+    """
+    result: list[list[jax.Array]] = []
+    for rows in range(len(largest) // 2):
+        four = logits[4 * rows : 4 * rows + 4]
+        four = [lanes.exp2(x - largest[2 * rows + i % 2]) for i, x in enumerate(four)]
+        for i in range(2):
+            total[2 * rows + i] = total[2 * rows + i] + (four[i] + four[i + 2])
+        halves = lanes.half2(four[0], four[1], dtype), lanes.half2(four[2], four[3], dtype)
+        result.append([lanes.transpose(half) for half in halves])
+    return result
+
+
+def sink(problem: Problem, refs: Refs, head: jax.Array, is_row: jax.Array) -> jax.Array:
+    """The sinks of rows of these heads, -inf where there are none."""
+    if not problem.has_sinks:
+        return lanes.splat(-jnp.inf, jnp.float32)
+    return lanes.bits(lanes.load_global(refs.sinks, head, is_row), jnp.float32)
+
+
+def normalized(largest: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a row's output has to be multiplied by, and its log-sum-exp, of its largest logit and total.
+
+    Logits are in powers of two, but for the sink; the log-sum-exp is natural. A row that has seen nothing is 0 and has
+    the sink's logit, -inf without one.
+    """
+    sink = sink * np.float32(LOG2_E)
+    raised = jnp.maximum(largest, sink)
+    shrink = lanes.exp2(largest - raised)
+    whole = total * shrink + lanes.exp2(sink - raised)
+    zero = lanes.splat(0.0, jnp.float32)
+    inverse = shrink / jnp.where(whole == 0.0, zero + 1.0, whole)
+    return jnp.where(total == 0.0, zero, inverse), (raised + _log2(whole)) * np.float32(1 / LOG2_E)
+
+
+def _log2(x: jax.Array) -> jax.Array:
+    return lanes.asm("lg2.approx.ftz.f32 $0, $1;", lambda x: [jnp.log2(x)], x, results=[jnp.float32])[0]

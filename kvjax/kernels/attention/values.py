@@ -1,0 +1,164 @@
+"""Values of a stage as the first operand of products, and their products with the weights: the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.attention import formats, lanes
+from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.problem import Problem
+from kvjax.kernels.attention.stages import SharedRows, StagePlan
+from kvjax.kernels.attention.warp import Warp
+from kvjax.pages import swizzled_position
+
+
+class Values(NamedTuple):
+    """Values of a tile: of each run of eight 16-bit units of a row a register for tokens 0 to 7 and one for 8 to 15.
+
+    `scales`: NVFP4: their block scales, each two tokens' as a float16 pair.
+    """
+
+    words: list[list[jax.Array]]
+    scales: list[list[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueRows:
+    """The values that a warp reads of the stages in `buffer`."""
+
+    problem: Problem
+    plan: StagePlan
+    warp: Warp
+    buffer: Any
+
+    @functools.cached_property
+    def format(self) -> Format:
+        """How stored bytes become operands."""
+        return Format.of(self.problem.spec.dtype)
+
+    @functools.cached_property
+    def units(self) -> int:
+        """Units of 16 bits of a value row."""
+        return self.plan.values[0].page.row_bytes // 2
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        """Runs of eight units of a value row."""
+        return -(-self.units // 8)
+
+    @functools.cached_property
+    def products(self) -> int:
+        """Products of 16 dims that a value row takes."""
+        return -(-self.tiles * self.format.elements_a_unit // 2)
+
+    def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
+        """Which dim row `8 * half + g` of a product is, and whether there is such a dim."""
+        each = self.format.elements_a_unit
+        tile, element = divmod(2 * product + half, each)
+        unit = 8 * tile + self.warp.row
+        return unit * each + element, unit < self.units
+
+    def load(self, slot: jax.Array, tile: int) -> Values:
+        """A tile's values as they are stored."""
+        words = self.words(slot, tile)
+        return Values(words, self.scales(slot, tile) if self.format.has_block_scales else [])
+
+    def accumulate(self, values: Values, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
+        """Adds a tile's values, weighted, to `output`."""
+        zero = lanes.splat(0, jnp.uint32)
+        rows: list[list[jax.Array]] = []  # by run of eight dims: tokens 0 to 7, tokens 8 to 15
+        products, done = self.products, 0
+        for index, words in enumerate(values.words):
+            pairs = [
+                self.format.value_pairs(word, values.scales[index][half] if values.scales else None)
+                for half, word in enumerate(words)
+            ]
+            rows += [list(both) for both in zip(*pairs, strict=True)]
+            if index == self.tiles - 1 and len(rows) % 2:
+                rows.append([zero, zero])
+            while len(rows) >= 2:
+                (first, first_later), (second, second_later), *rows = rows
+                operand = [first, second, first_later, second_later]
+                for columns, weight in enumerate(weights):
+                    at = 4 * (columns * products + done)
+                    output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, self.format.operand)
+                done += 1
+
+    def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
+        """Of each run of eight units two registers, of tokens 0 to 7 and of 8 to 15."""
+        result = []
+        rows = self.plan.values[0]
+        base, known = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride
+        if rows.alignment % 16 == 0 and rows.page.row_bytes % 16 == 0:
+            lane = self.warp.lane
+            start = base + rows.offset(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 16
+            for index in range(0, self.tiles, 2):
+                count = min(2, self.tiles - index)
+                words = lanes.load_transposed(self.buffer, start, 2 * count, known + 16 * index)
+                result += [words[2 * i : 2 * i + 2] for i in range(count)]
+            return result
+        start = base + rows.offset(2 * self.warp.column)
+        zero = lanes.splat(0, jnp.uint32)
+        for index in range(self.tiles):
+            unit = jnp.minimum(8 * index + self.warp.row, self.units - 1)
+            is_unit = 8 * index + self.warp.row < self.units
+            four = [
+                lanes.load_shared(self.buffer, start + 2 * unit, 2, known + i * rows.pitch + half * rows.half_pitch)[0]
+                for half in range(2)
+                for i in range(2)
+            ]
+            words = [lanes.permute(four[2 * i], four[2 * i + 1], 0x5410) for i in range(2)]
+            result.append([jnp.where(is_unit, word, zero) for word in words])
+        return result
+
+    def scales(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
+        """By run of eight units, of tokens 0 to 7 and of 8 to 15: the block scales of two tokens as a pair.
+
+        A run has two blocks: that of the first four units and that of the others.
+        """
+        rows = self.plan.values[1]
+        base, known, count = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
+        half_of_run = self.warp.row >> 2
+        scales: list[list[jax.Array]] = []
+        if rows.page.swizzled:  # the scales of four tokens lie side by side
+            return [self.swizzled_scales(base, known, rows, 2 * index + half_of_run) for index in range(self.tiles)]
+        start = base + rows.offset(2 * self.warp.column)
+        steps = [known + i * rows.pitch + half * rows.half_pitch for half in range(2) for i in range(2)]
+        size = math.gcd(count, rows.alignment, 8)
+        if size < 4:
+            for index in range(self.tiles):
+                block = jnp.minimum(2 * index + half_of_run, count - 1)
+                four = [lanes.load_shared(self.buffer, start + block, 1, step)[0] for step in steps]
+                scales.append([formats.scale_pairs(four[2 * i] | four[2 * i + 1] << 8)[0] for i in range(2)])
+            return scales
+        selector = jnp.where(half_of_run == 0, jnp.uint32(0x6240), jnp.uint32(0x7351))
+        for first in range(0, count, size):
+            loaded = [lanes.load_shared(self.buffer, start, size, step + first) for step in steps]
+            for word in range(size // 4):
+                halves = [
+                    formats.scale_pairs(lanes.permute(loaded[2 * i][word], loaded[2 * i + 1][word], selector))
+                    for i in range(2)
+                ]
+                scales += [[halves[0][j], halves[1][j]] for j in range(2)]
+        return scales
+
+    def swizzled_scales(self, base: jax.Array, known: int, rows: SharedRows, block: jax.Array) -> list[jax.Array]:
+        """The scales of a block, of tokens of the first and of the other half."""
+        count = rows.page.row_bytes
+        block = jnp.minimum(block, count - 1)
+
+        def load(token: jax.Array, size: int) -> jax.Array:
+            tile_row, column = swizzled_position(token, block, count)
+            row, half = (tile_row // 2, tile_row % 2) if self.plan.interleaved else (tile_row % 8, tile_row // 8)
+            return lanes.load_shared(self.buffer, base + rows.offset(row, half) + column, size, known)[0]
+
+        if self.plan.interleaved:  # columns have four tokens of a group
+            four = load(4 * self.warp.column, 4)
+            return [formats.scale_pairs(lanes.permute(four, four, selector))[0] for selector in (0x0020, 0x0031)]
+        return [formats.scale_pairs(load(2 * self.warp.column + 8 * half, 2))[0] for half in range(2)]

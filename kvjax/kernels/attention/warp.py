@@ -1,0 +1,67 @@
+"""Which thread this is, and what its warp has of a block's work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.problem import DecodeConfig, Problem
+from kvjax.kernels.attention.stages import SharedRows, StagePlan
+from kvjax.kernels.registers import LANES, WARPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Warp:
+    """Registers that say which thread of which warp this is; `of` traces them once, for use within loops.
+
+    Attributes:
+      thread: the thread's number in its warpgroup.
+      number: the warp's in the block.
+      row: the thread's row in its warp, `g`.
+      column: the thread's column in its warp, `c`.
+      head: the warp's KV head in the block's group.
+      first_tile: the stage's first tile that is this warp's; a warp that has none of its own reads another's.
+      works: whether there is anything for this warp.
+      kv_head: the warp's KV head.
+    """
+
+    thread: jax.Array
+    number: jax.Array
+    row: jax.Array
+    column: jax.Array
+    head: jax.Array
+    first_tile: jax.Array
+    works: jax.Array
+    kv_head: jax.Array
+
+    @classmethod
+    def of(cls, config: DecodeConfig) -> Warp:
+        """The warp that runs this."""
+        thread = lanes.thread_index()
+        number = lax.axis_index("warpgroup") * WARPS + (thread >> 5)
+        row, column = (thread >> 2) & 7, thread & 3
+        head = number % config.heads
+        first_tile = number % (config.heads * config.groups) // config.heads * config.tiles
+        works = number < config.heads * config.groups
+        return cls(thread, number, row, column, head, first_tile, works, head + lax.axis_index("heads") * config.heads)
+
+    @property
+    def lane(self) -> jax.Array:
+        """The thread's number in its warp."""
+        return self.thread & (LANES - 1)
+
+    def place(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
+        """Where what the warp reads of a stage begins, of one kind of rows."""
+        return slot * plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
+
+    def scale(self, problem: Problem, ref: Any, size: int) -> jax.Array:
+        """A decode scale of the warp's head, float32; 1 where the layer is not quantized and so has none."""
+        if problem.spec.quant_mode is KVQuantMode.NONE:
+            return lanes.splat(1.0, jnp.float32)
+        return lanes.bits(lanes.load_global(ref, self.kv_head if size > 1 else self.thread * 0), jnp.float32)

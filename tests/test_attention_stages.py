@@ -1,0 +1,311 @@
+"""Stages of the decode kernel: where the bytes of a page go in shared memory, and which copies bring them there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import matrix, simple_spec
+from interpret_mode import interpret_mode
+
+from kvjax import KVCacheDType
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES
+from kvjax.kernels.attention import stages
+from kvjax.kernels.attention.stages import TILE, Chunk, Digit, Ring, SharedRows, StagePlan
+from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.registers import LANES, THREADS, WARPS
+from kvjax.spec import AttentionSpec
+
+BF16, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.NVFP4
+BANKS = 128
+"""Bytes that shared memory serves at once."""
+
+
+def page_memory(spec: AttentionSpec, *, one_memory: bool = True, alignment: int = 16) -> tuple[PageMemory, PageMemory]:
+    """Where keys and values lie: in one page, or each in one of its own, with nothing between rows that is theirs."""
+    k, v = spec.regions
+    if one_memory:
+        return tuple(PageMemory(regions, spec.page_size_bytes, alignment) for regions in (k, v))
+    half = spec.page_size_bytes // 2
+    moved = tuple(dataclasses.replace(region, base=region.base - v[0].base) for region in v)
+    return PageMemory(k, half, alignment), PageMemory(moved, spec.page_size_bytes - half, alignment)
+
+
+def plan_of(spec: AttentionSpec, heads: int | None = None, tiles: int = 1, **memory: Any) -> StagePlan:
+    one_memory = memory.get("one_memory", True)
+    places = page_memory(spec, **memory)
+    return StagePlan.of(spec, places, heads or spec.num_kv_heads, tiles, one_memory=one_memory)
+
+
+def kinds(plan: StagePlan) -> list[tuple[int, SharedRows]]:
+    """Each kind of rows, with 0 for those of keys and 1 for those of values."""
+    return [(half, rows) for half, each in enumerate((plan.keys, plan.values)) for rows in each]
+
+
+def page_bytes(rows: SharedRows, token: int, head: int) -> np.ndarray:
+    """Which bytes of a page a row is; a swizzled row is one of its tile."""
+    page = rows.page
+    return page.base + token * page.token_stride + head * page.head_stride + np.arange(page.row_bytes)
+
+
+def brought(plan: StagePlan, page_tile: int, first_head: int) -> np.ndarray:
+    """The tile in shared memory after its bulk copies: of each byte the page's, of values 2**31 further; -1 of none."""
+    tile = np.full(plan.stage_bytes // plan.tiles, -1, np.int64)
+    for chunk in plan.chunks:
+        source = chunk.source + page_tile * TILE * chunk.token_stride + first_head * chunk.head_stride
+        to = tile[chunk.to : chunk.to + chunk.size]
+        assert to.size == chunk.size, "past the tile's end"
+        assert (to == -1).all(), "two copies bring one byte"
+        assert [x % 16 for x in (source, chunk.to, chunk.size)] == [0, 0, 0]
+        to[:] = source + np.arange(chunk.size) + (chunk.half << 31)
+    return tile
+
+
+def assert_each_row_is_brought_once(plan: StagePlan, num_heads: int, *, one_memory: bool) -> None:
+    assert plan.chunks
+    for page_tile, first_head in itertools.product(range(plan.block_size // TILE), range(0, num_heads, plan.heads)):
+        tile = brought(plan, page_tile, first_head)
+        wanted = np.full_like(tile, -1)
+        for half, rows in kinds(plan):
+            for row, which, head in itertools.product(range(8), range(2), range(plan.heads)):
+                at = rows.offset(row, which) + head * rows.head_stride
+                token = page_tile * TILE + plan.token(row, which)
+                here = wanted[at : at + rows.page.row_bytes]
+                assert (here == -1).all(), "two rows lie in one place"
+                here[:] = page_bytes(rows, token, first_head + head) + (0 if one_memory else half << 31)
+        np.testing.assert_array_equal(tile, wanted)
+
+
+@matrix(
+    {
+        "dtype": STORED_KV_CACHE_DTYPES,
+        "layout": ["NHD", "HND"],
+        "block_size": [16, 32, 48],
+        "heads": [8, 4, 1],
+        "head_size_v": [128, 64],
+        "one_memory": [True, False],
+        "v_scale_layout": ["linear", "swizzled"],
+    },
+    valid=lambda case: (
+        (case["v_scale_layout"] == "linear" or KVCacheDType(case["dtype"]) is NVFP4)
+        and (case["one_memory"] or case["head_size_v"] == 128)
+    ),
+    pairs=True,
+)
+def test_bulk_copies_bring_each_byte_once_to_where_it_is_read(
+    dtype, layout, block_size, heads, head_size_v, one_memory, v_scale_layout
+):
+    spec = simple_spec(
+        KVCacheDType(dtype), layout=layout, block_size=block_size, num_kv_heads=8, head_size=128,
+        head_size_v=head_size_v, v_scale_layout=v_scale_layout,
+    )  # fmt: skip
+    plan = plan_of(spec, heads, 2, one_memory=one_memory)
+    if not plan.chunks:  # the scales of a token may be no whole 16 bytes: those of one head are 8, and of 64 dims 4
+        assert layout == "NHD"
+        assert any(rows.page.row_bytes * heads % 16 for _, rows in kinds(plan))
+        return
+    assert_each_row_is_brought_once(plan, 8, one_memory=one_memory)
+
+
+@pytest.mark.parametrize(("dtype", "layout", "num_chunks"), [
+    (NVFP4, "NHD", 8), (BF16, "NHD", 8), (KVCacheDType.FP8_E4M3, "NHD", 8),
+    (NVFP4, "HND", 1), (BF16, "HND", 1), (KVCacheDType.FP8_E4M3, "HND", 1),
+])  # fmt: skip
+def test_what_follows_in_page_and_tile_is_one_copy(dtype, layout, num_chunks):
+    """Rows of values are padded after each pair of tokens but the last, so seven gaps divide an NHD page."""
+    spec = simple_spec(dtype, layout=layout, block_size=16, num_kv_heads=8, head_size=128)
+    plan = plan_of(spec)
+    assert len(plan.chunks) == num_chunks
+    assert sum(chunk.size for chunk in plan.chunks) == spec.page_size_bytes
+
+
+def test_copies_are_joined_only_where_both_ends_follow():
+    first = Chunk(0, 0, 32, 16, 8, 0)
+    for second, across, num in [
+        (first._replace(source=32, to=32), False, 1),
+        (first._replace(source=48, to=32), False, 2),
+        (first._replace(source=32, to=48), False, 2),
+        (first._replace(source=32, to=32, half=1), True, 2),
+        (first._replace(source=32, to=32, token_stride=32), False, 2),
+        (first._replace(source=32, to=32, token_stride=32), True, 1),
+    ]:
+        merged = stages._merged([second, first], across=across)
+        assert len(merged) == num
+        assert sum(chunk.size for chunk in merged) == 64
+
+
+def changed(memory: tuple[PageMemory, PageMemory], region: dict[str, int], **page: int) -> tuple[PageMemory, ...]:
+    keys, values = (dataclasses.replace(half, **page) for half in memory)
+    values = dataclasses.replace(
+        values, regions=(dataclasses.replace(values.regions[0], **region), *values.regions[1:])
+    )
+    return keys, values
+
+
+@pytest.mark.parametrize(
+    ("region", "page", "unit"),
+    [
+        ({}, {"alignment": 8}, 8),
+        ({}, {"alignment": 2}, 2),
+        ({}, {"page_stride": 2 * 16 * 8 * 256 + 4}, 4),
+        ({"base": 16 * 8 * 256 + 2}, {}, 2),
+        ({"head_stride": 264, "token_stride": 8 * 264}, {}, 8),
+        ({"token_stride": 8 * 256 + 2}, {}, 2),
+    ],
+    ids=str,
+)
+def test_threads_copy_what_is_not_aligned(region, page, unit):
+    spec = simple_spec(BF16, block_size=16, num_kv_heads=8, head_size=128)
+    memory = page_memory(spec)
+    assert StagePlan.of(spec, memory, 8, 1, one_memory=True).chunks
+    plan = StagePlan.of(spec, changed(memory, region, **page), 8, 1, one_memory=True)
+    assert not plan.chunks
+    assert plan.values[0].unit == unit
+    assert plan.copies_asynchronously == (unit >= 4)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        simple_spec(BF16, block_size=8, num_kv_heads=8),
+        simple_spec(BF16, block_size=24, num_kv_heads=8),
+        simple_spec(NVFP4, block_size=16, num_kv_heads=8, head_size=80, v_scale_layout="swizzled"),
+    ],
+    ids=["pages of half a tile", "pages of no whole tiles", "scales of no whole words"],
+)
+def test_threads_copy_what_no_bulk_copy_divides(spec):
+    assert not plan_of(spec).chunks
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [BF16, KVCacheDType.FP8_E5M2, NVFP4], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("alignment", [16, 8])
+def test_eight_rows_of_values_are_read_at_once(dtype, head_size, alignment):
+    """`ldmatrix` reads 16 bytes of eight rows: in eight different 16ths of 128 bytes, if rows are padded for it."""
+    spec = simple_spec(dtype, block_size=16, num_kv_heads=8, head_size=head_size)
+    plan = plan_of(spec, alignment=alignment)
+    rows = plan.values[0]
+    assert plan.interleaved == bool(plan.chunks) == (alignment == 16)
+    for half, head in itertools.product(range(2), range(8)):
+        starts = [rows.offset(row, half) + head * rows.head_stride for row in range(8)]
+        if rows.page.row_bytes % 16 == 0:  # or else `ldmatrix` does not read them
+            assert not any(start % 16 for start in starts)
+            assert len({start % BANKS for start in starts}) == 8
+
+
+def registers(values: Any) -> jax.Array:
+    return jnp.asarray(np.broadcast_to(values, THREADS), jnp.int32)
+
+
+def split_as_integers(digit: Digit, divisor: int) -> tuple[Digit, Digit]:
+    """The quotient and the remainder, after they have been held to those of integers and to their own bounds."""
+    parts = digit.split(divisor)
+    for part, expected in zip(parts, np.divmod(np.asarray(digit.value), divisor), strict=True):
+        np.testing.assert_array_equal(part.value, expected)
+        varying = np.asarray(part.varying)
+        assert varying.min() >= 0
+        assert varying.max() < part.bound
+    return parts
+
+
+@pytest.mark.parametrize("bound", [1, 3, 4, 8, 32, 128])
+def test_a_digit_divides_like_an_integer(bound):
+    with interpret_mode():
+        for known, divisor in itertools.product([0, 4, 8, 128, 135, 1024, 1152], [1, 3, 4, 8, 24, 128, 256, 1000]):
+            split_as_integers(Digit(registers(np.arange(THREADS) % bound), bound, known), divisor)
+
+
+def test_what_is_known_stays_known():
+    """So that most addresses are constants: of 128 threads that copy 8 pieces of a row, 16 tokens of 4 heads."""
+    with interpret_mode():
+        for first in range(0, 1024, THREADS):
+            rest, piece = split_as_integers(Digit(registers(np.arange(THREADS)), THREADS, first), 8)
+            rest, token = split_as_integers(rest, 16)
+            tile, head = split_as_integers(rest, 4)
+            assert (piece.known, piece.bound, token.known, token.bound) == (0, 8, 0, 16)
+            assert (tile.bound, tile.known, head.bound, head.known) == (1, first // 512, 1, first // 128 % 4)
+
+
+def test_digits_add_and_multiply_like_integers():
+    thread = np.arange(THREADS)
+    some = [Digit(registers(thread % 8), 8, 5), Digit(registers(thread // 8), 16, 0), Digit(registers(0), 1, 7)]
+    for x, y, factor in itertools.product(some, some, [0, 1, 12]):
+        for got, expected in [(x.plus(y), x.value + y.value), (x.times(factor), x.value * factor)]:
+            np.testing.assert_array_equal(got.value, expected)
+            assert 0 <= np.asarray(got.varying).min() <= np.asarray(got.varying).max() < got.bound
+
+
+def filled(spec: AttentionSpec, heads: int, tiles: int, position: int, end: int, **memory: Any) -> tuple[Any, ...]:
+    """A stage after its copies, by their models: the plan, the pages' bytes, the table and the second slot's bytes."""
+    num_layers, layer, num_blocks, first_head = 2, 1, 16, spec.num_kv_heads - heads
+    plan = plan_of(spec, heads, tiles, **memory)
+    rng = np.random.default_rng(0)
+    table = rng.permutation(num_blocks).astype(np.int32)
+    table[2] = num_blocks  # a block that does not exist
+    pages = rng.integers(1, 256, (num_blocks * num_layers, spec.page_size_bytes), dtype=np.uint8)
+    with interpret_mode():
+        buffer = jax.new_ref(jnp.zeros(2 * plan.stage_bytes, jnp.uint8))
+        both = jax.new_ref(jnp.asarray(pages))
+        ring = Ring(
+            plan, WARPS, 2, buffer, None, (both, both), jax.new_ref(jnp.asarray(table)), jnp.uint32(num_blocks),
+            num_layers, jnp.int32(layer), jnp.int32(first_head), jnp.arange(THREADS, dtype=jnp.int32),
+        )  # fmt: skip
+        found = ring.blocks(jnp.int32(0), jnp.int32(position), jnp.int32(0), jnp.int32(end))
+        ring.fill(jnp.int32(1), jnp.int32(0), jnp.int32(position), found)
+        slots = np.asarray(buffer[...]).reshape(2, -1)
+    assert not slots[0].any(), "copies into another slot"
+    return plan, pages[layer::num_layers], table, slots[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "alignment", "in_bulk"),
+    [
+        (simple_spec(NVFP4, block_size=16, num_kv_heads=4, v_scale_layout="swizzled"), 4, 16, True),
+        (simple_spec(BF16, block_size=32, num_kv_heads=4, head_size_v=32), 2, 16, True),
+        (simple_spec(NVFP4, block_size=16, num_kv_heads=4), 2, 4, False),
+        (simple_spec(NVFP4, block_size=24, num_kv_heads=4, layout="HND"), 2, 16, False),
+        (simple_spec(NVFP4, block_size=8, num_kv_heads=2, v_scale_layout="swizzled", head_size=80), 2, 16, False),
+        (simple_spec(KVCacheDType.FP8_E4M3, block_size=5, num_kv_heads=3), 3, 16, False),
+    ],
+)
+def test_a_stage_has_the_tokens_of_its_pages(spec, heads, alignment, in_bulk):
+    tiles, position, end = 2, 32, 61
+    plan, pages, table, stage = filled(spec, heads, tiles, position, end, alignment=alignment)
+    assert bool(plan.chunks) == in_bulk
+    for half, rows in kinds(plan):
+        for tile, row, which, head in itertools.product(range(tiles), range(8), range(2), range(heads)):
+            token = position + tile * TILE + plan.token(row, which)
+            block, in_page = divmod(token, spec.block_size)
+            first = token // 4 * 4 if rows.page.swizzled else token  # four tokens share swizzled rows
+            if first >= end or table[block] >= len(pages):
+                continue
+            at = tile * rows.tile_stride + rows.offset(row, which) + head * rows.head_stride
+            expected = pages[table[block], page_bytes(rows, in_page, spec.num_kv_heads - heads + head)]
+            got = stage[at : at + rows.page.row_bytes]
+            np.testing.assert_array_equal(got, expected, f"{half} {tile} {row} {which} {head}")
+
+
+def test_nothing_of_a_block_that_does_not_exist_is_copied():
+    spec = simple_spec(BF16, block_size=16, num_kv_heads=2)
+    for alignment in (16, 8):
+        *_, stage = filled(spec, 2, 1, 32, 48, alignment=alignment)
+        assert not stage.any()
+
+
+def test_any_missing_block_is_noticed():
+    spec = simple_spec(BF16, block_size=16, num_kv_heads=2)
+    plan = plan_of(spec)
+    table = np.zeros(3 * LANES, np.int32)
+    table[70] = -1
+    with interpret_mode():
+        ring = Ring(
+            plan, WARPS, 2, None, None, (None, None), jax.new_ref(jnp.asarray(table)), jnp.uint32(1), 1, jnp.int32(0),
+            jnp.int32(0), jnp.arange(THREADS, dtype=jnp.int32),
+        )  # fmt: skip
+        for start, end, lacks in [(0, 1120, False), (0, 1121, True), (1135, 1136, True), (1136, 1500, False)]:
+            assert bool(ring.lacks_blocks(jnp.int32(0), jnp.int32(start), jnp.int32(end))) == lacks
