@@ -764,7 +764,7 @@ class Decode:
         count, rows = len(registers), 2 * problem.tiles
 
         def place(warp: Any, register: int) -> jax.Array:
-            return ((warp * count + register) * LANES + lane) * 4
+            return (((warp - config.heads) * count + register) * LANES + lane) * 4
 
         lanes.wait_for_block()  # all stages have been read
         others = self.works & (self.warp >= config.heads)
@@ -787,7 +787,7 @@ class Decode:
             return result
 
         registers = lax.fori_loop(1, config.groups, body, registers)
-        lanes.wait_for_block()
+        lanes.wait_before_copies()
         return list(registers)
 
     def registers_of_row(self, row: int) -> list[int]:
