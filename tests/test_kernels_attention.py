@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import attention_suite as suite
@@ -18,8 +19,11 @@ from interpret_mode import interpret_mode
 from jax import lax
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, paged_attention, quant
-from kvjax.kernels.attention import lanes, why_not
-from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format
+from kvjax.kernels.attention import choose, lanes, rows_a_pass, scratch, why_not
+from kvjax.kernels.attention.formats import CONVERTED_WORDS, SERVED_DTYPES, Format
+from kvjax.kernels.attention.problem import Problem
+from kvjax.kernels.attention.stages import Ring
+from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap")
@@ -43,6 +47,7 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         pytest.param(Case("float16", lengths=(37,), head_size=80), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=80, v_scale_layout="swizzled"), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=128, query_dtype="float16"), marks=pytest.mark.full),
+        pytest.param(Case("nvfp4", lengths=(37,), head_size=16, group=16), marks=pytest.mark.full),  # states fill more
     ],
     ids=str,
 )
@@ -209,6 +214,50 @@ def test_what_it_cannot_serve_has_a_reason():
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "head_size_v", "reason"),
+    [
+        ("float16", 40, 40, "16 elements of a key at once; got head_size=40"),
+        ("fp8_e4m3", 64, 33, "values two bytes at once; got head_size_v=33, 33 bytes"),
+        ("bfloat16", 1024, 1024, "64 rows of head_size=1024 and head_size_v=1024 fill shared memory"),
+    ],
+)
+def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_size_v, reason):
+    spec = simple_spec(KVCacheDType(dtype), num_kv_heads=1, head_size=head_size, head_size_v=head_size_v)
+    assert reason in why_not(spec)
+    problem = suite.build(Case(dtype, head_size=head_size, head_size_v=head_size_v, lengths=(3,)))
+    with pytest.raises(UnsupportedError, match=reason):
+        problem.run(functools.partial(paged_attention, implementation="mosaic"))
+    suite.assert_right(problem, *problem.run(functools.partial(paged_attention, return_lse=True)))
+
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a block of threads may have of an H100's."""
+
+
+@pytest.mark.parametrize("dtype", SERVED_DTYPES, ids=lambda dtype: dtype.value)
+def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
+    for head_size, num_kv_heads, block_size, layout in itertools.product(
+        (16, 64, 80, 256, 512), (1, 2, 3, 5, 8, 12), (8, 16, 784), ("NHD", "HND")
+    ):
+        shape = {"head_size": head_size, "num_kv_heads": num_kv_heads, "block_size": block_size, "layout": layout}
+        spec = simple_spec(dtype, **shape)
+        if why_not(spec) is not None:
+            continue
+        for max_blocks, rows in itertools.product((0, 8), {1, rows_a_pass(spec)}):
+            memory = tuple(PageMemory(regions, spec.page_size_bytes, 256) for regions in spec.regions)
+            problem = Problem(
+                spec, memory, jnp.bfloat16, 1, rows * num_kv_heads, 1, max_blocks, max_blocks, (0, 0), 4, 1, False, 1.0,
+                None, None, (1, 1), True, False,
+            )  # fmt: skip
+            config = choose(problem)
+            buffer, barriers = scratch(problem, config)
+            assert buffer + barriers <= SHARED_MEMORY - 1024, shape  # each begins at a multiple of 1,024
+            assert barriers == 16 * config.slots > 0, shape
+            ring = Ring(*([None] * 2), config.slots, *([None] * 9))
+            assert 0 <= ring.ahead < config.slots, shape
+
+
 COMPILED = [
     ("nvfp4", {}, {}),
     ("bfloat16", {}, {}),
@@ -245,5 +294,10 @@ def test_it_compiles_without_spills(target, dtype, spec, options):
     assert attention, "there is no kernel"
     assert len(attention) == len(merges)
     assert [kernel.spill_bytes for kernel in program.kernels] == [0] * len(program.kernels)
+    for kernel in attention:  # bulk copies do not go by barriers alone
+        made = kernel.ptx.index("fence.mbarrier_init.release.cluster;", kernel.ptx.index("mbarrier.init"))
+        copied = kernel.ptx.find("cp.async.bulk.shared")
+        assert copied < 0 or made < copied
+        assert "fence.proxy.async.shared::cta; bar.sync 0;" in kernel.ptx or "st.shared" not in kernel.ptx
     # Nothing copies the cache.
     assert program.temp_size < 64 * 2**20

@@ -64,6 +64,16 @@ def why_not(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot read caches of a spec; None where it can."""
     if spec.dtype not in SERVED_DTYPES:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
+    if spec.head_size % TILE:
+        return f"it multiplies {TILE} elements of a key at once; got head_size={spec.head_size}"
+    if (row := spec.regions.v[0].row_bytes) % 2:
+        return f"it reads values two bytes at once; got head_size_v={spec.head_size_v}, {row} bytes"
+    memory = [PageMemory(regions, spec.page_size_bytes, 1) for regions in spec.regions]
+    most = StagePlan.of(spec, memory, 1, WARPS, one_memory=False).stage_bytes  # of pages at any address
+    if most > SHARED_BYTES:
+        return (
+            f"{WARPS * TILE} rows of head_size={spec.head_size} and head_size_v={spec.head_size_v} fill shared memory"
+        )
     return None
 
 
@@ -92,7 +102,7 @@ def choose(problem: Problem) -> DecodeConfig:
             continue
         tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
         warps = -(-heads // WARPS) * WARPS
-        if warps // heads * tile_bytes * 2 > SHARED_BYTES and heads > 1:
+        if warps // heads * tile_bytes * (2 if heads > 1 else 1) > SHARED_BYTES:
             continue
         while warps + WARPS <= most and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
             warps += WARPS
@@ -255,18 +265,24 @@ def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, 
     Decode.of(problem, config, plan, refs, buffer, barriers).run()
 
 
+def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:
+    """Bytes of the decode kernel's shared memory: of what the stages and then the warps' states lie in, of barriers."""
+    joined = (config.groups - 1) * config.heads * state_registers(problem) * LANES * 4
+    ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
+    return max(ring, joined), 16 * config.slots
+
+
 def decode_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
 ) -> Callable[..., Any]:
     """A kernel of `body`, which attends: it stores whole sequences' results, and parts for the merge."""
-    joined = (config.groups - 1) * config.heads * state_registers(problem) * LANES * 4
-    ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
+    buffer, barriers = scratch(problem, config)
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("paged_attention", body),
         out_type=out_type,
         scratch_types=[
-            plgpu.SMEM((max(ring, joined),), jnp.uint8),
-            plgpu.SMEM((4 * config.slots,), jnp.int32),
+            plgpu.SMEM((buffer,), jnp.uint8),
+            plgpu.SMEM((barriers // 4,), jnp.int32),
         ],
         grid=(config.blocks, problem.spec.num_kv_heads // config.heads),
         grid_names=("block", "heads"),

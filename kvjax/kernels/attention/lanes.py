@@ -366,6 +366,17 @@ def wait_for_block() -> None:
         _statement("bar.sync 0;")
 
 
+def wait_before_copies() -> None:
+    """`wait_for_block` behind which bulk copies may go where threads have stored something in shared memory.
+
+    Stores of threads and bulk copies go through different proxies: no barrier alone orders them.
+    """
+    if compat.interpreting():
+        plgpu.commit_smem()
+    else:
+        _statement("fence.proxy.async.shared::cta; bar.sync 0;")
+
+
 def half2(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     """Two float32 registers as one of two 16-bit elements, rounded to nearest even, `x` in the lower half."""
     name = {jnp.dtype(jnp.float16): "f16x2", jnp.dtype(jnp.bfloat16): "bf16x2"}[jnp.dtype(dtype)]
@@ -560,7 +571,9 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
     def run(_: Any, ref: Any, thread: Any) -> None:
         address = _shared_address(ref)
         inits = " ".join(f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals))
-        code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} bar.sync 0; }}"
+        # Copies arrive at them through another proxy than threads do, for which it takes the fence.
+        fence = "@p fence.mbarrier_init.release.cluster;"
+        code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} {fence} bar.sync 0; }}"
         _inline_asm(code, [address, _scalar(thread)], [], clobber="~{memory}")
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(run)(ref, thread)

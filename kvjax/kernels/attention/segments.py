@@ -94,7 +94,7 @@ class Segments:
         count, rows = len(registers), 2 * problem.tiles
 
         def place(warp: Any, register: int) -> jax.Array:
-            return ((warp * count + register) * LANES + lane) * 4
+            return (((warp - config.heads) * count + register) * LANES + lane) * 4
 
         lanes.wait_for_block()  # all stages have been read
         others = self.warp.works & (self.warp.number >= config.heads)
@@ -117,7 +117,7 @@ class Segments:
             return result
 
         registers = lax.fori_loop(1, config.groups, body, registers)
-        lanes.wait_for_block()
+        lanes.wait_before_copies()
         return list(registers)
 
     def registers_of_row(self, row: int) -> list[int]:

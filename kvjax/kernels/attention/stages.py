@@ -334,7 +334,7 @@ class Ring:
     Attributes:
       plan: what a stage holds.
       warps: warps of the block.
-      slots: stages of the ring, 2 or more.
+      slots: stages of the ring; with one, each is copied after the one before it was read.
       buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
       barriers: shared memory, `int32 [4 * slots]`: of each slot a barrier for what arrives, then one for its readers.
       pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
@@ -361,8 +361,8 @@ class Ring:
 
     @property
     def ahead(self) -> int:
-        """Stages that are on their way while one is read."""
-        return max(1, self.slots - 2)  # with one between, no warp waits for the slowest
+        """Stages that are on their way while one is read; fewer than there are slots."""
+        return min(self.slots - 1, max(1, self.slots - 2))  # with one between, no warp waits for the slowest
 
     @property
     def rows(self) -> int:
