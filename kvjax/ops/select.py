@@ -111,13 +111,13 @@ def _call_without_gradient(
 ) -> Any:
     mosaic, xla, results = candidates.mosaic, candidates.xla, candidates.results
     names = [None if name in candidates.differentiable else name for name in _parameters(xla)]
-    kv, *args = without_gradient(operation, names, (cache.kv, *args))
+    kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
     cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
-    if serve is mosaic and results is not None and any(isinstance(array, jax.core.Tracer) for array in args):
+    if serve is mosaic and results is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
         # Of a cache that is an array: a kernel that is called as it is would be differentiated itself.
         in_a_program = _where_it_can(wanted is not None, mosaic, xla, results)
         serve = functools.partial(_call, operation, _traced_once(operation, in_a_program))
-    return serve(cache, *args, **static)
+    return serve(cache, *arrays, **static)
 
 
 @functools.cache
