@@ -14,6 +14,7 @@ import pytest
 from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
+from kvjax.kernels import placement
 from kvjax.ops import select
 
 TABLE, LENS = np.array([[0, 1], [2, 3]], np.int32), np.array([5, 9], np.int32)
@@ -29,6 +30,7 @@ class Recorded:
             xla=functools.partial(self._trace, "xla", jnp.cos),
             mosaic=functools.partial(self._trace, "mosaic", jnp.sin),
             results=lambda cache, x: x,
+            differentiable=frozenset({"x"}),
         )
 
     def _trace(self, name: str, function: Callable[..., Any], cache: KVCache, x: Any) -> Any:
@@ -111,6 +113,15 @@ def test_what_is_differentiated_is_xlas(cache):
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total), (0, None)))(X, cache), -jnp.sin(X), rtol=1e-6)
     with pytest.raises(UnsupportedError, match="the kernel has no gradient"):
         lower(functools.partial(jax.grad(total), requested="mosaic"), ("cuda",), X, cache)
+
+
+def test_what_is_differentiated_is_xlas_also_where_a_kernel_serves_an_array(cache, monkeypatch):
+    monkeypatch.setattr(placement, "why_not", lambda array: None)
+    op = Recorded()
+    np.testing.assert_allclose(op(cache, X), jnp.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: op(cache, x).sum())(X), -jnp.sin(X), rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="the kernel has no gradient"):
+        jax.grad(lambda x: op(cache, x, "mosaic").sum())(X)
 
 
 def test_it_is_traced_in_the_mode_of_the_call(cache):

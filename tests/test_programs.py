@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gpu_compile
 import jax
+import jax.numpy as jnp
+import jax.test_util
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import kv_tokens, simple_spec
+from helpers import kv_tokens, matrix, poisoned, simple_spec
 from jax.experimental import checkify
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,11 +22,13 @@ from kvjax import (
     STORED_KV_CACHE_DTYPES,
     KVCache,
     KVCacheDType,
+    KVCacheTypeError,
     copy_blocks,
     gather_kv,
     merge_attention_states,
     nvfp4_split_views,
     paged_attention,
+    ragged_paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
     swap_blocks,
@@ -112,3 +117,123 @@ def test_operations_promote_no_ranks(dtype: KVCacheDType):
                 if sharding is None:
                     with kvjax.checked():
                         jax.jit(checkify.checkify(every_operation)).trace(*args)
+
+
+def stored_cache(dtype: KVCacheDType) -> KVCache:
+    """Of TABLE and LENS, what no sequence holds poisoned."""
+    cache = poisoned(simple_spec(dtype), 4)
+    slots = np.array([*range(5), *range(16, 25)], np.int32)
+    tokens = (x.astype(np.float32) for x in np.random.default_rng(0).standard_normal((2, 14, 2, 64)))
+    return reshape_and_cache_flash(*tokens, cache, slots, k_scale=0.5, v_scale=0.5)
+
+
+READ = {
+    "gather_kv": lambda query, cache, sinks, **scales: gather_kv(cache, TABLE, LENS, dtype=jnp.float32, **scales),
+    "paged_attention": lambda query, cache, sinks, **scales: paged_attention(
+        query, cache, TABLE, LENS, sinks=sinks, return_lse=True, **scales
+    ),
+    "ragged_paged_attention": lambda query, cache, sinks, **scales: ragged_paged_attention(
+        query, cache, TABLE, LENS, np.array([0, 1, 2]), sinks=sinks, return_lse=True, **scales
+    ),
+}
+DIFFERENTIATE: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, x: jax.grad(f)(x),
+    "jitted grad": lambda f, x: jax.jit(jax.grad(f))(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
+    "grad of jit": lambda f, x: jax.grad(jax.jit(f))(x),
+    "checkpoint": lambda f, x: jax.grad(jax.checkpoint(f))(x),
+}
+
+
+def read_arguments(dtype: KVCacheDType) -> dict[str, Any]:
+    query, sinks = np.random.default_rng(1).standard_normal((2, 4, 64)), np.linspace(-1, 1, 4)
+    arguments = {"query": query.astype(np.float32), "sinks": sinks.astype(np.float32)}
+    scale = np.float32(0.5)
+    return {key: jnp.asarray(x) for key, x in (arguments | {"k_scale": scale, "v_scale": scale}).items()} | {
+        "cache": stored_cache(dtype)
+    }
+
+
+def total(arrays: Any) -> Any:
+    """A sum in which no two elements weigh the same."""
+    return sum((jnp.cos(jnp.arange(x.size, dtype=jnp.float32)) * x.ravel()).sum() for x in jax.tree.leaves(arrays))
+
+
+@matrix({"operation": list(READ), "name": ["cache", "k_scale", "v_scale"], "derivative": list(DIFFERENTIATE)})
+def test_a_gradient_with_respect_to_a_cache_or_its_scales_is_refused(operation, name, derivative):
+    """Of the float32 cache itself; of fp8's bytes nobody can ask for one, but of its scales."""
+    arguments = read_arguments(KVCacheDType.FLOAT32 if name == "cache" else KVCacheDType.FP8_E4M3)
+
+    def loss(x: Any, stop: bool = False) -> Any:
+        x = jax.lax.stop_gradient(x) if stop else x
+        return total(READ[operation](**arguments | {name: x}))
+
+    with pytest.raises(KVCacheTypeError, match=rf"^{operation}: .* respect to {name}, .*stop_gradient\({name}\)"):
+        DIFFERENTIATE[derivative](loss, arguments[name])
+    stopped = DIFFERENTIATE[derivative](lambda x: loss(x, stop=True), arguments[name])
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(stopped))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_gradient_through_copies_of_blocks_is_refused(jit):
+    cache, other = (stored_cache(KVCacheDType.FLOAT32) for _ in range(2))
+    copies: dict[str, Callable[[KVCache], Any]] = {
+        "copy_blocks: .* cache": lambda x: copy_blocks(x, PAIRS),
+        "swap_blocks: .* source": lambda x: swap_blocks(x, other, PAIRS),
+        "swap_blocks: .* destination": lambda x: swap_blocks(other, x, PAIRS),
+    }
+    for message, copy in copies.items():
+        grad = jax.grad(lambda x, copy=copy: total(copy(x)))
+        with pytest.raises(KVCacheTypeError, match=message):
+            (jax.jit(grad) if jit else grad)(cache)
+
+
+@matrix(
+    {
+        "operation": ["paged_attention", "ragged_paged_attention"],
+        "dtype": [KVCacheDType.FLOAT32, KVCacheDType.NVFP4],
+        "jit": [True, False],
+    },
+    few={"jit": [True]},
+)
+def test_gradients_with_respect_to_queries_and_sinks_are_right(operation, dtype, jit):
+    """Beside what no sequence holds, which is NaN."""
+    arguments = read_arguments(dtype)
+
+    def loss(query: Any, sinks: Any) -> Any:
+        return total(READ[operation](**arguments | {"query": query, "sinks": sinks}))
+
+    inputs = arguments["query"], arguments["sinks"]
+    jax.test_util.check_grads(jax.jit(loss) if jit else loss, inputs, order=1, atol=1e-2, rtol=1e-2, eps=1e-2)
+
+
+@matrix({"jit": [True, False]}, few={"jit": [True]})
+def test_what_is_carried_past_what_is_differentiated_is_not_refused(jit):
+    """Through a scan over layers that carries a float32 cache, and `jax.checkpoint`, with respect to the queries."""
+    arguments = read_arguments(KVCacheDType.FLOAT32)
+    spec = arguments["cache"].spec
+    cache = KVCache(jnp.stack([arguments["cache"].kv] * 2, axis=1), spec, num_layers=2)
+    key, value = (jnp.asarray(x) for x in kv_tokens(spec, 5, specials=False))
+
+    def loss(query: Any, cache: KVCache, written: bool) -> Any:
+        @jax.checkpoint
+        def layer(carry: Any, number: Any) -> Any:
+            query, cache = carry
+            if written:
+                rows = jax.lax.stop_gradient((key + query.sum(), value))
+                cache = reshape_and_cache_flash(*rows, cache, SLOTS, layer=number)
+            return (query + paged_attention(query, cache, TABLE, LENS, layer=number), cache), None
+
+        (query, cache), _ = jax.lax.scan(layer, (query, cache), jnp.arange(2))
+        return total(query)
+
+    def plain(query: Any) -> Any:
+        for _ in range(2):
+            query = query + paged_attention(query, arguments["cache"], TABLE, LENS)
+        return total(query)
+
+    grad = jax.jit(jax.grad(loss), static_argnums=2) if jit else jax.grad(loss)
+    np.testing.assert_allclose(
+        grad(arguments["query"], cache, False), jax.grad(plain)(arguments["query"]), rtol=1e-4, atol=1e-4
+    )
+    assert np.asarray(grad(arguments["query"], cache, True)).all()

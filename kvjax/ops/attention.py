@@ -250,6 +250,7 @@ def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
         mosaic=attention_mosaic,
         results=attended,
         why_not_mosaic=functools.partial(why_not_mosaic, query_dtype),
+        differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=(
                 "sequences queries heads head_size",

@@ -110,8 +110,9 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
                 " jit and shard_map, where it puts them in order"
             )
         from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
-        pages = _take(source.kv, from_blocks, layer)
-        return dataclasses.replace(destination, kv=_put(destination.kv, pages, to_blocks, layer))
+        names = "source", "destination"
+        source_kv, kv = select.without_gradient("swap_blocks", names, (source.kv, destination.kv))
+        return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
         _check_memory(name, cache.kv)
     layer = None if layer is None else np.asarray(layer)

@@ -408,6 +408,7 @@ def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
         mosaic=_ragged_mosaic,
         results=_attended,
         why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
+        differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads"),
             results=("blocks tokens heads head_size", "blocks tokens heads"),

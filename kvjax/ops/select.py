@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 
 from kvjax.cache import KVCache
-from kvjax.errors import KVCacheValueError, UnsupportedError, got_expected
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
 from kvjax.partition import Signature, partition_of, run_on_shares
 from kvjax.spec import AttentionSpec
@@ -31,6 +34,7 @@ class Candidates:
 
     `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can. `results` goes with a kernel:
     called as they are, it gives the shapes and dtypes that they return, as arrays or `jax.ShapeDtypeStruct`s.
+    `differentiable` names the parameters of `xla` with respect to which its gradients are right.
     `signature` says what of the other arguments and of the results belongs to a device's share of a cache: a caller of
     `choose` that gives it calls an implementation with arrays, and whatever else there is by name.
     """
@@ -40,6 +44,7 @@ class Candidates:
     results: Callable[..., Any] | None = None
     why_not_mosaic: Callable[[KVCache], str | None] = lambda cache: None
     signature: Signature | None = None
+    differentiable: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +52,14 @@ class _OnAShare:
     """An operation on one device's share of a cache; equal to another of the same operation, as jit wants it."""
 
     operation: str
-    requested: str | None
+    wanted: Implementation | None
     candidates: Candidates
     num_layers: int | None
 
     def __call__(self, kv: jax.Array, spec: AttentionSpec, *args: Any, **static: Any) -> Any:
         cache = KVCache(kv, spec, num_layers=self.num_layers)
-        return choose(self.operation, self.requested, self.candidates, cache)(cache, *args, **static)
+        serve = _choose(self.operation, self.wanted, self.candidates, cache)
+        return serve(cache, *args, **static)
 
 
 def choose(operation: str, requested: str | None, candidates: Candidates, cache: KVCache) -> Callable[..., Any]:
@@ -63,21 +69,97 @@ def choose(operation: str, requested: str | None, candidates: Candidates, cache:
     asked for and cannot serve raises. Of a cache that is divided among devices, as `as_seen_here` gives it, each device
     runs the implementation on its share.
 
+    Traced arguments that are not `differentiable` have no gradient: what is returned refuses one, for implementations
+    read bits, through which JAX has a gradient of 0.
+
     Raises:
       KVCacheValueError: no such implementation.
       UnsupportedError: the one asked for cannot serve this call; with the reason.
     """
+    wanted = _as_wanted(requested)
+    serve = _choose(operation, wanted, candidates, cache)
+    return functools.partial(_call_without_gradient, operation, wanted, candidates, serve)
+
+
+def _as_wanted(requested: str | None) -> Implementation | None:
     try:
-        wanted = None if requested is None else Implementation(requested)
+        return None if requested is None else Implementation(requested)
     except ValueError:
         raise KVCacheValueError(got_expected("implementation", requested, list(Implementation))) from None
+
+
+def _choose(
+    operation: str, wanted: Implementation | None, candidates: Candidates, cache: KVCache
+) -> Callable[..., Any]:
     if cache.sharding is not None and candidates.signature is not None:
-        on_a_share = _OnAShare(operation, requested, candidates, cache.num_layers)
+        on_a_share = _OnAShare(operation, wanted, candidates, cache.num_layers)
         return functools.partial(_run_on_shares, on_a_share, candidates.signature)
     serve = _choose_here(operation, wanted, candidates, cache)
     if not isinstance(cache.kv, jax.core.Tracer):
         return serve
     return functools.partial(_call, operation, _traced_once(operation, serve))
+
+
+def _call_without_gradient(
+    operation: str,
+    wanted: Implementation | None,
+    candidates: Candidates,
+    serve: Callable[..., Any],
+    cache: KVCache,
+    *args: Any,
+    **static: Any,
+) -> Any:
+    mosaic, xla, results = candidates.mosaic, candidates.xla, candidates.results
+    names = [None if name in candidates.differentiable else name for name in _parameters(xla)]
+    kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
+    cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
+    if serve is mosaic and results is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
+        # Of a cache that is an array: a kernel that is called as it is would be differentiated itself.
+        in_a_program = _where_it_can(wanted is not None, mosaic, xla, results)
+        serve = functools.partial(_call, operation, _traced_once(operation, in_a_program))
+    return serve(cache, *arrays, **static)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def without_gradient(operation: str, names: Sequence[str | None], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, of which those that have a name raise where they are differentiated; names past the last are unused.
+
+    A tangent that is known to be 0, as of a cache that is carried past what is differentiated, is none.
+    """
+    named = {
+        i: name
+        for i, (name, array) in enumerate(zip(names, arrays, strict=False))
+        if name is not None and isinstance(array, jax.core.Tracer) and jnp.issubdtype(array.dtype, jnp.inexact)
+    }
+    result = list(arrays)
+    if named:
+        kept = _without_gradient(operation, tuple(named.values()), [arrays[i] for i in named])
+        for i, array in zip(named, kept, strict=True):
+            result[i] = array
+    return result
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _without_gradient(operation: str, names: tuple[str, ...], arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+def _refuse_gradient(operation: str, names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    [arrays], [moves] = primals, tangents
+    for name, move in zip(names, moves, strict=True):
+        if not isinstance(move, SymbolicZero):
+            raise KVCacheTypeError(
+                f"{operation}: got a gradient with respect to {name}, which has none: a cache is not trained through."
+                f" Pass jax.lax.stop_gradient({name}); to train, attend over dense keys and values"
+            )
+    return arrays, moves
+
+
+_without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
 
 
 def _choose_here(

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of, with_array
 from kvjax.dtypes import KVQuantMode
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -82,7 +82,7 @@ def reshape_and_cache_flash(
       KVCacheValueError, KVCacheTypeError: a shape, dtype, layout or scale that does not fit, naming it; also keys and
         values of different head sizes, for which there is `reshape_and_cache_flash_diffkv`.
       UnsupportedError: the implementation asked for cannot serve this call.
-      KVCacheTypeError: on differentiation. Rounding has no useful gradient: stop it before the write.
+      KVCacheTypeError: on differentiation by any argument. Rounding has no useful gradient: stop it before the write.
     """
     check_cache(cache)
     if cache.spec.is_diffkv:
@@ -144,28 +144,14 @@ def _write(
     unique_slots = as_bool("unique_slots", unique_slots)
 
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
-    kv, key, value, scales = _without_gradient((cache.kv, key, jnp.asarray(value), scales))
     slots = as_slots(slot_mapping, cache.num_slots)
-    cache = dataclasses.replace(cache, kv=kv)
-    return dataclasses.replace(given, kv=serve(cache, key, value, slots, layer, *scales, unique_slots=unique_slots))
+    kv = serve(cache, key, jnp.asarray(value), slots, layer, *scales, unique_slots=unique_slots)
+    return dataclasses.replace(given, kv=kv)
 
 
 def _flat_tokens(array: Any) -> Any:
     """`[batch, time, ...]` as `[batch * time, ...]`."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-
-
-@jax.custom_jvp
-def _without_gradient(arrays: Any) -> Any:
-    return arrays
-
-
-@_without_gradient.defjvp
-def _refuse_gradient(*_: Any) -> Any:
-    raise KVCacheTypeError(
-        "reshape_and_cache_flash has no gradient: a stored value is rounded, and a cache is not trained through."
-        " Pass jax.lax.stop_gradient(key) and jax.lax.stop_gradient(value)."
-    )
 
 
 def _write_xla(
