@@ -6,8 +6,7 @@ columns of its products: logits `[tokens, rows] = keys @ query`, output `[dims, 
 row is decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the few
 query rows cost as little as the instruction allows.
 
-This is the loop over stages; `query`, `keys`, `seen`, `softmax` and `values` are its steps, and `segments` is what comes
-after it.
+This is the loop over stages. `query`, `keys`, `seen`, `softmax` and `values` are its steps; `segments` comes after it.
 """
 
 from __future__ import annotations
