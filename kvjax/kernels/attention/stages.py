@@ -139,45 +139,22 @@ class StagePlan:
         cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
     ) -> StagePlan | None:
         """Rows in the order of the page, but for 16 bytes after each pair of tokens of values; None if unaligned."""
-        if spec.block_size % TILE:
+        if spec.block_size % TILE or _divides_words(memory):
             return None
         values = memory[1].regions[0]
         interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
-        swizzled = [region for half in memory for region in half.regions if region.swizzled]
-        if any(region.row_bytes % SWIZZLE_TOKENS for region in swizzled):
-            return None
         placed: list[SharedRows] = []
         chunks: list[Chunk] = []
         start = 0
-        for number, region in ((i, region) for i, half in enumerate(memory) for region in half.regions):
-            by_token = region.token_stride >= region.head_stride
-            token, head = (heads * region.row_bytes, region.row_bytes) if by_token else (region.row_bytes, 0)
-            pad = COPY_BYTES if interleaved and region is values else 0
-            pitch, half_pitch = (2 * token + pad, token) if interleaved else (token, 8 * token)
-            size = TILE * token + 7 * pad  # none after the last pair, which then is contiguous with what follows
-            head = head or size
-            placed.append(SharedRows(region, memory[number].page_stride, start, pitch, half_pitch, head, 0, COPY_BYTES))
-            for each in range(1 if by_token else heads):
-                for index in range(TILE):
-                    row_, half = (index // 2, index % 2) if interleaved else (index % 8, index // 8)
-                    source = region.base + index * region.token_stride + each * region.head_stride
-                    to = placed[-1].offset(row_, half) + each * head
-                    strides = region.token_stride, region.head_stride, 0 if one_memory else number
-                    if by_token and region.head_stride != region.row_bytes:
-                        chunks += [
-                            Chunk(source + i * region.head_stride, to + i * head, region.row_bytes, *strides)
-                            for i in range(heads)
-                        ]
-                    else:
-                        chunks.append(Chunk(source, to, token, *strides))
-            start += size * (1 if by_token else heads)
+        for number, half in enumerate(memory):
+            for region in half.regions:
+                pad = COPY_BYTES if interleaved and region is values else 0
+                rows, end = _in_order(region, half.page_stride, start, heads, pad, interleaved=interleaved)
+                chunks += _chunks(rows, heads, 0 if one_memory else number, interleaved=interleaved)
+                placed.append(rows)
+                start = end
         merged = _merged(chunks, across=spec.block_size == TILE and heads == spec.num_kv_heads)
-        numbers = [number for half in memory for number in (half.page_stride, half.alignment)]
-        for chunk in merged:
-            numbers += [chunk.source, chunk.to, chunk.size]
-            numbers += [TILE * chunk.token_stride] if spec.block_size > TILE else []
-            numbers += [heads * chunk.head_stride] if heads < spec.num_kv_heads else []
-        if any(number % COPY_BYTES for number in numbers):
+        if not _are_aligned(merged, spec, memory, heads):
             return None
         tile_bytes = -(-start // 128) * 128
         placed = [dataclasses.replace(rows, tile_stride=tile_bytes) for rows in placed]
@@ -233,6 +210,53 @@ class StagePlan:
     def has_whole_tiles(self) -> bool:
         """Whether each tile lies in one page."""
         return self.block_size % TILE == 0
+
+
+def _divides_words(memory: Sequence[PageMemory]) -> bool:
+    """Whether the scales of four tokens, which the swizzled layout has side by side, may lie in two of its rows."""
+    regions = [region for half in memory for region in half.regions]
+    return any(region.swizzled and region.row_bytes % SWIZZLE_TOKENS for region in regions)
+
+
+def _in_order(
+    region: PageRegion, page_stride: int, start: int, heads: int, pad: int, *, interleaved: bool
+) -> tuple[SharedRows, int]:
+    """Rows from `start` of a tile on in the order of the page, `pad` bytes after each pair of tokens; and their end.
+
+    There is no padding after the last pair, which then is contiguous with what follows.
+    """
+    by_token = region.token_stride >= region.head_stride
+    token = heads * region.row_bytes if by_token else region.row_bytes
+    size = TILE * token + 7 * pad
+    pitch, half_pitch = (2 * token + pad, token) if interleaved else (token, 8 * token)
+    head = region.row_bytes if by_token else size
+    rows = SharedRows(region, page_stride, start, pitch, half_pitch, head, 0, COPY_BYTES)
+    return rows, start + size * (1 if by_token else heads)
+
+
+def _chunks(rows: SharedRows, heads: int, half: int, *, interleaved: bool) -> list[Chunk]:
+    """A chunk for each run of rows of one token that is contiguous in the page: all heads', or else one head's."""
+    region = rows.page
+    is_run = rows.by_token and region.head_stride == region.row_bytes
+    chunks: list[Chunk] = []
+    for head in range(1 if is_run else heads):
+        for token in range(TILE):
+            row, which = (token // 2, token % 2) if interleaved else (token % 8, token // 8)
+            source = region.base + token * region.token_stride + head * region.head_stride
+            to = rows.offset(row, which) + head * rows.head_stride
+            size = region.row_bytes * (heads if is_run else 1)
+            chunks.append(Chunk(source, to, size, region.token_stride, region.head_stride, half))
+    return chunks
+
+
+def _are_aligned(chunks: Sequence[Chunk], spec: AttentionSpec, memory: Sequence[PageMemory], heads: int) -> bool:
+    """Whether all that bulk copies are given is a multiple of 16 bytes, for every page, tile of it and first head."""
+    numbers = [number for half in memory for number in (half.page_stride, half.alignment)]
+    for chunk in chunks:
+        numbers += [chunk.source, chunk.to, chunk.size]
+        numbers += [TILE * chunk.token_stride] if spec.block_size > TILE else []
+        numbers += [heads * chunk.head_stride] if heads < spec.num_kv_heads else []
+    return not any(number % COPY_BYTES for number in numbers)
 
 
 def _merged(chunks: list[Chunk], *, across: bool) -> list[Chunk]:
