@@ -273,7 +273,9 @@ def run(query: Any, cache: KVCache, table: Any, lens: Any, layer: Any = None, **
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", ["h100", *(pytest.param(each, marks=pytest.mark.full) for each in TARGETS if each != "h100")]
+)
 @pytest.mark.parametrize(
     ("dtype", "spec", "options"),
     [COMPILED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in COMPILED[1:])],

@@ -194,7 +194,7 @@ def test_a_gradient_through_copies_of_blocks_is_refused(jit):
         "dtype": [KVCacheDType.FLOAT32, KVCacheDType.NVFP4],
         "jit": [True, False],
     },
-    few={"jit": [True]},
+    few={"jit": [True], "dtype": [KVCacheDType.NVFP4]},
 )
 def test_gradients_with_respect_to_queries_and_sinks_are_right(operation, dtype, jit):
     """Beside what no sequence holds, which is NaN."""
@@ -207,7 +207,8 @@ def test_gradients_with_respect_to_queries_and_sinks_are_right(operation, dtype,
     jax.test_util.check_grads(jax.jit(loss) if jit else loss, inputs, order=1, atol=1e-2, rtol=1e-2, eps=1e-2)
 
 
-@matrix({"jit": [True, False]}, few={"jit": [True]})
+@pytest.mark.full
+@pytest.mark.parametrize("jit", [True, False])
 def test_what_is_carried_past_what_is_differentiated_is_not_refused(jit):
     """Through a scan over layers that carries a float32 cache, and `jax.checkpoint`, with respect to the queries."""
     arguments = read_arguments(KVCacheDType.FLOAT32)

@@ -247,6 +247,7 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
     suite.assert_right(problem, *run(problem, attend, padding), **slack(problem.case, attend))
 
 
+@pytest.mark.full
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
 def test_any_step(attend, **step):

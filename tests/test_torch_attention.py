@@ -269,11 +269,8 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [INTERPRETED[0], *(pytest.param(*each, marks=pytest.mark.full) for each in INTERPRETED[1:])],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "form"), INTERPRETED, ids=str)
 def test_interpreted_with_what_a_launch_is_given(case, form, interpreter):
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(attend_on("cpu", form=form)))
