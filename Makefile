@@ -4,6 +4,10 @@
 DEMO_ENV := .venv-demo
 DEV_ENV := .venv
 FUZZ_ENV := .venv-fuzz
+# Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
+CLIENTS := kerashub tunix
+CLIENT_kerashub := keras-hub==0.32.0
+CLIENT_tunix := google-tunix==0.1.7
 COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
@@ -18,7 +22,7 @@ PYTHON ?= python3
 ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-all test-gpu test-compat fuzz bench lint format wheel clean distclean help
+.PHONY: demo test test-all test-gpu test-compat test-clients fuzz bench lint format wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
@@ -36,6 +40,8 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 
+test-clients: $(CLIENTS:%=test-client-%) ## other libraries over kvjax's caches: GBs to download
+
 fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random configurations (FUZZ_SECONDS=300 of each)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py $(ARGS)
 	@mkdir -p build
@@ -45,7 +51,7 @@ fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random
 # Each program leaves bench/<program>.json, which `python -m benchmarks.report` reads.
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
 	@mkdir -p bench
-	@failed=; for program in copies write gather pack bridge host calls sharded layers attention; do \
+	@failed=; for program in copies write gather pack bridge host calls sharded layers attention generate serve; do \
 	  $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
 	    || failed="$$failed $$program"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
@@ -66,7 +72,7 @@ clean: ## remove what was built and every cache
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean ## clean, and remove the virtual environments
-	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(COMPAT_JAX:%=.venv-jax-%)
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(COMPAT_JAX:%=.venv-jax-%) $(CLIENTS:%=.venv-client-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -90,4 +96,14 @@ $(COMPAT_JAX:%=test-jax-%): test-jax-%: .venv-jax-%/.installed
 # The plugin loads only into the jax of its own version.
 $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
 	@tools/setup_env.sh .venv-jax-$* -e '.[test]' jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+	@touch $@
+
+# Their warnings are theirs; what a test prints is how far logits deviate.
+.PHONY: $(CLIENTS:%=test-client-%)
+$(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
+	PYTHONPATH=. .venv-client-$*/bin/python -m pytest -q -s -o filterwarnings=ignore \
+	  examples/clients/tests/test_$*.py $(ARGS)
+
+$(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: pyproject.toml Makefile
+	@tools/setup_env.sh .venv-client-$* -e . pytest '$(CLIENT_$*)'
 	@touch $@

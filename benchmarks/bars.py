@@ -62,16 +62,20 @@ class Measure(enum.Enum):
     NHD = "x NHD"
     INDEX_COPY = "x index_copy_"
     JIT = "x jit"
+    DYNAMIC_CACHE = "x DynamicCache"
     KERNELS = "x kernels"
     MICROSECONDS = "us"
     READ = "of reading"
     FASTEST_BFLOAT16 = "times as fast as bf16"
     WINDOW = "x the window's length"
     ONE_TOKEN = "x 1 token"
+    TOKENS = "x bf16 tokens/s"
+    READING_TIME = "x reading"
+    EXPOSED = "of a step exposed"
 
 
-SHARES = (Measure.COPY, Measure.READ)
-AT_LEAST = (*SHARES, Measure.FASTEST_BFLOAT16)
+SHARES = (Measure.COPY, Measure.READ, Measure.EXPOSED)
+AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.TOKENS)
 """What is to be reached; all else is not to be passed."""
 
 
@@ -100,11 +104,16 @@ PASS, FALLS_SHORT = "pass", "falls short"
 SMALL_COUNT = 256
 """Up to here a write is bound by latency, and is held against CUDA's rather than against a copy."""
 
-_OTHER_HEAD_SIZES = {BFLOAT16: 0.85, FP8: 0.80, NVFP4: 0.75}
+
+def _shares(bfloat16: float, fp8: float, with_scales: float) -> Mapping[KVCacheDType, float]:
+    return {BFLOAT16: bfloat16, FP8: fp8} | dict.fromkeys((NVFP4, *shapes.PER_TOKEN_HEAD), with_scales)
+
+
+_OTHER_HEAD_SIZES = _shares(0.85, 0.80, 0.75)
 COPY_SHARES: Mapping[tuple[int, int, int], Mapping[KVCacheDType, float]] = {
-    (8, 128, 16_384): {BFLOAT16: 0.92, FP8: 0.88, NVFP4: 0.80},
-    (8, 128, 65_536): {BFLOAT16: 0.92, FP8: 0.88, NVFP4: 0.85},
-    (1, 128, 65_536): {BFLOAT16: 0.70, FP8: 0.60, NVFP4: 0.55},
+    (8, 128, 16_384): _shares(0.92, 0.88, 0.80),
+    (8, 128, 65_536): {**_shares(0.92, 0.88, 0.85), KVCacheDType.NVFP4_4OVER6: 0.80},
+    (1, 128, 65_536): _shares(0.70, 0.60, 0.55),
     **{(8, head_size, 16_384): _OTHER_HEAD_SIZES for head_size in (64, 96, 256)},
 }
 """Share of the copy's rate, by (KV heads, head size, tokens)."""
@@ -125,6 +134,9 @@ TORCH_KERNEL = Bar(Measure.JIT, 1.05)
 REPLAY = Bar(Measure.KERNELS, 1.1)
 """Of a CUDA graph of writes, next to as many kernel times."""
 
+GENERATE = {dtype: Bar(Measure.DYNAMIC_CACHE, 0.8 if dtype is NVFP4 else 1.0) for dtype in shapes.TIMED_DTYPES}
+"""Of a decode step of a transformers model that attends to pages, next to transformers' own cache in bfloat16."""
+
 
 def bar_of(line: WriteTime) -> Bar | None:
     """The bar that a line is held to, if any: only writes of scattered slots are."""
@@ -133,7 +145,7 @@ def bar_of(line: WriteTime) -> Bar | None:
     if line.layout is CacheLayout.HND:
         return Bar(Measure.NHD, 1.15)
     if (line.num_kv_heads, line.head_size) == (8, 128) and line.num_tokens <= SMALL_COUNT:
-        return Bar(Measure.BFLOAT16, 1.25) if line.dtype is NVFP4 else Bar(Measure.CUDA, 0.95)
+        return Bar(Measure.BFLOAT16, 1.25) if line.dtype in (NVFP4, *shapes.PER_TOKEN_HEAD) else Bar(Measure.CUDA, 0.95)
     share = COPY_SHARES.get((line.num_kv_heads, line.head_size, line.num_tokens), {}).get(line.dtype)
     return None if share is None else Bar(Measure.COPY, share)
 
@@ -239,6 +251,19 @@ ATTENTION_BARS: Mapping[str, Mapping[KVCacheDType, Bar]] = {
 
 NVFP4_SPEEDUP = Bar(Measure.FASTEST_BFLOAT16, 2.2)
 """Of NVFP4 in the first row."""
+
+
+SERVE_TOKENS = {FP8: 1.5, NVFP4: 2.2}
+"""Of as many sequences as fit, tokens a second as a multiple of bfloat16's."""
+
+SERVE_STEP = Bar(Measure.BFLOAT16, 0.75)
+"""Of NVFP4 with the same number of sequences."""
+
+SERVE_READING = Bar(Measure.READING_TIME, 1.15)
+"""Of bfloat16."""
+
+SERVE_HOST = Bar(Measure.EXPOSED, 0.05)
+"""Of every dtype."""
 
 
 def attention_bars(line: AttentionTime) -> list[Bar]:

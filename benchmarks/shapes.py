@@ -13,7 +13,11 @@ from kvjax import AttentionSpec, CacheLayout, FullAttentionSpec, KVCacheDType
 BLOCK_SIZE = 16
 
 TIMED_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
-OTHER_DTYPES = (KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.FP8_E5M2)
+PER_TOKEN_HEAD = (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)
+OTHER_DTYPES = (
+    *(KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.FP8_E5M2, *PER_TOKEN_HEAD),
+    KVCacheDType.NVFP4_4OVER6,
+)
 
 ALL_TOKENS = (1, 7, 64, 256, 2_048, 16_384, 65_536)
 """Tokens that one write takes: a decode step of one request to many, then prefills."""

@@ -122,6 +122,32 @@ def measure(
 def _measure_on_device(
     call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
 ) -> Timing | None:
+    records = _kernel_records(call, wait, numbers, calls)
+    if records is None:
+        return None
+    seconds, kernels = split_calls(records, calls)
+    return Timing(tuple(seconds), Clock.DEVICE, kernels)
+
+
+def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], calls: int) -> float | None:
+    """What the kernels of a call take together, by the device's clock, the mean of calls that may differ in them.
+
+    Args:
+      call: as in `measure`; it has been made before.
+      wait: as in `measure`.
+      calls: how often it is made.
+
+    Returns:
+      `None` where the device gives no timestamps.
+    """
+    records = _kernel_records(call, wait, itertools.count(), calls)
+    return None if records is None else sum(milliseconds for _, milliseconds in records) / 1e3 / calls
+
+
+def _kernel_records(
+    call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
+) -> Sequence[tuple[str, float]] | None:
+    """(kernel, milliseconds) of so many calls, in the order of launch."""
     # jax.experimental.mosaic.gpu.profiler.measure repeats a call with the same arguments, which a donated cache does
     # not survive; hence what it is made of.
     cupti = _cupti()
@@ -130,16 +156,15 @@ def _measure_on_device(
     try:
         cupti._cupti_init()
     except RuntimeError as error:  # another profiler is attached
-        warnings.warn(f"timing by the wall clock: {error}", stacklevel=3)
+        warnings.warn(f"timing by the wall clock: {error}", stacklevel=4)
         return None
     try:
         for number in itertools.islice(numbers, calls):
             result = call(number)
         wait(result)
     finally:
-        records = cupti._cupti_get_timings(False)
-    seconds, kernels = split_calls(records, calls)
-    return Timing(tuple(seconds), Clock.DEVICE, kernels)
+        records: Sequence[tuple[str, float]] = cupti._cupti_get_timings(False)
+    return records
 
 
 def _cupti() -> Any | None:
@@ -150,7 +175,7 @@ def _cupti() -> Any | None:
     extension = getattr(getattr(profiler, "mosaic_gpu_lib", None), "_mosaic_gpu_ext", None)
     if hasattr(extension, "_cupti_init") and hasattr(extension, "_cupti_get_timings"):
         return extension
-    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=4)
+    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=5)
     return None
 
 
@@ -184,9 +209,9 @@ def _measure_by_wall_clock(
     return Timing(tuple(seconds), Clock.WALL)
 
 
-def measure_in_a_row(call: Callable[[int], Any]) -> Timing:
+def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: int = 11) -> Timing:
     """Times calls in a row that nobody waits for but at the end: what each adds, by the host or on the device."""
-    count, samples = min(50, LIMITS.max_calls), min(11, LIMITS.max_calls)
+    count, samples = min(count, LIMITS.max_calls), min(samples, LIMITS.max_calls)
     jax.block_until_ready(call(0))  # compiles
     seconds = []
     for _ in range(samples):

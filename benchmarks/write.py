@@ -78,6 +78,7 @@ def matrices() -> list[Matrix]:
     return [
         Matrix(num_tokens=many, layouts=(NHD, HND)),
         Matrix(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
+        Matrix(num_tokens=many[-1:], dtypes=(KVCacheDType.NVFP4_4OVER6,)),
         Matrix(num_tokens=few, slots=(Slots.CONTIGUOUS, Slots.PADDED)),
         Matrix((LLAMA_70B_SHARD,), num_tokens=(1, *few, shapes.ALL_TOKENS[-1]) if workload.is_gpu() else few),
         Matrix(OTHER_CASES, num_tokens=few),

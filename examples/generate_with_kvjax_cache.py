@@ -1,4 +1,4 @@
-"""A Llama-style model of random weights, unmodified, generates from kvjax's paged cache in each dtype.
+"""A Llama-style model of random weights, unmodified, attends to the pages of kvjax's cache, in each dtype.
 
 Needs `pip install 'kvjax[transformers]'`, and neither network nor GPU. What quantization does to a trained model is
 measured by `make demo`.
@@ -33,7 +33,8 @@ def generate(cache: DynamicCache | KvjaxCache) -> torch.Tensor:
 
 
 expected = generate(DynamicCache(config=config))
+model.set_attn_implementation("kvjax")  # or from_pretrained(..., attn_implementation="kvjax")
 for dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
-    cache = KvjaxCache(config, kv_cache_dtype=dtype, num_blocks=8)
+    cache = KvjaxCache(model.config, kv_cache_dtype=dtype, num_blocks=8)
     same = (generate(cache) == expected).sum().item()
     print(f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens as DynamicCache's")

@@ -1,7 +1,7 @@
-"""Llama and Qwen3 in plain JAX, served from kvjax's paged caches: prompts in chunks beside decodes in one jitted step.
+"""Llama and Qwen3 in plain JAX, served from kvjax's paged caches by one jitted step.
 
     pip install '.[demo]' tokenizers
-    python examples/llama.py FOLDER 'The capital of France is' --kv-cache-dtype fp8
+    python -m examples.llama FOLDER 'The capital of France is' --kv-cache-dtype fp8
 
 FOLDER is a model as Hugging Face saves it: config.json, safetensors, tokenizer.json. A step runs the new tokens of
 several sequences, one sequence after the other (`kvjax.StepMetadata`). The caches are donated, so that it writes in
@@ -14,9 +14,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,14 @@ import numpy as np
 from safetensors import safe_open
 
 import kvjax
+from examples.engine import Engine
 
 type Params = Mapping[str, Any]
-type Caches = tuple[kvjax.KVCache, ...]
+type Caches = tuple[kvjax.KVCache, ...] | kvjax.KVCache
+"""One for each layer, or one of all layers (`num_layers`)."""
+
+type Attend = Callable[..., tuple[jax.Array, Any]]
+"""`(query, key, value, caches, step, layer) -> (attended, caches)`, as `write_and_attend`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,25 +176,50 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
 
 
 def write_and_attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: kvjax.KVCache, step: kvjax.StepMetadata
-) -> tuple[jax.Array, kvjax.KVCache]:
-    """Stores the step's keys and values, and attends to all that its sequences have stored."""
-    cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True)
-    attended = kvjax.ragged_paged_attention(query, cache, step.block_table, step.seq_lens, step.cu_q_lens)
-    return attended, cache
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    caches: Caches,
+    step: kvjax.StepMetadata,
+    layer: Any,
+    *,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Caches]:
+    """Stores a layer's keys and values of the step, and attends to all that its sequences have stored.
+
+    With `max_q_len=1` every row of the step is one token, so that the sequences are the rows of `paged_attention`.
+    """
+    is_shared = isinstance(caches, kvjax.KVCache)
+    cache = caches if is_shared else caches[layer]
+    options: dict[str, Any] = {"layer": layer if is_shared else None, "implementation": implementation}
+    if max_q_len == 1:
+        cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True, **options)
+        attended = kvjax.paged_attention(query, cache, step.block_table, step.seq_lens, **options)
+    else:
+        options |= {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
+        attended, cache = kvjax.attend(query, key, value, cache, step, **options)
+    return attended, cache if is_shared else (*caches[:layer], cache, *caches[layer + 1 :])
 
 
 def forward(
-    params: Params, config: ModelConfig, tokens: jax.Array, step: kvjax.StepMetadata, caches: Caches
-) -> tuple[jax.Array, Caches]:
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    step: kvjax.StepMetadata,
+    caches: Any,
+    attend: Attend = write_and_attend,
+) -> tuple[jax.Array, Any]:
     """Runs a step's `tokens [num_tokens]`; returns their last hidden states `[num_tokens, hidden_size]` and the caches.
 
-    The caches are one for each layer; `logits` makes logits of the hidden states that they are wanted of.
+    The caches are one for each layer, one of all layers, or whatever else `attend` takes. Layers whose parameters are
+    stacked (`stacked`) are scanned, which takes a cache of all layers. `logits` makes logits of the hidden states that
+    they are wanted of.
     """
-    x = params["embedding"][tokens]
     rotate = _rotary(step.token_rows()[1], config)
-    written = []
-    for layer, cache in zip(params["layers"], caches, strict=True):
+
+    def run_layer(x: jax.Array, caches: Any, layer: Params, number: Any) -> tuple[jax.Array, Any]:
         h = _rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads = (h @ layer["qkv"].T).reshape(len(tokens), -1, config.head_dim)
@@ -198,13 +227,25 @@ def forward(
         if config.qk_norm:
             query = _rms_norm(query, layer["query_norm"], config.rms_norm_eps)
             key = _rms_norm(key, layer["key_norm"], config.rms_norm_eps)
-        attended, cache = write_and_attend(rotate(query), rotate(key), value, cache, step)
-        written.append(cache)
+        attended, caches = attend(rotate(query), rotate(key), value, caches, step, number)
         x += attended.reshape(len(tokens), -1) @ layer["output"].T
         h = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         gate, up = jnp.split(h @ layer["gate_up"].T, 2, axis=1)
-        x += (jax.nn.silu(gate) * up) @ layer["down"].T
-    return _rms_norm(x, params["norm"], config.rms_norm_eps), tuple(written)
+        return x + (jax.nn.silu(gate) * up) @ layer["down"].T, caches
+
+    x, layers = params["embedding"][tokens], params["layers"]
+    if isinstance(layers, Mapping):
+        numbers = jnp.arange(config.num_hidden_layers, dtype=jnp.int32)
+        (x, caches), _ = jax.lax.scan(lambda carry, of: (run_layer(*carry, *of), None), (x, caches), (layers, numbers))
+    else:
+        for number, layer in enumerate(layers):
+            x, caches = run_layer(x, caches, layer, number)
+    return _rms_norm(x, params["norm"], config.rms_norm_eps), caches
+
+
+def stacked(params: Params) -> Params:
+    """The same parameters with those of all layers in one array each, `[num_hidden_layers, ...]`."""
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
@@ -213,14 +254,50 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
     return jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "max_q_len", "max_prompts", "implementation"),
+    donate_argnames="caches",
+)
 def greedy_step(
-    params: Params, tokens: jax.Array, step: kvjax.StepMetadata, caches: Caches, *, config: ModelConfig
+    params: Params,
+    tokens: jax.Array,
+    previous: jax.Array,
+    step: kvjax.StepMetadata,
+    caches: Caches,
+    *,
+    config: ModelConfig,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, Caches]:
-    """The likeliest token after the last of each sequence, int32 `[num_seqs]`, and the caches."""
-    hidden, caches = forward(params, config, tokens, step, caches)
+    """The likeliest token after the last of each sequence, int32 `[max_num_seqs]`, and the caches.
+
+    Args:
+      params: of the model.
+      tokens: int32 `[num_tokens]`; one below 0 is `~row` of `previous`.
+      previous: int32 `[max_num_seqs]`, what the step before returned, wherever the host is.
+      step: its sequences, at most `max_num_seqs`.
+      caches: donated.
+      config: of the model.
+      max_q_len: as `kvjax.ragged_paged_attention` takes it; 1 says that every row of the step is one token.
+      max_prompts: likewise.
+      implementation: of kvjax's operations.
+    """
+    tokens, previous = jnp.asarray(tokens), jnp.asarray(previous)
+    tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
+    attend = functools.partial(
+        write_and_attend, max_q_len=max_q_len, max_prompts=max_prompts, implementation=implementation
+    )
+    hidden, caches = forward(params, config, tokens, step, caches, attend)
+    return next_tokens(params, hidden, step, previous), caches
+
+
+def next_tokens(params: Params, hidden: jax.Array, step: kvjax.StepMetadata, previous: jax.Array) -> jax.Array:
+    """The likeliest token after the last of each sequence, in place of the first of `previous [max_num_seqs]`."""
     last = jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)
-    return jnp.argmax(logits(params, hidden[last]), axis=-1).astype(jnp.int32), caches
+    following = jnp.argmax(logits(params, hidden[last]), axis=-1).astype(jnp.int32)
+    return previous.at[: len(following)].set(following)
 
 
 def generate(
@@ -233,36 +310,15 @@ def generate(
     *,
     chunk: int = 256,
 ) -> tuple[list[list[int]], Caches]:
-    """Continues each prompt by its likeliest tokens; prompts go through `chunk` tokens a step, beside decodes.
-
-    Blocks that the pool knows to hold the beginning of a prompt are not computed again. All sequences run at once: an
-    engine that serves more than fit lets them wait until `pool.num_free` allows.
-    """
-    running = [(pool.sequence(prompt), list(prompt)) for prompt in prompts]
-    max_blocks = max(-(-(len(prompt) + num_new_tokens) // pool.block_size) for prompt in prompts)
-    sizes = [2**i for i in range(math.ceil(math.log2(chunk * len(prompts))) + 1)]
-    left = [num_new_tokens] * len(prompts)
-    while any(left):
-        indices = [i for i, number in enumerate(left) if number]
-        batch = [running[i] for i in indices]
-        new = [tokens[sequence.num_tokens :][:chunk] for sequence, tokens in batch]
-        sequences, q_lens = [sequence for sequence, _ in batch], [len(tokens) for tokens in new]
-        pool.append(sequences, q_lens)
-        step = kvjax.StepMetadata.from_sequences(
-            sequences, q_lens, num_tokens=sizes, num_seqs=len(prompts), max_blocks=max_blocks
-        )
-        tokens = np.zeros(len(step.slot_mapping), np.int32)
-        tokens[: sum(q_lens)] = np.concatenate(new)
-        following, caches = greedy_step(params, tokens, step, caches, config=config)
-        for i, token, computed in zip(indices, np.asarray(following).tolist(), new, strict=False):
-            sequence, known = running[i]
-            sequence.commit(computed)
-            if sequence.num_tokens == len(known):
-                known.append(token)
-                left[i] -= 1
-                if not left[i]:
-                    sequence.free()
-    return [known for _, known in running], caches
+    """Continues each prompt by its likeliest tokens, as `examples.engine` schedules them."""
+    longest = max(map(len, prompts)) + num_new_tokens
+    run = functools.partial(greedy_step, params, config=config)
+    max_blocks = -(-longest // pool.block_size)
+    engine = Engine(run, caches, pool, num_seqs=[len(prompts)], max_blocks=max_blocks, chunk=chunk)
+    requests = [engine.submit(prompt, num_new_tokens) for prompt in prompts]
+    while not engine.is_idle:
+        engine.step()
+    return [[*request.prompt, *request.generated] for request in requests], engine.caches
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -303,7 +359,11 @@ def main() -> None:
     config = ModelConfig.from_hf_config(hf_config)
     params = load_params(args.folder, config, model.dtype.info.storage_dtype)
     specs = kvjax.resolve_layer_specs(model, args.kv_cache_dtype)
-    caches = tuple(kvjax.KVCache.allocate(spec, args.num_blocks) for spec in specs)
+    scales = kvjax.load_kv_scales(args.folder, model, args.kv_cache_dtype)
+    caches = tuple(
+        kvjax.KVCache.allocate(spec, args.num_blocks, **of_layer._asdict())
+        for spec, of_layer in zip(specs, scales, strict=True)
+    )
     pool = kvjax.BlockPool(args.num_blocks, specs[0].block_size)
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]
     generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens)

@@ -1,7 +1,7 @@
 """kvjax: a paged KV cache for JAX, with fp8 and NVFP4 storage.
 
 The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> one `AttentionSpec` a layer ->
-`KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`.
+`KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`; or `attend`, which does both.
 """
 
 from kvjax.block_pool import BlockPool as BlockPool
@@ -35,9 +35,9 @@ from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv
 from kvjax.ops.merge import merge_attention_states as merge_attention_states
 from kvjax.ops.ragged import ragged_paged_attention as ragged_paged_attention
-from kvjax.ops.values import MAX_SCALE as MAX_SCALE
-from kvjax.ops.values import MIN_SCALE as MIN_SCALE
-from kvjax.ops.values import check_scale as check_scale
+from kvjax.ops.rope import rope_and_cache as rope_and_cache
+from kvjax.ops.values import check_positions as check_positions
+from kvjax.ops.values import check_query_lens as check_query_lens
 from kvjax.ops.values import check_sequences as check_sequences
 from kvjax.ops.values import check_slots as check_slots
 from kvjax.ops.values import checked as checked
@@ -51,6 +51,9 @@ from kvjax.resolve import ResolvedKVCacheDType as ResolvedKVCacheDType
 from kvjax.resolve import resolve_kv_cache_dtype as resolve_kv_cache_dtype
 from kvjax.resolve import resolve_layer_dtypes as resolve_layer_dtypes
 from kvjax.resolve import resolve_layer_specs as resolve_layer_specs
+from kvjax.scale_values import MAX_SCALE as MAX_SCALE
+from kvjax.scale_values import MIN_SCALE as MIN_SCALE
+from kvjax.scale_values import check_scale as check_scale
 from kvjax.scales import KVScales as KVScales
 from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
@@ -60,5 +63,6 @@ from kvjax.spec import max_blocks as max_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
 from kvjax.step import StepMetadata as StepMetadata
+from kvjax.step import attend as attend
 
 __version__ = "0.1.0"

@@ -6,14 +6,16 @@ import copy
 import dataclasses
 import json
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import ArrayLike
 
 from kvjax import partition
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
@@ -21,16 +23,47 @@ from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of
 from kvjax.layouts import CacheLayout
 from kvjax.memory import zeroed_pages
 from kvjax.pages import PageRegion
+from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int, spec_from_dict, spec_to_dict
 
+SCALES = ("k_scale", "v_scale")
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+
+class _ReadOnly[T]:
+    """A field of a `KVCache`, read from what it holds and never assigned."""
+
+    def __init__(self, read: Callable[[KVCache], T]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, cache: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, cache: KVCache, owner: type) -> T: ...
+
+    def __get__(self, cache: KVCache | None, owner: type) -> Self | T:
+        return self if cache is None else self._read(cache)
+
+    def __set__(self, cache: KVCache, value: T) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {self._name!r}")
+
+    def __delete__(self, cache: KVCache) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {self._name!r}")
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class KVCache:
     """The paged keys and values of one attention layer, or of `num_layers` layers of one spec.
 
-    A frozen pytree: `kv` is its one leaf, all else is static, so a cache passes through `jit`, `scan` and donation as
-    an array does. Operations return a new `KVCache`; donate the old one to have it written in place. An operation that
-    is given the old one after that raises `KVCacheValueError`.
+    A frozen pytree: `kv` and the scales that it carries are its leaves, all else is static, so a cache passes through
+    `jit`, `scan` and donation as an array does. Operations return a new `KVCache`; donate the old one to have it
+    written in place. An operation that is given the old one after that raises `KVCacheValueError`.
+
+    Scales belong to the bytes: every operation uses the cache's, and what it returns carries them on. What maps over
+    all leaves maps over them too: for zeroed pages call `allocate`, not `jax.tree.map(jnp.zeros_like, cache)`.
 
     In a cache of several layers a block number names a block in all of them, and operations take the `layer`. In a
     `lax.scan` over layers, carry the cache and pass the layer's number: it is written in place.
@@ -39,19 +72,40 @@ class KVCache:
 
     A cache that is divided among devices says so in `sharding`, for under `jit` its array does not. Each device holds a
     cache of its own blocks and heads, of `local_spec`: `kv` is those side by side. Inside a `jax.shard_map` over these
-    axes, with `in_specs=cache.sharding.spec`, a cache is the device's own, and so are slots and block numbers there.
+    axes, with `in_specs=cache.partition_specs`, a cache is the device's own, and so are slots and block numbers there.
 
     Attributes:
       kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks, num_layers)`.
       spec: the layout of a layer, with the heads of all devices together.
       sharding: how `kv` is divided among the devices of a mesh, as `allocate` takes it; None without one.
       num_layers: how many layers there are, in dimension 1 of `kv`; None for a cache of one without that dimension.
+      k_scale: positive float32 decode scale of the keys (`value = stored * scale`): `[]`, or for fp8 `[num_kv_heads]`.
+        Of `num_layers` layers `[]`, `[num_layers]` or `[num_layers, num_kv_heads]`. None is 1, without a leaf.
+      v_scale: the same for the values.
     """
 
-    kv: jax.Array
-    spec: AttentionSpec
-    sharding: NamedSharding | None = None
-    num_layers: int | None = None
+    # What `jit` takes out of a cache and makes one of, in a step for every layer. The fields are read from these.
+    __slots__ = ("_leaves", "_static")
+
+    kv: _ReadOnly[jax.Array] = _ReadOnly(lambda cache: cache._leaves[0])
+    spec: _ReadOnly[AttentionSpec] = _ReadOnly(lambda cache: cache._static[0])
+    sharding: _ReadOnly[NamedSharding | None] = _ReadOnly(lambda cache: cache._static[1])
+    num_layers: _ReadOnly[int | None] = _ReadOnly(lambda cache: cache._static[2])
+    k_scale: _ReadOnly[jax.Array | None] = _ReadOnly(lambda cache: cache._leaves[1] if len(cache._leaves) > 1 else None)
+    v_scale: _ReadOnly[jax.Array | None] = _ReadOnly(lambda cache: cache._leaves[2] if len(cache._leaves) > 1 else None)
+
+    def __init__(
+        self,
+        kv: jax.Array,
+        spec: AttentionSpec,
+        sharding: NamedSharding | None = None,
+        num_layers: int | None = None,
+        k_scale: jax.Array | None = None,
+        v_scale: jax.Array | None = None,
+    ) -> None:
+        has_scales = k_scale is not None or v_scale is not None
+        self._leaves: tuple[Any, ...] = (kv, k_scale, v_scale) if has_scales else (kv,)
+        self._static: tuple[AttentionSpec, NamedSharding | None, int | None] = (spec, sharding, num_layers)
 
     @classmethod
     def allocate(
@@ -61,19 +115,28 @@ class KVCache:
         *,
         num_layers: int | None = None,
         sharding: Sharding | jax.Device | None = None,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
     ) -> KVCache:
         """A cache of `num_blocks` zeroed pages, placed by `sharding`, or a device (default: JAX's default device).
 
         With `num_layers`, even 1, it is one of so many layers, and each of them has `num_blocks` pages.
 
         A `NamedSharding` may divide the cache's KV heads, its blocks or both, over any axes of a mesh; over the others
-        it is repeated. Operations then run on each device's share, without communication. NVFP4 caches have an axis of
-        heads in name only: the pages of a device are those of its heads, and lie side by side along that axis. Pages of
-        a shared pool (`page_size_padded`) hold no such axis, so a pool may be divided by blocks alone.
+        it is repeated. Operations then run on each device's share, without communication. Caches whose pages hold
+        scales have an axis of heads in name only: the pages of a device are those of its heads, and lie side by side
+        along that axis. Pages of a shared pool (`page_size_padded`) hold no such axis, so a pool may be divided by
+        blocks alone.
+
+        `k_scale` and `v_scale` are decode scales that the cache carries, as `load_kv_scales` and `calibrate` return
+        them for a layer and `KVScales.stack` for several: numbers or arrays of the attributes' shapes. They are copied
+        to where the pages are, those of heads divided as these. By default they are 1. Layers of dtypes that take no
+        scale (`KVCacheDType.takes_scale`) have none: one is checked, and not kept.
 
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` not an
-            `AttentionSpec`, or `sharding` divides the cache in another way.
+            `AttentionSpec`, or `sharding` divides the cache in another way; a scale of another type or shape, or not
+            between `MIN_SCALE` and `MAX_SCALE`.
           KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
         """
         if not isinstance(spec, AttentionSpec):
@@ -81,11 +144,13 @@ class KVCache:
         num_blocks = as_int("num_blocks", num_blocks, least=1)
         if num_layers is not None:
             num_layers = as_int("num_layers", num_layers, least=1)
+        scales = [_kept_scale(*named, spec, num_layers) for named in (("k_scale", k_scale), ("v_scale", v_scale))]
         if not isinstance(sharding, NamedSharding):
             sharding = _as_sharding(sharding)
             if sharding is not None and sharding.num_devices > 1:
                 raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
-            return cls(zeroed_pages(spec, num_blocks, num_layers, sharding), spec, num_layers=num_layers)
+            kv = zeroed_pages(spec, num_blocks, num_layers, sharding)
+            return cls(kv, spec, None, num_layers, *jax.device_put(scales, sharding))
         divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(
@@ -94,35 +159,54 @@ class KVCache:
             )
         placed = divided.sharding(spec)
         memory = NamedSharding(placed.mesh, placed.spec, memory_kind=sharding.memory_kind)
-        return cls(zeroed_pages(spec, num_blocks, num_layers, memory), spec, placed, num_layers)
+        kv = zeroed_pages(spec, num_blocks, num_layers, memory)
+        scales = [None if x is None else jax.device_put(x, divided.scale_sharding(x.ndim)) for x in scales]
+        return cls(kv, spec, placed, num_layers, *scales)
 
     def __repr__(self) -> str:
-        shape, dtype = getattr(self.kv, "shape", None), getattr(self.kv, "dtype", None)
-        kv = repr(self.kv) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
-        words = [kv + (" (donated)" if _is_donated(self.kv) else ""), repr(self.spec)]
+        words = [_shown_array(self.kv), repr(self.spec)]
         words += [] if self.sharding is None else [f"sharding={self.sharding!r}"]
         words += [] if self.num_layers is None else [f"num_layers={self.num_layers}"]
+        words += [f"{what}={_shown_array(scale)}" for what, scale in self._scales()]
         return f"KVCache({', '.join(words)})"
 
     def __copy__(self) -> KVCache:
         return dataclasses.replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        return dataclasses.replace(self, kv=copy.deepcopy(self.kv, memo))
-
-    def __post_init__(self) -> None:
-        self.__dict__.update(_leaves=(self.kv,), _static=(self.spec, self.sharding, self.num_layers))
+        return _unflatten(self._static, copy.deepcopy(self._leaves, memo))
 
     def __reduce__(self) -> Any:
-        check_not_donated("cache", self.kv)
+        self._check_not_donated("cache")
         if self.sharding is not None and not isinstance(self.sharding.mesh, AbstractMesh):
             raise KVCacheTypeError(
                 f"pickle: got a cache that is divided among devices as {self.sharding.spec}, expected one on one"
-                " device, since a pickle says nothing of devices. Pickle jax.device_get(cache.kv), cache.spec and"
-                " cache.num_layers, and make the cache of them and of a sharding that divides it alike:"
-                " KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers)"
+                " device, since a pickle says nothing of devices. Pickle jax.device_get(cache.kv), cache.spec,"
+                " cache.num_layers and the scales, and make the cache of them and of a sharding that divides it alike:"
+                " KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers, k_scale, v_scale)"
             )
-        return KVCache, (self.kv, self.spec, self.sharding, self.num_layers)
+        return KVCache, (self.kv, *self._static, *self._leaves[1:])
+
+    def _scales(self) -> list[tuple[str, Any]]:
+        """Those of the scales that there are, by their names."""
+        return [(what, scale) for what in SCALES if (scale := getattr(self, what)) is not None]
+
+    @property
+    def shardings(self) -> KVCache | None:
+        """How each leaf is divided, as a `KVCache` of shardings, which `jax.device_put` takes; None without a mesh."""
+        if self.sharding is None:
+            return None
+        divided = partition.partition_of(self.spec, self.sharding, self.num_layers)
+        scales: dict[str, Any] = {what: divided.scale_sharding(np.ndim(scale)) for what, scale in self._scales()}
+        whole: Any = self.sharding
+        return dataclasses.replace(self, kv=whole, **scales)
+
+    @property
+    def partition_specs(self) -> KVCache:
+        """How each leaf is divided, as a `KVCache` of `PartitionSpec`s, which `jax.shard_map` takes for this cache."""
+        if (shardings := self.shardings) is None:
+            return jax.tree.map(lambda _: PartitionSpec(), self)
+        return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     @property
     def local_spec(self) -> AttentionSpec:
@@ -149,11 +233,11 @@ class KVCache:
     def check(self, what: str = "cache") -> None:
         """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not what `spec` and `sharding` describe.
 
-        `what` is the name of this cache in the message.
+        Likewise for a scale of another type or shape. `what` is the name of this cache in the message.
         """
         if not isinstance(self.kv, jax.Array):
             raise KVCacheTypeError(f"{what}.kv: got {kind_of(self.kv)}, expected a jax.Array{for_torch(self.kv)}")
-        check_not_donated(what, self.kv)
+        self._check_not_donated(what)
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
                 f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
@@ -178,10 +262,21 @@ class KVCache:
                 f"{what}.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
                 f" for {spec}{hint}"
             )
+        for name, scale in self._scales():
+            check_scale_type(f"{what}.{name}", scale)
+            check_scale_shape(f"{what}.{name}", scale, spec, num_layers)
         if self.sharding is not None and not isinstance(self.kv, jax.core.Tracer):
             partition.check_sharding(what, self.kv, self.sharding)
         if self.sharding is None and not self.spec.has_head_axis:
             as_seen_here(self, what)  # refuses what shows that it is divided by heads
+
+    def _check_not_donated(self, what: str) -> None:
+        for name, array in (("kv", self.kv), *self._scales()):
+            if _is_donated(array):
+                raise KVCacheValueError(
+                    f"{what}.{name}: got an array that was donated to an earlier call, expected the one that call"
+                    " returned: `cache = write(key, value, cache, slot_mapping)`"
+                )
 
 
 def _serialize_static(static: Sequence[Any]) -> bytes:
@@ -197,21 +292,20 @@ def _deserialize_static(serialized: bytes) -> tuple[Any, ...]:
     return spec_from_dict(spec), sharding, num_layers
 
 
-# A step takes and returns a cache a layer: flattened without a call of Python, and made without the constructor, which
-# in a frozen dataclass takes four times as long.
+# A step takes and returns a cache a layer: flattened without a call of Python, and made without the constructor.
+_new = object.__new__
 _flatten = operator.attrgetter("_leaves", "_static")
 
 
 def _flatten_with_keys(cache: KVCache) -> Any:
-    return ((jax.tree_util.GetAttrKey("kv"), cache.kv),), _flatten(cache)[1]
+    leaves, static = _flatten(cache)
+    return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in zip(("kv", *SCALES), leaves, strict=False)], static
 
 
 def _unflatten(static: Any, leaves: Any) -> KVCache:
-    cache = object.__new__(KVCache)
-    fields = cache.__dict__
-    (fields["kv"],) = leaves
-    fields["spec"], fields["sharding"], fields["num_layers"] = static
-    fields["_leaves"], fields["_static"] = leaves, static
+    cache = _new(KVCache)
+    cache._leaves = leaves
+    cache._static = static
     return cache
 
 
@@ -221,12 +315,18 @@ export.register_pytree_node_serialization(
     serialized_name="kvjax.KVCache",
     serialize_auxdata=_serialize_static,
     deserialize_auxdata=_deserialize_static,
-    from_children=lambda static, leaves: KVCache(*leaves, *static),
+    from_children=lambda static, leaves: _unflatten(static, tuple(leaves)),
 )
 
 
-def _is_donated(kv: Any) -> bool:
-    return isinstance(kv, jax.Array) and not isinstance(kv, jax.core.Tracer) and kv.is_deleted()
+def _is_donated(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted()
+
+
+def _shown_array(array: Any) -> str:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    words = repr(array) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
+    return words + (" (donated)" if _is_donated(array) else "")
 
 
 def _as_sharding(sharding: Any) -> Sharding | None:
@@ -242,13 +342,34 @@ def _as_sharding(sharding: Any) -> Sharding | None:
     raise KVCacheTypeError(message)
 
 
-def check_not_donated(what: str, kv: Any) -> None:
-    """Raises `KVCacheValueError` where `kv`, of a cache named `what`, is an array that is not there any more."""
-    if _is_donated(kv):
+def _scale_shapes(spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
+    """The shapes that a scale of a cache, or of `num_layers` layers, may have, and how a message names them."""
+    layers = () if num_layers is None else (num_layers,)
+    names = [] if num_layers is None else [f"num_layers={num_layers}"]
+    shapes: dict[tuple[int, ...], str] = {(): "a scalar"} | ({layers: f"[{names[0]}]"} if names else {})
+    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        shapes[*layers, spec.num_kv_heads] = f"[{', '.join([*names, f'num_kv_heads={spec.num_kv_heads}'])}]"
+    return shapes
+
+
+def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None = None) -> None:
+    """Raises `KVCacheValueError` where a scale is of none of the shapes that a cache's may have."""
+    if np.shape(scale) not in (shapes := _scale_shapes(spec, num_layers)):
         raise KVCacheValueError(
-            f"{what}.kv: got an array that was donated to an earlier call, expected the one that call returned:"
-            " `cache = write(key, value, cache, slot_mapping)`"
+            f"{what}: got shape {np.shape(scale)}, expected {' or '.join(shapes.values())} for dtype"
+            f" {spec.dtype.value!r}"
         )
+
+
+def _kept_scale(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None) -> jax.Array | None:
+    """A scale as the leaf of a cache, or None where the cache has none."""
+    if scale is None:
+        return None
+    (check_scale_type if isinstance(scale, jax.core.Tracer) else check_scale)(what, scale)
+    if not spec.dtype.takes_scale:
+        return None
+    check_scale_shape(what, scale, spec, num_layers)
+    return jnp.array(scale, jnp.float32)  # a copy: it is donated with the cache
 
 
 def nvfp4_kv_cache_full_dim(head_size: int) -> int:
@@ -312,18 +433,23 @@ def as_seen_here(cache: KVCache, what: str = "cache") -> KVCache:
       KVCacheValueError: the array shows a sharding that no cache has, or that may mean two things.
     """
     if cache.sharding is not None:
-        here = partition.within_shard_map(cache.spec, cache.sharding, cache.num_layers)
-        return KVCache(cache.kv, *here, cache.num_layers)
+        spec, sharding = partition.within_shard_map(cache.spec, cache.sharding, cache.num_layers)
+        return dataclasses.replace(cache, spec=spec, sharding=sharding)
     if (shown := partition.shown_sharding(cache.kv)) is None:
         return cache
     divided = partition.partition_of(cache.spec, shown, cache.num_layers)
     if divided.size(divided.heads) > 1 and not cache.spec.has_head_axis:
         raise KVCacheValueError(
-            f"{what}: got an NVFP4 array divided as {shown.spec} and no sharding, which leaves open whether its pages"
-            " hold the heads of one device or of all; expected KVCache.allocate(..., sharding=...), or if each device's"
-            " pages are those of its own heads KVCache(kv, spec, sharding)"
+            f"{what}: got an array of {cache.spec.dtype.value!r} divided as {shown.spec} and no sharding, which leaves"
+            " open whether its pages hold the heads of one device or of all; expected KVCache.allocate(...,"
+            " sharding=...), or if each device's pages are those of its own heads KVCache(kv, spec, sharding)"
         )
     return dataclasses.replace(cache, sharding=divided.sharding(cache.spec))
+
+
+def without_scales(cache: KVCache) -> KVCache:
+    """The cache as implementations take it: the scales of a call are arguments of their own."""
+    return KVCache(cache.kv, *cache._static) if len(cache._leaves) > 1 else cache
 
 
 def as_one_layer(cache: KVCache) -> KVCache:

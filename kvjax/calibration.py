@@ -19,7 +19,7 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown
 from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
-from kvjax.ops.values import MAX_SCALE, MIN_SCALE
+from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 from kvjax.scales import KVScales
 from kvjax.spec import AttentionSpec
 
@@ -92,7 +92,7 @@ def calibrate(
     tensors = [
         _Tensor(layer, half, spec, per_head and _has_scale_per_head(spec))
         for layer, spec in enumerate(specs)
-        if spec.dtype.is_quantized
+        if spec.dtype.takes_scale
         for half in (0, 1)
     ]
     read = functools.partial(_read, tensors, specs, samples)
@@ -105,7 +105,7 @@ def calibrate(
 
 
 class _Tensor(NamedTuple):
-    """The keys (`half` 0) or the values (1) of a quantized layer."""
+    """The keys (`half` 0) or the values (1) of a layer that takes a scale."""
 
     layer: int
     half: int

@@ -30,7 +30,10 @@ class KVCacheDType(enum.Enum):
     BFLOAT16 = "bfloat16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
     NVFP4 = "nvfp4"
+    NVFP4_4OVER6 = "nvfp4_4over6"
 
     @property
     def info(self) -> DTypeInfo:
@@ -40,16 +43,29 @@ class KVCacheDType(enum.Enum):
         return _TABLE[self]
 
     @property
+    def byte_format(self) -> KVCacheDType:
+        """The dtype whose bytes a cache of this one holds: readers know these alone.
+
+        `NVFP4` for `NVFP4_4OVER6`, which is another way to choose the block scales of a write; else the dtype itself.
+        """
+        return KVCacheDType.NVFP4 if self is KVCacheDType.NVFP4_4OVER6 else self
+
+    @property
     def is_quantized(self) -> bool:
-        """Whether storing in this dtype needs a scale."""
+        """Whether elements are stored with scales of some kind."""
         return self.info.quant_mode is not KVQuantMode.NONE
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether writes and reads take a decode scale of the layer.
+
+        None is taken by unquantized dtypes, nor by those in which each token and head has a scale of its own.
+        """
+        return self.is_quantized and not self.info.quant_mode.is_per_token_head
 
 
 class KVQuantMode(enum.IntEnum):
-    """vLLM's numbering of what a layer's scales belong to. kvjax stores `NONE`, `FP8_PER_TENSOR` and `NVFP4`.
-
-    The per-token-head modes keep their numbers so that a mode means the same in both; no dtype resolves to them.
-    """
+    """vLLM's numbering of what a layer's scales belong to: a mode means the same in both."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -57,30 +73,39 @@ class KVQuantMode(enum.IntEnum):
     FP8_PER_TOKEN_HEAD = 3
     NVFP4 = 4
 
+    @property
+    def is_per_token_head(self) -> bool:
+        """Whether each token and head has a scale, which its write computes."""
+        return self in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
+
 
 @dataclasses.dataclass(frozen=True)
 class DTypeInfo:
     """One row of the table.
 
     `aliases`: further strings that name the dtype. `storage_dtype`: element type of the cache array. `max`: largest
-    finite value that an element decodes to before its scales.
+    finite value that an element decodes to before its scales. `scale_dtype`: element type of the scales that pages hold
+    beside the data; None where they hold none.
     """
 
     aliases: tuple[str, ...]
     storage_dtype: np.dtype
     quant_mode: KVQuantMode
     max: float
+    scale_dtype: np.dtype | None = None
 
     def row_bytes(self, head_size: int) -> tuple[int, int]:
-        """Bytes that one head of one token takes: (data, block scales)."""
+        """Bytes that one head of one token takes: (data, scales beside it)."""
         if self.quant_mode is KVQuantMode.NVFP4:
             return head_size // 2, head_size // NVFP4_BLOCK_SIZE
-        return head_size * self.storage_dtype.itemsize, 0
+        return head_size * self.storage_dtype.itemsize, 0 if self.scale_dtype is None else self.scale_dtype.itemsize
 
 
 def _row(scalar: type, quant_mode: KVQuantMode, *aliases: str) -> DTypeInfo:
     return DTypeInfo(aliases, np.dtype(scalar), quant_mode, float(ml_dtypes.finfo(scalar).max))
 
+
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
     {
@@ -89,7 +114,14 @@ _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
         KVCacheDType.BFLOAT16: _row(ml_dtypes.bfloat16, KVQuantMode.NONE),
         KVCacheDType.FP8_E4M3: _row(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, "fp8"),
         KVCacheDType.FP8_E5M2: _row(ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR),
-        KVCacheDType.NVFP4: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0),
+        KVCacheDType.FP8_PER_TOKEN_HEAD: DTypeInfo(
+            (), _E4M3, KVQuantMode.FP8_PER_TOKEN_HEAD, float(ml_dtypes.finfo(_E4M3).max), np.dtype(np.float32)
+        ),
+        KVCacheDType.INT8_PER_TOKEN_HEAD: DTypeInfo(
+            (), np.dtype(np.int8), KVQuantMode.INT8_PER_TOKEN_HEAD, 127.0, np.dtype(np.float32)
+        ),
+        KVCacheDType.NVFP4: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, _E4M3),
+        KVCacheDType.NVFP4_4OVER6: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, _E4M3),
     }
 )
 

@@ -42,10 +42,7 @@ class OutOfBlocksError(KVCacheMemoryError):
         self.num_needed, self.num_free, self.num_blocks = num_needed, num_free, num_blocks
 
     def __str__(self) -> str:
-        return (
-            f"blocks: got a need for {self.num_needed}, expected at most {self.num_free}, those of the pool's"
-            f" {self.num_blocks} that are free"
-        )
+        return f"out of blocks: {self.num_needed} needed, and {self.num_free} of the pool's {self.num_blocks} are free"
 
 
 class KVCacheWarning(UserWarning):

@@ -29,7 +29,7 @@ class PageRegion:
 
 
 class PageRegions(NamedTuple):
-    """The regions of one page: for keys and for values their data and, in an NVFP4 page, their block scales."""
+    """The regions of one page: for keys and for values their data and, where pages hold them, scales."""
 
     k: tuple[PageRegion, ...]
     v: tuple[PageRegion, ...]

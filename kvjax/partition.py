@@ -54,6 +54,12 @@ class Partition:
             entries += [None] * (head_dim - 1) + [_entry(self.heads)]
         return NamedSharding(self.mesh, PartitionSpec(*entries if any(entries) else ()))
 
+    def scale_sharding(self, ndim: int) -> NamedSharding:
+        """The sharding of a scale that the cache carries, of so many dimensions: the last counts heads, or layers."""
+        is_per_head = ndim == (1 if self.num_layers is None else 2)
+        entries = [*[None] * (ndim - 1), _entry(self.heads)] if is_per_head and self.heads else []
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
     def divided_among(self, axes: Sequence[str]) -> Partition:
         """What of this is divided over `axes`; over all others the cache is whole."""
         blocks, heads = (tuple(axis for axis in names if axis in axes) for names in (self.blocks, self.heads))
@@ -107,7 +113,7 @@ def _unsupported(sharding: NamedSharding, head_dim: int | None, ndim: int) -> st
 
 
 def _head_dim(spec: AttentionSpec, num_layers: int | None) -> int | None:
-    """Which dimension of the array counts heads, in an NVFP4 cache in name only; None in a shared pool."""
+    """Which dimension of the array counts heads, where pages hold scales in name only; None in a shared pool."""
     if spec.page_size_padded is not None:
         return None
     return len(spec.cache_shape(1, num_layers)) - (3 if spec.layout is CacheLayout.HND else 2)
@@ -155,7 +161,7 @@ def check_sharding(what: str, kv: jax.Array, sharding: NamedSharding) -> None:
     if not kv.sharding.is_equivalent_to(same_memory, kv.ndim):
         raise KVCacheValueError(
             f"{what}.kv: got an array on {kv.sharding}, expected {sharding}, as {what}.sharding says: move a cache that"
-            f" is divided among devices with jax.device_put({what}, {what}.sharding)"
+            f" is divided among devices with jax.device_put({what}, {what}.shardings)"
         )
 
 
@@ -303,7 +309,7 @@ def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, 
         if not or_whole:
             raise KVCacheValueError(
                 f"{what}: {got_type}, as the cache's array, expected {target}, as its sharding says:"
-                " jax.reshard(cache, cache.sharding) moves it there"
+                " jax.reshard(cache, cache.shardings) moves it there"
             )
         expected = f"{target}, as the shares of the cache take it, or a whole array" if any(target) else "a whole array"
         raise KVCacheValueError(

@@ -1,4 +1,4 @@
-"""fp8 and NVFP4 in plain `jax.lax`: the definition of every byte in a quantized cache.
+"""fp8, int8 and NVFP4 in plain `jax.lax`: the definition of every byte in a quantized cache.
 
 Each kernel is held to these functions, bit for bit. They are written so that XLA cannot change a rounding: it turns
 `x / scalar` into `x * (1 / scalar)`, contracts `a * b + c` and flushes subnormals on CPU, each of which moves bytes.
@@ -27,7 +27,11 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the eight magnitudes of a four-bit code stand for; bit 3 is the sign."""
 
 E2M1_MAX = 6.0
+E2M1_SECOND = 4.0
 E4M3_MAX = 448.0
+
+LEAST_TOKEN_SCALE = 1e-6
+"""What a scale of one token and head is at least, as vLLM has it: zeros have one too."""
 
 NOT_A_FLOAT32 = 1.0 + 2.0**-52
 """The float64 next to 1: a factor that changes nothing that a float32 shows, and that float32 cannot hold."""
@@ -87,9 +91,8 @@ def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array
       scale: positive float32 decode scale that broadcasts against `x`.
       dtype: `FP8_E4M3` or `FP8_E5M2`.
     """
-    info = dtype.info
     scaled = exact_divide(x.astype(jnp.float32), _with_rank_of(x, scale))
-    return cast(jnp.clip(scaled, -info.max, info.max), info.storage_dtype)
+    return _float8_codes(scaled, dtype.info.storage_dtype)
 
 
 def decode_fp8(stored: jax.Array, scale: ArrayLike) -> jax.Array:
@@ -97,15 +100,69 @@ def decode_fp8(stored: jax.Array, scale: ArrayLike) -> jax.Array:
     return with_canonical_nan(stored.astype(jnp.float32) * _with_rank_of(stored, scale))
 
 
-def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def encode_per_token_head(x: jax.Array, dtype: KVCacheDType) -> tuple[jax.Array, jax.Array]:
+    """Each row along the last dimension as 8-bit codes and one float32 scale, as vLLM stores them (#38378, #45361).
+
+    With `amax` the row's largest magnitude, NaN ignored, and Q the dtype's largest value `scale = max(amax / Q, 1e-6)`
+    and `q = x * (1 / scale)`; every operation rounds to float32. An fp8 code is `q` clamped to Q and rounded to nearest
+    even, NaN kept; an int8 code `abs(q) + 0.5` without its fraction, with the sign of `q`, and 0 for NaN. An infinity
+    makes the scale infinite, and so all of the row NaN when it is read.
+
+    Args:
+      x: float32, float16 or bfloat16 `[..., head_size]`.
+      dtype: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
+
+    Returns:
+      `(codes, scales)`: float8_e4m3fn or int8 `[..., head_size]`, and float32 `[..., 1]`.
+    """
+    info, last = dtype.info, x.ndim - 1
+    x = _to(x, np.float32)
+    amax = lax.reduce_max(_where(_is_nan(x), 0.0, lax.abs(x)), [last])
+    scales = lax.max(exact_divide(amax, np.float32(info.max)), np.float32(LEAST_TOKEN_SCALE))
+    inverse = exact_divide(lax.full(scales.shape, np.float32(1.0)), scales)
+    scaled = lax.mul(x, lax.broadcast_in_dim(inverse, x.shape, range(last)))
+    codes = int8_codes(scaled) if info.storage_dtype == np.int8 else _float8_codes(scaled, info.storage_dtype)
+    return codes, lax.expand_dims(scales, [last])
+
+
+def decode_per_token_head(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """`codes * scales` in float32, from what `encode_per_token_head` returns; NaN as in fp8."""
+    scales = lax.broadcast_in_dim(scales, codes.shape, range(codes.ndim))
+    return with_canonical_nan(lax.mul(_to(codes, np.float32), scales))
+
+
+def int8_codes(x: jax.Array) -> jax.Array:
+    """Float32 `x` as int8, halves away from zero, saturating at 127 and -127, NaN as 0.
+
+    The sum with 0.5 rounds to float32 before its fraction is dropped, so that 0.49999997 is 1. It is that of the
+    magnitude: a product and a sum with nothing between them are contracted, and then round once.
+    """
+    magnitude = lax.add(lax.min(lax.abs(x), np.float32(127.0)), np.float32(0.5))
+    codes = _to(_where(_is_nan(x), 0.0, magnitude), np.int32)
+    return _to(lax.select(lax.lt(x, np.float32(0.0)), lax.neg(codes), codes), np.int8)
+
+
+def _float8_codes(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    return cast(lax.clamp(-largest, x, largest), dtype)
+
+
+def encode_nvfp4(
+    x: jax.Array, scale: ArrayLike, dtype: KVCacheDType = KVCacheDType.NVFP4
+) -> tuple[jax.Array, jax.Array]:
     """Blocks of 16 along the last dimension as four-bit codes and one float8 scale each.
 
     With `amax` the block's largest magnitude, NaN ignored: `sf = e4m3(min(amax / (6 * scale), 448))`,
     `inv = 1 / (sf * scale)` (0 where `sf` is 0), `code = e2m1(x * inv)`; float32 throughout, exact division.
 
+    `NVFP4_4OVER6` makes each block with 4 in place of 6 too, so that its largest magnitude becomes about 4 (four over
+    six: codes are denser there, and none lies between 4 and 6). Of the two it keeps the one with the smaller sum of
+    squared errors (`_squared_errors`), that of 6 in a tie.
+
     Args:
       x: float32, float16 or bfloat16 `[..., head_size]`, `head_size` a multiple of 16.
       scale: positive scalar float32 decode scale.
+      dtype: `NVFP4` or `NVFP4_4OVER6`.
 
     Returns:
       `(data, block_scales)`: uint8 `[..., head_size / 2]`, the even element in the low nibble, and float8_e4m3fn
@@ -115,15 +172,128 @@ def encode_nvfp4(x: jax.Array, scale: ArrayLike) -> tuple[jax.Array, jax.Array]:
     last = x.ndim - 1
     blocks = lax.reshape(_to(x, np.float32), (*x.shape[:last], x.shape[last] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
     amax = lax.reduce_max(_where(_is_nan(blocks), 0.0, lax.abs(blocks)), [x.ndim])
-    scaled = exact_divide(amax, lax.mul(scale, np.float32(E2M1_MAX)))
-    block_scales = _to(lax.min(scaled, np.float32(E4M3_MAX)), ml_dtypes.float8_e4m3fn)
-    # XLA may take a conversion there and back for none: on GPUs it would invert the scales before they were rounded.
-    decoded = lax.mul(_to(lax.optimization_barrier(block_scales), np.float32), scale)
-    inverse = exact_divide(lax.full(decoded.shape, np.float32(1.0)), decoded)
-    inverse = _where(lax.eq(decoded, np.float32(0.0)), 0.0, inverse)
-    codes = lax.reshape(e2m1_codes(_times_each_block(blocks, inverse)), x.shape)
+    block_scales, steps, codes = _encode_blocks(blocks, amax, scale, E2M1_MAX)
+    if dtype is KVCacheDType.NVFP4_4OVER6:
+        other_scales, other_steps, other_codes = _encode_blocks(blocks, amax, scale, E2M1_SECOND)
+        errors, other_errors = _squared_errors(blocks, codes, steps), _squared_errors(blocks, other_codes, other_steps)
+        is_other = lax.lt(other_errors, errors)
+        block_scales = lax.select(is_other, other_scales, block_scales)
+        codes = lax.select(lax.broadcast_in_dim(is_other, codes.shape, range(is_other.ndim)), other_codes, codes)
+    codes = lax.reshape(codes, x.shape)
     even, odd = (lax.slice_in_dim(codes, start, None, 2, last) for start in (0, 1))
     return lax.bitwise_or(even, lax.shift_left(odd, np.uint8(4))), block_scales
+
+
+def _encode_blocks(
+    blocks: jax.Array, amax: jax.Array, scale: jax.Array, largest: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Block scales with which `amax` becomes about `largest`, what they stand for, and codes."""
+    scaled = exact_divide(amax, lax.mul(scale, np.float32(largest)))
+    block_scales = _to(lax.min(scaled, np.float32(E4M3_MAX)), ml_dtypes.float8_e4m3fn)
+    # XLA may take a conversion there and back for none: on GPUs it would invert the scales before they were rounded.
+    steps = lax.mul(_to(lax.optimization_barrier(block_scales), np.float32), scale)
+    inverse = exact_divide(lax.full(steps.shape, np.float32(1.0)), steps)
+    inverse = _where(lax.eq(steps, np.float32(0.0)), 0.0, inverse)
+    return block_scales, steps, e2m1_codes(_times_each_block(blocks, inverse))
+
+
+def _squared_errors(blocks: jax.Array, codes: jax.Array, steps: jax.Array) -> jax.Array:
+    """The sum of squared errors of each block, in the units of the input, in float32.
+
+    `error = |x| - |e2m1| * step`, rounded once. Of the elements 2 i and 2 i + 1 it is `fma(odd, odd, even * even)`, and
+    0 below `2**-126`; those are added by neighbours, neighbouring pairs, and so on, so that each thread may have a part
+    of a block. A block with NaN has NaN. Of blocks whose squares float32 cannot hold, where all errors are below
+    `2**-63` or one is above `2**64` with each scale, no sum is smaller than the other.
+
+    In float64 the product is exact, and so is the difference unless one side is nothing beside the other.
+    """
+    with jax.enable_x64(True):
+        values = _to(lax.abs(e2m1_values(codes)), np.float64)
+        stored = _times_each_block(values, _to(steps, np.float64))
+        errors = _to(lax.sub(_to(lax.abs(blocks), np.float64), stored), np.float32)
+    sums = sum_of_squares(*(lax.slice_in_dim(errors, start, None, 2, errors.ndim - 1) for start in (0, 1)))
+    while sums.shape[-1] > 1:
+        even, odd = (lax.slice_in_dim(sums, start, None, 2, sums.ndim - 1) for start in (0, 1))
+        sums = lax.add(even, odd)
+    return lax.squeeze(sums, [sums.ndim - 1])
+
+
+def sum_of_squares(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`fma(y, y, x * x)` in float32, whatever the backend: the square of `x` is rounded, and then the sum once.
+
+    The float64 sum of two float64 is rounded to odd, which makes a second rounding to less than half the bits right
+    (Boldo and Melquiond 2008): its error is exact (Knuth's two-sum), so it is cut off, and its last bit is set where
+    something was. What is below `2**-126` is 0, as GPUs that flush subnormals have it.
+    """
+    with jax.enable_x64(True):
+        squares = [lax.mul(each, each) for each in (_to(x, np.float64), _to(y, np.float64))]
+        first, second = _to(_flushed(squares[0]), np.float64), squares[1]
+        total = lax.add(first, second)
+        of_second = lax.sub(total, first)
+        error = lax.add(lax.sub(first, lax.sub(total, of_second)), lax.sub(second, of_second))
+        is_above, is_below = lax.lt(error, np.float64(0.0)), lax.gt(error, np.float64(0.0))
+        bits = lax.sub(_bits(total), _to(is_above, np.uint64))
+        bits = lax.bitwise_or(bits, _to(lax.bitwise_or(is_above, is_below), np.uint64))
+        return _flushed(lax.bitcast_convert_type(bits, np.float64))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, is_neox: bool) -> jax.Array:
+    """Rotates pairs of elements of each head by the angle of its position, in float32, rounded to the dtype of `x`.
+
+    The pair `(x, y)` becomes `(x * cos - y * sin, y * cos + x * sin)`: products are rounded, then differences and sums.
+    Numbers below `2**-126` in magnitude count as 0.
+
+    Args:
+      x: float32, float16 or bfloat16 `[num_tokens, heads, head_size]`.
+      cos: float32 `[num_tokens, rot_dim / 2]`, of each pair; `rot_dim` is at most `head_size`, and elements from there
+        on stay as they are.
+      sin: the same.
+      is_neox: whether element `i` is paired with `i + rot_dim / 2`, else `2 i` with `2 i + 1` (GPT-J).
+    """
+    half, last = cos.shape[-1], x.ndim - 1
+    turned, rest = (lax.slice_in_dim(x, *ends, 1, last) for ends in ((0, 2 * half), (2 * half, x.shape[last])))
+    if is_neox:
+        pairs = [lax.slice_in_dim(turned, i * half, (i + 1) * half, 1, last) for i in range(2)]
+    else:
+        pairs = [lax.slice_in_dim(turned, i, None, 2, last) for i in range(2)]
+    first, second = (_to(each, np.float32) for each in pairs)
+    angles = [lax.broadcast_in_dim(each, first.shape, (0, 2)) for each in (cos, sin)]
+    rotated = rotated_first(first, second, *angles), rotated_second(first, second, *angles)
+    rounded = [with_canonical_nan(each) if x.dtype == np.float32 else cast(each, x.dtype) for each in rotated]
+    if not is_neox:
+        rounded = [
+            lax.reshape(lax.concatenate([lax.expand_dims(each, [x.ndim]) for each in rounded], x.ndim), turned.shape)
+        ]
+    return lax.concatenate([*rounded, rest], last)
+
+
+def rotated_first(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`x * cos - y * sin` in float32, of rounded products; subnormals count as 0, as CPUs have them in XLA."""
+    return _normal(lax.sub(*_products((x, cos), (y, sin))))
+
+
+def rotated_second(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`y * cos + x * sin`, likewise."""
+    return _normal(lax.add(*_products((y, cos), (x, sin))))
+
+
+def _products(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    """Of pairs of float32, rounded: XLA fuses a product with what takes it, and LLVM rounds both once. Neither looks
+    across a barrier.
+    """
+    products = [lax.mul(_normal(x), _normal(y)) for x, y in pairs]
+    return [_normal(product) for product in lax.optimization_barrier(products)]
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    """float32 with zeros of the same sign for subnormals."""
+    zeros = lax.bitcast_convert_type(lax.bitwise_and(_bits(x), np.uint32(1 << 31)), np.float32)
+    return lax.select(lax.lt(lax.abs(x), np.float32(2.0**-126)), zeros, x)
+
+
+def _flushed(x: jax.Array) -> jax.Array:
+    """Non-negative float64 in float32, 0 where it would be subnormal."""
+    return _to(_where(lax.lt(x, np.float64(2.0**-126)), 0.0, x), np.float32)
 
 
 def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> jax.Array:

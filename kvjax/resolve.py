@@ -153,7 +153,8 @@ def resolve_layer_specs(
     """
     dtypes = [resolved.dtype for resolved in resolve_layer_dtypes(model, requested, skip_layers=skip_layers)]
     # A layer skipped among NVFP4 ones has no V scales to lay out; where no layer has any, the spec refuses the request.
-    without_scales = VScaleLayout.LINEAR if KVCacheDType.NVFP4 in dtypes else v_scale_layout
+    has_block_scales = [dtype.byte_format is KVCacheDType.NVFP4 for dtype in dtypes]
+    without_scales = VScaleLayout.LINEAR if any(has_block_scales) else v_scale_layout
     return tuple(
         _layer_spec(
             layer,
@@ -161,9 +162,9 @@ def resolve_layer_specs(
             model_dtype=model.dtype,
             block_size=block_size,
             layout=layout,
-            v_scale_layout=v_scale_layout if dtype is KVCacheDType.NVFP4 else without_scales,
+            v_scale_layout=v_scale_layout if has_scales else without_scales,
         )
-        for layer, dtype in zip(model.layers, dtypes, strict=True)
+        for layer, dtype, has_scales in zip(model.layers, dtypes, has_block_scales, strict=True)
     )
 
 

@@ -17,8 +17,8 @@ from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
-from kvjax.ops.values import check_scale
 from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
+from kvjax.scale_values import check_scale
 from kvjax.tensor_files import Tensors, open_tensors
 
 
@@ -27,6 +27,21 @@ class KVScales(NamedTuple):
 
     k_scale: np.ndarray | np.float32
     v_scale: np.ndarray | np.float32
+
+    @classmethod
+    def stack(cls, scales: Iterable[KVScales]) -> KVScales:
+        """Those of several layers as one cache of these carries them, `KVCache.allocate(..., num_layers=...)`.
+
+        They are `[num_layers]`, or `[num_layers, num_kv_heads]` where a layer has one for each head.
+
+        Raises:
+          KVCacheValueError: no layers, or some with other numbers of heads.
+        """
+        layers = list(scales)
+        if not layers or len(shapes := {np.shape(scale) for layer in layers for scale in layer} - {()}) > 1:
+            got = f"shapes {sorted(shapes)}" if layers else "none"
+            raise KVCacheValueError(f"scales: got {got}, expected one KVScales a layer, scalars or of as many heads")
+        return cls(*(np.stack(np.broadcast_arrays(*of_layers)) for of_layers in zip(*layers, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +150,7 @@ def _layer_scales(
     tensors: Tensors, names: Mapping[str, str], layer: LayerKVConfig, dtype: KVCacheDType, divisor: float | None
 ) -> LayerScales:
     of_both = names.get("k"), names.get("v")
-    if not dtype.is_quantized or of_both == (None, None):
+    if not dtype.takes_scale or of_both == (None, None):
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
     factor = np.float32(1.0 if divisor is None else divisor / dtype.info.max)
     k_scale, v_scale = (
@@ -204,7 +219,7 @@ def _declared_divisors(model: ModelKVConfig) -> list[float | None]:
 
 
 def _warn_of_doubts(layers: Mapping[int, LayerScales]) -> None:
-    for dtype in dict.fromkeys(layer.dtype for layer in layers.values() if layer.dtype.is_quantized):
+    for dtype in dict.fromkeys(layer.dtype for layer in layers.values() if layer.dtype.takes_scale):
         of_dtype = {index: layer for index, layer in layers.items() if layer.dtype is dtype}
         found = {index: layer for index, layer in of_dtype.items() if layer.names != (None, None)}
         _warn(

@@ -119,13 +119,19 @@ class AttentionSpec:
     def has_head_axis(self) -> bool:
         """Whether the axes of the cache array are those of its elements: tokens, heads, head dimension.
 
-        A shared pool has no such axes and an NVFP4 array has them in name only; their bytes lie as `regions` says.
+        A shared pool has no such axes and an array of pages that hold scales has them in name only; their bytes lie as
+        `regions` says.
         """
-        return self.quant_mode is not KVQuantMode.NVFP4 and self.page_size_padded is None
+        return not self.stores_scales and self.page_size_padded is None
+
+    @property
+    def stores_scales(self) -> bool:
+        """Whether pages hold scales beside the data: one for each block of NVFP4, or for each token and head."""
+        return self.dtype.info.scale_dtype is not None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys, values and block scales in this layer, padding not counted."""
+        """Bytes of one token's keys, values and the scales beside them in this layer, padding not counted."""
         info = self.dtype.info
         return self.num_kv_heads * (sum(info.row_bytes(self.head_size)) + sum(info.row_bytes(self.head_size_v)))
 
@@ -148,9 +154,9 @@ class AttentionSpec:
         """Shape of this layer's array of `num_blocks` pages, in elements of `array_dtype`.
 
         `[num_blocks, 2, block_size, num_kv_heads, row]` (HND: heads before tokens), where `row` is `head_size`
-        elements, or for NVFP4 its data and scale bytes; `[num_blocks, block_size, num_kv_heads, row + row_v]` where
-        keys and values differ; `[num_blocks, page_size_padded]` in a shared pool. Of `num_layers` such layers in one
-        array it is `[num_blocks, num_layers, ...]`.
+        elements, or the bytes of data and scales where pages hold these; `[num_blocks, block_size, num_kv_heads,
+        row + row_v]` where keys and values differ; `[num_blocks, page_size_padded]` in a shared pool. Of `num_layers`
+        such layers in one array it is `[num_blocks, num_layers, ...]`.
         """
         pages = (num_blocks,) if num_layers is None else (num_blocks, num_layers)
         if self.page_size_padded is not None:
@@ -174,13 +180,13 @@ class AttentionSpec:
 
     @property
     def regions(self) -> PageRegions:
-        """Where a page's keys, values and block scales lie, in bytes."""
+        """Where a page's keys, values and the scales beside them lie, in bytes."""
         info = self.dtype.info
         (k_data, k_scale), (v_data, v_scale) = (info.row_bytes(size) for size in self._head_sizes)
         dims = (self.block_size, self.num_kv_heads, self.layout)
-        if self.quant_mode is KVQuantMode.NVFP4:
-            k, k_blocks, v, v_blocks = separate_regions([k_data, k_scale, v_data, v_scale], *dims)
-            return PageRegions((k, k_blocks), (v, dataclasses.replace(v_blocks, swizzled=self.is_swizzled)))
+        if self.stores_scales:
+            k, k_scales, v, v_scales = separate_regions([k_data, k_scale, v_data, v_scale], *dims)
+            return PageRegions((k, k_scales), (v, dataclasses.replace(v_scales, swizzled=self.is_swizzled)))
         place = interleaved_regions if self.is_diffkv else separate_regions
         k, v = place([k_data, v_data], *dims)
         return PageRegions((k,), (v,))

@@ -1,4 +1,4 @@
-"""What one ragged step of a model has to know of its sequences: `StepMetadata`."""
+"""One ragged step of a model: what it has to know of its sequences, `StepMetadata`, and its attention, `attend`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.block_pool import GIVEN_BACK, MAX_SLOTS, PagedSequence
-from kvjax.errors import KVCacheValueError, shown
-from kvjax.ops.arguments import INDEX_DTYPES, check_array
+from kvjax.cache import KVCache
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, LAYERS_OWN, Window, check_array, check_cache
+from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.write import reshape_and_cache_flash_diffkv
 from kvjax.spec import as_int
 
 PADDING_SLOT = -1
@@ -159,6 +162,88 @@ class StepMetadata:
         row = jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
         position = _entries(lengths, row) - _entries(ends, row + 1) + token
         return row, jnp.where(token < ends[-1], jnp.maximum(position, -1), -1)
+
+
+def attend(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    metadata: StepMetadata,
+    *,
+    layer: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    sm_scale: float | None = None,
+    sliding_window: Window = LAYERS_OWN,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    batch_invariant: bool = False,
+    unique_slots: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """A layer's attention in a ragged step: writes the new tokens, then each attends to all of its sequence up to it.
+
+    It is `reshape_and_cache_flash` to `metadata.slot_mapping`, of keys and values of one head size or of two, and
+    `ragged_paged_attention` over the cache that this returns. What is not said here is said there.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata,
+        padding included, which sees nothing.
+      key: `[num_tokens, num_kv_heads, head_size]`, likewise.
+      value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype.
+      cache: the layer's cache, or that of several layers. Under `jit`, donate it.
+      metadata: the step's sequences, the same for all layers that share a block table.
+      layer: in a cache of several layers the number of this one.
+      k_scale: as the write and the attention take it; by default the cache's.
+      v_scale: likewise.
+      sm_scale: factor on the logits, as in `ragged_paged_attention`.
+      sliding_window: tokens that a row sees, its own included; None for no window. By default the layer's.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`; None for no cap.
+      sinks: float32 `[num_heads]`.
+      batch_invariant: whether a sequence's results have the same bits whatever else is in the batch.
+      unique_slots: promises that no two tokens share a slot, as those of sequences of one `BlockPool` do not.
+      max_q_len: most query tokens of a sequence.
+      max_prompts: most sequences with more query tokens than `decode_q_len`.
+      decode_q_len: most query tokens of a sequence that decodes.
+      implementation: `"mosaic"` or `"xla"`, for the write and the attention; None lets each choose.
+
+    Returns:
+      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype, and the cache with the tokens in it.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: as both operations, and another number of rows than the metadata has.
+      UnsupportedError: the implementation asked for cannot serve this call.
+    """
+    check_cache(cache)
+    if not isinstance(metadata, StepMetadata):
+        raise KVCacheTypeError(f"metadata: got {kind_of(metadata)}, expected a StepMetadata")
+    check_array("slot_mapping", metadata.slot_mapping, [("num_tokens", None)], INDEX_DTYPES)
+    num_tokens = np.shape(metadata.slot_mapping)[0]
+    dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
+    check_array("query", query, dims, INPUT_DTYPES)
+    given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
+    cache = reshape_and_cache_flash_diffkv(key, value, cache, metadata.slot_mapping, unique_slots=unique_slots, **given)
+    attended = ragged_paged_attention(
+        query,
+        cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.cu_q_lens,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        max_q_len=max_q_len,
+        max_prompts=max_prompts,
+        decode_q_len=decode_q_len,
+        **given,
+    )
+    return attended, cache
 
 
 def _entries(array: jax.Array, *indices: jax.Array) -> jax.Array:

@@ -13,8 +13,33 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    keys, values = (kernels.PageMemory(tuple(regions), spec.page_size_bytes, 16) for regions in spec.regions)
+    """Of data, and of the scales that are not given by themselves."""
+    count = 1 if spec.quant_mode.is_per_token_head else None
+    keys, values = (kernels.PageMemory(tuple(regions[:count]), spec.page_size_bytes, 16) for regions in spec.regions)
     return keys, values
+
+
+def scale_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
+    """Of the scales of each token and head, in the same pages."""
+    if not spec.quant_mode.is_per_token_head:
+        return None
+    keys, values = (kernels.PageMemory(tuple(regions[1:]), spec.page_size_bytes, 16) for regions in spec.regions)
+    return keys, values
+
+
+def interleaved_memory(spec: AttentionSpec) -> list[tuple[kernels.PageMemory, kernels.PageMemory]]:
+    """vLLM's pages with a scale for each token and head, `[token, head, K | K scale | V | V scale]`: data, and scales.
+
+    Each is told from its own first element, and scales leave everything at multiples of four bytes.
+    """
+    row = spec.head_size + spec.head_size_v + 8
+    strides = spec.num_kv_heads * row, row
+    page = spec.block_size * spec.num_kv_heads * row
+    parts = (spec.head_size, spec.head_size_v), (4, 4)
+    memory = [
+        [kernels.PageMemory((kernels.PageRegion(0, *strides, size),), page, 4) for size in sizes] for sizes in parts
+    ]
+    return [(keys, values) for keys, values in memory]
 
 
 def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
@@ -22,17 +47,24 @@ def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slo
         kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
     ]
     return kernels.write_kernel(
-        spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1), unique_slots=unique_slots
+        spec,
+        (rows[0], rows[1]),
+        page_memory(spec),
+        np.dtype(slot_dtype),
+        (1, 1),
+        unique_slots=unique_slots,
+        scale_pages=scale_memory(spec),
     )
 
 
 def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
-    return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1))
+    return kernels.gather_kernel(spec, page_memory(spec), BFLOAT16, (1, 1), scale_memory(spec))
 
 
 def attention_kernels(
     spec: AttentionSpec, *, group: int = 4, q_len: int = 1, dtype: np.dtype = BFLOAT16, **options: Any
 ) -> kernels.AnyBatch:
     known = {"sm_scale": 0.125, "window": None, "logits_soft_cap": None, "has_sinks": False} | options
+    known = {"batch_invariant": False, "target": kernels.Target()} | known
     num_heads = group * spec.num_kv_heads
     return kernels.attention_kernels(spec, page_memory(spec), dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)

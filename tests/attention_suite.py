@@ -90,7 +90,7 @@ class Case:
 
 def is_valid(case: dict[str, Any]) -> bool:
     """Whether there is such a cache, and it does not take minutes."""
-    can_swizzle, takes_per_head = case["dtype"] == "nvfp4", case["dtype"].startswith("fp8")
+    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
     swizzles = case["v_scale_layout"] == "swizzled"
     if (swizzles and not (can_swizzle and case["block_size"] % 4 == 0)) or (
         case["scales"] == "per_head" and not takes_per_head
@@ -332,12 +332,13 @@ def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
 
 
 def check_alone(case: Case, attend: Attend, *, sequences: Iterable[int]) -> None:
-    """The same bits of a sequence that is the only one, and of one that stands elsewhere in another batch."""
+    """The same bits of a sequence that is the only one, of a narrower table, and elsewhere in another batch."""
     problem = build(case)
     query, cache, table, seq_lens = problem.args
     results = problem.run(attend)
     for seq in sequences:
-        for batch in ([seq], [*range(seq, len(seq_lens)), *range(seq)][::-1]):
-            part = dataclasses.replace(problem, args=(query[batch], cache, table[batch], seq_lens[batch]))
+        blocks = -(-int(seq_lens[seq]) // problem.case.block_size)
+        for batch, width in (([seq], blocks + 1), ([*range(seq, len(seq_lens)), *range(seq)][::-1], None)):
+            part = dataclasses.replace(problem, args=(query[batch], cache, table[batch, :width], seq_lens[batch]))
             for got, whole in zip(part.run(attend), results, strict=True):
                 assert_same_bytes(got[batch.index(seq)], whole[seq])

@@ -23,8 +23,8 @@ SPECIALS = (
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
 
-FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
-"""One of each kind: stored as they are, in 8 bits with a scale, in blocks with scales of their own."""
+FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4)
+"""One of each kind: stored as they are, in 8 bits with a scale, in rows or in blocks with scales of their own."""
 
 _STATIC = ("unique_slots", "implementation")
 _write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames=_STATIC, donate_argnames="cache")
@@ -47,7 +47,19 @@ def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:
     shape = spec.cache_shape(num_blocks)
     count = int(np.prod(shape)) * spec.array_dtype.itemsize
     raw = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+    raise_scales(raw.reshape(num_blocks, -1), spec)
     return cache_from_bytes(raw, spec, num_blocks)
+
+
+def raise_scales(pages: np.ndarray, spec: AttentionSpec) -> None:
+    """Puts float32 scales in pages of random bytes `[num_pages, page_bytes]` out of the subnormal numbers' reach.
+
+    XLA on CPU flushes those; no write stores a scale below 1e-6.
+    """
+    if spec.quant_mode.is_per_token_head:
+        for _, region in spec.regions:
+            tops = pages[:, region.base + 3 : region.base + 4 * spec.block_size * spec.num_kv_heads : 4]
+            tops |= 0x30  # the exponent's highest bits but one
 
 
 def cache_from_bytes(raw: np.ndarray, spec: AttentionSpec, num_blocks: int) -> KVCache:

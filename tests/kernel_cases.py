@@ -66,7 +66,7 @@ def is_valid(case: Case) -> bool:
 
 
 def _is_format(case: Case) -> bool:
-    takes_swizzled, takes_per_head = case["dtype"] == "nvfp4", case["dtype"].startswith("fp8")
+    takes_swizzled, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
     return (takes_swizzled or case["v_scale_layout"] == "linear") and (takes_per_head or case["scales"] == "scalar")
 
 

@@ -6,12 +6,19 @@ head, one byte range at a time.
 
 from __future__ import annotations
 
+import fractions
+import itertools
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType, VScaleLayout
 
 KEYS, VALUES = 0, 1
+
+POSITIONS = 50
+"""That `cos_sin` has rows for."""
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
 ELEMENT = {
@@ -20,8 +27,12 @@ ELEMENT = {
     KVCacheDType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     KVCacheDType.FP8_E4M3: np.dtype(E4M3),
     KVCacheDType.FP8_E5M2: np.dtype(E5M2),
+    KVCacheDType.FP8_PER_TOKEN_HEAD: np.dtype(E4M3),
+    KVCacheDType.INT8_PER_TOKEN_HEAD: np.dtype(np.int8),
 }
 FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+PER_TOKEN_HEAD = (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)
+NVFP4 = (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
 NAN_BITS = {"float32": 0x7FFFFFFF, "float16": 0x7FFF, "bfloat16": 0x7FFF, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -37,6 +48,34 @@ def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return bits.view(dtype)
 
 
+def cos_sin(rot_dim: int, dtype: Any = np.float32) -> np.ndarray:
+    """A table `[POSITIONS, rot_dim]` of cosines and sines as vLLM makes it."""
+    angles = np.arange(POSITIONS)[:, None] / 10000.0 ** (np.arange(0, rot_dim, 2) / rot_dim)
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(dtype)
+
+
+def rotate(x: np.ndarray, table: np.ndarray, positions: np.ndarray, is_neox: bool) -> np.ndarray:
+    """Rotary position embedding in float32, products rounded, then rounded to the dtype of `x`."""
+    rot_dim = table.shape[1]
+    half = rot_dim // 2
+    rows = table[np.clip(positions, 0, len(table) - 1)].astype(np.float32)[:, None]
+    cos, sin = rows[..., :half], rows[..., half:]
+    pairs = (slice(half), slice(half, rot_dim)) if is_neox else (slice(0, rot_dim, 2), slice(1, rot_dim, 2))
+    first, second, cos, sin = map(normal, (*(x[..., each].astype(np.float32) for each in pairs), cos, sin))
+    with np.errstate(all="ignore"):
+        products = [normal(one * other) for one, other in itertools.product((first, second), (cos, sin))]
+        turned = normal(products[0] - products[3]), normal(products[2] + products[1])
+    rotated = x.copy()
+    for each, values in zip(pairs, turned, strict=True):
+        rotated[..., each] = one_nan(values) if x.dtype == np.float32 else cast(values, x.dtype)
+    return rotated
+
+
+def normal(x: np.ndarray) -> np.ndarray:
+    """float32 with zeros for subnormals."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+
+
 def encode_fp8(x: np.ndarray, scale: np.ndarray | float, dtype: KVCacheDType) -> np.ndarray:
     largest = float(ml_dtypes.finfo(ELEMENT[dtype]).max)
     with np.errstate(all="ignore"):
@@ -49,35 +88,94 @@ def encode_e2m1(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0, codes).astype(np.uint8)
 
 
-def encode_nvfp4(x: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes `[..., head_size / 2]` of codes and `[..., head_size / 16]` of block scales."""
+def encode_nvfp4(x: np.ndarray, scale: float, largest: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes `[..., head_size / 2]` of codes and `[..., head_size / 16]` of block scales; `largest` is what the largest
+    magnitude of a block becomes.
+    """
     scale = np.float32(scale)
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
     with np.errstate(all="ignore"):
         amax = np.where(np.isnan(blocks), np.float32(0), np.abs(blocks)).max(-1)
-        sf = np.minimum(amax / (np.float32(6) * scale), np.float32(448)).astype(E4M3)
+        sf = np.minimum(amax / (np.float32(largest) * scale), np.float32(448)).astype(E4M3)
         decoded = sf.astype(np.float32) * scale
         inv = np.where(decoded == 0, np.float32(0), np.float32(1) / decoded)
         codes = encode_e2m1(blocks * inv[..., None]).reshape(x.shape)
     return codes[..., ::2] + 16 * codes[..., 1::2], sf.view(np.uint8)
 
 
+def encode_per_token_head(x: np.ndarray, dtype: KVCacheDType) -> tuple[np.ndarray, np.ndarray]:
+    """Codes `[..., head_size]` and their float32 scales `[..., 1]`, one operation of float32 after the other."""
+    x, one, half = x.astype(np.float32), np.float32(1), np.float32(0.5)
+    is_int8 = dtype is KVCacheDType.INT8_PER_TOKEN_HEAD
+    with np.errstate(all="ignore"):
+        amax = np.abs(np.where(np.isnan(x), np.float32(0), x)).max(axis=-1, keepdims=True)
+        scales = np.maximum(amax / np.float32(127 if is_int8 else 448), np.float32(1e-6))
+        q = x * (one / scales)
+        if not is_int8:
+            return cast(np.clip(q, -448, 448), np.dtype(E4M3)), scales
+        q = np.where(q >= 0, q + half, q - half)
+        return np.where(np.isnan(q), 0, np.trunc(np.clip(q, -128, 127))).astype(np.int8), scales
+
+
+def encode_nvfp4_4over6(x: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """The same, of each block that with 6 or that with 4, whichever has the smaller sum of squared errors."""
+    six, four = (encode_nvfp4(x, scale, largest) for largest in (6, 4))
+    is_four = sum_of_squares(x, *four, scale) < sum_of_squares(x, *six, scale)  # not where a block has NaN
+    blocks = [data.reshape(*is_four.shape, 8) for data, _ in (six, four)]
+    return np.where(is_four[..., None], blocks[1], blocks[0]).reshape(six[0].shape), np.where(is_four, four[1], six[1])
+
+
+def sum_of_squares(x: np.ndarray, data: np.ndarray, block_scales: np.ndarray, scale: float) -> np.ndarray:
+    """Of each block, in the order that the contract gives, every step rounded to float32."""
+    steps = block_scales.view(E4M3).astype(np.float32) * np.float32(scale)
+    codes = np.stack([data % 16, data // 16], axis=-1).reshape(*block_scales.shape, 16)
+    with np.errstate(all="ignore"):
+        blocks = np.abs(x.astype(np.float32)).reshape(codes.shape).astype(np.float64)
+        errors = (blocks - np.abs(E2M1_VALUES[codes]).astype(np.float64) * steps[..., None]).astype(np.float32)
+        even, odd = (errors[..., i::2].astype(np.float64) ** 2 for i in (0, 1))
+        sums = fused(np.where(even < 2.0**-126, 0, even).astype(np.float32), odd)
+        while sums.shape[-1] > 1:
+            sums = sums[..., ::2] + sums[..., 1::2]
+    return sums[..., 0]
+
+
+def fused(x: np.ndarray, square: np.ndarray) -> np.ndarray:
+    """`x + square` of non-negative float32 and float64, rounded to float32 once, and 0 where that is subnormal."""
+    total = (x + square).astype(np.float32)
+    # Rounded twice, it is right but where the float64 sum was rounded onto the middle between two float32.
+    near = np.argwhere(np.isfinite(total) & ((x + square).view(np.uint64) & 0xFFFFFFF == 0))
+    for index in map(tuple, near):
+        exact = fractions.Fraction(float(x[index])) + fractions.Fraction(float(square[index]))
+        around = [np.nextafter(total[index], np.float32(way)) for way in (0, np.inf)] + [total[index]]
+        finite = [each for each in around if np.isfinite(each)]
+        total[index] = min(
+            finite, key=lambda each: (abs(fractions.Fraction(float(each)) - exact), each.view(np.uint32) & 1)
+        )
+    return np.where(total < 2.0**-126, np.float32(0), total)
+
+
 def encode(x: np.ndarray, spec: AttentionSpec, scale: np.ndarray) -> list[np.ndarray]:
-    """The bytes that each head of each token is stored as: its data and, for NVFP4, its block scales."""
-    if spec.dtype is KVCacheDType.NVFP4:
-        return list(encode_nvfp4(x, scale))
+    """The bytes that each head of each token is stored as: its data and, where there are some, its scales."""
+    if spec.dtype in PER_TOKEN_HEAD:
+        return [np.ascontiguousarray(stored).view(np.uint8) for stored in encode_per_token_head(x, spec.dtype)]
+    if spec.dtype in NVFP4:
+        encode_blocks = encode_nvfp4 if spec.dtype is KVCacheDType.NVFP4 else encode_nvfp4_4over6
+        return list(encode_blocks(x, scale))
     stored = encode_fp8(x, per_head(scale), spec.dtype) if spec.dtype in FP8 else cast(x, ELEMENT[spec.dtype])
     return [np.ascontiguousarray(stored).view(np.uint8)]
 
 
 def decode(rows: list[np.ndarray], spec: AttentionSpec, scale: np.ndarray) -> np.ndarray:
     """What those bytes stand for: float32, with one NaN, where the layer is quantized, else its own dtype."""
-    if spec.dtype is KVCacheDType.NVFP4:
+    if spec.dtype in NVFP4:
         data, block_scales = rows
         codes = np.stack([data % 16, data // 16], axis=-1).reshape(*block_scales.shape, 16)
         values = E2M1_VALUES[codes] * block_scales.view(E4M3).astype(np.float32)[..., None] * np.float32(scale)
         return one_nan(values.reshape(*data.shape[:-1], 2 * data.shape[-1]))
     stored = rows[0].view(ELEMENT[spec.dtype])
+    if spec.dtype in PER_TOKEN_HEAD:
+        with np.errstate(all="ignore"):
+            return one_nan(stored.astype(np.float32) * np.ascontiguousarray(rows[1]).view(np.float32))
     return one_nan(stored.astype(np.float32) * per_head(scale)) if spec.dtype in FP8 else stored
 
 
@@ -91,14 +189,14 @@ def per_head(scale: np.ndarray | float) -> np.ndarray:
 
 
 def byte_offsets(spec: AttentionSpec, half: int, token: int, head: int) -> list[np.ndarray]:
-    """Where in its page one head of one token keeps the bytes of its data and, for NVFP4, of its block scales."""
+    """Where in its page one head of one token keeps the bytes of its data and, where there are some, of its scales."""
     block_size, num_heads = spec.block_size, spec.num_kv_heads
     sizes = spec.head_size, spec.head_size_v
 
     def row(token: np.ndarray | int) -> np.ndarray | int:
         return token * num_heads + head if spec.layout is CacheLayout.NHD else head * block_size + token
 
-    if spec.dtype is KVCacheDType.NVFP4:
+    if spec.dtype in NVFP4:
         region = block_size * num_heads
         data, scales = sizes[half] // 2, sizes[half] // 16
         start = 0 if half == KEYS else region * (sizes[KEYS] // 2 + sizes[KEYS] // 16)
@@ -107,6 +205,11 @@ def byte_offsets(spec: AttentionSpec, half: int, token: int, head: int) -> list[
             in_tile = (token // 4) * 4 * scales + 4 * np.arange(scales) + token % 4
         scale_bytes = start + region * data + row(in_tile // scales) * scales + in_tile % scales
         return [start + row(token) * data + np.arange(data), scale_bytes]
+    if spec.dtype in PER_TOKEN_HEAD:
+        region = block_size * num_heads
+        start = 0 if half == KEYS else region * (sizes[KEYS] + 4)
+        scale = start + region * sizes[half] + row(token) * 4
+        return [start + row(token) * sizes[half] + np.arange(sizes[half]), scale + np.arange(4)]
     bytes_k, bytes_v = (size * ELEMENT[spec.dtype].itemsize for size in sizes)
     if bytes_k != bytes_v:
         start = row(token) * (bytes_k + bytes_v) + (0, bytes_k)[half]

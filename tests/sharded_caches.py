@@ -44,6 +44,7 @@ from kvjax import (
     ragged_paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
+    rope_and_cache,
     swap_blocks,
 )
 
@@ -70,7 +71,7 @@ FEW = ("bfloat16-NHD", "fp8_e4m3-HND", "nvfp4-HND-swizzled")
 NAMES = (
     *(f"{dtype.value}-{layout}" for dtype in STORED_KV_CACHE_DTYPES for layout in ("NHD", "HND")),
     *("nvfp4-NHD-swizzled", "nvfp4-HND-swizzled"),
-    *("float16-HND-diffkv", "fp8_e4m3-NHD-diffkv", "nvfp4-NHD-swizzled-diffkv"),
+    *("float16-HND-diffkv", "fp8_e4m3-NHD-diffkv", "int8_per_token_head-HND-diffkv", "nvfp4-NHD-swizzled-diffkv"),
 )
 POOLS = ("bfloat16-NHD-pool", "nvfp4-HND-swizzled-pool")
 SPECS = {name: make_spec(name) for name in NAMES + POOLS}
@@ -239,7 +240,7 @@ def attend_all(caches, queries, scales, table, lens, sinks):
 
 def attend_ragged(caches, queries, scales, table, lens, sinks):
     bounds = np.arange(0, 2 * len(lens) + 1, 2, dtype=np.int32)
-    options = {"sinks": sinks, "sliding_window": WINDOW, "return_lse": True, "max_q_len": 2}
+    options = {"sinks": sinks, "sliding_window": jnp.int32(WINDOW), "return_lse": True, "max_q_len": 2}
     return {
         name: ragged_paged_attention(
             jnp.reshape(queries[name], (-1, *queries[name].shape[2:])),
@@ -368,6 +369,35 @@ def small(name: str, division: str) -> tuple[KVCache, Any, dict[str, Any], dict[
     cache, before = poisoned_shares(SPECS[name], division)
     tokens, scales = make_inputs([name], division, divided=False)
     return cache, before, tokens[name], scales[name]
+
+
+def check_rotations() -> None:
+    """Every device has the rotated queries of its own heads, whichever blocks it has, and no more is exchanged."""
+    rng, table = np.random.default_rng(2), reference.cos_sin(16)
+    positions = rng.integers(0, reference.POSITIONS, len(SLOTS)).astype(np.int32)
+    query = rng.standard_normal((len(SLOTS), 2 * NUM_HEADS, 32)).astype(np.float32)
+
+    def rope(cache: KVCache, scales: Any, implementation: str, *rows: Any) -> Any:
+        return rope_and_cache(*rows, cache, SLOTS, positions, table, implementation=implementation, **scales)
+
+    def check(name: str, division: str, implementation: str) -> None:
+        cache, before, (key, value), scales = small(name, division)
+        pointers = device_pointers(cache.kv)
+        args = cache, scales, implementation, query, key, value
+        compiled = compile_without_collectives(rope, *args, donate_argnums=0, static_argnums=2)
+        rotated, written = compiled(*(arg for arg in args if arg is not implementation))
+        assert device_pointers(written.kv) == pointers
+        keys = reference.rotate(key, table, positions, True)
+        check_written({name: written}, {name: before}, {name: (keys, value)}, {name: scales}, division)
+        expected = reference.rotate(query, table, positions, True)
+        for share in shares(division):
+            assert_same_bytes(share.data_of(rotated), share.heads(expected, 1))
+
+    for name, division in (("nvfp4-HND-swizzled", "both"), ("bfloat16-NHD", "blocks"), ("fp8_e4m3-HND", "heads")):
+        check(name, division, "mosaic" if ON_GPU else "xla")
+    if not ON_GPU and AXIS_TYPE == "Auto" and FULL:
+        with interpret_mode():
+            check("nvfp4-HND-swizzled", "both", "mosaic")
 
 
 def check_within_shard_map() -> None:
@@ -522,6 +552,72 @@ def check_layers() -> None:
             assert_same_bytes(np.asarray(only.kv)[:, layer], expected if layer == 1 else np.zeros_like(expected))
 
 
+def check_carried_scales(name: str, division: str) -> KVCache:
+    """A write and a read by a cache that carries its scales; returns it."""
+    given, before, tokens, scales = small(name, division)
+    cache = KVCache.allocate(given.spec, NUM_BLOCKS, sharding=given.sharding, **scales)
+    cache = dataclasses.replace(cache, kv=given.kv)
+    _, heads = DIVISIONS[division]
+    of_heads = P(heads) if given.spec.dtype in FP8 and heads else P()
+    assert [scale.sharding.spec for scale in (cache.k_scale, cache.v_scale)] == [of_heads] * 2
+    write = compile_without_collectives(reshape_and_cache_flash, *tokens, cache, SLOTS)
+    written = write(*tokens, cache, SLOTS)
+    assert jax.tree.structure(written) == jax.tree.structure(cache)
+    check_written({name: written}, {name: before}, {name: tokens}, {name: scales}, division)
+    read = compile_without_collectives(functools.partial(gather_kv, dtype=jnp.float32), written, TABLE, LENS)
+    check_read({name: read(written, TABLE, LENS)}, {name: written}, {name: scales}, division)
+    return cache
+
+
+def check_scales_of_the_cache() -> None:
+    """Scales that a cache carries lie with its heads, and mean what scales mean that are given to each call."""
+    for name, division in (("fp8_e4m3-HND", "both"), ("nvfp4-NHD", "heads"), ("fp8_e4m3-NHD", "nothing")):
+        cache = check_carried_scales(name, division)
+        given, before, tokens, scales = small(name, division)
+        cache = dataclasses.replace(cache, kv=given.kv)
+        written = reshape_and_cache_flash(*tokens, cache, SLOTS)  # without jit
+        check_written({name: written}, {name: before}, {name: tokens}, {name: scales}, division)
+        check_read(
+            {name: gather_kv(written, TABLE, LENS, dtype=jnp.float32)}, {name: written}, {name: scales}, division
+        )
+
+        slots = np.stack([share.slots for share in shares(division) if share.head_share == 0]).astype(np.int32)
+        blocks, heads = DIVISIONS[division]
+        tokens_spec = P(None, heads)
+        on_mesh = [jax.device_put(x, NamedSharding(MESH, tokens_spec)) for x in tokens]
+        slots = jax.device_put(slots if blocks else slots[:1], NamedSharding(MESH, P(blocks)))
+        own = jax.shard_map(
+            lambda key, value, cache, slots: reshape_and_cache_flash(key, value, cache, slots[0]),
+            mesh=MESH,
+            in_specs=(tokens_spec, tokens_spec, cache.partition_specs, P(blocks)),
+            out_specs=cache.partition_specs,
+        )
+        mapped = jax.jit(own)(*on_mesh, cache, slots)
+        check_written({name: mapped}, {name: before}, {name: tokens}, {name: scales}, division)
+        assert_same_bytes(np.asarray(mapped.k_scale), np.asarray(cache.k_scale))
+
+        layers = np.stack([np.asarray(scale) for scale in (scales["k_scale"], scales["v_scale"])])
+        entries = [*cache.sharding.spec]
+        sharding = NamedSharding(MESH, P(*entries[:1], None, *entries[1:]))
+        stacked = KVCache.allocate(given.spec, NUM_BLOCKS, num_layers=2, sharding=sharding, k_scale=layers, v_scale=2.0)
+        step = compile_without_collectives(write_layers, stacked, *(np.stack([x, x]) for x in tokens), SLOTS)
+        stacked = step(stacked, *(np.stack([x, x]) for x in tokens), SLOTS)
+        for layer in range(2):
+            by_layer, expected = (
+                gather_kv(stacked, TABLE, LENS, layer=layer, **by)
+                for by in ({}, {"k_scale": layers[layer], "v_scale": np.float32(2)})
+            )
+            for got, wanted in zip(by_layer, expected, strict=True):
+                assert_same_floats(np.asarray(got), np.asarray(wanted))
+
+        pairs = np.array([[1, 2]])
+        host = functools.partial(KVCache.allocate, cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        swapped = swap_blocks(host(**scales), cache, pairs)
+        assert swapped.k_scale is cache.k_scale
+        with pytest.raises(KVCacheValueError, match=r"destination\.k_scale: got 1\.0, expected "):
+            swap_blocks(swapped, host(v_scale=scales["v_scale"]), pairs)
+
+
 def check_programs_are_reused() -> None:
     """Neither a second write nor one of what the first returned traces or compiles again."""
     for name in FEW:
@@ -616,7 +712,7 @@ def check_copies() -> None:
 
 def check_copies_between_divisions() -> None:
     """From a cache to one that is divided in any other way, each device has the bytes of its own heads and blocks."""
-    names = ("nvfp4-NHD-swizzled-diffkv", "nvfp4-HND-swizzled", "bfloat16-NHD", "fp8_e4m3-HND")
+    names = "nvfp4-NHD-swizzled-diffkv", "nvfp4-HND-swizzled", "int8_per_token_head-NHD", "bfloat16-NHD", "fp8_e4m3-HND"
     other_mesh = jax.make_mesh((2, 4), ("few", "rest"), (AxisType[AXIS_TYPE],) * 2, devices=jax.devices()[::-1])
     for name in names:
         spec = SPECS[name]
@@ -658,14 +754,14 @@ def check_swaps_that_are_refused() -> None:
     cache, _, _, _ = small("nvfp4-NHD", "heads")
     pairs = np.array([[1, 2]])
     whole = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P()))
-    message = f"NVFP4 cache whose heads are divided into 1 shares in a traced call, expected {TENSOR} as"
+    message = f"got 'nvfp4' pages whose heads are divided into 1 shares in a traced call, expected {TENSOR} as"
     with pytest.raises(KVCacheValueError, match=message):
         jax.jit(swap_blocks)(cache, whole, pairs)
     by_hand = KVCache(cache.kv, cache.spec)
     host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
-    with pytest.raises(KVCacheValueError, match="source: got an NVFP4 array divided as"):
+    with pytest.raises(KVCacheValueError, match="source: got an array of 'nvfp4' divided as"):
         swap_blocks(by_hand, host, pairs)
-    with pytest.raises(KVCacheValueError, match="destination: got an NVFP4 array divided as"):
+    with pytest.raises(KVCacheValueError, match="destination: got an array of 'nvfp4' divided as"):
         swap_blocks(host, by_hand, pairs)
     with pytest.raises(KVCacheValueError, match="leaves open whether its pages"):
         copy_blocks(by_hand, pairs)
@@ -747,9 +843,11 @@ CHECKS = {
     for check in (
         check_every_format,
         check_interpreted_kernels,
+        check_rotations,
         check_within_shard_map,
         check_transformations,
         check_layers,
+        check_scales_of_the_cache,
         check_programs_are_reused,
         check_split_views,
         check_sequences_elsewhere_are_empty,

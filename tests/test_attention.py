@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import (
     KVCache,
-    KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
     SlidingWindowSpec,
@@ -28,7 +27,7 @@ from kvjax import (
     paged_attention,
 )
 
-STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation")
+STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation", "batch_invariant")
 _run = jax.jit(paged_attention, static_argnames=STATIC)
 
 
@@ -37,9 +36,9 @@ def attend(implementation: str) -> Attend:
     """Each implementation under `jit`, as users call it."""
 
     def run(query: Any, *args: Any, **options: Any) -> Any:
-        # float32 is XLA's: the kernel takes none.
-        is_wide = query.dtype == np.float32 or args[0].spec.dtype is KVCacheDType.FLOAT32
-        name = None if implementation == "mosaic" and is_wide else implementation
+        # float32 queries are XLA's, and caches with scales of each token and head: the kernel takes neither.
+        is_for_xla = query.dtype == np.float32 or args[0].spec.quant_mode.is_per_token_head
+        name = None if implementation == "mosaic" and is_for_xla else implementation
         return _run(query, *args, **options, return_lse=True, implementation=name)
 
     return run
@@ -47,6 +46,18 @@ def attend(implementation: str) -> Attend:
 
 @pytest.mark.parametrize("case", [case for case in suite.cases(1) if case.lengths != "long"], ids=str)
 def test_each_case(attend, case):
+    suite.check(case, attend)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("int8_per_token_head", "bfloat16", window=9, group=4),
+        Case("fp8_per_token_head", "float32", "HND", head_size=80, head_size_v=48, q_len=3, cap=4.0, sinks=True),
+    ],
+    ids=str,
+)
+def test_scales_of_each_token_and_head(attend, case):
     suite.check(case, attend)
 
 
@@ -124,13 +135,34 @@ def test_xla_rounds_the_result_alone():
 
 
 def test_a_sequence_alone_and_among_others(attend):
-    """No implementation promises the same bits: XLA may multiply matrices of other shapes in another order, and the
-    kernel divides a sequence where the rest of the batch has it do so."""
+    """Without `batch_invariant` nothing promises the same bits: XLA may multiply matrices of other shapes in another
+    order, and the kernel divides a sequence where the rest of the batch has it do so."""
     problem = suite.build(Case("fp8_e4m3", lengths="mixed", q_len=2))
     query, cache, table, lens = problem.args
     whole, alone = problem.run(attend), attend(query[5:], cache, table[5:], lens[5:], **problem.options)
     for got, among in zip(alone, whole, strict=True):
         np.testing.assert_allclose(np.float32(got[0]), np.float32(among[5]), rtol=1e-2, atol=1e-5)
+
+
+INVARIANT = [
+    Case("nvfp4", lengths="mixed", q_len=2, sinks=True),
+    Case("bfloat16", lengths=(700, 0, 2900, 513), num_kv_heads=1, group=3, window=600),
+    Case("fp8_e4m3", "float16", lengths=(5000, 17), block_size=8, layout="HND"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [INVARIANT[0], *(pytest.param(case, marks=pytest.mark.full) for case in INVARIANT[1:])], ids=str
+)
+def test_batch_invariant(attend, case):
+    """The same bits alone, in other places of other batches and of wider tables."""
+    suite.check_alone(case, functools.partial(attend, batch_invariant=True), sequences=range(len(case.seq_lens)))
+
+
+def test_what_is_batch_invariant_is_right(attend):
+    suite.check(
+        Case("nvfp4", lengths=(1100, 0, 17), sinks=True, cap=5.0), functools.partial(attend, batch_invariant=True)
+    )
 
 
 def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
@@ -163,14 +195,54 @@ def test_sm_scale(attend, sm_scale):
     suite.check(Case("float32", "float32", head_size=80, sm_scale=sm_scale), attend)
 
 
-@pytest.mark.parametrize(("argument", "window"), [(None, 6), (3, 3), (np.int32(9), 9), (2**70, None)])
-def test_a_sliding_layer_has_its_own_window(attend, argument, window):
+def sliding_problem(window: int | None) -> suite.Problem:
+    """A problem of such a window, over a cache whose own is 6."""
     problem = suite.build(Case("float16", window=window))
     query, cache, *tables = problem.args
-    spec = dataclasses.asdict(cache.spec) | {"sliding_window": 6}
-    sliding = KVCache(cache.kv, SlidingWindowSpec(**spec))
-    got = attend(query, sliding, *tables, **problem.options | {"sliding_window": argument})
+    sliding = KVCache(cache.kv, SlidingWindowSpec(**dataclasses.asdict(cache.spec) | {"sliding_window": 6}))
+    return dataclasses.replace(problem, args=(query, sliding, *tables))
+
+
+@pytest.mark.parametrize(
+    ("argument", "window"), [("layer", 6), (None, None), (3, 3), (np.int32(9), 9), (2**70, None)], ids=str
+)
+def test_a_sliding_layer_has_its_own_window(attend, argument, window):
+    problem = sliding_problem(window)
+    got = attend(*problem.args, **problem.options | {"sliding_window": argument})
     suite.assert_right(problem, *map(np.asarray, got))
+
+
+def test_by_default_the_window_is_the_layers(attend):
+    problem = sliding_problem(6)
+    got = attend(*problem.args, **{key: x for key, x in problem.options.items() if key != "sliding_window"})
+    suite.assert_right(problem, *map(np.asarray, got))
+
+
+def test_one_program_serves_every_window():
+    """An array, as the layers of a scan have one for each of them; what is before a window is NaN."""
+    traced = []
+
+    @jax.jit
+    def attend(window: jax.Array, query: jax.Array, cache: KVCache, *tables: jax.Array) -> Any:
+        traced.append(cache.num_blocks)
+        return paged_attention(query, cache, *tables, sliding_window=window, return_lse=True, **options)
+
+    for window in (3, None, 6, 1):
+        problem = sliding_problem(window)
+        options = {key: x for key, x in problem.options.items() if key != "sliding_window"}
+        got = attend(np.int32(2**31 - 1 if window is None else window), *problem.args)
+        suite.assert_right(problem, *map(np.asarray, got))
+    for nothing in (0, -1, -(2**31)):
+        assert not np.asarray(attend(np.int32(nothing), *problem.args)[0]).any()
+    assert len(traced) == len(set(traced)) < 4
+    eager = paged_attention(*problem.args, sliding_window=jnp.int32(1), return_lse=True, **options)
+    suite.assert_right(problem, *map(np.asarray, eager))
+
+
+def test_the_kernel_is_not_asked_for_a_window_in_an_array():
+    query, cache, *tables = sliding_problem(3).args
+    with pytest.raises(kvjax.UnsupportedError, match=r"its sliding_window is an int; got an array"):
+        paged_attention(query, cache, *tables, sliding_window=jnp.int32(3), implementation="mosaic")
 
 
 def test_tokens_of_no_block_are_not_seen(attend):

@@ -38,7 +38,19 @@ NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
 
-PROGRAMS = ["write", "gather", "pack", "bridge", "host", "calls", "copies", "sharded", "layers", "attention"]
+PROGRAMS = [
+    "write",
+    "gather",
+    "pack",
+    "bridge",
+    "host",
+    "calls",
+    "copies",
+    "sharded",
+    "layers",
+    "attention",
+    "generate",
+]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
 
 
@@ -72,8 +84,10 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
 
 @matrix({"program": PROGRAMS}, few={"program": ["write", "copies"]})
 def test_every_program_runs(tmp_path, program, monkeypatch):
-    if program == "bridge":
+    if program in ("bridge", "generate"):
         pytest.importorskip("torch")
+    if program == "generate":
+        pytest.importorskip("transformers")
     if program == "sharded":  # which needs two devices
         monkeypatch.setenv("JAX_PLATFORMS", "cpu")
         monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -132,6 +146,10 @@ EXPECTED = {
         for peer in ("one cache, scan", "one cache, unrolled", "a cache a layer, unrolled")
     ],
     "attention": [("attention", "kvjax", dtype) for dtype in DTYPES],
+    "generate": [
+        ("decode step", "DynamicCache, sdpa", "bfloat16"),
+        *(("decode step", f"KvjaxCache, {how}", dtype) for how in ("sdpa", "kvjax") for dtype in DTYPES),
+    ],
 }
 TORCH_WRITERS = ("torch index_copy_", "torch index_put_")
 EXPECTED_WITH_TORCH = {

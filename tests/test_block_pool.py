@@ -286,13 +286,13 @@ def test_out_of_blocks_says_what_was_asked_and_takes_nothing():
     pool = BlockPool(4, 2)
     sequences = [pool.sequence() for _ in range(3)]
     pool.append(sequences[:1], [3])
-    message = "blocks: got a need for 3, expected at most 2, those of the pool's 4 that are free"
+    message = "out of blocks: 3 needed, and 2 of the pool's 4 are free"
     with pytest.raises(OutOfBlocksError, match=message) as raised:
         pool.append(sequences, [1, 4, 1])
     assert isinstance(raised.value, MemoryError)
     assert [sequence.num_tokens for sequence in sequences] == [3, 0, 0]
     assert pool.num_free == 2
-    with pytest.raises(OutOfBlocksError, match="a need for 3, expected at most 2"):
+    with pytest.raises(OutOfBlocksError, match="3 needed, and 2 of the pool"):
         pool.allocate(3)
     assert str(pickle.loads(pickle.dumps(raised.value))) == message
 

@@ -115,3 +115,89 @@ def test_another_number_of_sequences_is_refused():
 def test_sizes_that_no_pool_has_are_refused(sizes: tuple[int, int]):
     with pytest.raises(KVCacheValueError, match="got 0, expected an int of at least 1"):
         BlockTable(*sizes)
+
+
+class Padded:
+    """A table of layers with a window: what each sequence holds are its tokens, and padding is nothing."""
+
+    def __init__(self, block_size: int, window: int):
+        self.table = BlockTable(100, block_size, sliding_window=window)
+        self.slots = torch.full((100, block_size), -1)
+        self.window = window
+        self.is_token = np.empty((0, 0), np.bool_)
+        self.tokens: list[list[int]] = []
+        self.written = 0
+
+    def grow(self, is_new: np.ndarray) -> None:
+        start, end = self.is_token.shape[1], self.is_token.shape[1] + is_new.shape[1]
+        if not start:
+            self.tokens, self.is_token = [[] for _ in is_new], np.empty((len(is_new), 0), np.bool_)
+        before = [len(tokens) for tokens in self.tokens]
+        self.is_token = np.concatenate([self.is_token, is_new], axis=1)
+        step = self.table.grow(len(is_new), start, end, CPU, is_token=self.is_token, free_passed=True)
+        new = np.arange(self.written, self.written + is_new.size).reshape(is_new.shape)
+        self.written += is_new.size
+        for tokens, row, shown in zip(self.tokens, new, is_new, strict=True):
+            tokens.extend(row[shown].tolist())
+        slots, numbers = step.slot_mapping.numpy(), new.ravel()
+        assert ((slots >= 0) == is_new.ravel()).all()
+        self.slots[step.copy_to] = self.slots[step.copy_from]
+        self.slots.view(-1)[slots[slots >= 0]] = torch.from_numpy(numbers[slots >= 0])
+        stored = np.arange(is_new.size) if step.stored is None else step.stored.numpy()
+        assert stored.tolist() == np.flatnonzero(is_new).tolist()
+        assert step.cu_q_lens.tolist() == [0, *np.cumsum(is_new.sum(axis=1))]
+        assert step.seq_lens.tolist() == [len(tokens) for tokens in self.tokens]
+        size = self.slots.shape[1]
+        for row, tokens, num_before in zip(step.block_table.numpy(), self.tokens, before, strict=True):
+            first = max(num_before - self.window + 1, 0)
+            found = self.slots[row].flatten()[first : len(tokens)]
+            assert found.tolist() == tokens[first:]
+            assert (row[first // size : -(-len(tokens) // size)] >= 0).all()
+            assert (row[: first // size] == -1).all()
+
+    def truncate(self, length: int) -> None:
+        kept = self.is_token[:, :length].sum(axis=1)
+        self.table.truncate(length)
+        self.is_token = self.is_token[:, :length]
+        self.tokens = [tokens[:number] for tokens, number in zip(self.tokens, kept, strict=True)]
+
+
+@given(block_size=st.integers(1, 5), window=st.integers(1, 9), num_seqs=st.integers(1, 3), data=st.data())
+def test_windows_see_their_tokens_whatever_is_padding(block_size: int, window: int, num_seqs: int, data: st.DataObject):
+    padded = Padded(block_size, window)
+    for _ in range(data.draw(st.integers(1, 9))):
+        shape = len(padded.tokens) if padded.is_token.shape[1] else num_seqs, data.draw(st.integers(1, 7))
+        start = padded.is_token.shape[1]
+        bits = st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])
+        padded.grow(np.array(data.draw(bits)).reshape(shape))
+        what = data.draw(st.sampled_from(["go on", "take back", "select"]))
+        if what == "take back":
+            padded.truncate(data.draw(st.integers(start, padded.is_token.shape[1])))
+        elif what == "select":
+            chosen = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=3)))
+            padded.table.select(chosen)
+            padded.is_token, padded.tokens = padded.is_token[chosen], [[*padded.tokens[index]] for index in chosen]
+
+
+def test_a_length_that_a_window_cannot_go_on_from_is_refused_and_nothing_is_cut():
+    table = BlockTable(9, 2, sliding_window=3)
+    for start in range(0, 12, 2):
+        table.grow(1, start, start + 2, CPU, free_passed=True)
+    assert table.num_used_blocks == 2
+    for length in (1, 9):
+        with pytest.raises(KVCacheValueError, match=rf"tokens_to_remove: got -{12 - length}, expected at most the tok"):
+            table.truncate(length)
+    assert table.grow(1, 12, 13, CPU, free_passed=True).seq_lens.tolist() == [13]
+    table.truncate(0)
+    assert table.num_used_blocks == 0
+
+
+def test_padding_that_is_another_than_it_was_is_refused():
+    table = BlockTable(9, 2)
+    table.grow(2, 0, 4, CPU, is_token=np.array([[0, 1, 1, 1], [1, 1, 1, 1]], np.bool_))
+    assert table.has_padding
+    message = (
+        "attention_mask: got 4 tokens among the first 4 positions of sequence 0, expected 3, which the cache holds"
+    )
+    with pytest.raises(KVCacheValueError, match=message):
+        table.grow(2, 4, 5, CPU)

@@ -161,8 +161,18 @@ def test_a_cache_is_a_pytree_of_one_leaf(dtype):
 
 
 def test_a_cache_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        KVCache.allocate(simple_spec(), 2).kv = None
+    cache = KVCache.allocate(simple_spec(), 2, num_layers=3)
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    for name, value in fields.items():
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(cache, name, None)
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot delete field '{name}'"):
+            delattr(cache, name)
+        assert getattr(cache, name) is value
+    with pytest.raises(AttributeError):
+        cache.other = None
+    other = dataclasses.replace(cache, num_layers=None)
+    assert (other.kv, other.spec, other.sharding, other.num_layers) == (cache.kv, cache.spec, None, None)
 
 
 def test_a_cache_is_equal_only_to_itself():

@@ -32,7 +32,6 @@ from kvjax import (
     reshape_and_cache_flash_diffkv,
     swap_blocks,
 )
-from kvjax.ops import values
 
 FP8 = simple_spec(KVCacheDType.FP8_E4M3)
 NUM_BLOCKS = 4  # of 8 tokens: 32 slots
@@ -108,6 +107,7 @@ SEQUENCE_ERRORS = [
     ),
     ({"block_table": with_entry(TABLE, (1, 1), 4)}, "block_table[1, 1]: got 4, expected between 0 and 3, or -1"),
 ]
+WINDOW_ERRORS = [({"sliding_window": jnp.int32(-3)}, "sliding_window: got -3, expected at least 1")]
 PAIRS_ERRORS = [
     (
         {"pairs": with_entry(PAIRS, 3, [4, 0])},
@@ -124,7 +124,7 @@ CASES = [
         (write, SLOT_ERRORS + SCALE_ERRORS),
         (write_diffkv, SLOT_ERRORS[:1] + SCALE_ERRORS[:1]),
         (gather, SEQUENCE_ERRORS + SCALE_ERRORS),
-        (attend, SEQUENCE_ERRORS[:1] + SEQUENCE_ERRORS[-1:] + SCALE_ERRORS[:1]),
+        (attend, SEQUENCE_ERRORS[:1] + SEQUENCE_ERRORS[-1:] + SCALE_ERRORS[:1] + WINDOW_ERRORS),
         (
             copy,
             [
@@ -428,7 +428,7 @@ def test_sequences_against_a_plain_loop(sequences):
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
 def test_scales_of_every_layer_are_looked_at(dtype):
-    """An unquantized layer ignores its scale, but one that is no number is a mistake there too."""
+    """An unquantized layer ignores its scale, but a wrong one is a mistake there too."""
     cache = poisoned(simple_spec(dtype), NUM_BLOCKS)
     assert can_write("xla", cache.spec)
     with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"k_scale: got 0\.0, expected between"):
@@ -436,7 +436,7 @@ def test_scales_of_every_layer_are_looked_at(dtype):
 
 
 def test_the_range_of_scales_is_the_documented_one():
-    check = functools.partial(values.check_scale, "k_scale")
+    check = functools.partial(kvjax.check_scale, "k_scale")
     for scale in (2.0**-100, 2.0**100, [1.0, 2.0**-100]):
         check(jnp.asarray(scale, jnp.float32))
     for scale in (2.0**-101, 2.0**101, -1.0):

@@ -77,7 +77,10 @@ def test_narrow_dtypes_stay_near_float32(rows):
         "bfloat16": (5e-3, 0.98),
         "fp8_e4m3": (0.03, 0.94),
         "fp8_e5m2": (0.06, 0.90),
+        "fp8_per_token_head": (0.03, 0.94),
+        "int8_per_token_head": (0.03, 0.94),
         "nvfp4": (0.08, 0.85),
+        "nvfp4_4over6": (0.08, 0.85),
     }
     assert len(rows) > 1
     for dtype in rows.keys() - {"float32"}:
@@ -104,7 +107,10 @@ def test_memory_is_what_the_specs_say(rows):
         "bfloat16": 2 * elements,
         "fp8_e4m3": elements,
         "fp8_e5m2": elements,
+        "fp8_per_token_head": elements * 68 // 64,
+        "int8_per_token_head": elements * 68 // 64,
         "nvfp4": elements * 9 // 16,
+        "nvfp4_4over6": elements * 9 // 16,
     }
     for dtype, row in rows.items():
         assert row["bytes_per_token"] == expected[dtype]
@@ -119,6 +125,7 @@ def test_every_way_to_find_scales_has_its_row(result, rows):
         "fp8_e4m3": per_tensor | {"amax, per head", "mse, per head"},
         "fp8_e5m2": per_tensor | {"amax, per head", "mse, per head"},
         "nvfp4": per_tensor,
+        "nvfp4_4over6": per_tensor,
     }
     assert ways == {(dtype, way) for dtype in rows for way in expected.get(dtype, ())}
 

@@ -54,7 +54,8 @@ def serve_all(model: Model, dtype: kvjax.KVCacheDType, requests: list[Request]) 
     """Serves from a poisoned pool, of one size for all tests, so that each dtype compiles once."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
-    engine = dataclasses.replace(engine, caches=jax.tree.map(poisoned, engine.caches))
+    caches = tuple(dataclasses.replace(cache, kv=poisoned(cache.kv)) for cache in engine.caches)
+    engine = dataclasses.replace(engine, caches=caches)
     return serve(engine, requests, pool, SERVE), pool
 
 
@@ -118,7 +119,7 @@ def test_sampling_repeats_with_its_seed(model):
 def test_too_small_a_pool_is_refused(model, requests):
     pool = BlockPool(2, BLOCK_SIZE)
     engine = model.engine(kvjax.KVCacheDType.FLOAT32, pool.num_blocks, BLOCK_SIZE)
-    with pytest.raises(kvjax.OutOfBlocksError, match="got a need for 2, expected at most 0, those of the pool's 2"):
+    with pytest.raises(kvjax.OutOfBlocksError, match="2 needed, and 0 of the pool's 2 are free"):
         serve(engine, requests, pool, SERVE)
 
 
@@ -139,9 +140,12 @@ def test_scales_let_the_largest_fill_the_range(model, dtype):
     """Those of the engine: the largest key and value of what the sample text stores."""
     [stored] = model.samples
     engine = model.engine(dtype, NUM_BLOCKS, BLOCK_SIZE)
-    for scales, layer in zip(engine.scales, stored, strict=True):
-        largest = [np.abs(x).max() / np.float32(dtype.info.max) if dtype.is_quantized else 1 for x in layer]
-        np.testing.assert_allclose(scales, largest, rtol=1e-6)
+    for cache, layer in zip(engine.caches, stored, strict=True):
+        if dtype.takes_scale:
+            largest = [np.abs(x).max() / np.float32(dtype.info.max) for x in layer]
+            np.testing.assert_allclose([cache.k_scale, cache.v_scale], largest, rtol=1e-6)
+        else:
+            assert (cache.k_scale, cache.v_scale) == (None, None)
 
 
 def test_samples_are_what_the_cache_stores(model, texts):

@@ -31,7 +31,10 @@ NAMES = {
     "fp8": KVCacheDType.FP8_E4M3,
     "fp8_e4m3": KVCacheDType.FP8_E4M3,
     "fp8_e5m2": KVCacheDType.FP8_E5M2,
+    "fp8_per_token_head": KVCacheDType.FP8_PER_TOKEN_HEAD,
+    "int8_per_token_head": KVCacheDType.INT8_PER_TOKEN_HEAD,
     "nvfp4": KVCacheDType.NVFP4,
+    "nvfp4_4over6": KVCacheDType.NVFP4_4OVER6,
 }
 
 
@@ -100,13 +103,29 @@ def test_storage_of_each_dtype():
         KVCacheDType.BFLOAT16: (ml_dtypes.bfloat16, KVQuantMode.NONE, float(ml_dtypes.finfo(jnp.bfloat16).max)),
         KVCacheDType.FP8_E4M3: (ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, 448.0),
         KVCacheDType.FP8_E5M2: (ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR, 57344.0),
+        KVCacheDType.FP8_PER_TOKEN_HEAD: (ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TOKEN_HEAD, 448.0),
+        KVCacheDType.INT8_PER_TOKEN_HEAD: (np.int8, KVQuantMode.INT8_PER_TOKEN_HEAD, 127.0),
         KVCacheDType.NVFP4: (np.uint8, KVQuantMode.NVFP4, 6.0 * 448.0),
+        KVCacheDType.NVFP4_4OVER6: (np.uint8, KVQuantMode.NVFP4, 6.0 * 448.0),
     }
 
 
-def test_only_fp8_and_nvfp4_are_quantized():
-    quantized = {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized}
-    assert quantized == {KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4}
+def test_only_dtypes_that_are_quantized_by_tensor_take_scales():
+    take_scales = {
+        *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
+        *(KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6),
+    }
+    per_token_head = {KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD}
+    assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.takes_scale} == take_scales
+    assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized} == take_scales | per_token_head
+    assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode.is_per_token_head} == per_token_head
+
+
+def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
+    others = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype is not KVCacheDType.NVFP4_4OVER6]
+    assert [dtype.byte_format for dtype in others] == others
+    assert KVCacheDType.NVFP4_4OVER6.byte_format is KVCacheDType.NVFP4
+    assert KVCacheDType.NVFP4_4OVER6.info == KVCacheDType.NVFP4.info
 
 
 @pytest.mark.parametrize(
@@ -117,7 +136,10 @@ def test_only_fp8_and_nvfp4_are_quantized():
         (KVCacheDType.BFLOAT16, (256, 0)),
         (KVCacheDType.FP8_E4M3, (128, 0)),
         (KVCacheDType.FP8_E5M2, (128, 0)),
+        (KVCacheDType.FP8_PER_TOKEN_HEAD, (128, 4)),
+        (KVCacheDType.INT8_PER_TOKEN_HEAD, (128, 4)),
         (KVCacheDType.NVFP4, (64, 8)),
+        (KVCacheDType.NVFP4_4OVER6, (64, 8)),
     ],
 )
 def test_bytes_of_one_head_of_one_token(dtype: KVCacheDType, row: tuple[int, int]):

@@ -51,7 +51,6 @@ VALUE, TYPE = KVCacheValueError, KVCacheTypeError
 NO_SCALES = [
     ([0.0, -1.0], "got [0.0, -1.0] of type list, expected a number or an array of numbers: numpy.array(k_scale, "),
     ("-1", "got '-1' of type str, expected a number or an array of numbers"),
-    (None, "got None of type NoneType, expected a number or an array of numbers"),
     (True, "got True of type bool, expected a number or an array of numbers"),
     (np.array(["1"]), "got dtype <U1, expected numbers, such as float32"),
     (jnp.array([True, True]), "got dtype bool, expected numbers, such as float32"),
@@ -136,10 +135,13 @@ ATTENTION_ERRORS = [
     ({"query": QUERY[:, :5]}, VALUE, "query: got num_heads=5, expected a multiple of num_kv_heads=2"),
     ({"query": QUERY[:, :0]}, VALUE, "query: got num_heads=0, expected a multiple of num_kv_heads=2"),
     ({"query": QUERY[:2]}, VALUE, "block_table: got shape (4, 2), expected [num_seqs=2, max_blocks]"),
-    ({"sliding_window": 0}, VALUE, "sliding_window: got 0, expected a positive int or None"),
-    ({"sliding_window": -4}, VALUE, "sliding_window: got -4, expected a positive int or None"),
-    ({"sliding_window": 4.0}, TYPE, "sliding_window: got 4.0 of type float, expected an int or None"),
-    ({"sliding_window": True}, TYPE, "sliding_window: got True of type bool, expected an int or None"),
+    ({"sliding_window": 0}, VALUE, "sliding_window: got 0, expected a positive int, an integer scalar, "),
+    ({"sliding_window": -4}, VALUE, "sliding_window: got -4, expected a positive int, an integer scalar, "),
+    ({"sliding_window": 4.0}, TYPE, "sliding_window: got 4.0 of type float, expected an int, an integer scalar, "),
+    ({"sliding_window": True}, TYPE, "sliding_window: got True of type bool, expected an int, an integer scalar, "),
+    ({"sliding_window": "full"}, TYPE, "sliding_window: got 'full' of type str, expected an int, an integer scalar, "),
+    ({"sliding_window": jnp.float32(4)}, TYPE, "sliding_window: got dtype float32, expected one of int32, int64"),
+    ({"sliding_window": jnp.array([4, 4])}, VALUE, "sliding_window: got shape (2,), expected []"),
     ({"query": QUERY[:, None, None]}, VALUE, "query: got shape (4, 1, 1, 6, 64), expected [num_seqs, num_heads, head"),
     ({"query": QUERY[:, None, :3]}, VALUE, "query: got num_heads=3, expected a multiple of num_kv_heads=2"),
     ({"query": QUERY[:, None, :, :8]}, VALUE, "query: got shape (4, 1, 6, 8), expected [num_seqs, q_len, num_heads, h"),
@@ -264,11 +266,10 @@ def test_an_array_of_the_other_layout_is_named_as_such(operation):
     [
         (lambda cache, n: KVCache.allocate(FP8, n), "num_blocks: got "),
         (lambda cache, n: simple_spec(block_size=n), "FullAttentionSpec.block_size: got "),
-        (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, sliding_window=n), "sliding_window: got "),
         (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, sm_scale=n), "sm_scale: got "),
         (lambda cache, n: paged_attention(QUERY, cache, TABLE, LENS, logits_soft_cap=n), "logits_soft_cap: got "),
     ],
-    ids=["num_blocks", "block_size", "sliding_window", "sm_scale", "logits_soft_cap"],
+    ids=["num_blocks", "block_size", "sm_scale", "logits_soft_cap"],
 )
 def test_what_a_program_is_made_of_has_to_be_known_when_it_is_traced(call, message):
     cache = poisoned(FP8, 2)

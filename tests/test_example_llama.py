@@ -154,6 +154,21 @@ def test_it_generates_the_tokens_of_transformers_and_reuses_prefixes(name: str, 
     assert generate() == expected
 
 
+@pytest.mark.parametrize("form", [pytest.param("one cache", marks=pytest.mark.full), "scan"])
+def test_layers_of_one_cache_and_layers_in_a_scan_are_the_same(form: str, tmp_path: Path):
+    save("llama-3.1", tmp_path)
+    loaded, other = Loaded(tmp_path), Loaded(tmp_path)
+    kv = jax.numpy.stack([cache.kv for cache in other.caches], axis=1)
+    other.caches = kvjax.KVCache(kv, loaded.caches[0].spec, num_layers=len(loaded.caches))
+    if form == "scan":
+        other.params = llama.stacked(other.params)
+    steps = [each.logits([each.pool.sequence() for _ in LENGTHS], prompts()) for each in (loaded, other)]
+    for expected, got in zip(*steps, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    for layer, cache in enumerate(loaded.caches):
+        np.testing.assert_allclose(other.caches.kv[:, layer], cache.kv, rtol=1e-5, atol=1e-6)
+
+
 @matrix({"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"]}, few={"dtype": ["nvfp4"]})
 def test_every_kind_of_cache_serves(dtype: str, tmp_path: Path):
     model = save("llama", tmp_path)

@@ -25,7 +25,7 @@ from helpers import (
 )
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, ModelKVConfig, gather_kv, resolve_layer_specs
-from kvjax.ops.values import MAX_SCALE, MIN_SCALE
+from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
 
@@ -51,7 +51,7 @@ AXES = {
 
 
 def is_valid(case: dict) -> bool:
-    can_swizzle, takes_per_head = case["dtype"] == "nvfp4", case["dtype"].startswith("fp8")
+    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
 
 
@@ -142,7 +142,7 @@ def test_reads_every_byte_pattern(implementation, dtype):
             (assert_same_bytes if out == spec.storage_dtype else assert_same_floats)(np.asarray(dense), expected)
 
 
-@matrix({"dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized], "scale": [MIN_SCALE, MAX_SCALE]})
+@matrix({"dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.takes_scale], "scale": [MIN_SCALE, MAX_SCALE]})
 def test_the_accepted_extremes_of_a_scale(implementation, dtype, scale):
     spec = simple_spec(dtype)
     key, value = (x * np.float32(scale) for x in kv_tokens(spec, 8, specials=False))

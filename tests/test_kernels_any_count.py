@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import BFLOAT16, attention_kernels, gather_kernel, page_memory, write_kernel
+from any_count import (
+    BFLOAT16,
+    attention_kernels,
+    gather_kernel,
+    interleaved_memory,
+    page_memory,
+    scale_memory,
+    write_kernel,
+)
 from gpu_compile import TARGETS, compile_for, why_not
 from helpers import FEW_DTYPES, assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
@@ -63,11 +71,75 @@ def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, opera
     assert set(parameters) <= {".u64", ".b64"}
 
 
+def interleaved_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
+    spec = simple_spec(dtype, num_kv_heads=2, head_size=128, head_size_v=64)
+    pages, scale_pages = interleaved_memory(spec)
+    if operation == "gather":
+        return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1), scale_pages)
+    rows = [kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size, 16) for size in (spec.head_size, spec.head_size_v)]
+    options = {"unique_slots": False, "scale_pages": scale_pages}
+    return kernels.write_kernel(spec, (rows[0], rows[1]), pages, np.dtype(np.int64), (1, 1), **options)
+
+
+def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) -> list[jax.Array]:
+    return interleaved_kernel(dtype, operation).function(*arrays)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@matrix(
+    {
+        "dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode.is_per_token_head],
+        "operation": ["write", "gather"],
+        "target": TARGETS,
+    },
+    few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "target": ["h100"]},
+)
+def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target):
+    """Of vLLM's pages, whose scales leave everything at multiples of four bytes."""
+    launch = pytest.importorskip("kvjax_torch.launch")
+    args = interleaved_kernel(dtype, operation).args
+    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    function = functools.partial(call_interleaved, dtype, operation)
+    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
+    assert kernel.spill_bytes == 0
+    parameters = re.findall(r"^\s*\.param (.*?) \w+_param_\d+", kernel.ptx, re.MULTILINE)
+    assert len(parameters) == len(args)
+
+
+def test_interpreted_kernels_serve_scales_between_rows():
+    dtype = KVCacheDType.INT8_PER_TOKEN_HEAD
+    spec = simple_spec(dtype, num_kv_heads=2, head_size=128, head_size_v=64)
+    key, value = kv_tokens(spec, 5, BFLOAT16)
+    slots = np.array([7, -1, 16, 3, 99], np.int64)
+    expected = run_write("xla", key, value, poisoned(spec, NUM_BLOCKS), slots.astype(np.int32))
+    starts = 0, spec.head_size + 4, spec.head_size, spec.head_size + 4 + spec.head_size_v  # K, V, their scales
+    memory = np.zeros((NUM_BLOCKS, spec.page_size_bytes), np.uint8)
+    with interpret_mode(), jax.enable_x64(True):
+        rows = [jnp.asarray(x).reshape(5, -1) for x in (key, value)]
+        words = jax.lax.bitcast_convert_type(jnp.asarray(slots), jnp.int32).reshape(-1)
+        numbers = 5, NUM_BLOCKS * spec.block_size - 1, *[0] * 7
+        parts = interleaved_kernel(dtype, "write").with_numbers(numbers, 5, words, *rows, *[jnp.asarray(memory)] * 4)
+        for start, part in zip(starts, parts, strict=True):  # each as if it began where its own bytes do
+            memory |= np.roll(np.asarray(part), start)
+        table, lengths = jnp.array([2, 0, 1], jnp.int32), jnp.array([24], jnp.int32)
+        kernel = interleaved_kernel(dtype, "gather")
+        dense = [jnp.zeros((3 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
+        keys, values, *of_scales = (jnp.asarray(np.roll(memory, -start)) for start in starts)
+        numbers = 3, 3, NUM_BLOCKS - 1, *[0] * 8
+        read = kernel.with_numbers(numbers, 3, table, lengths, *of_scales, keys, values, *dense)
+        jax.block_until_ready(read)
+    wanted = gather_kv(expected, table[None], lengths, dtype=BFLOAT16, implementation="xla")
+    stored = np.isin(np.array([16 + i for i in range(8)] + [*range(16)]), slots)
+    for got, want in zip(read, wanted, strict=True):
+        assert_same_bytes(np.asarray(got)[stored], np.asarray(want)[0][stored])
+        assert not np.asarray(got)[~stored].any()
+
+
 def attention_kernel(operation: str, dtype: KVCacheDType, options: dict[str, Any]) -> kernels.AnyCount:
     options = dict(options)
     sizes = {name: options.pop(name) for name in ("head_size", "layout", "block_size") if name in options}
     spec = simple_spec(dtype, **{"num_kv_heads": 8, "head_size": 128, "block_size": 16} | sizes)
-    decode, merge, _ = attention_kernels(spec, **options).of(1 if operation == "merge of few" else 64)
+    decode, merge, _ = attention_kernels(spec, **options).of(1 if operation == "merge of few" else 64, 64)
     return decode if operation == "decode" else merge
 
 
@@ -161,7 +233,7 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads):
     for least, config in ladder.items():
         assert config.tokens == 1 or config.tokens * num_heads * 256 <= write.ELEMENTS[spec.quant_mode]
         assert config.num_programs(least) >= min(least, write.PROGRAMS)
-        assert config.halves_apart == (least == 1 and dtype is KVCacheDType.NVFP4)
+        assert config.halves_apart == (least == 1 and spec.stores_scales)
 
 
 @matrix(
@@ -187,33 +259,37 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     cache = poisoned(spec, NUM_BLOCKS)
     scales = {"k_scale": np.float32(0.3), "v_scale": np.float32(1.7)}
     expected = run_write("xla", key, value, cache, slots, **scales)
-    k_scale, v_scale = (jnp.full(1, scale, jnp.float32) for scale in scales.values())
+    both_scales = [jnp.full(1, scale, jnp.float32) for scale in scales.values()]
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
     rows = [with_gaps(jnp.asarray(x), spec) for x in (key, value)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
-    row_beginning = BEFORE // 2 if dtype is KVCacheDType.NVFP4 else BEFORE
+    row_beginning = BEFORE // 2 if dtype.byte_format is KVCacheDType.NVFP4 else BEFORE
+    in_pages = spec.quant_mode.is_per_token_head  # what the scales lie in, which are then taken for keys and for values
+    scale_beginning = 0 if in_pages else 1
     with interpret_mode():
         kernel = write_kernel(spec, np.int32, unique_slots=unique_slots)
         written = kernel.with_numbers(
-            (num_tokens, last_slot, 1, row_beginning, row_beginning, 0, 0, 1, 1),
+            (num_tokens, last_slot, 1, row_beginning, row_beginning, 0, 0, scale_beginning, scale_beginning),
             num_tokens,
             behind_another(slots),
             *rows,
             pages,
             pages,
-            behind_another(k_scale),
-            behind_another(v_scale),
+            *([pages] * 2 if in_pages else map(behind_another, both_scales)),
         )
-        # Of keys and values each has its own copy of the pages here; put together, they are the cache.
-        changed = jnp.where(bits(written[1]) != bits(pages), bits(written[1]), bits(written[0]))
+        # Of what is written each has its own copy of the pages here; put together, they are the cache.
+        changed = bits(written[0])
+        for other in map(bits, written[1:]):
+            changed = jnp.where(other != bits(pages), other, changed)
         assert_same_bytes(np.asarray(changed).view(np.uint8).reshape(NUM_BLOCKS, -1), page_bytes(expected))
 
         full = expected.kv.reshape(NUM_BLOCKS, -1)
         table, lengths = jnp.array([NUM_BLOCKS, 0, 2, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
-        small = map(behind_another, (table, lengths, k_scale, v_scale))
-        read = kernel.with_numbers((2, 2, NUM_BLOCKS - 1, *[1] * 4, *[0] * 4), 4, *small, full, full, *dense)
+        small = *map(behind_another, (table, lengths)), *([full] * 2 if in_pages else map(behind_another, both_scales))
+        numbers = 2, 2, NUM_BLOCKS - 1, 1, 1, scale_beginning, scale_beginning, *[0] * 4
+        read = kernel.with_numbers(numbers, 4, *small, full, full, *dense)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
     for got, want in zip(read, wanted, strict=True):
@@ -230,8 +306,9 @@ def late_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
     rows = kernels.RowMemory(BFLOAT16, spec.num_kv_heads * spec.head_size, 16)
     pages = page_memory(spec)
     if operation == "gather":
-        return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1))
-    return kernels.write_kernel(spec, (rows, rows), pages, np.dtype(np.int64), (1, 1), unique_slots=False)
+        return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1), scale_memory(spec))
+    options = {"unique_slots": False, "scale_pages": scale_memory(spec)}
+    return kernels.write_kernel(spec, (rows, rows), pages, np.dtype(np.int64), (1, 1), **options)
 
 
 def late_numbers(operation: str) -> tuple[int, ...]:

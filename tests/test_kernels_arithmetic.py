@@ -10,7 +10,7 @@ from helpers import INPUT_DTYPES, assert_same_bytes, matrix
 from interpret_mode import interpret_mode
 from test_quant import SCALES, adversarial_blocks, all_values, around_midpoints, finite_values
 
-from kvjax import quant
+from kvjax import KVCacheDType, quant
 from kvjax.kernels import arithmetic
 
 
@@ -24,14 +24,17 @@ def test_pairs_of_e2m1_codes(source):
     assert_same_bytes(np.asarray(pairs), np.asarray(codes | codes[::-1] << 4))
 
 
-@matrix({"source": INPUT_DTYPES, "scale": SCALES})
-def test_blocks(source, scale):
+KERNELS = {KVCacheDType.NVFP4: arithmetic.encode_nvfp4, KVCacheDType.NVFP4_4OVER6: arithmetic.encode_nvfp4_4over6}
+
+
+@matrix({"dtype": KERNELS, "source": INPUT_DTYPES, "scale": SCALES})
+def test_blocks(dtype, source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = jnp.asarray(adversarial_blocks(scale).astype(INPUT_DTYPES[source]))
-    data, block_scales = quant.encode_nvfp4(x, scale)
+    data, block_scales = quant.encode_nvfp4(x, scale, dtype)
     pairs = (x[:, ::2], x[:, 1::2]) if source == "float32" else (np.asarray(x).view(np.uint32),)
     with interpret_mode():
-        got = arithmetic.encode_nvfp4(pairs, x.dtype, jnp.float32(scale), lambda column: jnp.tile(column[:, None], 8))
+        got = KERNELS[dtype](pairs, x.dtype, jnp.float32(scale), lambda column: jnp.tile(column[:, None], 8))
     assert_same_bytes(np.asarray(got[0]), np.asarray(data))
     assert_same_bytes(np.asarray(got[1]), np.asarray(block_scales)[:, 0].view(np.uint8))
 

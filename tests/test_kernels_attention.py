@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import types
 from typing import Any
 
 import attention_suite as suite
@@ -18,15 +20,18 @@ from helpers import simple_spec
 from interpret_mode import interpret_mode
 from jax import lax
 
-from kvjax import KVCache, KVCacheDType, UnsupportedError, paged_attention, quant
-from kvjax.kernels.attention import choose, lanes, rows_a_pass, scratch, why_not
-from kvjax.kernels.attention.formats import CONVERTED_WORDS, SERVED_DTYPES, Format
+from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
+from kvjax.kernels import attention, placement
+from kvjax.kernels.attention import choose, lanes, rows_a_pass, schedule, scratch, why_not
+from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import Problem
-from kvjax.kernels.attention.stages import Ring
+from kvjax.kernels.attention.ring import Ring
 from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
+from kvjax.kernels.target import Target, tracing_for
 
-STATIC = ("sm_scale", "sliding_window", "logits_soft_cap")
+SERVED = [dtype for dtype in KVCacheDType if dtype is not KVCacheDType.AUTO]
+STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "batch_invariant")
 
 
 def attend(query: Any, *args: Any, **options: Any) -> Any:
@@ -47,6 +52,9 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         pytest.param(Case("float16", lengths=(37,), head_size=80), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=80, v_scale_layout="swizzled"), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=128, query_dtype="float16"), marks=pytest.mark.full),
+        pytest.param(Case("float32", lengths=(37, 5), window=20), marks=pytest.mark.full),
+        pytest.param(Case("float32", "float16", "HND", lengths=(20,), head_size_v=36, q_len=2), marks=pytest.mark.full),
+        pytest.param(Case("float32", lengths=(37,), block_size=8, head_size=80, group=5), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=16, group=16), marks=pytest.mark.full),  # states fill more
     ],
     ids=str,
@@ -54,6 +62,67 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
 def test_interpreted_it_is_right(case):
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(attend))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
+    problem = suite.build(Case("nvfp4", lengths=(20, 3), num_kv_heads=1, v_scale_layout=layout))
+    with tracing_for(Target(148, (10, 0))):
+        suite.assert_right(problem, *problem.run(attend))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("nvfp4", lengths=(70, 20), num_kv_heads=1, sinks=True),
+        Case("bfloat16", lengths=(40, 0, 300), window=200, q_len=2),
+    ],
+    ids=str,
+)
+def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
+    """Of parts of two stages and of more, several to a sequence."""
+    monkeypatch.setattr(attention, "PART_TOKENS", 64)
+    monkeypatch.setattr(schedule, "MOST_PARTS", 3)
+    run = functools.partial(attend, batch_invariant=True)
+    problem = suite.build(case)
+    suite.assert_right(problem, *problem.run(run))
+    suite.check_alone(case, run, sequences=range(len(case.seq_lens)))
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatch):
+    monkeypatch.setattr(lanes, "thread_index", lambda: jnp.arange(THREADS))  # in a kernel it has a layout
+    rng, least, rows, num_blocks = np.random.default_rng(0), 3, 16, 5
+    for num_seqs in (7, 40):
+        lens = rng.choice([0, 1, 47, 48, 49, 700, 20_000], num_seqs).astype(np.int32)
+        spec = simple_spec(KVCacheDType.BFLOAT16)
+        problem = problem_of(spec, num_seqs=num_seqs, max_blocks=2048, window=window)
+
+        @jax.jit
+        def share(block, lens, problem=problem):
+            sequences = schedule.Sequences(problem, rows, jax.new_ref(lens))
+            return sequences.share_of_parts(block, num_blocks, least)[:3]
+
+        with interpret_mode():
+            shares = [[int(x) for x in share(block, lens)] for block in range(num_blocks)]
+        sequences = schedule.Sequences(problem, rows, None)
+        counts = np.asarray(sequences.stages(jnp.asarray(lens))[1]).tolist()
+        sizes = np.asarray(sequences.part(jnp.asarray(counts), least)).tolist()
+        parts = [range(0, count, size) for count, size in zip(counts, sizes, strict=True)]
+        expected = [(seq, start) for seq, starts in enumerate(parts) for start in starts]
+        assert max(map(len, parts)) <= sequences.most_parts(least) <= schedule.MOST_PARTS
+        taken = []
+        for sequence, skipped, left in shares:
+            while left > 0:
+                if counts[sequence]:
+                    taken.append((sequence, skipped))
+                num_stages = min(counts[sequence] - skipped, sizes[sequence])
+                skipped, left = skipped + num_stages, left - num_stages
+                if skipped == counts[sequence]:
+                    sequence, skipped = sequence + 1, 0
+        assert taken == expected, (lens, shares)
 
 
 def interpreted(function: Any, *registers: np.ndarray) -> list[np.ndarray]:
@@ -75,10 +144,11 @@ def decoded(words: np.ndarray, scale: float) -> np.ndarray:
     return np.asarray(quant.decode_nvfp4(both, scales, 1.0))[:, :8]
 
 
+@pytest.mark.parametrize("by_instruction", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.001953125, 448.0])
-def test_each_code_of_a_key_is_decoded_exactly(scale):
+def test_each_code_of_a_key_is_decoded_exactly(scale, by_instruction):
     """Over all 256 pairs of codes in each place of a word, shifted and converted."""
-    fmt = Format.of(KVCacheDType.NVFP4)
+    fmt = Format.of(KVCacheDType.NVFP4, converts_e2m1=by_instruction)
     low, high = np.divmod(np.arange(256, dtype=np.uint32), 16)
     for chunk in range(2):
         codes = (low | high << 4)[chunk * THREADS :][:THREADS] * np.uint32(0x01010101)
@@ -94,8 +164,9 @@ def test_each_code_of_a_key_is_decoded_exactly(scale):
     assert CONVERTED_WORDS, "one of the two ways is not tested"
 
 
-def test_each_code_of_a_value_is_decoded_exactly():
-    fmt = Format.of(KVCacheDType.NVFP4)
+@pytest.mark.parametrize("by_instruction", [False, True])
+def test_each_code_of_a_value_is_decoded_exactly(by_instruction):
+    fmt = Format.of(KVCacheDType.NVFP4, converts_e2m1=by_instruction)
     word = np.arange(THREADS, dtype=np.uint32) * np.uint32(0x02040811)
     scales = np.float16([0.5, 448.0]).view(np.uint16).astype(np.uint32)
     pair = np.full(THREADS, scales[0] | scales[1] << 16, np.uint32)
@@ -117,6 +188,24 @@ def test_each_fp8_byte_is_decoded_exactly(dtype):
         np.testing.assert_array_equal(halves(got), expected[:, list(dims)])
     for element, got in enumerate(interpreted(lambda w: fmt.value_pairs(w, None), word)):
         np.testing.assert_array_equal(halves(got), expected[:, [element, element + 2]])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_float32_is_a_sum_of_terms(count):
+    """Of three exactly; each has the sign of the whole and 8 of its bits. A NaN stays one."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**31, (2, THREADS), dtype=np.uint32) | rng.integers(0, 2, (2, THREADS), np.uint32) << 31
+    x, y = bits.view(np.float32)
+    usual = (np.abs([x, y]) > 1e-20) & (np.abs([x, y]) < 1e38)  # terms of the smallest are subnormal
+    terms = np.stack(interpreted(lambda x, y: in_terms(x, y, count), *bits))
+    terms = np.stack([terms << 16, terms & 0xFFFF0000], axis=1).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        terms, whole = terms.astype(np.float64), np.stack([x, y]).astype(np.float64)
+        got = terms.sum(axis=0)
+    assert usual.any()
+    np.testing.assert_allclose(got[usual], whole[usual], rtol=0 if count == 3 else 2.0**-16)
+    assert (np.abs(got[usual] - whole[usual]).max() > 0) == (count == 2)
+    assert np.isnan(got[np.isnan(whole)]).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -205,11 +294,20 @@ def test_the_largest_window_is_none():
     jax.jit(run).trace(query, cache, table, lens)  # which traces the kernel, on a CPU too
 
 
-def test_what_it_cannot_serve_has_a_reason():
-    spec = simple_spec(KVCacheDType.FLOAT32)
-    assert why_not(spec) == "it reads no cache of dtype 'float32'"
-    with pytest.raises(UnsupportedError, match="'mosaic' cannot serve this call: it reads no cache of dtype 'float32'"):
-        suite.build(Case("float32")).run(functools.partial(paged_attention, implementation="mosaic"))
+@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head"])
+def test_dtypes_that_it_cannot_serve_are_the_reason(dtype):
+    reason = f"it reads no cache of dtype '{dtype}'"
+    assert why_not(simple_spec(KVCacheDType(dtype))) == reason
+    problem = suite.build(Case(dtype))
+    with pytest.raises(UnsupportedError, match=f"'mosaic' cannot serve this call: {reason}"):
+        problem.run(functools.partial(paged_attention, implementation="mosaic"))
+    query, cache, table, lens = problem.args
+    rows = np.arange(len(lens) + 1, dtype=np.int32)  # one of each sequence
+    with pytest.raises(UnsupportedError, match=reason):
+        ragged_paged_attention(query[:, 0], cache, table, lens, rows, implementation="mosaic")
+
+
+def test_queries_that_it_cannot_serve_have_a_reason():
     with pytest.raises(UnsupportedError, match="its query is float16 or bfloat16; got float32"):
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))
 
@@ -231,11 +329,44 @@ def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_
     suite.assert_right(problem, *problem.run(functools.partial(paged_attention, return_lse=True)))
 
 
+def problem_of(spec: AttentionSpec, *, group: int = 1, num_seqs: int = 1, max_blocks: int, **changes: Any) -> Problem:
+    memory = tuple(PageMemory(regions, spec.page_size_bytes, 256) for regions in spec.regions)
+    problem = Problem(
+        spec, memory, jnp.bfloat16, 1, group * spec.num_kv_heads, num_seqs, max_blocks, max_blocks, (0, 0), 4, 1, False,
+        1.0, None, None, (1, 1), True, False,
+    )  # fmt: skip
+    return dataclasses.replace(problem, **changes)
+
+
+def test_what_is_batch_invariant_is_launched_alike_whatever_the_batch():
+    spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128)
+    batches = [(1, 1), (1, 4096), (33, 64), (256, 4096)]
+    configs = {
+        choose(problem_of(spec, num_seqs=num_seqs, max_blocks=max_blocks, batch_invariant=True), Target())
+        for num_seqs, max_blocks in batches
+    }
+    assert len(configs) == 1
+    assert (
+        len({choose(problem_of(spec, num_seqs=num_seqs, max_blocks=width), Target()) for num_seqs, width in batches})
+        > 1
+    )
+
+
+def test_each_multiprocessor_has_a_block():
+    """One for each group of heads, where a block does not take all of them."""
+    for num_kv_heads, groups in ((8, 1), (32, 4)):
+        problem = problem_of(simple_spec(KVCacheDType.NVFP4, num_kv_heads=num_kv_heads, head_size=128), max_blocks=64)
+        for multiprocessors in (132, 148):
+            config = choose(problem, Target(multiprocessors))
+            assert num_kv_heads // config.heads == groups
+            assert config.blocks * groups == multiprocessors
+
+
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block of threads may have of an H100's."""
 
 
-@pytest.mark.parametrize("dtype", SERVED_DTYPES, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("dtype", SERVED, ids=lambda dtype: dtype.value)
 def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
     for head_size, num_kv_heads, block_size, layout in itertools.product(
         (16, 64, 80, 256, 512), (1, 2, 3, 5, 8, 12), (8, 16, 784), ("NHD", "HND")
@@ -245,12 +376,8 @@ def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
         if why_not(spec) is not None:
             continue
         for max_blocks, rows in itertools.product((0, 8), {1, rows_a_pass(spec)}):
-            memory = tuple(PageMemory(regions, spec.page_size_bytes, 256) for regions in spec.regions)
-            problem = Problem(
-                spec, memory, jnp.bfloat16, 1, rows * num_kv_heads, 1, max_blocks, max_blocks, (0, 0), 4, 1, False, 1.0,
-                None, None, (1, 1), True, False,
-            )  # fmt: skip
-            config = choose(problem)
+            problem = problem_of(spec, group=rows, max_blocks=max_blocks)
+            config = choose(problem, Target())
             buffer, barriers = scratch(problem, config)
             assert buffer + barriers <= SHARED_MEMORY - 1024, shape  # each begins at a multiple of 1,024
             assert barriers == 16 * config.slots > 0, shape
@@ -265,6 +392,10 @@ COMPILED = [
     ("nvfp4", {"v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 2}, {"q_len": 4}),
     ("fp8_e5m2", {"head_size": 80, "num_kv_heads": 3, "block_size": 784}, {}),
     ("float16", {"head_size": 64, "num_kv_heads": 32}, {"q_len": 8}),
+    ("nvfp4", {}, {"batch_invariant": True}),
+    ("nvfp4", {"head_size": 16, "num_kv_heads": 2}, {"q_len": 2}),
+    ("float32", {}, {}),
+    ("float32", {"block_size": 8, "num_kv_heads": 2}, {}),
 ]
 
 
@@ -303,3 +434,41 @@ def test_it_compiles_without_spills(target, dtype, spec, options):
         assert "fence.proxy.async.shared::cta; bar.sync 0;" in kernel.ptx or "st.shared" not in kernel.ptx
     # Nothing copies the cache.
     assert program.temp_size < 64 * 2**20
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(("target", "multiprocessors"), [("h100", 132), ("b200", 148)])
+def test_it_is_launched_for_the_multiprocessors_of_the_target(target, multiprocessors):
+    """The workspace has two parts for each block of threads."""
+    program = compile_for(target, run, *shapes(simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=64)))
+    assert f"f32[{2 * multiprocessors * 4 * 64}]" in program.hlo
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0, 0]
+    # sm_100 converts codes and block scales by instructions; sm_90 has the second of them.
+    ptx = program.kernels[0].ptx
+    assert ("cvt.rn.f16x2.e2m1x2" in ptx, "cvt.rn.f16x2.e4m3x2" in ptx) == (target == "b200", True)
+
+
+def shapes(spec: AttentionSpec) -> tuple[Any, ...]:
+    """The arguments of a call of one sequence."""
+    cache = jax.eval_shape(lambda: KVCache.allocate(spec, 64))
+    query = jax.ShapeDtypeStruct((1, 1, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    return query, cache, jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
+    """Programs that are alike share what was traced; not where they are for other GPUs."""
+    seen = []
+    monkeypatch.setattr(attention, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
+    args = shapes(simple_spec(KVCacheDType.FP8_E5M2, num_kv_heads=3, head_size=16))
+    for multiprocessors in (132, 148, 132):
+        monkeypatch.setattr(placement, "_target", functools.partial(Target, multiprocessors))
+        jax.jit(lambda *args: run(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+    assert [target.multiprocessors for target in seen] == [132, 148]
+
+
+def test_what_a_device_does_not_say_is_that_of_an_h100():
+    assert Target.of(None) == Target() == Target(132, (9, 0))
+    assert Target.of(types.SimpleNamespace(core_count=148, compute_capability="10.0")) == Target(148, (10, 0))
+    assert Target.of(types.SimpleNamespace(num_cores=148)) == Target(148)
+    assert Target(148, (10, 0)).converts_e2m1
+    assert not Target(132, (9, 0)).converts_e2m1

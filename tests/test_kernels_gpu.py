@@ -42,7 +42,7 @@ from kernel_cases import (
 from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
-from kvjax.ops.values import MAX_SCALE, MIN_SCALE
+from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 pytestmark = pytest.mark.gpu
 

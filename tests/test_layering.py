@@ -27,6 +27,7 @@ LAYERS = (
     "block_pool",
     "partition",
     "memory",
+    "scale_values",
     "checkpoint",
     "hf_config",
     "model_config",
@@ -48,7 +49,7 @@ LAYERS = (
 PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
 # An extra of its own: what needs transformers is imported by its users alone.
-NEEDS_TRANSFORMERS = "kvjax_torch.transformers_cache"
+NEED_TRANSFORMERS = ("kvjax_torch.transformers_attention", "kvjax_torch.transformers_cache")
 
 
 class Module(NamedTuple):
@@ -127,8 +128,8 @@ def private_jax_imports(modules: Modules) -> Iterator[str]:
 
 def transformers_imports(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
-        for imported in imported_names(module) if name != NEEDS_TRANSFORMERS else ():
-            if imported.split(".")[0] == "transformers" or defining_module(imported, modules) == NEEDS_TRANSFORMERS:
+        for imported in imported_names(module) if name not in NEED_TRANSFORMERS else ():
+            if imported.split(".")[0] == "transformers" or defining_module(imported, modules) in NEED_TRANSFORMERS:
                 yield f"{name} imports {imported}"
 
 
@@ -166,7 +167,8 @@ ALLOWED = {
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
     "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
     "kvjax_torch/launch.py": "from jax._src import core\nimport torch",
-    "kvjax_torch/transformers_cache.py": "import transformers\nfrom transformers.cache_utils import Cache",
+    "kvjax_torch/transformers_attention.py": "from transformers import AttentionInterface",
+    "kvjax_torch/transformers_cache.py": "import transformers\nfrom kvjax_torch import transformers_attention",
 }
 
 
@@ -206,6 +208,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "import transformers", "kvjax_torch.ops imports transformers"),
         ("kvjax_torch/ops.py", "from transformers import Cache", "kvjax_torch.ops imports transformers.Cache"),
         ("kvjax_torch/ops.py", "from . import transformers_cache", "kvjax_torch.ops imports kvjax_torch.transformers_"),
+        ("kvjax_torch/ops.py", "from . import transformers_attention", "kvjax_torch.ops imports kvjax_torch.transform"),
         ("kvjax/cli.py", "from transformers import Cache", "kvjax.cli imports transformers.Cache"),
         ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
     ],
@@ -252,7 +255,7 @@ def test_importing_the_torch_bridge_loads_no_transformers():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     loaded = set(done.stdout.split())
     assert "kvjax_torch.ops" in loaded
-    assert not loaded & {"transformers", NEEDS_TRANSFORMERS}
+    assert not loaded & {"transformers", *NEED_TRANSFORMERS}
 
 
 @pytest.mark.parametrize("text", ["import jax; jax.devices()", "import jax.numpy as jnp; ZERO = jnp.zeros(1)"])

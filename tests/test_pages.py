@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ SIZES = st.integers(1, 6)
 def specs(draw: st.DrawFn) -> AttentionSpec:
     """Any spec with small pages, of its own page size or part of a pool."""
     dtype = draw(st.sampled_from(STORED_KV_CACHE_DTYPES))
-    in_blocks = dtype is KVCacheDType.NVFP4
+    in_blocks = dtype.byte_format is KVCacheDType.NVFP4
     v_scale_layout = draw(st.sampled_from(VScaleLayout)) if in_blocks else VScaleLayout.LINEAR
     head_sizes = SIZES.map(lambda size: 16 * size) if in_blocks else st.integers(1, 40)
     window = draw(st.none() | st.integers(1, 100))
@@ -107,6 +108,25 @@ def test_nvfp4_regions_stand_in_the_contracts_order():
     swizzled = FullAttentionSpec(8, 2, 64, 32, dtype=KVCacheDType.NVFP4, layout="HND", v_scale_layout="swizzled")
     assert swizzled.regions.k == (PageRegion(0, 32, 256, 32), PageRegion(512, 4, 32, 4))
     assert swizzled.regions.v == (PageRegion(576, 16, 128, 16), PageRegion(832, 2, 16, 2, swizzled=True))
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD])
+def test_regions_with_a_scale_for_each_token_and_head(dtype: KVCacheDType):
+    """`[K | K scales | V | V scales]`: 8 tokens, 2 heads, keys of 64 bytes, values of 32, scales of 4."""
+    spec = FullAttentionSpec(8, 2, 64, 32, dtype=dtype)
+    assert spec.regions.k == (PageRegion(0, 128, 64, 64), PageRegion(1024, 8, 4, 4))
+    assert spec.regions.v == (PageRegion(1088, 64, 32, 32), PageRegion(1600, 8, 4, 4))
+    hnd = FullAttentionSpec(8, 2, 64, 32, dtype=dtype, layout="HND")
+    assert hnd.regions.k == (PageRegion(0, 64, 512, 64), PageRegion(1024, 4, 32, 4))
+    assert hnd.regions.v == (PageRegion(1088, 32, 256, 32), PageRegion(1600, 4, 32, 4))
+
+
+@laws
+@given(specs().filter(lambda spec: spec.quant_mode.is_per_token_head))
+def test_regions_of_whole_groups_of_16_tokens_are_aligned(spec: AttentionSpec):
+    spec = dataclasses.replace(spec, block_size=16 * spec.block_size, page_size_padded=None)
+    assert not any(region.base % 16 for region in itertools.chain(*spec.regions))
+    assert not spec.page_size_bytes % 16
 
 
 def test_separate_regions_follow_one_another():

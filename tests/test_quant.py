@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from fractions import Fraction
 
 import gpu_compile
 import jax
@@ -15,10 +16,11 @@ import reference
 from helpers import INPUT_DTYPES, assert_same_bytes, matrix
 
 from kvjax import KVCacheDType, quant
-from kvjax.ops.values import MAX_SCALE, MIN_SCALE
+from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
 SCALES = [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE]
+PER_TOKEN_HEAD = pytest.mark.parametrize("dtype", reference.PER_TOKEN_HEAD, ids=lambda dtype: dtype.value)
 EACH_SCALE = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -148,6 +150,74 @@ def test_decode_of_every_fp8_byte(dtype, scale):
     assert (np.signbit(decoded) == np.signbit(stored.astype(np.float32)))[~np.isnan(decoded)].all()
 
 
+def adversarial_rows(most: float) -> np.ndarray:
+    """`[rows, 64]` float32: codes on and beside every half at scales of 1 and of others; special values; magnitudes."""
+    rng = np.random.default_rng(0)
+    with np.errstate(over="ignore", under="ignore"):
+        halves = around_midpoints(np.arange(0, most + 1, dtype=np.float32))
+        halves = np.resize(rng.permutation(halves), (-(-halves.size // 63), 63))
+        largest = np.full((len(halves), 1), np.float32(most))
+        at_one = np.concatenate([halves, largest], axis=1)  # a scale of 1, so that products are the numbers themselves
+        scaled = [at_one * np.float32(factor) for factor in (0.37, 1e-6, 3.1e-6, 1e30, 2.0**-130)]
+        magnitudes = np.exp2(rng.uniform(-140, 127, (500, 1))) * rng.standard_normal((500, 64))
+        values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, -1e-42, 1, -2, 3e38])
+        special = [rng.choice(values, (200, 64)), rng.choice(values[3:], (200, 64)), np.repeat(values[:, None], 64, 1)]
+        return np.concatenate([at_one, *scaled, magnitudes, *special]).astype(np.float32)
+
+
+@matrix({"source": INPUT_DTYPES, "dtype": reference.PER_TOKEN_HEAD})
+def test_per_token_head_encode(source, dtype):
+    with np.errstate(over="ignore", under="ignore"):
+        x = adversarial_rows(dtype.info.max).astype(INPUT_DTYPES[source])
+    codes, scales = reference.encode_per_token_head(x, dtype)
+    for encode in (quant.encode_per_token_head, jax.jit(quant.encode_per_token_head, static_argnums=1)):
+        got_codes, got_scales = encode(jnp.asarray(x), dtype)
+        assert_same_bytes(np.asarray(got_scales), scales)
+        assert_same_bytes(np.asarray(got_codes), codes)
+
+
+INT8, FP8_ROWS = KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_PER_TOKEN_HEAD
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row", "codes", "scale"),
+    [
+        (INT8, [127, 0.5, -0.5, 1.5, 2.5, -2.5, 2.4999998], [127, 1, -1, 2, 3, -3, 2], 1),  # halves away from zero
+        (INT8, [127, 0.49999997, -0.49999997, 0.4999999], [127, 1, -1, 0], 1),  # the sum with 0.5 is rounded
+        (INT8, [-127, 126.5, -126.5, 126.49999], [-127, 127, -127, 126], 1),
+        (INT8, [0.0, -0.0], [0, 0], 1e-6),
+        (INT8, [1e-6, -4e-6, 5e-5], [1, -4, 50], 1e-6),  # below the least scale
+        (INT8, [1e-45, -1e-40], [0, 0], 1e-6),
+        (INT8, [np.nan, 254, -1], [0, 127, -1], 2),
+        (INT8, [np.nan, -np.nan], [0, 0], 1e-6),
+        (INT8, [np.inf, 1, -3e38], [0, 0, 0], np.inf),
+        (FP8_ROWS, [448, 17, 19, -0.0, 2.0**-10, 1.5 * 2.0**-10], [0x7E, 0x58, 0x5A, 0x80, 0, 1], 1),  # ties to even
+        (FP8_ROWS, [0.0, -0.0], [0, 0x80], 1e-6),
+        (FP8_ROWS, [np.nan, 896, -2], [0x7F, 0x7E, 0xB8], 2),
+        (FP8_ROWS, [-np.nan, np.nan], [0x7F, 0x7F], 1e-6),
+        (FP8_ROWS, [np.inf, 1, -3e38, -np.inf], [0x7F, 0, 0x80, 0x7F], np.inf),
+    ],
+)
+def test_per_token_head_of_special_rows(dtype, row, codes, scale):
+    for encode in (reference.encode_per_token_head, quant.encode_per_token_head):
+        got_codes, got_scale = map(np.asarray, encode(jnp.asarray([row], jnp.float32), dtype))
+        np.testing.assert_array_equal(got_codes[0].view(np.int8), np.array(codes).astype(np.uint8).view(np.int8))
+        assert_same_bytes(got_scale, np.float32([[scale]]))
+    decoded = np.asarray(quant.decode_per_token_head(*quant.encode_per_token_head(jnp.float32([row]), dtype)))
+    if np.isinf(scale):
+        assert np.isnan(decoded).all()  # nothing finite is left to tell
+
+
+@PER_TOKEN_HEAD
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0173, 3e30, 0.0, np.inf, np.nan])
+def test_per_token_head_decode_of_every_code(dtype, scale):
+    codes = all_values(reference.ELEMENT[dtype])[None]
+    with np.errstate(invalid="ignore"):
+        expected = reference.one_nan(codes.astype(np.float32) * np.float32(scale))
+    for decode in (quant.decode_per_token_head, jax.jit(quant.decode_per_token_head)):
+        assert_same_bytes(np.asarray(decode(jnp.asarray(codes), jnp.full((1, 1), scale, jnp.float32))), expected)
+
+
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
 def test_e2m1_codes(source):
     x = around_midpoints(finite_values(reference.E2M1)) if source == "float32" else all_values(INPUT_DTYPES[source])
@@ -174,19 +244,77 @@ def adversarial_blocks(scale: float) -> np.ndarray:
         return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
 
 
-@matrix({"source": INPUT_DTYPES, "scale": SCALES})
-def test_nvfp4_encode(source, scale):
+NVFP4_ENCODINGS = {
+    KVCacheDType.NVFP4: reference.encode_nvfp4,
+    KVCacheDType.NVFP4_4OVER6: reference.encode_nvfp4_4over6,
+}
+
+
+@matrix({"dtype": NVFP4_ENCODINGS, "source": INPUT_DTYPES, "scale": SCALES})
+def test_nvfp4_encode(dtype, source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = adversarial_blocks(scale).astype(INPUT_DTYPES[source])
     x = np.stack([x, x[::-1]], axis=1).reshape(-1, 1, 32)
-    expected = reference.encode_nvfp4(x, scale)
-    constant = jax.jit(lambda x: quant.encode_nvfp4(x, scale))
-    traced = functools.partial(jax.jit(quant.encode_nvfp4), scale=jnp.float32(scale))
-    op_by_op = functools.partial(quant.encode_nvfp4, scale=scale)
+    expected = NVFP4_ENCODINGS[dtype](x, scale)
+    encode_blocks = functools.partial(quant.encode_nvfp4, dtype=dtype)
+    constant = jax.jit(lambda x: encode_blocks(x, scale))
+    traced = functools.partial(jax.jit(encode_blocks), scale=jnp.float32(scale))
+    op_by_op = functools.partial(encode_blocks, scale=scale)
     for encode in (constant, traced, op_by_op):
         data, block_scales = encode(jnp.asarray(x))
         assert_same_bytes(np.asarray(block_scales).view(np.uint8), expected[1])
         assert_same_bytes(np.asarray(data), expected[0])
+
+
+@pytest.mark.parametrize("amax", [1.5, 6, 12, 384])
+def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
+    """Each block of `amax`, which both scales hold, and any two multiples of its 48th: in fractions, not in floats."""
+    multiples = np.stack(np.meshgrid(*[np.arange(49)] * 2), axis=-1).reshape(-1, 2)
+    x = np.zeros((len(multiples), 16), np.float32)
+    x[:, :3] = np.concatenate([np.full((len(x), 1), amax), multiples * (amax / 48)], axis=1)
+    signs = np.random.default_rng(0).choice(np.float32([-1, 1]), x.shape)
+    order = np.random.default_rng(1).permuted(np.tile(np.arange(16), (len(x), 1)), axis=1)
+    _, block_scales = quant.encode_nvfp4(np.take_along_axis(x * signs, order, 1), 1.0, KVCacheDType.NVFP4_4OVER6)
+    errors = [
+        [
+            min(abs(Fraction(int(n), 8) - Fraction(value) * 6 / largest) ** 2 for value in quant.E2M1_VALUES)
+            for n in range(49)
+        ]
+        for largest in (6, 4)
+    ]  # of multiples, in the scale of 6
+    six, four = (np.array([one[first] + one[second] for first, second in multiples]) for one in errors)
+    expected = np.where(six <= four, amax / 6, amax / 4)
+    np.testing.assert_array_equal(np.asarray(block_scales)[:, 0].astype(np.float32), expected)
+    assert ((six == four) & (six > 0)).any()
+    assert (six < four).any()
+    assert (four < six).any()
+
+
+def test_four_over_six_has_the_bytes_of_nvfp4_where_it_keeps_six():
+    x = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
+    data, block_scales = quant.encode_nvfp4(x, 0.001, KVCacheDType.NVFP4_4OVER6)
+    nvfp4 = quant.encode_nvfp4(x, 0.001)
+    same = (block_scales == nvfp4[1])[:, 0]
+    assert 0.2 < same.mean() < 0.8
+    assert_same_bytes(np.asarray(data)[same], np.asarray(nvfp4[0])[same])
+    errors = [((quant.decode_nvfp4(*stored, 0.001) - x) ** 2).sum() for stored in ((data, block_scales), nvfp4)]
+    assert errors[0] < 0.95 * errors[1]
+
+
+def test_a_sum_of_squares_is_rounded_once():
+    """Also where the float64 sum lies in the middle between two float32, and what was cut off decides."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(100_000) * np.exp2(rng.integers(-70, 64, 100_000))).astype(np.float32)
+    y = (rng.standard_normal(100_000) * np.exp2(rng.integers(-70, 64, 100_000))).astype(np.float32)
+    first, low = np.float32(1 + 2.0**-12), np.float32(2.0**-40)
+    x = np.concatenate([x, [first, first, 0, 1, 1e30, 1e-30]]).astype(np.float32)
+    y = np.concatenate([y, [low, 2.0**-13, 1e30, np.nan, 1, 1e-30]]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        squares = x.astype(np.float64) ** 2
+        rounded = np.where(squares < 2.0**-126, 0, squares).astype(np.float32)
+        expected = reference.fused(rounded, y.astype(np.float64) ** 2)
+    assert_same_bytes(np.asarray(jax.jit(quant.sum_of_squares)(x, y))[:-3], expected[:-3])
+    np.testing.assert_array_equal(np.asarray(quant.sum_of_squares(x, y)), expected)
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))

@@ -35,7 +35,7 @@ from kvjax.ops.attention import _attention_xla
 from kvjax.ops.gather import gather_xla
 
 BUCKETS = ("max_q_len", "max_prompts", "decode_q_len")
-STATIC = (*BUCKETS, "sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation")
+STATIC = (*BUCKETS, "sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation", "batch_invariant")
 _run = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 _decode = jax.jit(
     functools.partial(paged_attention, return_lse=True),
@@ -108,8 +108,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
     def attend(query: Any, *args: Any, **options: Any) -> Any:
         options |= {"return_lse": True, "implementation": None if request.param == "stand-ins" else request.param}
-        # float32 is XLA's: the kernels take none.
-        if query.dtype == np.float32 or args[0].spec.dtype is KVCacheDType.FLOAT32:
+        # float32 queries are XLA's: the kernels take none.
+        if query.dtype == np.float32:
             if request.param == "stand-ins":
                 pytest.skip("XLA serves it")
             options["implementation"] = None
@@ -162,6 +162,10 @@ def slack(case: Case, attend: Any) -> dict[str, float]:
 )
 def test_a_serving_step(attend, case):
     check(case, attend)
+
+
+def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
+    check(ragged((50,), (63,), dtype="nvfp4"), attend)
 
 
 @pytest.mark.full
@@ -433,3 +437,37 @@ def test_checked_mode_takes_what_is_right():
 def test_what_the_kernels_cannot_serve_has_a_reason():
     with pytest.raises(UnsupportedError, match="'mosaic' cannot serve this call: its query is float16 or bfloat16"):
         ragged_paged_attention(**small_call() | {"query": np.ones((6, 4, 64), np.float32)}, implementation="mosaic")
+
+
+def rows_in_turn(problem: suite.Problem, order: Sequence[int], attend: Attend) -> tuple[list[Any], list[Any]]:
+    """The results of some sequences of a problem, as a call of these alone."""
+    query, cache, table, lens = problem.args
+    part = dataclasses.replace(problem, args=([query[i] for i in order], cache, table[order], lens[order]))
+    return run(part, attend)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"window": 9, "cap": 4.0}, marks=pytest.mark.full)], ids=len)
+def test_batch_invariant(options, attend):
+    """A sequence that decodes has the same bits alone and in any order of a batch; in XLA every sequence has."""
+    q_lens = (1, 3, 2, 0, 1) if attend.by_cudnn else (1, 33, 2, 0, 70)
+    problem = build(ragged(q_lens, (40, 70, 2, 5, 1100), dtype="nvfp4", **options))
+    numbers = {"max_q_len": max(q_lens), "decode_q_len": 4, "batch_invariant": True}
+    invariant = functools.partial(attend, **numbers)
+    invariant.by_cudnn = attend.by_cudnn
+    whole = run(problem, invariant)
+    suite.assert_right(problem, *whole, **slack(problem.case, invariant))
+    for order in ([4, 2, 0, 3, 1], [0], [4], [2, 2, 1]):
+        for got, expected in zip(rows_in_turn(problem, order, invariant), whole, strict=True):
+            for seq, rows in zip(order, got, strict=True):
+                assert_same_bytes(rows, expected[seq])
+
+
+def test_prompts_of_the_kernels_are_not_batch_invariant():
+    problem = build(ragged((9,), (20,)))
+    asked = {"implementation": "mosaic", "batch_invariant": True}
+    with pytest.raises(UnsupportedError, match=r"cuDNN promises no bits.* it takes max_prompts=0"):
+        run(problem, functools.partial(_run, **asked))
+    query, cache, table, lens = problem.args
+    ends = np.int32([0, 9])
+    traced = functools.partial(ragged_paged_attention, **asked, max_prompts=0)
+    jax.jit(traced).trace(query[0], cache, table, lens, ends)

@@ -12,12 +12,15 @@ from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
 
+KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2
+"""Of unquantized caches, fp8, those with a scale for each token and head, and NVFP4: layouts and kinds of scales."""
+
 DRIVER = runpy.run_path(str(Path(__file__).parents[1] / "tools/sanitize_kernels.py"))
 
 
 def test_every_kind_of_kernel_is_run_once():
     every = [(spec, shape) for spec, shape in DRIVER["kinds"](STORED_KV_CACHE_DTYPES, 2, 128)]
-    assert len(set(every)) == len(every) == 3 * 2 + 2 * 2 * 2 + 2 * 2
+    assert len(set(every)) == len(every) == KINDS
     assert {spec.dtype for spec, _ in every} == set(STORED_KV_CACHE_DTYPES)
 
 
@@ -40,7 +43,7 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: py
     ]
 
 
-@pytest.mark.parametrize("through_jax", [False, True])
+@pytest.mark.parametrize("through_jax", [pytest.param(False, marks=pytest.mark.full), True])
 def test_from_torch_it_runs_what_torch_calls(
     through_jax: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -64,8 +67,8 @@ def test_from_torch_it_runs_what_torch_calls(
     monkeypatch.setattr(kvjax_torch, "gather_kv", watched_gather)
     DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2", *["--through-jax"] * through_jax])
     assert cuda._through_jax == through_jax
-    assert len(capsys.readouterr().out.splitlines()) == 18
-    assert [is_unique for _, is_unique in written] == [False, True] * 18
+    assert len(capsys.readouterr().out.splitlines()) == KINDS
+    assert [is_unique for _, is_unique in written] == [False, True] * KINDS
     for (*_, slots), is_unique in written:
         stored = slots[(slots >= 0) & (slots < 48)]
         assert (len(stored.unique()) == len(stored)) == is_unique
@@ -74,7 +77,7 @@ def test_from_torch_it_runs_what_torch_calls(
     rng = np.random.default_rng(0)
     slots = rng.permutation(48)[:33]
     row = torch.from_numpy(rng.standard_normal((33, 2, 128), np.float32))[0]  # the first token has its slot alone
-    assert len(read) == 36
+    assert len(read) == 2 * KINDS
     for keys, _ in read:
         got = keys.float().flatten(0, 1)[slots[0]]
         assert torch.nn.functional.cosine_similarity(got.flatten(), row.flatten(), dim=0) > 0.98
@@ -91,7 +94,7 @@ def test_it_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(kvjax_torch, "paged_attention", watched_attend)
     arguments = ["--from-torch", "--attention", "--num-tokens", "20", "--num-kv-heads", "1", "--dtype"]
-    DRIVER["main"]([*arguments, "nvfp4", "float32"])
+    DRIVER["main"]([*arguments, "nvfp4", "int8_per_token_head"])
     assert attended == [([32, 19], "nvfp4", None), ([32, 19], "nvfp4", 20)] * 2 * 2 * 2
 
 

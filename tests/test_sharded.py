@@ -41,7 +41,7 @@ FEW_OR_FULL = pytest.mark.parametrize("formats", ["few", pytest.param("full", ma
 
 
 @FEW_OR_FULL
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.full)])
 def test_eight_devices(axis_type, formats):
     """A dtype of each kind, in full every dtype and layout, by heads, by blocks and both: see `sharded_caches.py`."""
     program = run_program("sharded_caches.py", axis_type, "2", "4", formats, num_devices=8)

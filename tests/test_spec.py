@@ -32,6 +32,8 @@ laws = settings(derandomize=True, max_examples=200)
 
 FLOAT32, FLOAT16, BFLOAT16 = KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16
 E4M3, E5M2, NVFP4 = KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4
+FP8_ROWS, INT8_ROWS = KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD
+NVFP4_4OVER6 = KVCacheDType.NVFP4_4OVER6
 
 
 def full(dtype: KVCacheDType, *sizes: int, **fields: Any) -> FullAttentionSpec:
@@ -43,8 +45,8 @@ def sliding(dtype: KVCacheDType, *sizes: int, **fields: Any) -> SlidingWindowSpe
     return SlidingWindowSpec(*(sizes or (16, 8, 128)), dtype=dtype, **{"sliding_window": 1024} | fields)
 
 
-# The row of one head of one token: 128 elements, or for NVFP4 64 bytes of codes and 8 of scales. A token has 16 such
-# rows (8 heads, keys and values), a block 16 tokens.
+# The row of one head of one token: 128 elements, 4 bytes more with a scale of its own, or for NVFP4 64 bytes of codes
+# and 8 of scales. A token has 16 such rows (8 heads, keys and values), a block 16 tokens.
 @pytest.mark.parametrize(
     ("dtype", "storage_dtype", "array_dtype", "row", "bytes_per_token", "page_size_bytes"),
     [
@@ -53,6 +55,8 @@ def sliding(dtype: KVCacheDType, *sizes: int, **fields: Any) -> SlidingWindowSpe
         (BFLOAT16, ml_dtypes.bfloat16, ml_dtypes.bfloat16, 128, 4096, 65536),
         (E4M3, ml_dtypes.float8_e4m3fn, np.uint8, 128, 2048, 32768),
         (E5M2, ml_dtypes.float8_e5m2, np.uint8, 128, 2048, 32768),
+        (FP8_ROWS, ml_dtypes.float8_e4m3fn, np.uint8, 132, 2112, 33792),
+        (INT8_ROWS, np.int8, np.uint8, 132, 2112, 33792),
         (NVFP4, np.uint8, np.uint8, 72, 1152, 18432),
     ],
 )
@@ -77,6 +81,8 @@ def test_every_dtype_in_every_kind(kind, dtype, storage_dtype, array_dtype, row,
         (BFLOAT16, 320, 2560, 5120),
         (E4M3, 320, 1280, 2560),
         (E5M2, 320, 1280, 2560),
+        (FP8_ROWS, 328, 1312, 2624),
+        (INT8_ROWS, 328, 1312, 2624),
         (NVFP4, 180, 720, 1440),
     ],
 )
@@ -125,7 +131,10 @@ def test_the_array_holds_the_pages_and_nothing_more(dtype, layout, head_size_v, 
     [
         *((dtype, KVQuantMode.NONE) for dtype in (FLOAT32, FLOAT16, BFLOAT16)),
         *((dtype, KVQuantMode.FP8_PER_TENSOR) for dtype in (E4M3, E5M2)),
+        (FP8_ROWS, KVQuantMode.FP8_PER_TOKEN_HEAD),
+        (INT8_ROWS, KVQuantMode.INT8_PER_TOKEN_HEAD),
         (NVFP4, KVQuantMode.NVFP4),
+        (NVFP4_4OVER6, KVQuantMode.NVFP4),
     ],
 )
 def test_quantization_is_asked_of_the_layer(dtype, quant_mode):
@@ -133,7 +142,9 @@ def test_quantization_is_asked_of_the_layer(dtype, quant_mode):
 
 
 def test_axes_of_elements_are_those_of_unpooled_fp8_and_unquantized_arrays():
-    assert [dtype for dtype in STORED_KV_CACHE_DTYPES if not full(dtype).has_head_axis] == [NVFP4]
+    without = [dtype for dtype in STORED_KV_CACHE_DTYPES if not full(dtype).has_head_axis]
+    assert without == [FP8_ROWS, INT8_ROWS, NVFP4, NVFP4_4OVER6]
+    assert without == [dtype for dtype in STORED_KV_CACHE_DTYPES if full(dtype).stores_scales]
     assert not full(BFLOAT16, page_size_padded=65536).has_head_axis
 
 
@@ -394,7 +405,10 @@ def test_the_bytes_that_tokens_need_hold_them(specs: list[AttentionSpec], tokens
 
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
-    [(FLOAT32, 163_840), (FLOAT16, 327_680), (BFLOAT16, 327_680), (E4M3, 655_360), (E5M2, 655_360), (NVFP4, 1_165_072)],
+    [
+        *((FLOAT32, 163_840), (FLOAT16, 327_680), (BFLOAT16, 327_680), (E4M3, 655_360), (E5M2, 655_360)),
+        *((FP8_ROWS, 635_488), (INT8_ROWS, 635_488), (NVFP4, 1_165_072), (NVFP4_4OVER6, 1_165_072)),
+    ],
 )
 def test_what_40_gib_hold_of_llama(dtype, tokens):
     assert max_tokens([full(dtype)] * 32, 40 * 2**30) == tokens

@@ -191,3 +191,130 @@ def test_a_page_that_no_cache_has_is_none(page: int):
     assert step.block_table.dtype == step.slot_mapping.dtype == jnp.int32
     assert step.slot_mapping.tolist() == [-1, 4]
     assert step.block_table[0, 0] < 0
+
+
+SPECS = {
+    "float32": kvjax.FullAttentionSpec(4, 2, 16, dtype=kvjax.KVCacheDType.FLOAT32),
+    "fp8-diffkv": kvjax.FullAttentionSpec(4, 2, 16, 32, dtype=kvjax.KVCacheDType.FP8_E4M3, layout="HND"),
+    "nvfp4-window": kvjax.SlidingWindowSpec(4, 2, 16, dtype=kvjax.KVCacheDType.NVFP4, sliding_window=3),
+}
+NUM_LAYERS, CHUNK, NUM_TOKENS = 2, 6, 12
+LENGTHS = (17, 1, 9)
+
+
+def attend_to_layers(cache, query, key, value, step, options):
+    """A model's step, whose layers are a scan over one cache."""
+
+    def run(cache, layer):
+        out, cache = kvjax.attend(query, key, value, cache, step, layer=layer, max_q_len=CHUNK, **options)
+        return cache, out
+
+    return jax.lax.scan(run, cache, jnp.arange(NUM_LAYERS))
+
+
+def dense(query, key, value, window):
+    """Causal attention of one whole sequence in float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    key, value = (np.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
+    logits = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(query.shape[2])
+    age = np.arange(len(query))[:, None] - np.arange(len(query))
+    seen = (age >= 0) & (age < (window or len(query)))
+    weights = np.exp(np.where(seen, logits, -np.inf) - np.max(logits, axis=2, keepdims=True, where=seen, initial=-1e9))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(axis=2, keepdims=True), value)
+
+
+@pytest.mark.parametrize("name", [pytest.param("float32", marks=pytest.mark.full), "fp8-diffkv", "nvfp4-window"])
+def test_attention_in_steps_is_that_of_whole_sequences(name: str):
+    """Prompts in chunks beside sequences that decode, over what the cache gives back of keys and values."""
+    spec = SPECS[name]
+    rng = np.random.default_rng(0)
+    new = [rng.standard_normal((length, 6 + 2 + 2, 32), np.float32) for length in LENGTHS]
+    parts = [(x[:, :6, :16], x[:, 6:8, :16], x[:, 8:, : spec.head_size_v]) for x in new]
+    pool = BlockPool(12, spec.block_size)
+    sequences = [pool.sequence() for _ in LENGTHS]
+    scales = {"k_scale": np.float32([0.01, 0.02]), "v_scale": np.float32(0.015)} if spec.dtype.is_quantized else {}
+    cache = kvjax.KVCache.allocate(spec, pool.num_blocks, num_layers=NUM_LAYERS, **scales)
+    address = cache.kv.unsafe_buffer_pointer()
+    run = jax.jit(functools.partial(attend_to_layers, options={"unique_slots": True}), donate_argnums=0)
+    attended: list[list[np.ndarray]] = [[] for _ in LENGTHS]
+    while any(one.num_tokens < length for one, length in zip(sequences, LENGTHS, strict=True)):
+        starts = [one.num_tokens for one in sequences]
+        q_lens = [
+            min(length - start, CHUNK if i == 0 else 2)
+            for i, (start, length) in enumerate(zip(starts, LENGTHS, strict=True))
+        ]
+        pool.append(sequences, q_lens)
+        step = StepMetadata.from_sequences(sequences, q_lens, num_tokens=NUM_TOKENS, num_seqs=4, max_blocks=6)
+        rows = [
+            np.concatenate(
+                [part[half][start : start + q_len] for part, start, q_len in zip(parts, starts, q_lens, strict=True)]
+            )
+            for half in range(3)
+        ]
+        padding = ((0, NUM_TOKENS - sum(q_lens)), (0, 0), (0, 0))
+        rows = [np.pad(x, padding, constant_values=np.nan) for x in rows]
+        cache, out = run(cache, *rows, step)
+        assert not np.asarray(out[:, sum(q_lens) :]).any()
+        for i, of_one in enumerate(np.split(np.asarray(out)[:, : sum(q_lens)], np.cumsum(q_lens)[:-1], axis=1)):
+            attended[i].append(of_one)
+    assert cache.kv.unsafe_buffer_pointer() == address
+    for i, (one, part) in enumerate(zip(sequences, parts, strict=True)):
+        got = np.concatenate(attended[i], axis=1)
+        for layer in range(NUM_LAYERS):
+            stored = kvjax.gather_kv(
+                cache, np.array([one.blocks]), np.array([one.num_tokens]), layer=layer, dtype=np.float32
+            )
+            key, value = (np.asarray(x)[0, : one.num_tokens] for x in stored)
+            np.testing.assert_allclose(got[layer], dense(part[0], key, value, spec.sliding_window), rtol=0, atol=1e-5)
+            assert np.abs(key - part[1]).max() < 0.6  # what was stored is what was given, as near as the dtype has it
+
+
+def test_options_reach_the_write_and_the_attention():
+    spec = SPECS["nvfp4-window"]
+    rng = np.random.default_rng(1)
+    query, key, value = (rng.standard_normal((3, heads, 16), np.float32) for heads in (6, 2, 2))
+    cache = kvjax.KVCache.allocate(spec, 4)
+    step = StepMetadata(*(np.array(x, np.int32) for x in ([[2]], [3], [0, 3], [8, 9, 10])))
+    options = {
+        "sm_scale": 0.3,
+        "sliding_window": 2,
+        "logits_soft_cap": 2.0,
+        "sinks": np.linspace(0, 1, 6, dtype=np.float32),
+    }
+    scales = {"k_scale": 0.01, "v_scale": 0.02}
+    got, written = kvjax.attend(query, key, value, cache, step, **options, **scales, implementation="xla")
+    expected_cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, **scales)
+    np.testing.assert_array_equal(written.kv, expected_cache.kv)
+    tables = step.block_table, step.seq_lens, step.cu_q_lens
+    expected = kvjax.ragged_paged_attention(query, expected_cache, *tables, **options, **scales)
+    np.testing.assert_array_equal(got, expected)
+    with pytest.raises(kvjax.UnsupportedError, match="reshape_and_cache_flash: implementation 'mosaic' cannot serve"):
+        kvjax.attend(query, key, value, cache, step, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"metadata": None}, KVCacheTypeError, "metadata: got None, expected a StepMetadata"),
+        ({"cache": 3}, KVCacheTypeError, "cache: got an int, expected a KVCache"),
+        (
+            {"query": np.zeros((2, 6, 16), np.float32)},
+            KVCacheValueError,
+            "query: got shape (2, 6, 16), expected [num_to",
+        ),
+        (
+            {"key": np.zeros((4, 2, 16), np.float32)},
+            KVCacheValueError,
+            "value: got shape (3, 2, 16), expected [num_tok",
+        ),
+        ({"layer": 0}, KVCacheValueError, "layer: got 0 for a cache without num_layers"),
+    ],
+)
+def test_a_step_of_other_rows_is_refused(changes, error, message):
+    x = np.zeros((3, 2, 16), np.float32)
+    step = StepMetadata(*(np.array(x, np.int32) for x in ([[2]], [3], [0, 3], [8, 9, 10])))
+    cache = kvjax.KVCache.allocate(SPECS["float32"], 4)
+    arguments = {"query": np.zeros((3, 6, 16), np.float32), "key": x, "value": x, "cache": cache, "metadata": step}
+    with pytest.raises(error) as raised:
+        kvjax.attend(**arguments | changes)
+    assert str(raised.value).startswith(message)

@@ -48,8 +48,8 @@ AXES = {
 
 
 def is_valid(case: dict) -> bool:
-    swizzles = case["dtype"] == "nvfp4" and case["block_size"] % 4 == 0
-    fp8 = case["dtype"].startswith("fp8")
+    swizzles = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
+    fp8 = case["dtype"].startswith("fp8_e")
     return (
         (swizzles or case["v_scale_layout"] == "linear")
         and (fp8 or (case["scale"] != "per_head" and case["element"] == "bytes"))
@@ -186,7 +186,7 @@ def test_golden_nvfp4(case: int):
 
 
 def test_auto_is_the_caches_own_dtype():
-    for dtype in (row for row in STORED_KV_CACHE_DTYPES if row is not KVCacheDType.NVFP4):
+    for dtype in (row for row in STORED_KV_CACHE_DTYPES if not row.info.scale_dtype):
         spec, pages, _ = simple_cache(dtype)
         cache = torch_cache(pages, spec, dtype=storage_dtypes(dtype)[-1])
         key, value, rows = simple_rows(spec, 5)
@@ -377,7 +377,7 @@ WRONG = {
     ),
     "nvfp4_with_gaps": (
         nvfp4(value_cache=BYTES[..., :36]),
-        "value_cache: got strides (1024, 128, 64, 1), expected (any, 72, 36, 1): the 576 bytes of an NVFP4 block",
+        "value_cache: got strides (1024, 128, 64, 1), expected (any, 72, 36, 1): the 576 bytes of a block in 'nvfp4'",
     ),
     "unknown_dtype": ({"kv_cache_dtype": "fp8_e4m4"}, "kv_cache_dtype: got 'fp8_e4m4', expected one of auto, float32"),
     "unknown_order": (nvfp4(v_scale_layout="zigzag"), "v_scale_layout: got 'zigzag', expected one of linear, swizzled"),

@@ -130,7 +130,7 @@ def test_the_models_own_dtype_gives_the_bits_of_dynamic_cache(
     assert {spec.dtype for spec in cache.specs} == {KVCacheDType(dtype)}
     assert {layer.kv.dtype for layer in cache.layers} == {getattr(torch, dtype)}
     assert cache.get_seq_length() == 9 + NEW_TOKENS - 1
-    assert cache.block_table.num_used_blocks == 3 * math.ceil(cache.get_seq_length() / block_size)
+    assert cache.layers[0].block_table.num_used_blocks == 3 * math.ceil(cache.get_seq_length() / block_size)
 
 
 @pytest.mark.parametrize(
@@ -279,13 +279,12 @@ def states(device: str, num_seqs: int, num_tokens: int, seed: int = 0) -> tuple[
 def test_the_pages_are_those_of_a_kvjax_cache(device: str, dtype: str, layout: str):
     cache = make_cache(make_model(device), dtype, layout=layout)
     read_by_torch = cache.update(*states(device, 3, 11), 1)
-    step, layer = cache.block_table.grow(3, 0, 11, torch.device("cpu")), cache.layers[1]
+    layer = cache.layers[1]
+    step = layer.block_table.grow(3, 0, 11, torch.device("cpu"))
     read_by_jax = kvjax.gather_kv(
-        kvjax.KVCache(to_jax(layer.kv), layer.spec),
+        kvjax.KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale)),
         step.block_table.numpy(),
         step.seq_lens.numpy(),
-        k_scale=layer.k_scale.item(),
-        v_scale=layer.v_scale.item(),
         dtype=np.float32,
     )
     for by_jax, by_torch in zip(read_by_jax, read_by_torch, strict=True):
@@ -298,7 +297,7 @@ def test_blocks_are_taken_as_sequences_grow_and_given_back(device: str):
     for num_new in (3, 1, 1, 4):
         cache.update(*states(device, 2, num_new), 0)
         cache.update(*states(device, 2, num_new), 1)
-        used.append(cache.block_table.num_used_blocks)
+        used.append(cache.layers[0].block_table.num_used_blocks)
     assert used == [2, 2, 4, 6]
     pages = [layer.kv.clone() for layer in cache.layers]
     with pytest.raises(KVCacheValueError, match="got 6 blocks of 4 tokens, expected at least 8 to hold 2 sequences"):
@@ -307,9 +306,9 @@ def test_blocks_are_taken_as_sequences_grow_and_given_back(device: str):
     assert cache.get_seq_length() == 9
     assert cache.get_max_length() == 24
     cache.crop(-5)
-    assert (cache.get_seq_length(), cache.block_table.num_used_blocks) == (4, 2)
+    assert (cache.get_seq_length(), cache.layers[0].block_table.num_used_blocks) == (4, 2)
     cache.reset()
-    assert (cache.get_seq_length(), cache.block_table.num_used_blocks) == (0, 0)
+    assert (cache.get_seq_length(), cache.layers[0].block_table.num_used_blocks) == (0, 0)
     cache.update(*states(device, 1, 24), 0)  # as many as there are, and for another batch
 
 
@@ -335,7 +334,7 @@ def test_beams_are_those_of_dynamic_cache_and_share_blocks(device: str, num_beam
     cache = make_cache(model, num_blocks=num_alone)
     found = generate(model, cache, num_beams=num_beams)
     assert_same_generation(found, generate(model, DynamicCache(), num_beams=num_beams))
-    assert cache.block_table.num_used_blocks < num_alone
+    assert cache.layers[0].block_table.num_used_blocks < num_alone
 
 
 def test_drafts_are_taken_back(device: str):
@@ -533,4 +532,4 @@ def test_the_example_shows_what_each_dtype_costs_and_keeps(capsys: pytest.Captur
     rows = re.findall(r"(\w+): +(\d+) bytes/token, (\d+) of 40", capsys.readouterr().out)
     assert [row[:2] for row in rows] == [("auto", "1024"), ("fp8_e4m3", "512"), ("fp8_e5m2", "512"), ("nvfp4", "288")]
     assert rows[0][2] == "40"
-    assert len(EXAMPLE.read_text().splitlines()) < 40
+    assert len(EXAMPLE.read_text().splitlines()) <= 40

@@ -58,8 +58,8 @@ SCALES = {"one": (1.0, 1.0), "scalar": (0.0173, 1.9)}
 
 
 def is_valid(case: dict) -> bool:
-    can_swizzle = case["dtype"] == "nvfp4" and case["block_size"] % 4 == 0
-    takes_per_head = case["dtype"].startswith("fp8")
+    can_swizzle = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
+    takes_per_head = case["dtype"].startswith("fp8_e")
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
 
 

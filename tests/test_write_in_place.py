@@ -68,7 +68,7 @@ DONATED = [
     for array in ARRAYS
     for unit in UNIT_AXES
     for source in (["bfloat16"] if unit else ["float32", "bfloat16"])
-    if array != "swizzled" or (dtype is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
+    if array != "swizzled" or (dtype.byte_format is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
 ]
 
 
@@ -87,7 +87,7 @@ def test_a_donated_cache_keeps_its_buffer(implementation, case):
 @matrix(
     {"dtype": STORED_KV_CACHE_DTYPES, "array": ARRAYS, "num_kv_heads": [1, 2], "num_tokens": [1, 2]},
     few={"num_tokens": [1]},
-    valid=lambda case: case["array"] != "swizzled" or case["dtype"] is KVCacheDType.NVFP4,
+    valid=lambda case: case["array"] != "swizzled" or case["dtype"].byte_format is KVCacheDType.NVFP4,
 )
 def test_few_tokens_copy_no_cache(dtype, array, num_kv_heads, num_tokens):
     spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])
@@ -171,7 +171,9 @@ DERIVATIVES = {
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_a_gradient_is_refused_and_may_be_stopped(derivative):
     key = jnp.ones((2, 2, 64))
-    with pytest.raises(KVCacheTypeError, match=r"gradient with respect to key, .* Pass jax.lax.stop_gradient\(key\)"):
+    with pytest.raises(
+        KVCacheTypeError, match=r"differentiate with respect to key; .* Pass jax.lax.stop_gradient\(key\)"
+    ):
         DERIVATIVES[derivative](lambda key: stored_sum(key, stop=False), key)
     assert not DERIVATIVES[derivative](lambda key: stored_sum(key, stop=True), key).any()
     moved = DERIVATIVES[derivative](lambda key: stored_sum(key, stop=True) + (3 * key).sum(), key)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from helpers import raise_scales
 
-from kvjax import AttentionSpec, CacheLayout, KVCacheDType
+from kvjax import AttentionSpec, CacheLayout
 from kvjax_torch.dtypes import torch_dtype
 
 A_WHILE = 100_000_000
@@ -48,7 +49,9 @@ def nested(rows: torch.Tensor) -> torch.Tensor:
 
 def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndarray:
     """Bytes `[num_blocks, page_size_bytes]`."""
-    return np.random.default_rng(seed).integers(0, 256, (num_blocks, spec.page_size_bytes), np.uint8)
+    pages = np.random.default_rng(seed).integers(0, 256, (num_blocks, spec.page_size_bytes), np.uint8)
+    raise_scales(pages, spec)
+    return pages
 
 
 def torch_cache(
@@ -86,14 +89,14 @@ def torch_cache(
     start = page_bytes // 2
     if spec.is_diffkv:
         bytes_k, bytes_v = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
-        start = page_bytes // (bytes_k + bytes_v) * bytes_k if spec.dtype is KVCacheDType.NVFP4 else bytes_k
+        start = page_bytes // (bytes_k + bytes_v) * bytes_k if spec.stores_scales else bytes_k
     return TorchCache(_half(held, spec, dtype, 0, start), _half(held, spec, dtype, 1, start), read)
 
 
 def _half(held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int, value_start: int) -> torch.Tensor:
     """`[num_blocks, block_size, num_kv_heads, row]` of the keys (`half` 0) or the values in rows of pages."""
     row, other = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v)[:: 1 - 2 * half])
-    step = row + other if spec.is_diffkv and spec.dtype is not KVCacheDType.NVFP4 else row
+    step = row + other if spec.is_diffkv and not spec.stores_scales else row
     strides = (spec.num_kv_heads * step, step) if spec.layout is CacheLayout.NHD else (step, spec.block_size * step)
     shape = (held.shape[0], spec.block_size, spec.num_kv_heads, row)
     view = held.as_strided(shape, (held.stride(0), *strides, 1), held.storage_offset() + half * value_start)

@@ -18,6 +18,7 @@ def main() -> None:
     for division in ("both", "heads over both axes") if sharded_caches.FULL else ("both",):
         names = sharded_caches.FEW if sharded_caches.FULL else sharded_caches.FEW[-1:]
         sharded_caches.check_division(division, names, "xla", divided=False)
+    sharded_caches.check_carried_scales("fp8_e4m3-HND", "both")
 
 
 if __name__ == "__main__":

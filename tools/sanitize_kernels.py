@@ -44,6 +44,7 @@ from kvjax import (
     KVQuantMode,
     VScaleLayout,
     gather_kv,
+    kernels,
     paged_attention,
     reshape_and_cache_flash,
 )
@@ -61,7 +62,7 @@ def kinds(
 ) -> Iterator[tuple[FullAttentionSpec, tuple[int, ...]]]:
     """Every layer that has kernels of its own, and the shape of its scales."""
     for dtype, layout, v_scale_layout in itertools.product(dtypes, CacheLayout, VScaleLayout):
-        if v_scale_layout is VScaleLayout.SWIZZLED and dtype is not KVCacheDType.NVFP4:
+        if v_scale_layout is VScaleLayout.SWIZZLED and dtype.byte_format is not KVCacheDType.NVFP4:
             continue
         choices = {"dtype": dtype, "layout": layout, "v_scale_layout": v_scale_layout}
         spec = FullAttentionSpec(16, num_kv_heads, head_size, **choices)
@@ -94,7 +95,7 @@ def run(
     lengths = np.array([num_blocks * spec.block_size], np.int32)
     query = jnp.asarray(rng.standard_normal((2, 2, 4 * spec.num_kv_heads, spec.head_size), np.float32), jnp.bfloat16)
     sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
-    attends = attends and spec.dtype is not KVCacheDType.FLOAT32  # which no kernel serves
+    attends = attends and kernels.why_no_attention(spec) is None
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
         cache = KVCache.allocate(spec, num_blocks)
         if is_from_torch:

@@ -93,7 +93,7 @@ class AttentionInputs:
         rng = np.random.default_rng(2)
         pages = filled_pages(job.spec)
         self.source = jax.device_put(rng.integers(pages.num_blocks, size=row.num_blocks, dtype=np.int32))
-        self.caches = [KVCache(_take(pages.kv, self.source), job.spec) for _ in range(job.num_caches)]
+        self.caches = [KVCache(take_pages(pages.kv, self.source), job.spec) for _ in range(job.num_caches)]
         self.table = jax.device_put(
             rng.permutation(row.num_blocks).astype(np.int32).reshape(row.num_seqs, row.blocks_a_seq)
         )
@@ -114,14 +114,16 @@ class AttentionInputs:
         """The tokens in a bfloat16 cache, keys and values, by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
         spec = self.job.spec
         shape = DISTINCT_PAGES, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
-        key, value = (_take(x.reshape(shape), self.source) for x in random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE))
+        key, value = (
+            take_pages(x.reshape(shape), self.source) for x in random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
+        )
         return key, value
 
     def dense(self) -> tuple[jax.Array, jax.Array]:
         """The same by sequence: `[num_seqs, blocks * BLOCK_SIZE, heads, head_size]`."""
         spec, order = self.job.spec, self.table.reshape(-1)
         shape = self.job.row.num_seqs, -1, spec.num_kv_heads, spec.head_size
-        key, value = (_take(pages, order).reshape(shape) for pages in self.token_pages())
+        key, value = (take_pages(pages, order).reshape(shape) for pages in self.token_pages())
         return key, value
 
     @functools.cached_property
@@ -149,11 +151,13 @@ class AttentionInputs:
           The error of the first and the last sequence together, relative to what is expected.
 
         Raises:
-          AssertionError: it is larger, or something is no number.
+          AssertionError: the error is larger, or an element is NaN or infinite.
         """
         got = factor * np.asarray(attended).astype(np.float64).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
-            raise AssertionError(f"{np.count_nonzero(~np.isfinite(got)):,} of {got.size:,} elements are no numbers")
+            raise AssertionError(
+                f"{np.count_nonzero(~np.isfinite(got)):,} of {got.size:,} elements are NaN or infinite"
+            )
         apart = np.linalg.norm(got[[0, -1]] - self.expected) / np.linalg.norm(self.expected)
         if not apart <= most:
             raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
@@ -161,15 +165,22 @@ class AttentionInputs:
 
 
 @functools.cache
-def filled_pages(spec: AttentionSpec) -> KVCache:
-    """`DISTINCT_PAGES` pages of normal numbers, written by XLA."""
+def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
+    """`DISTINCT_PAGES` pages of normal numbers, written by XLA with `workload.scales()`, or with scales of 1."""
     key, value = random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
     slots = np.arange(DISTINCT_PAGES * BLOCK_SIZE, dtype=np.int32)
-    return workload.write_in_xla(key, value, KVCache.allocate(spec, DISTINCT_PAGES), slots, **workload.scales())
+    scales = workload.scales() if scaled else {}
+    return workload.write_in_xla(key, value, KVCache.allocate(spec, DISTINCT_PAGES), slots, **scales)
+
+
+def filled_page_bytes(spec: AttentionSpec) -> int:
+    """What `filled_pages` takes."""
+    return DISTINCT_PAGES * spec.page_size_bytes
 
 
 @jax.jit
-def _take(pages: jax.Array, source: jax.Array) -> jax.Array:
+def take_pages(pages: jax.Array, source: Any) -> jax.Array:
+    """Those pages, one after the other."""
     return jnp.take(pages, source, axis=0, mode="clip")
 
 
@@ -181,7 +192,12 @@ def workers() -> Workers:
 
 def compiling(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
     """`function` for arguments of these shapes and dtypes, being lowered and compiled in the background."""
-    return workers().submit(lambda: jax.jit(function).lower(*args, **kwargs).compile())
+    return compiling_jitted(jax.jit(function), *args, **kwargs)
+
+
+def compiling_jitted(jitted: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+    """The same of what `jax.jit` has returned."""
+    return workers().submit(lambda: jitted.lower(*args, **kwargs).compile())
 
 
 @functools.cache

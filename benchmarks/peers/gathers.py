@@ -194,7 +194,7 @@ def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:
 
 def _is_simple(job: GatherJob) -> bool:
     """Whether indexing pages is all that there is to it: no packed codes, and no tokens to leave out."""
-    return job.dtype is not KVCacheDType.NVFP4 and job.seq_len % BLOCK_SIZE == 0
+    return not job.spec.stores_scales and job.seq_len % BLOCK_SIZE == 0
 
 
 KVJAX: Peer[GatherJob, GatherInputs]

@@ -114,5 +114,5 @@ def scatter_run(inputs: WriteInputs) -> Run:
 
 
 XLA_SCATTER = Peer[WriteJob, WriteInputs](
-    "XLA scatter", scatter_run, serves=lambda job: job.dtype is not KVCacheDType.NVFP4 and job.layout is CacheLayout.NHD
+    "XLA scatter", scatter_run, serves=lambda job: not job.spec.stores_scales and job.layout is CacheLayout.NHD
 )

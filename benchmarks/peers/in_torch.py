@@ -12,7 +12,7 @@ from benchmarks.peers.inputs import WriteInputs, check_dense, check_paged, dense
 from benchmarks.peers.peer import Peer, Run, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
-from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode
+from kvjax import AttentionSpec, CacheLayout, KVQuantMode
 
 
 def borrow(array: jax.Array) -> Any:
@@ -95,7 +95,7 @@ def index_put_run(inputs: WriteInputs) -> Run:
 
 
 def _serves_torch(job: WriteJob) -> bool:
-    return job.dtype is not KVCacheDType.NVFP4 and job.slots is not Slots.PADDED  # torch's indices skip nothing
+    return not job.spec.stores_scales and job.slots is not Slots.PADDED  # torch's indices skip nothing
 
 
 INDEX_COPY = Peer[WriteJob, WriteInputs](

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.report import attention
+from benchmarks.report import attention, serve
 from benchmarks.report.records import ResultsError
 from benchmarks.report.results import CASE, DTYPE, NUM_TOKENS, OWN, Measurement, Run
 from benchmarks.report.slices import (
@@ -77,6 +77,10 @@ COLUMNS = {
 """What README says of columns, by what stands in their headings."""
 
 
+ROWS = {attention.OPERATION: attention.rows, serve.OPERATION: serve.rows}
+"""What tells the rows of operations that have bars of their own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """One operation on one device, timed by one clock.
@@ -94,9 +98,15 @@ class Operation:
     measurements: Sequence[Measurement]
 
     @property
-    def is_attention(self) -> bool:
-        """Whether it is measured in rows that have bars of their own."""
-        return self.measurements[0].operation == attention.OPERATION
+    def rows(self) -> list[str] | None:
+        """A note and the table of an operation that is measured in rows with bars of their own; `None` of others."""
+        tell = ROWS.get(self.measurements[0].operation)
+        return None if tell is None else tell(self.measurements)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is drawn as tokens a second."""
+        return self.measurements[0].operation == serve.OPERATION
 
     @property
     def headline(self) -> str:
@@ -205,11 +215,10 @@ def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
 def summary(operation: Operation, num_sizes: int) -> list[str]:
     """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes.
 
-    Rows of attention have bars, and a table that tells them.
+    Rows of attention and of serving have bars, and a table that tells them.
     """
-    if operation.is_attention:
-        table_of_rows = attention.rows(operation.measurements)
-        return [capitalized(escaped(operation.title)), *table_of_rows] if table_of_rows else []
+    if (told := operation.rows) is not None:
+        return [capitalized(escaped(operation.title)), *told] if told else []
     measurements = headline(operation.measurements)
     shown = densest(measurements)
     if shown is None or OWN not in (who := peers(shown.measurements)) or len(who) == 1:
@@ -316,7 +325,7 @@ def readme_part(report: Report, readme: Path) -> str:
     """
     device = next(iter(report.devices))
     for operation in report.operations(device):
-        if not operation.is_attention and (small := summary(operation, README_SIZES)):
+        if operation.rows is None and (small := summary(operation, README_SIZES)):
             where = operation.environment
             command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
             facts = ", ".join(f"{name} {where[name]}" for name in README_FACTS if name in where)
@@ -327,3 +336,23 @@ def readme_part(report: Report, readme: Path) -> str:
             parts = [f"{escaped(device)}. {small[0]}", small[1], *filter(None, [columns]), *plot, *command, end]
             return "\n\n".join(parts) + "\n"
     raise ResultsError(f"nothing for {readme}: no operation on {device} has {OWN} next to another in several sizes")
+
+
+def serving_part(report: Report, to: Path) -> str:
+    """What a page such as docs/serving.md shows of tokens a second: of the first device that has some.
+
+    Raises:
+      ResultsError: none has.
+    """
+    for device in report.devices:
+        for operation in report.operations(device):
+            if operation.is_serving:
+                where = operation.environment
+                command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
+                facts = ", ".join(f"{name} {where[name]}" for name in ("reading", *README_FACTS) if name in where)
+                plot = report.image(operation, operation.headline, to)
+                about = fields({**constants(operation.measurements)})
+                first = f"{escaped(device)}: {about}."
+                parts = [first, serve.short_rows(operation.measurements), *plot, *command, f"{escaped(facts)}."]
+                return "\n\n".join(parts) + "\n"
+    raise ResultsError("no measurements of serving")

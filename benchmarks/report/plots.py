@@ -86,6 +86,42 @@ def draw(of: Slice, style: Mapping[str, Style], title: str) -> Figure:
     return figure
 
 
+def draw_rates(measurements: Sequence[Measurement], title: str) -> Figure:
+    """Tokens a second against sequences: a line for each dtype and peer, to the most that was served.
+
+    Args:
+      measurements: of one case, each a step that gives one token of each sequence.
+      title: stands above the panel.
+    """
+    lines: dict[tuple[str, str], list[Measurement]] = {}
+    for each in measurements:
+        lines.setdefault((each.peer, str(each.subject["dtype"])), []).append(each)
+    dtypes = [*dict.fromkeys(dtype for _, dtype in lines)]
+    others = [*dict.fromkeys(peer for peer, _ in lines if peer != OWN)]
+    with _own_settings():
+        figure = Figure(figsize=(WIDTH_INCHES * 0.7, MARGIN_INCHES + 1.4 * PANEL_INCHES), layout="constrained")
+        figure.suptitle(title, fontsize=11)
+        panel = figure.subplots()
+        for (peer, dtype), line in lines.items():
+            line.sort(key=lambda each: each.subject["num_seqs"])
+            sizes = [int(each.subject["num_seqs"]) for each in line]
+            panel.plot(
+                sizes,
+                [size / each.seconds for size, each in zip(sizes, line, strict=True)],
+                label=f"{peer}, {dtype}",
+                color=(OWN_COLOUR, *COLOURS)[dtypes.index(dtype)],
+                marker=OWN_MARKER if peer == OWN else MARKERS[others.index(peer)],
+                linestyle="-" if peer == OWN else "--",
+            )
+        panel.set_xlabel("sequences")
+        panel.set_ylabel("tokens a second")
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+        panel.yaxis.set_major_formatter(FuncFormatter(_short))
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG that holds no date and no version, with few colours: a third of the bytes, and it looks the same."""
     drawn = io.BytesIO()

@@ -16,10 +16,25 @@ import numpy as np
 import torch
 
 import kvjax
-from kvjax import AttentionSpec, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError
+from kvjax import (
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    KVQuantMode,
+    UnsupportedError,
+)
 from kvjax_torch.caches import Facts, cache_plan, check_caches
-from kvjax_torch.dtypes import INDEX_DTYPES, INPUT_DTYPES, gathered_dtype, resolve_cache_dtype, row_head_size
-from kvjax_torch.plan import AttentionPlan, GatherPlan, WritePlan
+from kvjax_torch.dtypes import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    gathered_dtype,
+    has_scale_tensors,
+    resolve_cache_dtype,
+    row_head_size,
+)
+from kvjax_torch.plan import AttentionPlan, GatherPlan, RopePlan, WritePlan
 
 MAX_WINDOW = 2**31 - 1
 """No sequence is longer: a window beyond it restricts nothing."""
@@ -27,7 +42,8 @@ MAX_WINDOW = 2**31 - 1
 IndexFacts = tuple[torch.dtype, int]
 """Of a tensor of slots, blocks or lengths: dtype and number of dimensions."""
 
-ScaleFacts = tuple[torch.dtype, torch.Size]
+ScaleFacts = Facts
+"""Of a scale; its strides where it is one of each token and head, `[num_blocks, block_size, num_kv_heads]`."""
 
 
 def write_plan(
@@ -57,8 +73,8 @@ def write_plan(
         _row_facts(value),
         (slot_mapping.dtype, slot_mapping.ndim),
         kv_cache_dtype,
-        (k_scale.dtype, k_scale.shape),
-        (v_scale.dtype, v_scale.shape),
+        _scale_facts(k_scale),
+        _scale_facts(v_scale),
         v_scale_layout,
     )
     for name in ("key", "value"):
@@ -67,11 +83,61 @@ def write_plan(
                 f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
                 f" {slot_mapping.shape[0]} slots"
             )
-    _check_addresses(tensors)
-    check_scale_values(scales)
+    _check_addresses(tensors | (scales if plan.cache.scales_apart else {}))
+    if not plan.cache.scales_apart:
+        check_scale_values(scales)
     if kvjax.is_checked():
-        slots = _on_host("slot_mapping", slot_mapping).numpy()
+        slots = on_host("slot_mapping", slot_mapping).numpy()
         kvjax.check_slots(slots, key_cache.shape[0] * plan.cache.spec.block_size)
+    return plan
+
+
+def rope_plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    is_neox: bool,
+) -> RopePlan:
+    """The plan of a `rope_and_cache` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      UnsupportedError: scales of each token and head in tensors of their own.
+    """
+    is_apart = has_scale_tensors(k_scale) or has_scale_tensors(v_scale)
+    if is_apart and resolve_cache_dtype(kv_cache_dtype, key_cache.dtype).info.quant_mode.is_per_token_head:
+        raise UnsupportedError(
+            f"k_scale, v_scale: got shapes {tuple(k_scale.shape)} and {tuple(v_scale.shape)}, scales of each token and"
+            " head in tensors of their own, expected caches whose rows hold them; or rotate, then"
+            " reshape_and_cache_flash"
+        )
+    refuse_gradient(query=query, cos_sin_cache=cos_sin_cache)
+    check_devices(key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    write = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    table = cos_sin_cache.dtype, cos_sin_cache.shape[1:], cos_sin_cache.ndim
+    plan = _rope_plan(write, _row_facts(query), (positions.dtype, positions.ndim), table, is_neox)
+    num_tokens = slot_mapping.shape[0]
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("positions", positions)):
+        if tensor.shape[0] != num_tokens:
+            raise KVCacheValueError(
+                f"{name}: got {tensor.shape[0]} tokens, expected {num_tokens}, one for each slot; a slot of -1 is none"
+            )
+    if not cos_sin_cache.shape[0]:
+        raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
+    _check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
+    if kvjax.is_checked():
+        slots, rows = (on_host(*each).numpy() for each in (("slot_mapping", slot_mapping), ("positions", positions)))
+        kvjax.check_positions(rows, slots, cos_sin_cache.shape[0])
     return plan
 
 
@@ -85,9 +151,11 @@ def gather_plan(
     v_scale: torch.Tensor,
     v_scale_layout: str,
     dtype: torch.dtype | None,
-    last_tokens: int | None = None,
+    last_tokens: int | torch.Tensor | None = None,
 ) -> GatherPlan:
     """The plan of a `gather_kv` call; where only `last_tokens` of a sequence count, their blocks alone are checked.
+
+    They may be a tensor on the host, of each sequence's.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
@@ -101,8 +169,8 @@ def gather_plan(
         (block_table.dtype, block_table.ndim),
         (seq_lens.dtype, seq_lens.ndim),
         kv_cache_dtype,
-        (k_scale.dtype, k_scale.shape),
-        (v_scale.dtype, v_scale.shape),
+        _scale_facts(k_scale),
+        _scale_facts(v_scale),
         v_scale_layout,
         dtype,
     )
@@ -110,14 +178,16 @@ def gather_plan(
         raise KVCacheValueError(
             f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
         )
-    _check_addresses(tensors)
-    check_scale_values(scales)
+    _check_addresses(tensors | (scales if plan.cache.scales_apart else {}))
+    if not plan.cache.scales_apart:
+        check_scale_values(scales)
     if kvjax.is_checked():
         block_size = plan.cache.spec.block_size
-        blocks, lengths = _on_host("block_table", block_table), _on_host("seq_lens", seq_lens)
+        blocks, lengths = on_host("block_table", block_table), on_host("seq_lens", seq_lens)
         if last_tokens is not None:
             ends = block_size * torch.arange(1, blocks.shape[1] + 1)
-            blocks = blocks.masked_fill(lengths[:, None] - ends >= last_tokens, -1)
+            reach = torch.as_tensor(last_tokens).reshape(-1, 1)
+            blocks = blocks.masked_fill(lengths[:, None] - ends >= reach, -1)
         kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], block_size)
     return plan
 
@@ -136,6 +206,7 @@ def attention_plan(
     sliding_window: int | None,
     logits_soft_cap: float | None,
     sinks: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> AttentionPlan:
     """The plan of a `paged_attention` call.
 
@@ -164,21 +235,43 @@ def attention_plan(
         last_tokens=None if window is None else window + q_len - 1,
     )
     spec = gathered.cache.spec
-    if query.dtype not in INPUT_DTYPES:
-        raise KVCacheTypeError(f"query: got dtype {query.dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
-    num_heads, head_size = query.shape[-2:]
-    if query.shape[0] != block_table.shape[0] or head_size != spec.head_size:
+    if query.shape[0] != block_table.shape[0] or query.shape[-1] != spec.head_size:
         raise KVCacheValueError(
             f"query: got shape {tuple(query.shape)}, expected num_seqs={block_table.shape[0]} and"
             f" head_size={spec.head_size}"
         )
+    return plan_of_query(gathered, query, q_len, sm_scale, window, cap, sinks, batch_invariant)
+
+
+def plan_of_query(
+    gathered: GatherPlan,
+    query: torch.Tensor,
+    q_len: int,
+    sm_scale: float | None,
+    window: int | None,
+    logits_soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    batch_invariant: bool,
+) -> AttentionPlan:
+    """The plan of attention with `query [..., num_heads, head_size]` over what a gather of that plan would read.
+
+    The numbers are as `attention_numbers` returns them.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a query or sinks that do not fit.
+    """
+    spec = gathered.cache.spec
+    num_heads, head_size = query.shape[-2:]
+    if query.dtype not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"query: got dtype {query.dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
     if num_heads % spec.num_kv_heads or not num_heads:
         raise KVCacheValueError(
             f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
         )
     if sinks is not None:
         refuse_gradient("attention over a cache", sinks=sinks)
-        check_devices(key_cache, sinks=sinks)
+        if sinks.device != query.device:
+            raise KVCacheValueError(f"sinks: got device {sinks.device}, expected {query.device}, that of key_cache")
         if sinks.dtype is not torch.float32:
             raise KVCacheTypeError(f"sinks: got dtype {sinks.dtype}, expected torch.float32")
         if sinks.shape != (num_heads,):
@@ -191,8 +284,9 @@ def attention_plan(
         gathered.scale_sizes,
         head_size**-0.5 if sm_scale is None else sm_scale,
         window,
-        cap,
+        logits_soft_cap,
         sinks is not None,
+        batch_invariant,
     )
 
 
@@ -244,11 +338,21 @@ def kind_of(value: object) -> str:
     return "a jax.Array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
+def for_cache(value: object) -> str:
+    """The end of a message about what is no tensor: how torch gets at a cache, if it is one."""
+    if not isinstance(value, KVCache):
+        return ""
+    return (
+        "; lend its array, to_torch(cache.kv), and give each call the scales that it carries, to_torch(cache.k_scale)"
+        " and to_torch(cache.v_scale), or 1 where it carries none"
+    )
+
+
 def check_tensors(**tensors: object) -> None:
     """Raises `KVCacheTypeError` where something is no tensor, or none whose elements lie in memory as they are."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise KVCacheTypeError(f"{name}: got {kind_of(tensor)}, expected a torch.Tensor")
+            raise KVCacheTypeError(f"{name}: got {kind_of(tensor)}, expected a torch.Tensor{for_cache(tensor)}")
         check_strided(name, tensor)
         if tensor.is_quantized:
             raise KVCacheTypeError(f"{name}: got a quantized tensor, expected its numbers: {name}.dequantize()")
@@ -294,18 +398,42 @@ def _write_plan(
     check_caches(key_cache, value_cache)
     _check_rows("key", key, INPUT_DTYPES)
     _check_rows("value", value, (key.dtype,))
-    _check_index("slot_mapping", slot_mapping, ("num_tokens",))
+    check_index("slot_mapping", slot_mapping, ("num_tokens",))
     num_heads, head_size = key.shape
     if value.shape[0] != num_heads:
         raise KVCacheValueError(f"value: got num_kv_heads={value.shape[0]}, expected {num_heads} as in key")
     dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-    cache = cache_plan(key_cache, value_cache, num_heads, (head_size, value.shape[1]), dtype, v_scale_layout)
+    scale_tensors = _scale_tensors(k_scale, v_scale, dtype)
+    head_sizes = head_size, value.shape[1]
+    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, dtype, v_scale_layout, scale_tensors)
     return WritePlan(
         cache,
         key.dtype,
         slot_mapping[0],
         _scale_sizes(k_scale, v_scale, cache.spec),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _rope_plan(
+    write: WritePlan, query: Facts, positions: IndexFacts, table: tuple[torch.dtype, torch.Size, int], is_neox: bool
+) -> RopePlan:
+    head_size = write.cache.spec.head_size
+    _check_rows("query", query, (write.dtype,), "num_heads")
+    if query.shape[1] != head_size:
+        raise KVCacheValueError(f"query: got head_size={query.shape[1]}, expected {head_size} as in key")
+    check_index("positions", positions, ("num_tokens",))
+    dtype, shape, ndim = table
+    if dtype not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"cos_sin_cache: got dtype {dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
+    if ndim != 2:
+        raise KVCacheValueError(f"cos_sin_cache: got {ndim} dimensions, expected [max_position, rot_dim]")
+    [rot_dim] = shape
+    if rot_dim % 2 or not 2 <= rot_dim <= head_size:
+        raise KVCacheValueError(
+            f"cos_sin_cache: got rot_dim={rot_dim}, expected an even number of 2 to head_size={head_size}"
+        )
+    return RopePlan(write, query.shape[0], rot_dim, is_neox, positions[0], dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -321,15 +449,18 @@ def _gather_plan(
     dtype: torch.dtype | None,
 ) -> GatherPlan:
     check_caches(key_cache, value_cache)
-    _check_index("block_table", block_table, ("num_seqs", "max_blocks"))
-    _check_index("seq_lens", seq_lens, ("num_seqs",))
+    check_index("block_table", block_table, ("num_seqs", "max_blocks"))
+    check_index("seq_lens", seq_lens, ("num_seqs",))
     cache_dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     key_bytes, value_bytes = (cache.shape[3] * cache.dtype.itemsize for cache in (key_cache, value_cache))
+    scale_tensors = _scale_tensors(k_scale, v_scale, cache_dtype)
+    apart = scale_tensors is not None
     head_sizes = (
-        row_head_size("key_cache", key_bytes, cache_dtype),
-        row_head_size("value_cache", value_bytes, cache_dtype),
+        row_head_size("key_cache", key_bytes, cache_dtype, scales_apart=apart),
+        row_head_size("value_cache", value_bytes, cache_dtype, scales_apart=apart),
     )
-    cache = cache_plan(key_cache, value_cache, key_cache.shape[2], head_sizes, cache_dtype, v_scale_layout)
+    num_heads = key_cache.shape[2]
+    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, cache_dtype, v_scale_layout, scale_tensors)
     return GatherPlan(
         cache,
         gathered_dtype(dtype, cache_dtype),
@@ -343,12 +474,12 @@ def _row_facts(rows: torch.Tensor) -> Facts:
     return Facts(rows.dtype, rows.shape[1:], rows.stride())  # how many rows there are is no part of a plan
 
 
-def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...], heads: str = "num_kv_heads") -> None:
     if rows.dtype not in dtypes:
         raise KVCacheTypeError(f"{name}: got dtype {rows.dtype}, expected {' or '.join(map(str, dtypes))}")
     if len(rows.strides) != 3:
         raise KVCacheValueError(
-            f"{name}: got {len(rows.strides)} dimensions, expected [num_tokens, num_kv_heads, head_size]"
+            f"{name}: got {len(rows.strides)} dimensions, expected [num_tokens, {heads}, head_size]"
         )
     if rows.strides[2] != 1 and rows.shape[1] != 1:
         raise KVCacheValueError(
@@ -356,7 +487,8 @@ def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...]) -> None
         )
 
 
-def _check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
+def check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
+    """Raises where slots, blocks or lengths are of another dtype than int32 or int64, or of other dimensions."""
     dtype, ndim = index
     if dtype not in INDEX_DTYPES:
         raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected {' or '.join(map(str, INDEX_DTYPES))}")
@@ -364,15 +496,36 @@ def _check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
         raise KVCacheValueError(f"{name}: got {ndim} dimensions, expected [{', '.join(dims)}]")
 
 
+def _scale_facts(scale: torch.Tensor) -> ScaleFacts:
+    return Facts(scale.dtype, scale.shape, scale.stride() if has_scale_tensors(scale) else ())
+
+
+def _scale_tensors(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
+    """The facts of the tensors that hold the scales of each token and head; None where the caches do, or none do."""
+    if not (dtype.info.quant_mode.is_per_token_head and (k_scale.strides or v_scale.strides)):
+        return None
+    for name, facts in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not facts.strides:
+            raise KVCacheValueError(
+                f"{name}: got shape {tuple(facts.shape)}, expected [num_blocks, block_size, num_kv_heads] as of the"
+                " other scale"
+            )
+    return k_scale, v_scale
+
+
 def _scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) -> tuple[int, int]:
     takes_heads = spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
-    for name, (dtype, shape) in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, (dtype, shape, strides) in (("k_scale", k_scale), ("v_scale", v_scale)):
         if dtype is not torch.float32:
             raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected torch.float32")
+        if spec.quant_mode.is_per_token_head and strides:
+            continue
         if math.prod(shape) != 1 and not (takes_heads and shape == (spec.num_kv_heads,)):
             accepted = f"one element or [num_kv_heads={spec.num_kv_heads}]" if takes_heads else "one element"
             raise KVCacheValueError(f"{name}: got shape {tuple(shape)}, expected {accepted} for {spec.dtype.value!r}")
-    return math.prod(k_scale[1]), math.prod(v_scale[1])
+    if spec.quant_mode.is_per_token_head:
+        return 1, 1
+    return math.prod(k_scale.shape), math.prod(v_scale.shape)
 
 
 def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -391,10 +544,11 @@ def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
     """
     for name, scale in scales.items():
         if scale.device.type == "cpu" or kvjax.is_checked():
-            kvjax.check_scale(name, _on_host(name, scale).detach().numpy())
+            kvjax.check_scale(name, on_host(name, scale).detach().numpy())
 
 
-def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for a check of its values, which the host waits for. Raises `UnsupportedError` in a capture."""
     if not tensor.is_cuda:
         return tensor
     if torch.cuda.is_current_stream_capturing():

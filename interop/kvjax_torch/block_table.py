@@ -14,16 +14,22 @@ import torch
 
 from kvjax import BlockPool, KVCacheValueError, OutOfBlocksError, PagedSequence
 
+NO_BLOCK = -1
+NO_SLOT = -1
+
 
 class Step(NamedTuple):
     """What every layer needs in order to append tokens to each sequence and to read them all back.
 
     Attributes:
-      block_table: int32 `[num_seqs, max_blocks]`.
-      slot_mapping: int64 `[num_seqs * num_new_tokens]`, the new tokens of the first sequence before those of the next.
+      block_table: int32 `[num_seqs, max_blocks]`; -1 past a sequence's last block, and for blocks given back.
+      slot_mapping: int64 `[num_seqs * num_new_tokens]`, the new tokens of the first sequence before those of the next;
+        -1 for padding, which is not stored.
       seq_lens: int32 `[num_seqs]`, the new tokens included.
       copy_from: int32 `[num_copies]`: blocks to copy, whole, before anything is written.
       copy_to: int32 `[num_copies]`: where to.
+      cu_q_lens: int32 `[num_seqs + 1]`: where each sequence's new tokens begin, padding left out.
+      stored: int64 `[num_stored]`: which of the new tokens, counted as in `slot_mapping`, are stored; `None` for all.
     """
 
     block_table: torch.Tensor
@@ -31,18 +37,40 @@ class Step(NamedTuple):
     seq_lens: torch.Tensor
     copy_from: torch.Tensor
     copy_to: torch.Tensor
+    cu_q_lens: torch.Tensor
+    stored: torch.Tensor | None
+
+    def to(self, device: torch.device) -> Step:
+        """The same on another device; the host does not wait."""
+        moved = self._asdict()
+        moved.update((name, x.to(device, non_blocking=True)) for name, x in moved.items() if x is not None)
+        return Step(**moved)
 
 
 class BlockTable:
-    """The blocks of sequences of equal length, taken from `num_blocks` blocks of `block_size` tokens as they grow.
+    """The blocks of sequences that grow side by side, taken from `num_blocks` blocks of `block_size` tokens.
+
+    Positions are those of the batch, padding included: `start` and `end` are the same for every sequence. What is
+    stored of a sequence are its tokens alone, one after the other.
+
+    Args:
+      num_blocks: blocks of the pool.
+      block_size: tokens in a block.
+      sliding_window: tokens that a query of these layers sees, its own included; `None` for all.
+      option: what errors call `num_blocks`.
 
     Raises:
-      KVCacheValueError: when made with no blocks or with blocks of no tokens.
+      KVCacheValueError: no blocks, or blocks of no tokens.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, sliding_window: int | None = None, option: str = "num_blocks"
+    ) -> None:
         self._pool = BlockPool(num_blocks, block_size)
+        self._window = sliding_window
+        self._option = option
         self._sequences: list[PagedSequence] = []
+        self._is_token: np.ndarray | None = None
         self._planned: tuple[int, int, int] | None = None
         self._steps: dict[torch.device, Step] = {}
 
@@ -66,44 +94,99 @@ class BlockTable:
         """Blocks that hold tokens of any sequence, shared ones counted once."""
         return self._pool.num_blocks - self._pool.num_free
 
-    def grow(self, num_seqs: int, start: int, end: int, device: torch.device) -> Step:
+    @property
+    def has_padding(self) -> bool:
+        """Whether some positions of the batch were padding, of which nothing is stored."""
+        return self._is_token is not None
+
+    def grow(
+        self,
+        num_seqs: int,
+        start: int,
+        end: int,
+        device: torch.device,
+        *,
+        is_token: np.ndarray | None = None,
+        free_passed: bool = False,
+    ) -> Step:
         """Makes room for the tokens from `start` to `end` of every sequence; one step for all layers that ask for it.
 
         Args:
           num_seqs: sequences that grow: all there are, or any number where `start` is 0.
-          start: tokens that each sequence keeps.
-          end: tokens that each will hold.
+          start: positions that each sequence keeps.
+          end: positions that each will have.
           device: where the result's tensors lie.
+          is_token: bool `[num_seqs, end]`: False for padding; `None` where there is none.
+          free_passed: whether blocks that the window has passed before position `start` are given back first.
 
         Raises:
-          KVCacheValueError: another number of sequences, or no blocks left; each then holds its first `start` tokens.
+          KVCacheValueError: another number of sequences, padding that is another before `start` than it was, or no
+            blocks left; each sequence then holds its first `start` positions.
         """
         on_host = torch.device("cpu")
         if self._planned != (num_seqs, start, end):
-            self._steps = {on_host: self._plan(num_seqs, start, end)}
+            self._steps = {on_host: self._plan(num_seqs, start, end, is_token, free_passed)}
             self._planned = num_seqs, start, end
         if device not in self._steps:
-            self._steps[device] = Step(*(tensor.to(device, non_blocking=True) for tensor in self._steps[on_host]))
+            self._steps[device] = self._steps[on_host].to(device)
         return self._steps[device]
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens of every sequence and gives back the blocks behind them."""
-        for sequence in self._sequences:
-            sequence.truncate(min(length, sequence.num_tokens))
+        """Keeps the first `length` positions of every sequence and gives back the blocks behind them.
+
+        Raises:
+          KVCacheValueError: as `check_length`.
+        """
+        self.check_length(length)
+        for sequence, num_kept in zip(self._sequences, self._num_tokens(length), strict=True):
+            sequence.truncate(num_kept)
+        if self._is_token is not None:
+            self._is_token = self._is_token[:, :length]
         self._planned = None
+
+    def check_length(self, length: int) -> None:
+        """Checks that the sequences can go on from their first `length` positions.
+
+        Raises:
+          KVCacheValueError: blocks that the window still reaches from there were given back.
+        """
+        if self._window is None:
+            return
+        for sequence, num_kept in zip(self._sequences, self._num_tokens(length), strict=True):
+            self._check_window(sequence, num_kept, self._window)
 
     def select(self, sequences: np.ndarray) -> None:
         """Puts the numbered (or marked) sequences in place of all; those named twice share their blocks."""
-        if self.num_seqs:
-            self._replace(self._sequences[index].fork() for index in np.arange(self.num_seqs)[sequences])
+        if not self.num_seqs:
+            return
+        is_token = self._is_token
+        self._replace(self._sequences[index].fork() for index in np.arange(self.num_seqs)[sequences])
+        self._is_token = None if is_token is None else is_token[sequences]
 
     def _replace(self, sequences: Iterable[PagedSequence]) -> None:
         replaced, self._sequences = self._sequences, list(sequences)
         for sequence in replaced:
             sequence.free()
+        self._is_token = None
         self._planned = None
 
-    def _plan(self, num_seqs: int, start: int, end: int) -> Step:
+    def _num_tokens(self, length: int) -> list[int]:
+        """Tokens of each sequence before position `length`."""
+        if self._is_token is not None:
+            return [int(number) for number in self._is_token[:, :length].sum(axis=1)]
+        return [min(length, sequence.num_tokens) for sequence in self._sequences]
+
+    def _check_window(self, sequence: PagedSequence, num_kept: int, window: int) -> None:
+        if not 0 < num_kept < sequence.num_tokens:
+            return
+        oldest = int((sequence.blocks == NO_BLOCK).sum()) * self.block_size
+        if max(num_kept - window + 1, 0) < oldest:
+            raise KVCacheValueError(
+                f"tokens_to_remove: got {num_kept - sequence.num_tokens}, expected at most the tokens of the last step"
+                f" or all: blocks that the sliding window of {window} tokens had passed were given back"
+            )
+
+    def _plan(self, num_seqs: int, start: int, end: int, is_token: np.ndarray | None, free_passed: bool) -> Step:
         if not start:
             self._replace(self._pool.sequence() for _ in range(num_seqs))
         elif num_seqs != self.num_seqs:
@@ -111,16 +194,53 @@ class BlockTable:
                 f"key_states: got a batch of {num_seqs}, expected {self.num_seqs}, the sequences that the cache holds"
             )
         self.truncate(start)
+        before = np.array([sequence.num_tokens for sequence in self._sequences], np.int64)
+        if is_token is not None and is_token.all():
+            is_token = None
+        self._check_padding(before, start, is_token)
+        is_new = np.ones((num_seqs, end - start), np.bool_) if is_token is None else is_token[:, start:]
+        added = is_new.sum(axis=1)
+        if free_passed and self._window is not None:
+            for sequence in self._sequences:
+                sequence.free_before(sequence.num_tokens - self._window + 1)
         try:
-            copies = self._pool.append(self._sequences, [end - start] * num_seqs)
+            copies = self._pool.append(self._sequences, added.tolist())
         except OutOfBlocksError as error:
             raise KVCacheValueError(
-                f"num_blocks: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
+                f"{self._option}: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
                 f" {self.num_blocks - error.num_free + error.num_needed} to hold {num_seqs} sequences of {end} tokens"
             ) from error
-        block_table = np.empty((num_seqs, -(-end // self.block_size)), np.int32)
-        slots = np.empty((num_seqs, end - start), np.int64)
-        for row, sequence in enumerate(self._sequences):
-            block_table[row], slots[row] = sequence.blocks, sequence.slots(start, end)
-        arrays = block_table, slots.ravel(), np.full(num_seqs, end, np.int32), *copies.T.copy()
-        return Step(*map(torch.from_numpy, arrays))
+        self._is_token = is_token
+        seq_lens = before + added
+        block_table = np.full((num_seqs, -(-int(seq_lens.max(initial=0)) // self.block_size)), NO_BLOCK, np.int32)
+        for row, sequence in zip(block_table, self._sequences, strict=True):
+            blocks = sequence.blocks
+            row[: len(blocks)] = blocks
+        cu_q_lens = np.concatenate([[0], np.cumsum(added)])
+        copy_from, copy_to = copies.T.copy()
+        return Step(
+            block_table=torch.from_numpy(block_table),
+            slot_mapping=torch.from_numpy(self._slots(block_table, before, is_new).ravel()),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            copy_from=torch.from_numpy(copy_from),
+            copy_to=torch.from_numpy(copy_to),
+            cu_q_lens=torch.from_numpy(cu_q_lens.astype(np.int32)),
+            stored=None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new)),
+        )
+
+    def _check_padding(self, before: np.ndarray, start: int, is_token: np.ndarray | None) -> None:
+        expected = np.full_like(before, start) if is_token is None else is_token[:, :start].sum(axis=1)
+        for row, (held, shown) in enumerate(zip(before, expected, strict=True)):
+            if held != shown:
+                raise KVCacheValueError(
+                    f"attention_mask: got {shown} tokens among the first {start} positions of sequence {row}, expected"
+                    f" {held}, which the cache holds"
+                )
+
+    def _slots(self, block_table: np.ndarray, before: np.ndarray, is_new: np.ndarray) -> np.ndarray:
+        """Slots of the new positions: int64, of `is_new`'s shape."""
+        if not is_new.any():
+            return np.full(is_new.shape, NO_SLOT, np.int64)
+        position = np.maximum(before[:, None] + np.cumsum(is_new, axis=1) - 1, 0)
+        block = np.take_along_axis(block_table, position // self.block_size, axis=1).astype(np.int64)
+        return np.where(is_new, block * self.block_size + position % self.block_size, NO_SLOT)

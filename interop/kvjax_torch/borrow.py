@@ -12,7 +12,7 @@ import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
-from kvjax_torch.arguments import check_strided, kind_of
+from kvjax_torch.arguments import check_strided, for_cache, kind_of
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.loan import Loan
 
@@ -177,7 +177,7 @@ def _check_exportable(array: Any) -> None:
     if isinstance(array, jax.core.Tracer):
         raise KVCacheTypeError("array: got one that is being traced, expected a concrete array: call outside jax.jit")
     if not isinstance(array, jax.Array):
-        raise KVCacheTypeError(f"array: got a {type(array).__name__}, expected a jax.Array")
+        raise KVCacheTypeError(f"array: got a {type(array).__name__}, expected a jax.Array{for_cache(array)}")
     if array.is_deleted():
         raise KVCacheValueError("array: got a deleted one, expected a live one (was it donated?)")
     lendable = [numpy_dtype(dtype) for dtype in LENDABLE_DTYPES]

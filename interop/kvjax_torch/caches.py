@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 
 from kvjax import (
+    AttentionSpec,
     CacheLayout,
     FullAttentionSpec,
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
-    KVQuantMode,
     VScaleLayout,
 )
 from kvjax_torch.dtypes import head_row_bytes
@@ -65,12 +65,15 @@ def cache_plan(
     head_sizes: tuple[int, int],
     dtype: KVCacheDType,
     v_scale_layout: str,
+    scale_tensors: tuple[Facts, Facts] | None = None,
 ) -> CachePlan:
     """The plan of checked caches that hold `dtype`, with heads of `head_sizes` elements (key, value).
 
+    `scale_tensors`: those of keys and of values that hold the scales of each token and head.
+
     Raises:
       KVCacheValueError: sizes that no cache can have, rows that do not hold them, halves of different layouts, or
-        pages that are not laid out as NVFP4 pages are.
+        pages that are not laid out as pages that hold scales are.
     """
     spec = FullAttentionSpec(
         key_cache.shape[1],
@@ -82,7 +85,8 @@ def cache_plan(
     )
     halves = (("key_cache", key_cache, spec.head_size), ("value_cache", value_cache, spec.head_size_v))
     for name, cache, head_size in halves:
-        row = head_row_bytes(dtype, head_size) // cache.dtype.itemsize
+        row_bytes = dtype.info.row_bytes(head_size)[0] if scale_tensors else head_row_bytes(dtype, head_size)
+        row = row_bytes // cache.dtype.itemsize
         if cache.shape[2:] != (num_kv_heads, row):
             raise KVCacheValueError(
                 f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size,"
@@ -93,15 +97,23 @@ def cache_plan(
             f"value_cache: got strides {value_cache.strides}, which are {_layout(value_cache).value}, expected"
             f" {spec.layout.value} as those of key_cache, {key_cache.strides}"
         )
-    if spec.quant_mode is not KVQuantMode.NVFP4:
+    if scale_tensors is not None:
+        of_scales = [
+            _scale_rows(name, scales, key_cache)
+            for name, scales in zip(("k_scale", "v_scale"), scale_tensors, strict=True)
+        ]
+        of_data = _strided_rows(key_cache), _strided_rows(value_cache)
+        key_rows, value_rows = zip(of_data, of_scales, strict=True)
+        return CachePlan(spec, key_rows, value_rows, scales_apart=True)
+    if not spec.stores_scales:
         return CachePlan(spec, (_strided_rows(key_cache),), (_strided_rows(value_cache),))
     for name, cache, _ in halves:
-        _check_nvfp4_pages(name, cache, spec.layout)
-    key_rows, value_rows = (
+        _check_one_run(name, cache, spec)
+    of_keys, of_values = (
         StridedRows.of_regions(regions, cache.strides[0], start=regions[0].base)
         for regions, cache in zip(spec.regions, (key_cache, value_cache), strict=True)
     )
-    return CachePlan(spec, key_rows, value_rows)
+    return CachePlan(spec, of_keys, of_values)
 
 
 def _layout(cache: Facts) -> CacheLayout:
@@ -128,14 +140,29 @@ def _strided_rows(cache: Facts) -> StridedRows:
     return StridedRows(0, block_stride, token_stride, head_stride, cache.shape[3] * itemsize)
 
 
-def _check_nvfp4_pages(name: str, cache: Facts, layout: CacheLayout) -> None:
+def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> StridedRows:
+    """Rows of one float32 of a tensor `[num_blocks, block_size, num_kv_heads]`, whatever its strides."""
+    num_blocks, block_size, num_heads, _ = key_cache.shape
+    if scales.shape != key_cache.shape[:3]:
+        raise KVCacheValueError(
+            f"{name}: got shape {tuple(scales.shape)}, expected [num_blocks={num_blocks}, block_size={block_size},"
+            f" num_kv_heads={num_heads}] as key_cache"
+        )
+    if _has_overlap(scales):
+        raise KVCacheValueError(
+            f"{name}: got strides {scales.strides} for shape {tuple(scales.shape)}, expected scales that do not overlap"
+        )
+    return _strided_rows(Facts(scales.dtype, (*scales.shape, 1), (*scales.strides, 1)))
+
+
+def _check_one_run(name: str, cache: Facts, spec: AttentionSpec) -> None:
     # The last dimension is nominal: data and scales are regions of their own in each block, so its bytes must be
     # one run for the regions to lie in it.
     _, block_size, num_heads, row = cache.shape
-    expected = (num_heads * row, row) if layout is CacheLayout.NHD else (row, block_size * row)
+    expected = (num_heads * row, row) if spec.layout is CacheLayout.NHD else (row, block_size * row)
     for stride, size, wanted in zip(cache.strides[1:3], cache.shape[1:3], expected, strict=True):
         if size > 1 and stride != wanted:
             raise KVCacheValueError(
                 f"{name}: got strides {cache.strides}, expected (any, {expected[0]}, {expected[1]}, 1): the"
-                f" {block_size * num_heads * row} bytes of an NVFP4 block side by side"
+                f" {block_size * num_heads * row} bytes of a block in {spec.dtype.value!r} side by side"
             )

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax import UnsupportedError, kernels
+from kvjax import AttentionSpec, UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, StridedRows, WritePlan
+from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RopePlan, StridedRows, WritePlan
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Bytes that kernels are compiled for rows to begin at a multiple of."""
@@ -60,9 +60,81 @@ def write_call(
     unique_slots: bool,
 ) -> Call:
     """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
+    return _write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, unique_slots, None)
+
+
+def rope_call(
+    plan: RopePlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    unique_slots: bool,
+) -> tuple[Call, torch.Tensor]:
+    """The one run of a `rope_and_cache` call that `plan` describes and `has_rope` of; and its rotated queries."""
+    num_tokens, head_size = slot_mapping.shape[0], query.shape[2]
+    query, alignment = _runs(query, num_tokens)
+    rotation = kernels.Rotation(
+        numpy_dtype(plan.write.dtype), head_size, plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
+    )
+    rotated = kernels.RotatedMemory(
+        rotation,
+        plan.num_heads,
+        kernels.RowMemory(rotation.dtype, query.stride(0), alignment),
+        numpy_dtype(plan.position_dtype),
+        numpy_dtype(plan.table_dtype),
+    )
+    table = cos_sin_cache.contiguous()
+    if table.data_ptr() % kernels.MAX_VECTOR_BYTES:
+        table = table.clone()
+    result = query.new_empty(query.shape)
+    turned = _Turned(rotated, (query, positions.contiguous(), table, result), cos_sin_cache.shape[0] - 1)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    return _write_call(plan.write, *tensors, k_scale, v_scale, unique_slots, turned), result
+
+
+def has_rope(plan: RopePlan, query: torch.Tensor) -> bool:
+    """Whether a kernel rotates while it writes: elements of two bytes, an even number of them in a head."""
+    is_served = plan.write.dtype.itemsize == 2 and not plan.write.cache.spec.head_size % 2
+    return is_served and query.numel() > 0
+
+
+class _Turned(NamedTuple):
+    """What a write rotates as well.
+
+    Attributes:
+      memory: for the kernel.
+      tensors: its arrays.
+      last_position: the last row of cosines and sines.
+    """
+
+    memory: kernels.RotatedMemory
+    tensors: tuple[torch.Tensor, ...]
+    last_position: int
+
+
+def _write_call(
+    plan: WritePlan,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    unique_slots: bool,
+    turned: _Turned | None,
+) -> Call:
     num_tokens = slot_mapping.shape[0]
     key, key_alignment = _runs(key, num_tokens)
     value, value_alignment = _runs(value, num_tokens)
+    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
     kernel = _write_kernel(
         plan.cache,
         plan.dtype,
@@ -71,13 +143,18 @@ def write_call(
         (key.stride(0), value.stride(0)),
         (key_alignment, value_alignment),
         (_page_alignment(key_cache), _page_alignment(value_cache)),
+        _scale_alignments(plan.cache, scales),
         unique_slots,
+        None if turned is None else turned.memory,
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
     if num_tokens >= kernels.SEARCHED and not unique_slots:
         slot_mapping = only_last_tokens(slot_mapping, last_slot + 1)
-    arrays = (slot_mapping.contiguous(), key, value, key_cache, value_cache, _scale(k_scale), _scale(v_scale))
-    return Call(kernel, (num_tokens, last_slot), arrays, num_tokens)
+    counts, others = (num_tokens, last_slot), ()  # type: tuple[int, ...], tuple[torch.Tensor, ...]
+    if turned is not None:
+        counts, others = (*counts, turned.last_position), turned.tensors
+    arrays = (slot_mapping.contiguous(), key, value, key_cache, value_cache, *others, *_scales(plan.cache, scales))
+    return Call(kernel, counts, arrays, num_tokens)
 
 
 def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -111,8 +188,10 @@ def gather_call(
     # A number out of range stays out of range: clipped to just before the first block or just past the last.
     block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
-    kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments)
-    arrays = (block_table, seq_lens, _scale(k_scale), _scale(v_scale), key_cache, value_cache, keys, values)
+    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
+    scale_alignments = _scale_alignments(plan.cache, scales)
+    kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments, scale_alignments)
+    arrays = (block_table, seq_lens, *_scales(plan.cache, scales), key_cache, value_cache, keys, values)
     return Call(kernel, (max_blocks, block_table.stride(0), last_block), arrays, num_seqs * max_blocks)
 
 
@@ -171,9 +250,11 @@ def attention_alignments(key_cache: torch.Tensor, value_cache: torch.Tensor) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def attention_kernels(plan: AttentionPlan, alignments: tuple[int, int], num_seqs: int) -> AttentionKernels:
+def attention_kernels(
+    plan: AttentionPlan, alignments: tuple[int, int], device: torch.device, num_seqs: int, max_blocks: int
+) -> AttentionKernels:
     """The kernels of a call that is one part, for so many sequences: the same for many numbers of them."""
-    decode, merge, workspace = _attention_kernels(plan, alignments).of(num_seqs)
+    decode, merge, workspace = _attention_kernels(plan, alignments, _target(device)).of(num_seqs, max_blocks)
     partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
@@ -195,21 +276,22 @@ def attention_calls(
     and float32 `[num_seqs, q_len, num_heads]`. Their memory and the workspace's is new, of torch's current stream.
     """
     spec, num_blocks = plan.cache.spec, key_cache.shape[0]
-    num_seqs, max_blocks = block_table.shape
-    decode, merge, workspace = attention_kernels(plan, attention_alignments(key_cache, value_cache), num_seqs)
+    num_seqs, width = block_table.shape
+    # Of more entries than positions that a length can name none is looked for.
+    max_blocks = min(width, MOST // spec.block_size)
+    alignments = attention_alignments(key_cache, value_cache)
+    decode, merge, workspace = attention_kernels(plan, alignments, query.device, num_seqs, max_blocks)
     query = _query(query)
     block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, MOST)
-    table_stride = block_table.stride(0) if num_seqs > 1 else max_blocks
+    table_stride = block_table.stride(0) if num_seqs > 1 else width
     if num_seqs * table_stride > MOST:
-        block_table, table_stride = block_table.contiguous(), max_blocks
+        block_table, table_stride = block_table.contiguous(), width
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
     sink = () if sinks is None else (sinks.contiguous(),)
     pages = key_cache, value_cache, k_scale.contiguous(), v_scale.contiguous()
-    # Of more entries than positions that a length can name none is looked for.
-    max_blocks = min(max_blocks, MOST // spec.block_size)
     counts = num_seqs, max_blocks, min(num_blocks, MOST), table_stride, *_token_strides(query)
     return (
         Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
@@ -226,26 +308,41 @@ def _write_kernel(
     token_strides: tuple[int, int],
     row_alignments: tuple[int, int],
     page_alignments: tuple[int, int],
+    scale_alignments: tuple[int, int] | None,
     unique_slots: bool,
+    rotated: kernels.RotatedMemory | None,
 ) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(numpy_dtype(dtype), *memory) for memory in zip(token_strides, row_alignments, strict=True)
     ]
-    pages = _page_memory(cache, page_alignments)
     return kernels.write_kernel(
-        cache.spec, (rows[0], rows[1]), pages, numpy_dtype(slot_dtype), scale_sizes, unique_slots=unique_slots
+        cache.spec,
+        (rows[0], rows[1]),
+        _page_memory(cache, page_alignments),
+        numpy_dtype(slot_dtype),
+        scale_sizes,
+        unique_slots=unique_slots,
+        scale_pages=_scale_memory(cache, scale_alignments),
+        rotated=rotated,
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def _gather_kernel(
-    cache: CachePlan, dtype: torch.dtype, scale_sizes: tuple[int, int], page_alignments: tuple[int, int]
+    cache: CachePlan,
+    dtype: torch.dtype,
+    scale_sizes: tuple[int, int],
+    page_alignments: tuple[int, int],
+    scale_alignments: tuple[int, int] | None,
 ) -> kernels.AnyCount:
-    return kernels.gather_kernel(cache.spec, _page_memory(cache, page_alignments), numpy_dtype(dtype), scale_sizes)
+    pages, scale_pages = _page_memory(cache, page_alignments), _scale_memory(cache, scale_alignments)
+    return kernels.gather_kernel(cache.spec, pages, numpy_dtype(dtype), scale_sizes, scale_pages)
 
 
 @functools.lru_cache(maxsize=1024)
-def _attention_kernels(plan: AttentionPlan, page_alignments: tuple[int, int]) -> kernels.AnyBatch:
+def _attention_kernels(
+    plan: AttentionPlan, page_alignments: tuple[int, int], target: kernels.Target
+) -> kernels.AnyBatch:
     return kernels.attention_kernels(
         plan.cache.spec,
         _page_memory(plan.cache, page_alignments),
@@ -257,7 +354,17 @@ def _attention_kernels(plan: AttentionPlan, page_alignments: tuple[int, int]) ->
         window=plan.window,
         logits_soft_cap=plan.logits_soft_cap,
         has_sinks=plan.has_sinks,
+        batch_invariant=plan.batch_invariant,
+        target=target,
     )
+
+
+@functools.cache
+def _target(device: torch.device) -> kernels.Target:
+    if device.type != "cuda":
+        return kernels.Target()
+    properties = torch.cuda.get_device_properties(device)
+    return kernels.Target(properties.multi_processor_count, (properties.major, properties.minor))
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:
@@ -302,6 +409,19 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone(memory_format=torch.contiguous_format)
 
 
+def _scales(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What kernels take for scales: a layer's as they can read them, those of each token and head where they are."""
+    return scales if cache.spec.quant_mode.is_per_token_head else tuple(map(_scale, scales))
+
+
+def _scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int] | None:
+    """What kernels are told of where the scales of each token and head begin; None where there are none."""
+    if not cache.spec.quant_mode.is_per_token_head:
+        return None
+    k_scale, v_scale = scales
+    return _page_alignment(k_scale), _page_alignment(v_scale)
+
+
 def _int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
     if indices.dtype is not torch.int32:
         indices = indices.clamp(least, most).to(torch.int32)
@@ -314,12 +434,30 @@ def _page_alignment(cache: torch.Tensor) -> int:
 
 
 def _page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    spec = cache.spec
+    count = 1 if cache.spec.quant_mode.is_per_token_head else None  # scales are given by themselves
+    rows = cache.key_rows[:count], cache.value_rows[:count]
+    return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
+
+
+def _scale_memory(
+    cache: CachePlan, alignments: tuple[int, int] | None
+) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
+    if alignments is None:
+        return None
+    return _memory(cache.spec, ("k_scale", "v_scale"), (cache.key_rows[1:], cache.value_rows[1:]), alignments)
+
+
+def _memory(
+    spec: AttentionSpec,
+    names: tuple[str, str],
+    rows: tuple[tuple[StridedRows, ...], tuple[StridedRows, ...]],
+    alignments: tuple[int, int],
+) -> tuple[kernels.PageMemory, kernels.PageMemory]:
     halves = [
-        kernels.PageMemory(tuple(_region(row) for row in rows), rows[0].block_stride, alignment)
-        for rows, alignment in zip((cache.key_rows, cache.value_rows), alignments, strict=True)
+        kernels.PageMemory(tuple(_region(row) for row in of_half), of_half[0].block_stride, alignment)
+        for of_half, alignment in zip(rows, alignments, strict=True)
     ]
-    for name, memory in zip(("key_cache", "value_cache"), halves, strict=True):
+    for name, memory in zip(names, halves, strict=True):
         for region in memory.regions:
             reach = max(spec.num_kv_heads * region.head_stride, spec.block_size * region.token_stride)
             if reach > memory.page_stride:

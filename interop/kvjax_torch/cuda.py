@@ -19,8 +19,9 @@ import torch
 import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dense, dlpack, launch
-from kvjax_torch.arguments import check_tensors, gather_plan, write_plan
+from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
 from kvjax_torch.plan import AttentionPlan, GatherPlan
+from kvjax_torch.rotation import rotate
 
 MIN_COMPUTE_CAPABILITY = 9
 
@@ -139,7 +140,8 @@ def write(
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    has_one_scale = k_scale.numel() == v_scale.numel() == 1
+    # Where the scales of each token and head lie is no part of a kind.
+    has_one_scale = k_scale.numel() == v_scale.numel() == 1 and not plan.cache.spec.quant_mode.is_per_token_head
     with _one_at_a_time:
         call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
     slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
@@ -153,6 +155,40 @@ def write(
         _, last_slot = call.counts
         [counts] = kernels.packed((0, last_slot))
         _known_writes[kind] = _KnownWrite(*launcher, counts, last_slot + 1)
+
+
+def rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    is_neox: bool,
+    unique_slots: bool,
+) -> torch.Tensor:
+    """`rope_and_cache` of CUDA tensors; returns rotated queries.
+
+    Of float32 and of odd head sizes torch rotates, and the write's kernel writes.
+    """
+    _check_capability(key_cache.get_device())
+    tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
+    plan = rope_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, is_neox)
+    if not calls.has_rope(plan, query):
+        turned = [rotate(x, positions, cos_sin_cache, is_neox) for x in (query, key)]
+        written = turned[1], value, key_cache, value_cache, slot_mapping
+        write(*written, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
+        return turned[0]
+    with _one_at_a_time:
+        call, rotated = calls.rope_call(plan, *tensors, k_scale, v_scale, unique_slots)
+    _run(call)
+    return rotated
 
 
 def gather(
@@ -170,8 +206,13 @@ def gather(
     _check_capability(key_cache.get_device())
     tensors = key_cache, value_cache, block_table, seq_lens
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    return gather_planned(plan, *tensors, k_scale, v_scale)
+
+
+def gather_planned(plan: GatherPlan, *arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CUDA tensors that `plan` describes: both caches, the table, the lengths and both scales."""
     with _one_at_a_time:
-        call = calls.gather_call(plan, *tensors, k_scale, v_scale)
+        call = calls.gather_call(plan, *arrays)
     _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
@@ -191,12 +232,17 @@ def attend(
     """`paged_attention` of CUDA tensors that `plan` describes.
 
     Kernels attend to the pages where there are any for such a call and they can be launched; they cannot for a float32
-    query or cache, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
+    query, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
     """
     _check_capability(key_cache.get_device())
     parts = calls.attention_parts(plan) if calls.has_attention(plan, query, block_table) else ()
     arrays = key_cache, value_cache, block_table, seq_lens, k_scale, v_scale
     if not parts or not all(_can_attend(part.plan, key_cache, value_cache) for part in parts):
+        if plan.batch_invariant and query.numel() and block_table.numel():
+            raise UnsupportedError(
+                f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
+                " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
+            )
         return _attend_to_gathered(plan, query, *arrays, sinks)
     if len(parts) == 1:
         return _attend_to_pages(plan, query, *arrays, sinks)
@@ -231,7 +277,7 @@ def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch
     if kind in _attends:
         return True
     with _one_at_a_time:
-        every = [calls.attention_kernels(plan, alignments, least) for least in kernels.ATTENTION_BATCHES]
+        every = [calls.attention_kernels(plan, alignments, device, least, 1) for least in kernels.ATTENTION_BATCHES]
     if any(_launcher(kernel, device) is None for decode, merge, _ in every for kernel in (decode, merge)):
         return False
     if len(_attends) >= _REMEMBERED:
@@ -260,10 +306,7 @@ def _attend_to_gathered(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    with _one_at_a_time:
-        call = calls.gather_call(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    _run(call)
-    keys, values = call.tensors[-2:]
+    keys, values = gather_planned(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
     return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
 
 

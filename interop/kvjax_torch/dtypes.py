@@ -41,7 +41,12 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     """
     dtype = parse_kv_cache_dtype(kv_cache_dtype)
     if dtype is KVCacheDType.AUTO:
-        held = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row)]
+        # What a tensor of 8-bit numbers does not say is that each token and head has a scale.
+        held = [
+            row
+            for row in STORED_KV_CACHE_DTYPES
+            if key_cache in storage_dtypes(row) and not row.info.quant_mode.is_per_token_head
+        ]
         if len(held) != 1:
             names = ", ".join(row.value for row in held or STORED_KV_CACHE_DTYPES)
             raise KVCacheValueError(
@@ -63,16 +68,26 @@ def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
 
 
 def head_row_bytes(dtype: KVCacheDType, head_size: int) -> int:
-    """Bytes of one head of one token, data and block scales."""
+    """Bytes of one head of one token, data and the scales beside it."""
     return sum(dtype.info.row_bytes(head_size))
 
 
-def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType) -> int:
-    """Elements of the head that a row of `row_bytes` holds.
+def has_scale_tensors(scale: torch.Tensor) -> bool:
+    """Whether the scales that a call was given are those of each token and head, in tensors of their own."""
+    return scale.ndim == 3
+
+
+def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType, *, scales_apart: bool = False) -> int:
+    """Elements of the head that a row of `row_bytes` holds; `scales_apart` if those of tokens are not counted in it.
 
     Raises:
       KVCacheValueError: no head size fills the row.
     """
+    if dtype.info.quant_mode.is_per_token_head:
+        data = row_bytes if scales_apart else row_bytes - dtype.info.row_bytes(1)[1]
+        if data < 1:
+            raise KVCacheValueError(f"{what}: got rows of {row_bytes} bytes, expected 5 or more for {dtype.value!r}")
+        return data
     elements = 16  # the fewest that every dtype stores in whole bytes
     stored = head_row_bytes(dtype, elements)
     if row_bytes * elements % stored:

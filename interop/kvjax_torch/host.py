@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +23,13 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
 from kvjax_torch import dense
 from kvjax_torch.borrow import to_jax, to_torch
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, StridedRows, WritePlan
+from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RaggedPlan, RopePlan, StridedRows, WritePlan
 
 CHUNK_TOKENS = 16
 """Tokens that JAX encodes or decodes at a time: few, for the last chunk is filled up with zeros."""
+
+TILE_ROWS = 64
+"""Query tokens of a sequence that are attended with at once, so that their logits are never all there."""
 
 
 def write(
@@ -44,12 +48,41 @@ def write(
     staged = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
     for part in _chunks(token.shape[0]):
         rows = to_jax(_filled_up(key[token[part]])), to_jax(_filled_up(value[token[part]]))
-        encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale), _scale(v_scale)))
-        staged[part] = encoded.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
+        encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale, spec), _scale(v_scale, spec)))
+        staged[part] = _page_bytes(encoded, part)
     # Nothing may fail from here on: a call that raises leaves the cache as it was.
-    for cache, into, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, pages):
-        view, index = _locate(cache, into, spec, slot)
-        view[index] = _view(staged, staged_rows, pages)[:, 0]
+    _store(plan, staged, key_cache, value_cache, slot, k_scale, v_scale)
+
+
+def rotate_and_write(
+    plan: RopePlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> torch.Tensor:
+    """Rotates and writes as a `rope_and_cache` call that `plan` describes; returns rotated queries."""
+    spec = plan.write.cache.spec
+    pages, num_tokens = _one_token_pages(spec), slot_mapping.shape[0]
+    angles = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
+    staged = key_cache.new_empty((num_tokens, pages.page_size_bytes), dtype=torch.uint8)
+    rotated = query.new_empty(query.shape)
+    for part in _chunks(num_tokens):
+        rows = [to_jax(_filled_up(x[part])) for x in (query, key, value, angles)]
+        turned, encoded = rotate_and_encode_chunk(
+            pages, plan.is_neox, *rows, _scale(k_scale, spec), _scale(v_scale, spec)
+        )
+        rotated[part] = to_torch(turned)[: part.stop - part.start]
+        staged[part] = _page_bytes(to_torch(encoded), part)
+    token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
+    _store(plan.write, staged[token], key_cache, value_cache, slot, k_scale, v_scale)
+    return rotated
 
 
 def gather(
@@ -71,7 +104,7 @@ def gather(
     block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
     staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
-    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, pages):
+    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
         view, index = _locate(cache, stored_rows, spec, slot)
         _view(staged, staged_rows, pages)[:, 0] = view[index]
     gathered = [
@@ -80,7 +113,8 @@ def gather(
     ]
     for part in _chunks(slot.shape[0]):
         stored = _filled_up(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
-        decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), _scale(k_scale), _scale(v_scale))
+        layer_scales = _scale(k_scale, spec), _scale(v_scale, spec)
+        decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), *layer_scales)
         for result, rows in zip(gathered, decoded, strict=True):
             result[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
     keys, values = gathered
@@ -101,7 +135,56 @@ def attend(
     """Attends as a `paged_attention` call that `plan` describes, over what a gather reads in float32."""
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
     keys, values = gather(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
+    num_blocks = key_cache.shape[0]
+    if not plan.batch_invariant or not query.shape[0]:
+        return dense.attend(plan, query, keys, values, block_table, seq_lens, num_blocks, sinks)
+    # Each sequence by itself, over as many tokens as it has: sums go by the shapes of what is summed.
+    results = []
+    for seq, length in enumerate(seq_lens.tolist()):
+        blocks = min(max(-(-length // plan.cache.spec.block_size), 1), block_table.shape[1])
+        own, tokens = slice(seq, seq + 1), slice(0, blocks * plan.cache.spec.block_size)
+        arrays = query[own], keys[own, tokens], values[own, tokens], block_table[own, :blocks], seq_lens[own]
+        results.append(dense.attend(plan, *arrays, num_blocks, sinks))
+    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return out, lse
+
+
+def attend_ragged(
+    plan: RaggedPlan,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends as a `ragged_paged_attention` call that `plan` describes, one sequence after the other.
+
+    Lengths can be read here: every row is served, whatever the call's numbers say.
+    """
+    spec, (num_tokens, num_heads, _) = plan.attention.cache.spec, query.shape
+    gathered = GatherPlan(plan.attention.cache, torch.float32, plan.attention.scale_sizes)
+    out = query.new_zeros((num_tokens, num_heads, spec.head_size_v))
+    lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse.copy_(sinks)
+    bounds = cu_q_lens.clamp(0, num_tokens).tolist()
+    for seq, (first, end) in enumerate(itertools.pairwise(bounds)):
+        length = seq_lens[seq : seq + 1]
+        table = block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
+        if first >= end or not table.numel():
+            continue
+        keys, values = gather(gathered, key_cache, value_cache, table, length, k_scale, v_scale)
+        for start in range(first, end, TILE_ROWS):
+            rows = slice(start, min(start + TILE_ROWS, end))
+            ends = length - (end - rows.stop)
+            tile = query[None, rows], keys, values, table, ends, key_cache.shape[0], sinks
+            for whole, part in zip((out, lse), dense.attend(plan.attention, *tile), strict=True):
+                whole[rows] = part[0]
+    return out, lse
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -116,6 +199,37 @@ def encode_chunk(
             key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
         )
     return written.kv
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "is_neox"))
+def rotate_and_encode_chunk(
+    spec: AttentionSpec,
+    is_neox: bool,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    angles: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotated queries, and tokens as `encode_chunk` has them, of which each has a row of `angles`."""
+    tokens = jnp.arange(key.shape[0], dtype=jnp.int32)
+    pages = KVCache.allocate(spec, key.shape[0])
+    with kvjax.checked(False):
+        rotated, written = kvjax.rope_and_cache(
+            query,
+            key,
+            value,
+            pages,
+            tokens,
+            tokens,
+            angles,
+            is_neox=is_neox,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            implementation="xla",
+        )
+    return rotated, written.kv
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtype"))
@@ -135,6 +249,28 @@ def decode_chunk(
             implementation="xla",
         )
     return keys[:, 0], values[:, 0]
+
+
+def _page_bytes(pages: torch.Tensor, part: slice) -> torch.Tensor:
+    """The pages of a chunk's tokens `[num_tokens, page_size_bytes]`, without those that it was filled up with."""
+    return pages.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
+
+
+def _store(
+    plan: WritePlan,
+    staged: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Carries the pages of tokens into their slots, each of which is there once."""
+    spec = plan.cache.spec
+    pages = _one_token_pages(spec)
+    for cache, into, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
+        view, index = _locate(cache, into, spec, slot)
+        view[index] = _view(staged, staged_rows, pages)[:, 0]
 
 
 def _one_token_pages(spec: AttentionSpec) -> AttentionSpec:
@@ -164,28 +300,38 @@ def _filled_up(rows: torch.Tensor) -> torch.Tensor:
     return chunk
 
 
-def _scale(scale: torch.Tensor) -> np.ndarray:
+def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
+    if spec.quant_mode.is_per_token_head:
+        return np.ones((), np.float32)
     return (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
 
 
 def _row_pairs(
-    plan: CachePlan, key_cache: torch.Tensor, value_cache: torch.Tensor, pages: AttentionSpec
+    plan: CachePlan,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    pages: AttentionSpec,
 ) -> Iterator[tuple[torch.Tensor, StridedRows, StridedRows]]:
-    """For data and block scales of keys and values: the cache tensor, its rows, and the same of one-token pages."""
-    halves = ((key_cache, plan.key_rows, pages.regions.k), (value_cache, plan.value_rows, pages.regions.v))
-    for cache, cache_rows, regions in halves:
+    """For data and scales of keys and values: the tensor with them, its rows, and the same of one-token pages."""
+    halves = (
+        (key_cache, k_scale, plan.key_rows, pages.regions.k),
+        (value_cache, v_scale, plan.value_rows, pages.regions.v),
+    )
+    for cache, scale, cache_rows, regions in halves:
         page_rows = StridedRows.of_regions(regions, pages.page_size_bytes, start=0)
-        for rows, staged_rows in zip(cache_rows, page_rows, strict=True):
-            yield cache, rows, staged_rows
+        tensors = cache, scale if plan.scales_apart else cache
+        yield from zip(tensors, cache_rows, page_rows, strict=False)
 
 
 def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch.Tensor:
-    """Rows of a cache tensor as its bytes `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
-    stored = tensor.view(torch.uint8)
-    return stored.as_strided(
+    """Rows of a tensor as its bytes `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+    return memory.as_strided(
         (tensor.shape[0], spec.block_size, spec.num_kv_heads, rows.row_bytes),
         (rows.block_stride, rows.token_stride, rows.head_stride, 1),
-        stored.storage_offset() + rows.offset,
+        tensor.storage_offset() * tensor.element_size() + rows.offset,
     )
 
 

@@ -8,15 +8,36 @@ from __future__ import annotations
 
 import torch
 
-from kvjax_torch import cuda, host
-from kvjax_torch.arguments import attention_plan, check_devices, gather_plan, refuse_gradient, write_plan
-from kvjax_torch.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
+from kvjax import KVCacheTypeError
+from kvjax_torch import cuda, host, ragged
+from kvjax_torch.arguments import (
+    attention_plan,
+    check_devices,
+    gather_plan,
+    refuse_gradient,
+    rope_plan,
+    write_plan,
+)
+from kvjax_torch.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
+from kvjax_torch.ragged_arguments import ragged_plan
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 _LIBRARY.define(
     "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
     " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear',"
     " bool unique_slots=False) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "reshape_and_cache_flash_per_token_head(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+    " Tensor slot_mapping, str kv_cache_dtype, Tensor(c!) k_scale, Tensor(d!) v_scale, *, str v_scale_layout='linear',"
+    " bool unique_slots=False) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "rope_and_cache(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+    " Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, str kv_cache_dtype, Tensor k_scale, Tensor v_scale,"
+    " *, str v_scale_layout='linear', bool is_neox=True, bool unique_slots=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
@@ -27,9 +48,43 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,"
     " str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', float? sm_scale=None,"
-    " int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None) -> (Tensor, Tensor)",
+    " int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None, bool batch_invariant=False)"
+    " -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define(
+    "ragged_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor cu_q_lens, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear',"
+    " float? sm_scale=None, int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None,"
+    " bool batch_invariant=False, SymInt? max_q_len=None, SymInt? max_prompts=None, SymInt? decode_q_len=None)"
+    " -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _write_with_given_scales(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    unique_slots: bool = False,
+) -> None:
+    """`_write`, whose schema says that scales stay as they are."""
+    dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    if has_scale_tensors(k_scale) and dtype.info.quant_mode.is_per_token_head:
+        raise KVCacheTypeError(
+            f"torch.ops.kvjax.reshape_and_cache_flash: got k_scale of shape {tuple(k_scale.shape)} for"
+            f" {kv_cache_dtype!r}, which is written to; expected torch.ops.kvjax.reshape_and_cache_flash_per_token_head"
+        )
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    how = kv_cache_dtype, k_scale, v_scale
+    _write(*tensors, *how, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
 
 
 def _write(
@@ -51,6 +106,31 @@ def _write(
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
         host.write(plan, *tensors, k_scale, v_scale)
+
+
+def _rope(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    is_neox: bool = True,
+    unique_slots: bool = False,
+) -> torch.Tensor:
+    tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
+    stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
+    if key_cache.is_cuda:
+        return cuda.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
+    plan = rope_plan(*tensors, *stored_as, is_neox)
+    return host.rotate_and_write(plan, *tensors, k_scale, v_scale)
 
 
 def _gather(
@@ -87,14 +167,44 @@ def _attend(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = query, key_cache, value_cache, block_table, seq_lens
     numbers = sm_scale, sliding_window, logits_soft_cap
-    plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks)
+    plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks, batch_invariant)
     rows = query if query.ndim == 4 else query[:, None]
     serve = cuda.attend if key_cache.is_cuda else host.attend
     out, lse = serve(plan, rows, *tensors[1:], k_scale, v_scale, sinks)
     return out.view(*query.shape[:-1], out.shape[-1]), lse.view(query.shape[:-1])
+
+
+def _attend_ragged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = query, key_cache, value_cache, block_table, seq_lens, cu_q_lens
+    numbers = sm_scale, sliding_window, logits_soft_cap
+    options = v_scale_layout, *numbers, sinks, batch_invariant
+    plan = ragged_plan(*tensors, kv_cache_dtype, k_scale, v_scale, *options, max_q_len, max_prompts, decode_q_len)
+    serve = ragged.attend if key_cache.is_cuda else host.attend_ragged
+    return serve(plan, *tensors, k_scale, v_scale, sinks)
 
 
 def _write_fake(
@@ -122,6 +232,39 @@ def _write_fake(
     )
 
 
+def _rope_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    is_neox: bool = True,
+    unique_slots: bool = False,
+) -> torch.Tensor:
+    refuse_gradient(query=query, key=key, value=value, cos_sin_cache=cos_sin_cache)
+    check_devices(
+        key_cache,
+        value_cache=value_cache,
+        query=query,
+        key=key,
+        value=value,
+        slot_mapping=slot_mapping,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return query.new_empty(query.shape)
+
+
 def _gather_fake(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -146,7 +289,8 @@ def _gather_fake(
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * key_cache.shape[1]
 
     def dense(name: str, cache: torch.Tensor) -> torch.Tensor:
-        head_size = row_head_size(name, cache.shape[3] * cache.dtype.itemsize, stored)
+        row_bytes, apart = cache.shape[3] * cache.dtype.itemsize, has_scale_tensors(k_scale)
+        head_size = row_head_size(name, row_bytes, stored, scales_apart=apart)
         return cache.new_empty((num_seqs, max_len, cache.shape[2], head_size), dtype=gathered_dtype(dtype, stored))
 
     return dense("key_cache", key_cache), dense("value_cache", value_cache)
@@ -167,6 +311,7 @@ def _attend_fake(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     refuse_gradient("attention over a cache", query=query, **({} if sinks is None else {"sinks": sinks}))
     check_devices(
@@ -178,16 +323,66 @@ def _attend_fake(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    return _attended(query, key_cache, value_cache, kv_cache_dtype, v_scale)
+
+
+def _attend_ragged_fake(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_gradient("attention over a cache", query=query, **({} if sinks is None else {"sinks": sinks}))
+    check_devices(
+        key_cache,
+        query=query,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return _attended(query, key_cache, value_cache, kv_cache_dtype, v_scale)
+
+
+def _attended(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    v_scale: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty results of attention."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-    head_size_v = row_head_size("value_cache", value_cache.shape[3] * value_cache.dtype.itemsize, stored)
+    row_bytes, apart = value_cache.shape[3] * value_cache.dtype.itemsize, has_scale_tensors(v_scale)
+    head_size_v = row_head_size("value_cache", row_bytes, stored, scales_apart=apart)
     out = query.new_empty((*query.shape[:-1], head_size_v))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 for _name, _kernel, _fake in (
-    ("reshape_and_cache_flash", _write, _write_fake),
+    ("reshape_and_cache_flash", _write_with_given_scales, _write_fake),
+    ("reshape_and_cache_flash_per_token_head", _write, _write_fake),
+    ("rope_and_cache", _rope, _rope_fake),
     ("gather_kv", _gather, _gather_fake),
     ("paged_attention", _attend, _attend_fake),
+    ("ragged_paged_attention", _attend_ragged, _attend_ragged_fake),
 ):
     _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _kernel, "CUDA")

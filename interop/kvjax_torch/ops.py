@@ -1,4 +1,4 @@
-"""The operations on torch tensors: vLLM's `reshape_and_cache_flash`, `gather_kv`, `paged_attention`; and `warm_up`."""
+"""The operations on torch tensors: vLLM's write, the same with rotation, a gather, attention; and `warm_up`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
-from kvjax_torch.dtypes import check_dtype
+from kvjax_torch.dtypes import check_dtype, has_scale_tensors
+from kvjax_torch.ragged_arguments import as_count
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
 
 Scale = float | torch.Tensor
-"""A decode scale: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`, from 2^-100 to 2^100."""
+"""A decode scale: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`, from 2^-100 to 2^100; or
+the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`."""
 
 
 def reshape_and_cache_flash(
@@ -47,12 +49,15 @@ def reshape_and_cache_flash(
         or a tensor of its own. The strides tell NHD from HND, which is passed with these dimensions too; with one head
         or one token in a block the two are the same. `row` is `head_size` elements of the storage dtype (for fp8 also
         uint8), or for NVFP4 `head_size / 2 + head_size / 16` uint8: a block's bytes are then one run, all its data
-        before all its block scales.
+        before all its block scales. With a scale for each token and head likewise `head_size + 4` bytes; or, with the
+        scales in tensors of their own, `head_size` int8, float8_e4m3fn or uint8, of any strides.
       value_cache: the same for the values: `kv_cache[:, 1]`.
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
         at or past `num_blocks * block_size` write nothing. Of several tokens with one slot the last is written.
       kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors' own dtype.
-      k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it.
+      k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it. With a scale for each token and
+        head it is ignored too, or is the float32 tensor `[num_blocks, block_size, num_kv_heads]` that the keys' scales
+        are written to, of any strides: vLLM's `k_scale_cache`.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
       unique_slots: promises that no two written tokens share a slot; on CUDA that skips the check. If two do, the bytes
@@ -80,7 +85,10 @@ def reshape_and_cache_flash(
     else:
         check_tensors(key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
         check_tensors(key_cache=key_cache, k_scale=k_scale, v_scale=v_scale)
-        write = torch.ops.kvjax.reshape_and_cache_flash.default
+        # torch has to know of each operation what it writes: of this one scales too, in tensors of their own.
+        own_scales = has_scale_tensors(k_scale)
+        written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head if own_scales else None
+        write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
         options = {"v_scale_layout": v_scale_layout, "unique_slots": unique_slots}
         write(*tensors, kv_cache_dtype, k_scale, v_scale, **options)
 
@@ -93,6 +101,82 @@ def _are_plain(*tensors: torch.Tensor) -> bool:
     if torch._C._are_functorch_transforms_active():
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def rope_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    is_neox: bool = True,
+    unique_slots: bool = False,
+) -> torch.Tensor:
+    """Rotates queries and keys by their positions, and writes keys and values into their slots, in place.
+
+    The bytes are those that `kvjax.rope_and_cache` returns and writes; `query` and `key` stay as they are. Queries are
+    rotated for every token, also for one whose slot writes nothing. A call that raises has written nothing.
+    `torch.ops.kvjax.rope_and_cache` is the same operation with scales that are tensors on the caches' device. On a GPU
+    it is one kernel on torch's current stream; of float32 and of odd head sizes torch rotates and the kernel of
+    `reshape_and_cache_flash` writes. The first call of a kind compiles for every number of tokens.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`, of `key`'s dtype, with any strides but along a head.
+      key: as in `reshape_and_cache_flash`, of as many tokens as there are slots.
+      value: likewise.
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      slot_mapping: as in `reshape_and_cache_flash`, `[num_tokens]`; -1 for padding.
+      positions: int32 or int64 `[num_tokens]`: the row of `cos_sin_cache` of each token. One before its first row takes
+        that, one past its last the last.
+      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as vLLM's rotary embeddings have it: of
+        each position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`;
+        elements of a head from there on stay as they are. On a GPU one that is not contiguous, or does not begin at a
+        multiple of 16 bytes, is copied in every call.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: as in `reshape_and_cache_flash`.
+      v_scale: as in `reshape_and_cache_flash`.
+      v_scale_layout: as in `reshape_and_cache_flash`.
+      is_neox: whether element `i` of a head is paired with `i + rot_dim / 2` (NeoX, Llama), else `2 i` with `2 i + 1`
+        (GPT-J).
+      unique_slots: as in `reshape_and_cache_flash`.
+
+    Returns:
+      The rotated queries, contiguous, of the shape and dtype of `query`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`. In `kvjax.checked` also for a
+        written token whose position is no row of `cos_sin_cache`.
+    """
+    check_tensors(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    check_tensors(slot_mapping=slot_mapping, positions=positions, cos_sin_cache=cos_sin_cache)
+    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
+    check_tensors(k_scale=k_scale, v_scale=v_scale)
+    rotated: torch.Tensor = torch.ops.kvjax.rope_and_cache.default(
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        positions,
+        cos_sin_cache,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        v_scale_layout=v_scale_layout,
+        is_neox=as_bool("is_neox", is_neox),
+        unique_slots=as_bool("unique_slots", unique_slots),
+    )
+    return rotated
 
 
 def gather_kv(
@@ -165,6 +249,7 @@ def paged_attention(
     logits_soft_cap: float | None = ...,
     sinks: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
 ) -> torch.Tensor: ...
 
 
@@ -185,6 +270,7 @@ def paged_attention(
     logits_soft_cap: float | None = ...,
     sinks: torch.Tensor | None = ...,
     return_lse: Literal[True],
+    batch_invariant: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -204,14 +290,14 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence over its cached tokens, as `kvjax.paged_attention` defines it.
 
     `torch.ops.kvjax.paged_attention` is the same operation with scales that are tensors on the caches' device, and
     always returns both results. Neither has a gradient. On a GPU the kernels of `kvjax.paged_attention` run on torch's
-    current stream, for a float16 or bfloat16 query and a cache of any dtype but float32; torch owns their workspace,
-    and the first call of a kind compiles for batches of every size. Elsewhere whole sequences are gathered in float32
-    first.
+    current stream, for a float16 or bfloat16 query and a cache that these serve; torch owns their workspace, and the
+    first call of a kind compiles for batches of every size. Elsewhere whole sequences are gathered in float32 first.
 
     Args:
       query: `[num_seqs, num_heads, head_size]`, or `[num_seqs, q_len, num_heads, head_size]` for the last `q_len`
@@ -229,6 +315,8 @@ def paged_attention(
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
       return_lse: whether to return the log-sum-exp too.
+      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, at a cost
+        (docs/attention.md); on a GPU for calls that the kernels serve alone.
 
     Returns:
       A tensor of the query's shape, but for `head_size_v`, and dtype. With `return_lse` also the natural logarithm of
@@ -256,6 +344,151 @@ def paged_attention(
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        batch_invariant=as_bool("batch_invariant", batch_invariant),
+    )
+    return (out, lse) if return_lse else out
+
+
+@overload
+def ragged_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
+    max_q_len: int | None = ...,
+    max_prompts: int | None = ...,
+    decode_q_len: int | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def ragged_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = ...,
+    sm_scale: float | None = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    batch_invariant: bool = ...,
+    max_q_len: int | None = ...,
+    max_prompts: int | None = ...,
+    decode_q_len: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def ragged_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of each sequence, of each as many as it has: `kvjax.ragged_paged_attention`.
+
+    A step of a serving engine: prompts in chunks beside sequences that decode. `torch.ops.kvjax.ragged_paged_attention`
+    is the same operation with scales that are tensors on the caches' device, and always returns both results. Neither
+    has a gradient.
+
+    On a GPU nothing waits for a length. Sequences of at most `decode_q_len` query tokens are attended to by the kernels
+    of `paged_attention`, the others by torch's flash attention over what the gather makes dense; docs/attention.md says
+    what serves where that cannot. The three last numbers say what room is made for. The default serves every call, at
+    a cost. A sequence beyond them comes out as one that sees nothing; on CPU tensors every sequence is served.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. Sequence `i` has the
+        rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows from `cu_q_lens[-1]` on are of no sequence, and see nothing.
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      block_table: as in `gather_kv`; entries of blocks before a window may be anything too. On a GPU a prompt's keys
+        and values take memory for every entry of its row, so pass no more columns than the step needs.
+      seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence, those of the query included.
+      cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, and none less than the one before it.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: the decode scale that the keys were written with.
+      v_scale: the decode scale that the values were written with.
+      v_scale_layout: the order that the V scales were written in.
+      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
+      sliding_window: tokens that a query token sees, its own included; None for all.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
+      return_lse: whether to return the log-sum-exp too.
+      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, for the
+        same `max_q_len` and `decode_q_len`. On a GPU that takes `max_prompts=0`.
+      max_q_len: most query tokens of a sequence, an int; by default `num_tokens`. 1 is decode.
+      max_prompts: most sequences with more query tokens than `decode_q_len`, an int; by default as many as can be in
+        `num_tokens`.
+      decode_q_len: most query tokens of a sequence that is attended to as one that decodes, an int; by default
+        `max_q_len` if that is at most 8, else 1.
+
+    Returns:
+      `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each
+      softmax's denominator: float32 `[num_tokens, num_heads]`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
+    """
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table}
+    check_tensors(**tensors, seq_lens=seq_lens, cu_q_lens=cu_q_lens)
+    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
+    check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
+    sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
+    out, lse = torch.ops.kvjax.ragged_paged_attention.default(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        seq_lens,
+        cu_q_lens,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        v_scale_layout=v_scale_layout,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        batch_invariant=as_bool("batch_invariant", batch_invariant),
+        max_q_len=as_count("max_q_len", max_q_len, 1),
+        max_prompts=as_count("max_prompts", max_prompts, 0),
+        decode_q_len=as_count("decode_q_len", decode_q_len, 1),
     )
     return (out, lse) if return_lse else out
 
@@ -310,6 +543,10 @@ def warm_up(
     slot = -1 if key_cache.is_cuda else 0
     if not key_cache.is_cuda:
         key_cache, value_cache = key_cache[:1].clone(), value_cache[:1].clone()
+        k_scale, v_scale = (
+            scale[:1].clone() if isinstance(scale, torch.Tensor) and has_scale_tensors(scale) else scale
+            for scale in (k_scale, v_scale)
+        )
     slots, block_table = slot_mapping.new_full((1,), slot), slot_mapping.new_zeros((1, 1))
     stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
     write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)

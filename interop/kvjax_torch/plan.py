@@ -16,7 +16,7 @@ import kvjax
 
 @dataclasses.dataclass(frozen=True)
 class StridedRows:
-    """Rows of one kind in a cache tensor: the data of its heads or, for NVFP4, their block scales. In bytes.
+    """Rows of one kind in a tensor: the data of its heads or the scales beside it. In bytes.
 
     Head `h` of token `t` of block `b` is `row_bytes` from `offset + b * block_stride + t * token_stride +
     h * head_stride` on, counted from the tensor's first element. Where `swizzled`, a block's scales lie at
@@ -52,13 +52,25 @@ class CachePlan:
 
     Attributes:
       spec: dtype, layout, block size, heads and head sizes of the layer.
-      key_rows: where `key_cache` holds data and, for NVFP4, block scales.
+      key_rows: where `key_cache` holds data and, where there are some, scales.
       value_rows: the same of `value_cache`, from its own first element.
+      scales_apart: whether the scales of each token and head lie in tensors of their own, and are counted from there.
     """
 
     spec: kvjax.AttentionSpec
     key_rows: tuple[StridedRows, ...]
     value_rows: tuple[StridedRows, ...]
+    scales_apart: bool = False
+
+    def scale_tensors(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What holds the scales of keys and of values, of `(key_cache, value_cache, k_scale, v_scale)`.
+
+        Of a layer's scales that is k_scale and v_scale; of those of blocks, or of each token and head, the caches.
+        """
+        key_cache, value_cache, k_scale, v_scale = tensors
+        if self.spec.quant_mode.is_per_token_head and not self.scales_apart:
+            return key_cache, value_cache
+        return k_scale, v_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +88,27 @@ class WritePlan:
     dtype: torch.dtype
     slot_dtype: torch.dtype
     scale_sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopePlan:
+    """One kind of `rope_and_cache` call.
+
+    Attributes:
+      write: of rotated keys.
+      num_heads: of the query.
+      rot_dim: elements of a head that are rotated, the first.
+      is_neox: whether pairs are of halves, else of neighbours.
+      position_dtype: int32 or int64.
+      table_dtype: of cosines and sines.
+    """
+
+    write: WritePlan
+    num_heads: int
+    rot_dim: int
+    is_neox: bool
+    position_dtype: torch.dtype
+    table_dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +140,7 @@ class AttentionPlan:
       window: tokens that a query token sees, its own included; None for all.
       logits_soft_cap: what no logit exceeds; None for no cap.
       has_sinks: whether each head has a sink.
+      batch_invariant: whether a sequence has the same bits whatever else is in the batch.
     """
 
     cache: CachePlan
@@ -118,3 +152,19 @@ class AttentionPlan:
     window: int | None
     logits_soft_cap: float | None
     has_sinks: bool
+    batch_invariant: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPlan:
+    """One kind of `ragged_paged_attention` call, and the numbers of this one.
+
+    Attributes:
+      attention: of the sequences that decode; its `q_len` is the most query tokens that such a sequence has.
+      max_q_len: most query tokens of a sequence.
+      max_prompts: most sequences with more query tokens than one that decodes.
+    """
+
+    attention: AttentionPlan
+    max_q_len: int
+    max_prompts: int

@@ -1,6 +1,7 @@
 """`KvjaxCache`: kvjax's paged cache, in any of its dtypes, under the models of Hugging Face transformers.
 
-This module alone imports transformers, and nothing of `kvjax_torch` imports this module.
+This module and `transformers_attention`, which it imports, alone import transformers, and nothing else of `kvjax_torch`
+imports these two.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from kvjax import (
     check_scale,
 )
 from kvjax_torch.arguments import check_scale_values
-from kvjax_torch.block_table import BlockTable
+from kvjax_torch.block_table import BlockTable, Step
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.ops import Scale, gather_kv, reshape_and_cache_flash
+from kvjax_torch.ops import Scale, gather_kv, paged_attention, ragged_paged_attention, reshape_and_cache_flash
+from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
+
+MAX_DECODE_Q_LEN = 8
+"""New tokens of a sequence up to which `paged_attention` serves them, as in a step that verifies drafts."""
 
 NVFP4_HEADROOM = 16
 """How many times larger than a layer's first tokens later ones may be before NVFP4 clips them, where no scale is given.
@@ -45,8 +50,16 @@ class KvjaxCache(Cache):
     """A cache for `model.generate(..., past_key_values=cache)` that stores keys and values in kvjax's pages.
 
     Each layer has a pool of `num_blocks` pages, allocated when its first tokens come. Sequences take blocks from it as
-    they grow, the same ones in every layer, and give them back in `crop` and `reset`. Beams share blocks. Attention is
-    the model's own: it sees what was stored, dequantized, the tokens of the running step included.
+    they grow, the same ones in every layer of one window, and give them back in `crop` and `reset`. Beams share blocks.
+    Attention sees what was stored, the tokens of the running step included.
+
+    A model with `attn_implementation="kvjax"` (importing this module registers it) attends to the pages: no layer is
+    ever made dense to decode, padding is not stored, and layers with a sliding window give back the blocks that it has
+    passed, so that `num_window_blocks` may be small. It takes causal attention, with or without windows, sinks and soft
+    caps, and `config` has to be the model's own object, `model.config`. Under any other attention a layer's `update`
+    reads all its tokens back, dequantized, every token is kept, and padding is stored like any token and hidden by the
+    model's mask, as in transformers' own caches. Between two steps a model may go over to the other attention, unless
+    some positions were padding.
 
     Some models (Falcon's newer ones) repeat each KV head for the query heads that share it before they store it; their
     layers then hold every copy, and a `KVCacheWarning` says so when the first tokens come.
@@ -54,12 +67,13 @@ class KvjaxCache(Cache):
     Under `torch.compile` a model's graph breaks at each layer's cache, whose block table is on the host; so
     `fullgraph=True` is refused.
 
-    A layer with a sliding window keeps every token; the model's mask hides those behind the window. As in
-    transformers' own caches, padding is stored like any token and hidden by the attention mask.
-
     Args:
       config: the model's configuration.
       num_blocks: blocks of every layer's pool: `ceil(tokens / block_size)` for each sequence, prompt included.
+      num_window_blocks: blocks of the pools of layers with a sliding window, by default `num_blocks`. With
+        `attn_implementation="kvjax"` each sequence needs `ceil((sliding_window - 1 + step) / block_size) + 1` of them,
+        where `step` is the largest number of tokens of a forward pass: of `generate` the prompt's, or
+        `prefill_chunk_size`.
       kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes, or names by layers, as in
         `kvjax.resolve_layer_dtypes`; `"auto"` is what the checkpoint declares, else the model dtype.
       skip_layers: layers that keep the model dtype, likewise.
@@ -71,6 +85,9 @@ class KvjaxCache(Cache):
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
       model_dtype: what the model computes in, where it differs from `config.dtype`.
+
+    Attributes:
+      block_tables: the blocks of the layers with each sliding window, and under None of those without.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
@@ -84,6 +101,7 @@ class KvjaxCache(Cache):
         config: PreTrainedConfig,
         *,
         num_blocks: int,
+        num_window_blocks: int | None = None,
         kv_cache_dtype: RequestedKVCacheDType = "auto",
         skip_layers: Sequence[int | str] = (),
         k_scale: Scale | Sequence[Scale] | None = None,
@@ -116,10 +134,18 @@ class KvjaxCache(Cache):
         k_scales, v_scales = (
             _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         )
-        self.block_table = BlockTable(num_blocks, block_size)
+        self.block_tables: dict[int | None, BlockTable] = {None: BlockTable(num_blocks, block_size)}
+        if num_window_blocks is None:
+            window_blocks, option = num_blocks, "num_blocks"
+        else:
+            window_blocks, option = num_window_blocks, "num_window_blocks"
+        for window in {spec.sliding_window for spec in specs} - {None}:
+            table = BlockTable(window_blocks, block_size, sliding_window=window, option=option)
+            self.block_tables[window] = table
+        text_config = config.get_text_config(decoder=True)
         model_dtype = torch_dtype(model.dtype.info.storage_dtype)
         self._kvjax_layers = [
-            KvjaxLayer(spec, self.block_table, model_dtype, k_scale, v_scale)
+            KvjaxLayer(spec, self.block_tables[spec.sliding_window], text_config, model_dtype, k_scale, v_scale)
             for spec, k_scale, v_scale in zip(specs, k_scales, v_scales, strict=True)
         ]
         super().__init__(layers=list(self._kvjax_layers))
@@ -142,7 +168,8 @@ class KvjaxCache(Cache):
         """Removes the last `-tokens_to_remove` tokens of every sequence; as in transformers, the number is negative.
 
         Raises:
-          KVCacheValueError: a positive number.
+          KVCacheValueError: a positive number; fewer than all tokens, but more than the last step's, where a layer has
+            given back blocks that its window would reach again.
         """
         if tokens_to_remove > 0:
             raise KVCacheValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or a negative number")
@@ -155,16 +182,22 @@ class KvjaxCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continues each sequence `repeats` times, side by side."""
-        self.block_table.select(np.repeat(np.arange(self.block_table.num_seqs), repeats))
+        for table in self.block_tables.values():
+            table.select(np.repeat(np.arange(table.num_seqs), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences that `indices` names or, where it is boolean, marks."""
-        self.block_table.select(indices.numpy(force=True))
+        on_host = indices.numpy(force=True)
+        for table in self.block_tables.values():
+            table.select(on_host)
 
     def _keep(self, num_tokens: int) -> None:
+        for table in self.block_tables.values():
+            table.check_length(num_tokens)
+        for table in self.block_tables.values():
+            table.truncate(num_tokens)
         for layer in self._kvjax_layers:
             layer.num_tokens = min(layer.num_tokens, num_tokens)
-        self.block_table.truncate(num_tokens)
 
 
 class KvjaxLayer(CacheLayerMixin):
@@ -172,9 +205,11 @@ class KvjaxLayer(CacheLayerMixin):
 
     Attributes:
       spec: what the pages look like; of as many heads as the model stores, known when the first tokens have come.
-      num_tokens: tokens of each sequence.
+      num_tokens: tokens of each sequence, padding included.
+      block_table: the blocks of its sequences; that of all layers with the same window.
       kv: the pages, allocated when the first tokens come. They have the shape, the element type and the bytes of the
-        array in a `kvjax.KVCache` of this spec, which `KVCache(to_jax(layer.kv), layer.spec)` therefore is.
+        array in a `kvjax.KVCache` of this spec, which therefore is
+        `KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale))`.
       k_scale: decode scale of the keys, a float32 tensor, known when the first tokens have come.
       v_scale: the same for the values.
     """
@@ -190,6 +225,7 @@ class KvjaxLayer(CacheLayerMixin):
         self,
         spec: AttentionSpec,
         block_table: BlockTable,
+        config: Any,
         model_dtype: torch.dtype,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
@@ -202,7 +238,8 @@ class KvjaxLayer(CacheLayerMixin):
         self.spec = spec
         self.num_tokens = 0
         self._given_scales = k_scale, v_scale
-        self._block_table = block_table
+        self.block_table = block_table
+        self._config = config
         self._model_dtype = model_dtype
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -218,7 +255,7 @@ class KvjaxLayer(CacheLayerMixin):
                 " pass model_dtype=model.dtype"
             )
         self.spec = _as_stored(self.spec, key_states, value_states)
-        shape = self.spec.cache_shape(self._block_table.num_blocks)
+        shape = self.spec.cache_shape(self.block_table.num_blocks)
         with torch.inference_mode(False):  # else no later step outside of inference mode could write into them
             self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
         self.is_initialized = True
@@ -228,7 +265,7 @@ class KvjaxLayer(CacheLayerMixin):
     )
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[PagedStates, PagedStates]:
         """Appends tokens to every sequence and reads all of them back.
 
         Args:
@@ -239,17 +276,101 @@ class KvjaxLayer(CacheLayerMixin):
 
         Returns:
           `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype. They are contiguous as
-          those of `DynamicCache` are, so that attention runs the same kernels and gives the same bits.
+          those of `DynamicCache` are, so that attention runs the same kernels and gives the same bits. With
+          `attn_implementation="kvjax"` it is the new tokens as they came, twice, for `attend` to store and attend to.
 
         Raises:
-          KVCacheValueError: no blocks left, or another number of sequences than before.
+          KVCacheValueError: no blocks left, another number of sequences than before, or padding that was not stored.
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if attends_to_pages(self._config):
+            states = PagedStates(self, key_states, value_states)
+            return states, states
+        if self.num_tokens and self.block_table.has_padding:
+            raise KVCacheValueError(
+                f"attn_implementation: got {self._config._attn_implementation!r} for a cache that was filled with"
+                " 'kvjax', which stores no padding; expected 'kvjax' until the cache is reset"
+            )
         num_seqs, _, num_new, _ = key_states.shape
         end = self.num_tokens + num_new
-        step = self._block_table.grow(num_seqs, self.num_tokens, end, key_states.device)
+        step = self.block_table.grow(num_seqs, self.num_tokens, end, key_states.device)
+        self._store(key_states, value_states, step)
+        keys, values = gather_kv(
+            *self._halves(),
+            step.block_table,
+            step.seq_lens,
+            self.spec.dtype.value,
+            self.k_scale,
+            self.v_scale,
+            v_scale_layout=self.spec.v_scale_layout.value,
+            dtype=key_states.dtype,
+        )
+        return keys[:, :end].transpose(1, 2).contiguous(), values[:, :end].transpose(1, 2).contiguous()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *,
+        is_token: np.ndarray | None,
+        sm_scale: float | None,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Appends tokens to every sequence and attends to its pages.
+
+        Args:
+          query: `[num_seqs, num_new_tokens, num_heads, head_size]`.
+          key_states: as in `update`.
+          value_states: as in `update`.
+          is_token: bool `[num_seqs, num_tokens + num_new_tokens]`, False for padding, which is not stored; `None` where
+            there is none.
+          sm_scale: as in `kvjax_torch.paged_attention`.
+          sliding_window: as in `kvjax_torch.paged_attention`; that of the spec, where that has one.
+          logits_soft_cap: as in `kvjax_torch.paged_attention`.
+          sinks: as in `kvjax_torch.paged_attention`.
+
+        Returns:
+          Of the query's shape and dtype; 0 for padding.
+
+        Raises:
+          KVCacheValueError: as `update`, or padding that is another than it was.
+          KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
+        """
+        num_seqs, num_new = query.shape[:2]
+        end = self.num_tokens + num_new
+        step = self.block_table.grow(num_seqs, self.num_tokens, end, query.device, is_token=is_token, free_passed=True)
+        self._store(key_states, value_states, step)
+        key_cache, value_cache = self._halves()
+        arguments: dict[str, Any] = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "block_table": step.block_table,
+            "seq_lens": step.seq_lens,
+            "kv_cache_dtype": self.spec.dtype.value,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "v_scale_layout": self.spec.v_scale_layout.value,
+            "sm_scale": sm_scale,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "sinks": sinks,
+        }
+        if step.stored is None and num_new <= MAX_DECODE_Q_LEN:
+            return paged_attention(query, **arguments)
+        every_row = query.flatten(0, 1)
+        rows = every_row if step.stored is None else every_row[step.stored]
+        out = ragged_paged_attention(rows, cu_q_lens=step.cu_q_lens, max_q_len=num_new, **arguments)
+        if step.stored is not None:
+            out = torch.zeros_like(every_row).index_copy_(0, step.stored, out)
+        return out.unflatten(0, (num_seqs, num_new))
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: Step) -> None:
+        """Writes a step's tokens into the pages that it has for them."""
         if self.num_tokens == 0:
             self.k_scale, self.v_scale = (
                 default_scale(states, self.spec.dtype) if given is None else given.to(states.device)
@@ -257,34 +378,24 @@ class KvjaxLayer(CacheLayerMixin):
             )
         if step.copy_to.numel():
             self.kv[step.copy_to] = self.kv[step.copy_from]
-        in_tokens = (0, 2, 1, 3) if self.spec.layout is CacheLayout.HND else (0, 1, 2, 3)
-        key_cache, value_cache = (half.permute(in_tokens) for half in self.kv.unbind(1))
-        dtype, v_scale_layout = self.spec.dtype.value, self.spec.v_scale_layout.value
         reshape_and_cache_flash(
             key_states.transpose(1, 2).flatten(0, 1),
             value_states.transpose(1, 2).flatten(0, 1),
-            key_cache,
-            value_cache,
+            *self._halves(),
             step.slot_mapping,
-            dtype,
+            self.spec.dtype.value,
             self.k_scale,
             self.v_scale,
-            v_scale_layout=v_scale_layout,
+            v_scale_layout=self.spec.v_scale_layout.value,
             unique_slots=True,
         )
-        self.num_tokens = end
-        keys, values = gather_kv(
-            key_cache,
-            value_cache,
-            step.block_table,
-            step.seq_lens,
-            dtype,
-            self.k_scale,
-            self.v_scale,
-            v_scale_layout=v_scale_layout,
-            dtype=key_states.dtype,
-        )
-        return keys[:, :end].transpose(1, 2).contiguous(), values[:, :end].transpose(1, 2).contiguous()
+        self.num_tokens += key_states.shape[2]
+
+    def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
+        in_tokens = (0, 2, 1, 3) if self.spec.layout is CacheLayout.HND else (0, 1, 2, 3)
+        key_cache, value_cache = (half.permute(in_tokens) for half in self.kv.unbind(1))
+        return key_cache, value_cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys the next `query_length` queries see, and the position of the first."""
@@ -296,7 +407,7 @@ class KvjaxLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Tokens that one sequence could have if it were the only one."""
-        return self._block_table.num_blocks * self._block_table.block_size
+        return self.block_table.num_blocks * self.block_table.block_size
 
 
 def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torch.Tensor) -> AttentionSpec:
@@ -325,7 +436,7 @@ def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
       states: the first keys, or the first values, of the layer.
       dtype: how the layer is stored.
     """
-    if dtype is not KVCacheDType.NVFP4:
+    if dtype.byte_format is not KVCacheDType.NVFP4:
         return torch.ones((), device=states.device)
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
     # No scale fits zeros, and infinite or undefined numbers leave no choice of one either.

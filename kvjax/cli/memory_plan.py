@@ -159,7 +159,7 @@ class MemoryPlan:
         lines += [
             f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"
             for group in self.groups
-            if group.scales is not None and KVCacheDType(group.dtype).is_quantized
+            if group.scales is not None and KVCacheDType(group.dtype).takes_scale
         ]
         if self.layers_without_cache:
             lines.append(

@@ -51,7 +51,6 @@ class Engine:
 
     config: TransformerConfig
     params: Params
-    scales: tuple[kvjax.KVScales, ...]
     caches: tuple[kvjax.KVCache, ...]
 
     @classmethod
@@ -63,9 +62,12 @@ class Engine:
         scales: Sequence[kvjax.KVScales],
         num_blocks: int,
     ) -> Engine:
-        """An engine with a cache of `num_blocks` blocks for every layer."""
-        caches = tuple(kvjax.KVCache.allocate(spec, num_blocks) for spec in specs)
-        return cls(config, params, tuple(scales), caches)
+        """An engine with a cache of `num_blocks` blocks for every layer, which carries the layer's scales."""
+        caches = tuple(
+            kvjax.KVCache.allocate(spec, num_blocks, **of_layer._asdict())
+            for spec, of_layer in zip(specs, scales, strict=True)
+        )
+        return cls(config, params, caches)
 
     def prefill(self, batch: Batch) -> StepOutput:
         """Runs several tokens of one sequence."""
@@ -76,31 +78,24 @@ class Engine:
         return self._step(batch, _attend_to_pages)
 
     def _step(self, batch: Batch, attend_cached: _AttendCached) -> StepOutput:
-        output, self.caches = _run(
-            self.caches, self.params, self.scales, batch, config=self.config, attend_cached=attend_cached
-        )
+        output, self.caches = _run(self.caches, self.params, batch, config=self.config, attend_cached=attend_cached)
         return StepOutput(*jax.device_get(output))
 
 
-type _AttendCached = Callable[[jax.Array, kvjax.KVCache, Batch, kvjax.KVScales, int | None], jax.Array]
+type _AttendCached = Callable[[jax.Array, kvjax.KVCache, Batch, int | None], jax.Array]
 
 
-def _attend_to_gathered(
-    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: kvjax.KVScales, window: int | None
-) -> jax.Array:
-    key, value = kvjax.gather_kv(cache, batch.block_tables, batch.seq_lens, **scales._asdict(), dtype=query.dtype)
+def _attend_to_gathered(query: jax.Array, cache: kvjax.KVCache, batch: Batch, window: int | None) -> jax.Array:
+    key, value = kvjax.gather_kv(cache, batch.block_tables, batch.seq_lens, dtype=query.dtype)
     return causal_attention(query, key[0], value[0], jnp.asarray(batch.positions), window)
 
 
-def _attend_to_pages(
-    query: jax.Array, cache: kvjax.KVCache, batch: Batch, scales: kvjax.KVScales, window: int | None
-) -> jax.Array:
+def _attend_to_pages(query: jax.Array, cache: kvjax.KVCache, batch: Batch, window: int | None) -> jax.Array:
     return kvjax.paged_attention(
         query,
         cache,
         batch.block_tables,
         batch.seq_lens,
-        **scales._asdict(),
         sliding_window=window,
     )
 
@@ -109,7 +104,6 @@ def _attend_to_pages(
 def _run(
     caches: tuple[kvjax.KVCache, ...],
     params: Params,
-    scales: tuple[kvjax.KVScales, ...],
     batch: Batch,
     *,
     config: TransformerConfig,
@@ -118,9 +112,8 @@ def _run(
     written, trace = list(caches), []
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        layer_scales = scales[layer]
-        written[layer] = kvjax.reshape_and_cache_flash(key, value, caches[layer], batch.slots, **layer_scales._asdict())
-        attended = attend_cached(query, written[layer], batch, layer_scales, config.window(layer))
+        written[layer] = kvjax.reshape_and_cache_flash(key, value, caches[layer], batch.slots)
+        attended = attend_cached(query, written[layer], batch, config.window(layer))
         trace.append((query, key, value, attended))
         return attended
 

@@ -102,7 +102,7 @@ def evaluate(
         greedy_agreement=float(np.concatenate(agreement).mean()),
         attention_error=max(errors),
         attention_rms=float(np.sqrt(np.mean(squares))),
-        write_seconds_per_token=seconds_per_written_token(specs[-1], engine.scales[-1]),
+        write_seconds_per_token=seconds_per_written_token(engine.caches[-1]),
         blocks=pool.num_blocks,
         blocks_reused=int(np.sum(np.bincount(np.concatenate([one.blocks for one in served])) > 1)),
     )

@@ -77,7 +77,7 @@ def _legend(result: program.Result) -> str:
         f" values before they were stored; the outputs' root mean square is {row.attention_rms:.2g}.",
         f"write us/token: one layer; median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens,"
         " over its tokens.",
-        "fp8 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
+        "fp8_e4m3, fp8_e5m2 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
         f" {program.CALIBRATION_SHAPE[0]} x {program.CALIBRATION_SHAPE[1]} bytes of training text.",
     )
     return _filled(*lines)

@@ -77,7 +77,7 @@ def compare_scales(
 
 def _found(model: Model, specs: Sequence[kvjax.AttentionSpec]) -> dict[str, tuple[kvjax.KVScales, ...]]:
     """The scales of each way that layers of these specs have."""
-    if not any(spec.dtype.is_quantized for spec in specs):
+    if not any(spec.dtype.takes_scale for spec in specs):
         return {}
     has_heads = any(_has_scale_per_head(spec) for spec in specs)
     return {
@@ -151,8 +151,8 @@ def _through_cache(
     """Keys and values, `[tokens, kv_heads, head_dim]`, as a cache of their own gives them back."""
     num_tokens = len(key)
     num_blocks = -(-num_tokens // spec.block_size)
-    cache = kvjax.KVCache(jnp.zeros(spec.cache_shape(num_blocks), spec.array_dtype), spec)
-    cache = kvjax.reshape_and_cache_flash(key, value, cache, jnp.arange(num_tokens), **scales._asdict())
+    cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
+    cache = kvjax.reshape_and_cache_flash(key, value, cache, jnp.arange(num_tokens))
     table, lengths = jnp.arange(num_blocks)[None], jnp.full(1, num_tokens)
-    keys, values = kvjax.gather_kv(cache, table, lengths, **scales._asdict(), dtype=key.dtype)
+    keys, values = kvjax.gather_kv(cache, table, lengths, dtype=key.dtype)
     return keys[0, :num_tokens], values[0, :num_tokens]

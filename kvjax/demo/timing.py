@@ -16,20 +16,21 @@ NUM_BLOCKS = 1024
 NUM_CALLS = 50
 
 
-def seconds_per_written_token(spec: kvjax.AttentionSpec, scales: kvjax.KVScales) -> float:
-    """Wall time of a token's write into one layer: the median call, dispatch included, over the tokens it writes.
+def seconds_per_written_token(alike: kvjax.KVCache) -> float:
+    """Wall time of a token's write into a cache of such a spec and scales: the median call over the tokens it writes.
 
-    A call writes `NUM_TOKENS` bfloat16 tokens to scattered slots of a donated cache, and is waited for.
+    A call, dispatch included, writes `NUM_TOKENS` bfloat16 tokens to scattered slots of a donated cache, and is waited
+    for.
     """
-    rng = np.random.default_rng(0)
+    spec, rng = alike.spec, np.random.default_rng(0)
     shape = (NUM_TOKENS, spec.num_kv_heads, spec.head_size)
     key, value = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
-    cache = kvjax.KVCache.allocate(spec, NUM_BLOCKS)
+    cache = kvjax.KVCache.allocate(spec, NUM_BLOCKS, k_scale=alike.k_scale, v_scale=alike.v_scale)
     slots = jnp.asarray(rng.permutation(NUM_BLOCKS * spec.block_size)[:NUM_TOKENS], jnp.int32)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def write(cache: kvjax.KVCache, key: jax.Array, value: jax.Array, slots: jax.Array) -> kvjax.KVCache:
-        return kvjax.reshape_and_cache_flash(key, value, cache, slots, **scales._asdict())
+        return kvjax.reshape_and_cache_flash(key, value, cache, slots)
 
     cache = jax.block_until_ready(write(cache, key, value, slots))
     seconds = []

@@ -13,7 +13,7 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
-from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX
+from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E2M1_SECOND, E2M1_VALUES, LEAST_TOKEN_SCALE
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
@@ -106,11 +106,95 @@ def encode_nvfp4(
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
     inverse = reciprocal(E2M1_MAX * scale)
-    scaled = times(_largest_magnitudes(pairs, dtype), inverse)
-    bits = _float8_bits(scaled, np.dtype(jnp.float8_e4m3fn))
-    decoded = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
-    factor = jnp.where(decoded == 0.0, jnp.zeros_like(decoded), rounded_reciprocal(decoded))
+    bits, _, factor = _block_scales(_largest_magnitudes(pairs, dtype), inverse, scale)
     return e2m1_pairs(*_halves(pairs, dtype), spread(factor)), bits
+
+
+def encode_nvfp4_4over6(
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
+    amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
+    candidates = []
+    for largest in (E2M1_MAX, E2M1_SECOND):
+        bits, step, factor = _block_scales(amax, reciprocal(largest * scale), scale)
+        eighth = spread(factor) * 0.125
+        indices = [_e2m1_indices(half, eighth) for half in magnitudes]
+        error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, spread(step))
+        candidates.append((bits, indices, error))
+    (bits, indices, error), (other_bits, other_indices, other_error) = candidates
+    is_other = (other_error < error).astype(jnp.int32)
+    bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
+    low, high = _halves(pairs, dtype)
+    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, spread(is_other)), bits
+
+
+def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bits of the block scales `amax * inverse`, what they stand for, and the inverse of that."""
+    bits = _float8_bits(times(amax, inverse), np.dtype(jnp.float8_e4m3fn))
+    step = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    return bits, step, jnp.where(step == 0.0, jnp.zeros_like(step), rounded_reciprocal(step))
+
+
+def _magnitudes(pairs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Pairs without their signs."""
+    if len(pairs) == 2:
+        return [jnp.abs(x) for x in pairs]
+    return [pairs[0] & jnp.uint32(0x7FFF7FFF)]
+
+
+def encode_per_token_head(
+    x: jax.Array, dtype: KVCacheDType, spread: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`kvjax.quant.encode_per_token_head` of rows.
+
+    Args:
+      x: float32 `[..., head_size]`.
+      dtype: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
+      spread: from `[...]` to `[..., head_size]`, in the registers of `x`.
+
+    Returns:
+      The codes' bits, uint8 `[..., head_size]`, and those of the scales, int32 `[...]`.
+    """
+    with jax.enable_x64(True):
+        inverse_of_most = jnp.float64(1.0 / dtype.info.max)
+    scales = jnp.maximum(times(_largest_magnitude(x), inverse_of_most), jnp.float32(LEAST_TOKEN_SCALE))
+    # The reciprocal of infinity is 0, which the series that rounds it is not.
+    inverse = jnp.where(scales == jnp.inf, jnp.zeros_like(scales), rounded_reciprocal(scales))
+    if dtype is KVCacheDType.INT8_PER_TOKEN_HEAD:
+        codes = compat.ptx(_ptx_to_int8, _int8_codes, x, spread(inverse))
+    else:
+        codes = _float8_bits(x * spread(inverse), dtype.info.storage_dtype)
+    return codes, lax.bitcast_convert_type(scales, jnp.int32)
+
+
+def _largest_magnitude(x: jax.Array) -> jax.Array:
+    """The largest magnitude in each row, NaN ignored; by the instruction that `_largest_magnitudes` takes."""
+    if compat.interpreting():
+        return jnp.max(jnp.fmax(jnp.abs(x), 0.0), axis=-1)
+    largest = compat.ptx_reduce("max.xorsign.abs.f32 $0, $1, $2;", x)
+    return compat.ptx("{ .reg .f32 x; abs.f32 x, $1; max.f32 $0, x, 0f00000000; }", jnp.abs, largest)
+
+
+def _ptx_to_int8(columns: int) -> str:
+    """Products and sums that say how they round are not contracted. The conversion has 0 for NaN, the packing none."""
+    lines = [".reg .f32 x<4>, half; .reg .b32 sign, code<4>, codes;", "mov.b32 codes, 0;"]
+    for i in range(columns):
+        lines += [
+            f"mul.rn.f32 x{i}, ${1 + i}, ${1 + columns + i};",
+            f"mov.b32 sign, x{i};",
+            "lop3.b32 sign, sign, 0x80000000, 0x3F000000, 0xEA;",  # one half with the sign
+            "mov.b32 half, sign;",
+            f"add.rn.f32 x{i}, x{i}, half;",
+            f"cvt.rzi.s32.f32 code{i}, x{i};",
+        ]
+    for i in reversed(range(0, 4, 2)):  # each makes way for the next by a shift
+        lines.append(f"cvt.pack.sat.s8.s32.b32 codes, code{(i + 1) % columns}, code{i % columns}, codes;")
+    return "\n".join(["{", *lines, "mov.b32 $0, codes; }"])
+
+
+def _int8_codes(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(quant.int8_codes(x * inverse), jnp.uint8)
 
 
 def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
@@ -185,10 +269,28 @@ def _ptx_to_join(columns: int) -> str:
 
     A conversion to e4m3 brings the signs of two elements together, and has none for NaN.
     """
-    low_index, high_index, low, high = ([f"${1 + i * columns + j}" for j in range(columns)] for i in range(4))
-    lines = [".reg .b16 half<2>; .reg .b32 even, odd, codes;", "mov.b32 codes, 0;"]
-    for i in reversed(range(columns)):  # each makes way for the next by a shift
-        lines.append(f"cvt.pack.sat.s4.s32.b32 codes, {high_index[i]}, {low_index[i]}, codes;")
+    low_index, high_index, low, high = _operands(columns, 4)
+    lines = [".reg .b32 codes;", *_ptx_to_pack("codes", low_index, high_index), *_ptx_to_add_signs(low, high)]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _operands(columns: int, count: int) -> list[list[str]]:
+    """The names of `count` operands' columns."""
+    return [[f"${1 + i * columns + j}" for j in range(columns)] for i in range(count)]
+
+
+def _ptx_to_pack(codes: str, low_index: Sequence[str], high_index: Sequence[str]) -> list[str]:
+    """Packs indices, saturated at 7."""
+    lines = [f"mov.b32 {codes}, 0;"]
+    for low, high in reversed(list(zip(low_index, high_index, strict=True))):  # each makes way for the next by a shift
+        lines.append(f"cvt.pack.sat.s4.s32.b32 {codes}, {high}, {low}, {codes};")
+    return lines
+
+
+def _ptx_to_add_signs(low: Sequence[str], high: Sequence[str]) -> list[str]:
+    """Makes `$0` of `codes` and the signs of elements."""
+    columns = len(low)
+    lines = [".reg .b16 half<2>; .reg .b32 even, odd;"]
     for signs, x in (("even", low), ("odd", high)):
         for i in range(2):
             lines.append(f"cvt.rn.satfinite.e4m3x2.f32 half{i}, {x[(2 * i + 1) % columns]}, {x[2 * i % columns]};")
@@ -200,7 +302,7 @@ def _ptx_to_join(columns: int) -> str:
         "or.b32 codes, codes, even;",
         "or.b32 $0, codes, odd;",
     ]
-    return "\n".join(["{", *lines, "}"])
+    return lines
 
 
 def _join(low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -209,6 +311,79 @@ def _join(low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax
         for index, x in ((low_index, low), (high_index, high))
     )
     return (low_code | high_code << 4).astype(jnp.uint8)
+
+
+def _ptx_to_join_either(columns: int) -> str:
+    """The same of either of two pairs of indices: of the second where the last operand is not 0."""
+    low_index, high_index, low, high, other_low, other_high, is_other = _operands(columns, 7)
+    lines = [
+        ".reg .b32 codes, other; .reg .pred is_other;",
+        *_ptx_to_pack("codes", low_index, high_index),
+        *_ptx_to_pack("other", other_low, other_high),
+        f"setp.ne.s32 is_other, {is_other[0]}, 0;",  # of a whole block
+        "selp.b32 codes, other, codes, is_other;",
+        *_ptx_to_add_signs(low, high),
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _join_either(
+    low_index: jax.Array,
+    high_index: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    other_low: jax.Array,
+    other_high: jax.Array,
+    is_other: jax.Array,
+) -> jax.Array:
+    chosen = [jnp.where(is_other != 0, *each) for each in ((other_low, low_index), (other_high, high_index))]
+    return _join(chosen[0], chosen[1], low, high)
+
+
+_FLOAT16_BYTES = np.array(E2M1_VALUES, np.float16).view(np.uint16) >> 8
+"""Of e2m1 magnitudes as float16 the higher bytes; the lower ones are 0."""
+
+
+def _ptx_of_squared_errors(columns: int) -> str:
+    """The squared errors of so many pairs of elements, added up as `kvjax.quant` adds them.
+
+    Four indices, a nibble each, look up the higher bytes of four float16 at a time. An index of 8 to 15 is one of 7 by
+    then.
+    """
+    low_index, high_index, low, high, step = _operands(columns, 5)
+    first, last = (int.from_bytes(bytes(_FLOAT16_BYTES[i : i + 4].tolist()), "little") for i in (0, 4))
+    lines = [
+        ".reg .b32 codes, first, last, bytes, both; .reg .b16 half<2>; .reg .f32 step, value, error<2>, sum<4>;",
+        f"mov.b32 first, {first}; mov.b32 last, {last}; neg.f32 step, {step[0]};",  # the step of a whole block
+        *_ptx_to_pack("codes", low_index, high_index),
+    ]
+    for i, pair in enumerate(zip(low, high, strict=True)):
+        if i % 2 == 0:
+            lines += ["shr.u32 codes, codes, 16;"] if i else []
+            lines.append("prmt.b32 bytes, first, last, codes;")
+        # Byte 0 of the zero goes below each: 0x1404 of bytes 0 and 1, 0x3424 of bytes 2 and 3.
+        lines += [f"prmt.b32 both, bytes, 0, {(0x1404, 0x3424)[i % 2]};", "mov.b32 {half0, half1}, both;"]
+        for half, x in enumerate(pair):
+            lines += [f"cvt.f32.f16 value, half{half};", f"fma.rn.f32 error{half}, value, step, {x};"]
+        lines += [f"mul.rn.ftz.f32 sum{i}, error0, error0;", f"fma.rn.ftz.f32 sum{i}, error1, error1, sum{i};"]
+    count = columns
+    while count > 1:
+        count //= 2
+        lines += [f"add.rn.f32 sum{i}, sum{2 * i}, sum{2 * i + 1};" for i in range(count)]
+    return "\n".join(["{", *lines, "mov.f32 $0, sum0;", "}"])
+
+
+def _squared_errors(
+    low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array
+) -> jax.Array:
+    errors = []
+    for index, x in ((low_index, low), (high_index, high)):
+        index = jnp.minimum(index, 7)
+        quarters = jnp.where(index < 2, 2 * index, (2 | index & 1) << (index >> 1))
+        with jax.enable_x64(True):
+            value = quarters.astype(jnp.float64) * 0.25
+            errors.append((x.astype(jnp.float64) - value * step.astype(jnp.float64)).astype(jnp.float32))
+    return quant.sum_of_squares(*errors)
 
 
 _LINES = ((16, 0), (8, 2), (4, 4))

@@ -165,6 +165,33 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
     return loaded
 
 
+def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
+    """Words of four bytes, as int32, from byte `columns` on of a row of two-dimensional bytes.
+
+    `row` is an int32 scalar, `columns` int32 in `layout`, all multiples of `alignment`.
+    """
+    if interpreting():
+        starts = columns[..., None] + jnp.arange(4)
+        return lax.bitcast_convert_type(ref[row][starts], jnp.int32)
+    row_bytes = ref.shape[1]
+    rows = plgpu.layout_cast(lax.broadcast(row, columns.shape), layout)
+
+    def run(_: Any, ref: Any, rows: Any, columns: Any) -> Any:
+        i64, i32, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
+        pointer = utils.memref_ptr(ref)
+
+        def load_one(row: Any, column: Any) -> Any:
+            offset = arith.addi(arith.muli(arith.extui(i64, row), mgpu.c(row_bytes, i64)), arith.extui(i64, column))
+            return llvm.load(i32, utils.getelementptr(pointer, [offset], byte), alignment=min(alignment, 4))
+
+        return rows._pointwise(_per_scalar(load_one), columns, output_is_signed=True)
+
+    types = plgpu.RefType(), layout, layout
+    result = plgpu.ShapeDtypeStruct(columns.shape, np.dtype(np.int32), layout=layout)
+    loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, rows, columns)
+    return loaded
+
+
 def any_thread(mask: jax.Array, bits: int) -> jax.Array:
     """The lowest `bits` bits of int32 `mask`, one element a thread, or-ed over all; also a `wait_for_threads`."""
     if interpreting():
@@ -209,11 +236,11 @@ def copy_each(
 ) -> None:
     """Copies `size` bytes (up to 16) for each element whose condition holds, each by the thread that holds it.
 
-    From byte `starts` of `source`, shared memory, to byte `columns` of row `rows` of `destination`, both multiples of
-    `size`. Indices are int32; `destination` is two-dimensional, of bytes.
+    From byte `starts` of `source`, shared memory of any elements, to byte `columns` of row `rows` of `destination`,
+    both multiples of `size`. Indices are int32; `destination` is two-dimensional, of bytes.
     """
     if interpreting():
-        flat = source[...].reshape(-1)
+        flat = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
         for i in range(starts.shape[0]):
 
             @pl.when(condition[i])
@@ -264,6 +291,7 @@ def _scalar(register: Any) -> Any:
 
 _ptx = Primitive("kvjax_ptx")
 _ptx_reduce = Primitive("kvjax_ptx_reduce")
+_ptx_sum = Primitive("kvjax_ptx_sum")
 
 
 def ptx(
@@ -299,6 +327,26 @@ def ptx_reduce(code: str, x: jax.Array) -> jax.Array:
     return result
 
 
+def ptx_sum(code: Callable[[int], str], model: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Sums over the last dimension, of a power of two columns: of neighbours, of neighbouring pairs, and so on.
+
+    So the result does not depend on which threads hold the columns.
+
+    Args:
+      code: for so many columns (1, 2 or 4) writes their sum to `$0`, float32, added up in that order; reads operands as
+        the code of bytes that `ptx` takes.
+      model: what the code computes of single columns, elementwise in `jax.numpy`.
+      operands: arrays of one shape and layout, of elements of 32 bits.
+    """
+    if interpreting():
+        sums = model(*operands)
+        while sums.shape[-1] > 1:
+            sums = sums[..., ::2] + sums[..., 1::2]
+        return sums[..., 0]
+    result: jax.Array = _ptx_sum.bind(*operands, code=code)
+    return result
+
+
 def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
     result = jax.eval_shape(model, *operands)
     return jax.core.ShapedArray(result.shape, result.dtype)
@@ -306,6 +354,10 @@ def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> An
 
 def _ptx_reduce_result(x: Any, **_: Any) -> Any:
     return jax.core.ShapedArray(x.shape[:-1], x.dtype)
+
+
+def _ptx_sum_result(x: Any, *_: Any, **__: Any) -> Any:
+    return jax.core.ShapedArray(x.shape[:-1], np.dtype(np.float32))
 
 
 def _lower_ptx(
@@ -327,6 +379,29 @@ def _lower_ptx(
 
 def _lower_ptx_reduce(ctx: Any, x: Any, *, code: str) -> Any:
     return x.reduce(_per_element(code, x.mlir_dtype), len(ctx.avals_in[0].shape) - 1)
+
+
+def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
+    [columns] = operands[0].registers.flat[0].type.shape
+    step, f32 = min(columns, 4), ir.F32Type.get()
+    add = _per_element("add.rn.f32 $0, $1, $2;", f32)
+
+    def of_a_thread(*registers: Any) -> Any:
+        sums = []
+        for i in range(0, columns, step):
+            scalars = (vector.extract(x, [], [j]) for x in registers for j in range(i, i + step))
+            sums.append(utils.inline_ptx(code(step), *scalars, result_types=f32))
+        while len(sums) > 1:
+            sums = [add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+        return vector.broadcast(ir.VectorType.get((1,), f32), sums[0])
+
+    # A thread's columns are one from here on; `reduce` adds those of neighbouring threads first.
+    shape = (*operands[0].shape[:-1], operands[0].shape[-1] // columns)
+    layout = lane_layout(shape, 1).to_mgpu()
+    registers = [of_a_thread(*each) for each in zip(*(x.registers.flat for x in operands), strict=True)]
+    partial = np.empty(layout.registers_shape(shape), dtype=object)
+    partial.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=partial, _layout=layout, _is_signed=None).reduce(add, len(shape) - 1)
 
 
 def _per_element(code: str, element: Any) -> Callable[..., Any]:
@@ -363,8 +438,10 @@ def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
 
 _ptx.def_abstract_eval(_ptx_result)
 _ptx_reduce.def_abstract_eval(_ptx_reduce_result)
+_ptx_sum.def_abstract_eval(_ptx_sum_result)
 lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
+lowering.register_lowering_rule(_ptx_sum, plgpu.LoweringSemantics.Lane)(_lower_ptx_sum)
 
 
 # Since 0.12 it takes two more arguments.

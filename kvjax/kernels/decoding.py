@@ -31,6 +31,22 @@ def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: n
     return cast(_product(values, scale), dtype)
 
 
+def decode_per_token_head(
+    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any], spread: Callable[..., jax.Array]
+) -> jax.Array:
+    """`kvjax.quant.decode_per_token_head`, cast to `dtype`.
+
+    Args:
+      codes: their bits, uint8 `[..., head_size]`.
+      scales: their bits, int32 `[...]`.
+      stored: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
+      dtype: of the elements.
+      spread: from `[...]` to `[..., head_size]`, in the registers of `codes`.
+    """
+    values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
+    return cast(_product(values, spread(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
+
+
 def decode_nvfp4(
     data: jax.Array,
     block_scales: jax.Array,

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_argument, scale_refs
+from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_arguments, scales_of
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -68,11 +68,15 @@ class GatherConfig:
 
 
 class Half(NamedTuple):
-    """Keys or values of a call: their pages and scale, and the dense tokens, `ref[tokens, heads, ...]`."""
+    """Keys or values of a call: their pages and scale, and the dense tokens, `ref[tokens, heads, ...]`.
+
+    `scale_pages`: where the scales of each token and head are, if not behind the data in its pages.
+    """
 
     pages: Pages
     scale: Any
     dense: Any
+    scale_pages: Pages | None = None
 
 
 class Lengths(NamedTuple):
@@ -111,7 +115,8 @@ class Piece:
     """Tokens, or some of their rows, that are decoded together.
 
     Attributes:
-      stored: data and, for NVFP4, block scales, in the page.
+      stored: data in the page and, where it holds scales, those: a reference of NVFP4's block scales, or what loads
+        those of each token and head, as int32, into a layout.
       dense: where in the result to put what the data decodes to, one or two places of the data's shape.
       layout: the registers of all arrays of that shape.
       first_token: the first of its tokens in the program.
@@ -131,9 +136,10 @@ class Piece:
 
     def load(self) -> list[jax.Array]:
         """What is stored; block scales in the registers of the blocks that they belong to."""
-        data, *block_scales = self.stored
-        last = len(self.shape) - 1
-        return [compat.load(data, self.layout), *(compat.load(x, self.layout.reduce(last)) for x in block_scales)]
+        data, *scales = self.stored
+        of_rows = self.layout.reduce(len(self.shape) - 1)
+        load_scales = [x if callable(x) else functools.partial(compat.load, x) for x in scales]
+        return [compat.load(data, self.layout), *(load(of_rows) for load in load_scales)]
 
     def along(self, axis: int) -> Any:
         """The layout of an array that has this one axis."""
@@ -205,11 +211,13 @@ def any_count(
     pages: tuple[PageMemory, PageMemory],
     dtype: np.dtype[Any],
     scale_sizes: tuple[int, int],
+    scale_pages: tuple[PageMemory, PageMemory] | None = None,
 ) -> AnyCount:
     """The gather from memory that somebody else owns, given for keys and for values.
 
     The arrays are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
-    dense keys and values. `table_stride` counts the entries from a sequence's first to that of the next.
+    dense keys and values. Where each token and head has a scale, k_scale and v_scale are the memory of these,
+    `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the next.
     """
     config = GatherConfig.choose(spec, dtype)
     index = Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), jnp.dtype(jnp.int32).itemsize)
@@ -217,11 +225,11 @@ def any_count(
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
         max_blocks, stride, last_block = counts
         (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
-        scales = scale_refs((k_scale, v_scale), scale_sizes)
+        scales, of_tokens = scales_of((k_scale, v_scale), scale_sizes, scale_pages)
         halves = [
-            Half(memory.pages(*source), scale, dense)
-            for memory, source, scale, (dense, _) in zip(
-                pages, (key_pages, value_pages), scales, (key, value), strict=True
+            Half(memory.pages(*source), scale, dense, of_token)
+            for memory, source, scale, (dense, _), of_token in zip(
+                pages, (key_pages, value_pages), scales, (key, value), of_tokens, strict=True
             )
         ]
         _gather_tokens(
@@ -235,8 +243,8 @@ def any_count(
         (
             index,
             index,
-            *(scale_argument(size) for size in scale_sizes),
-            *(memory.argument(spec.storage_dtype) for memory in pages),
+            *scale_arguments(spec, scale_sizes, scale_pages),
+            *(memory.argument(_page_dtype(spec)) for memory in pages),
             # The body takes results, which are new arrays, to begin where JAX's do, so that they begin nowhere else.
             *(Argument(_result_type(MOST, spec, size, dtype), compat.BASE_ALIGNMENT) for size in _head_sizes(spec)),
         ),
@@ -254,6 +262,11 @@ def _kernel(body: Callable[..., None], grid: int, out_type: Any = ()) -> Callabl
         compiler_params=compat.COMPILER_PARAMS,
     )
     return kernel
+
+
+def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
+    """Of the references to pages: elements, but bytes where scales of another size lie among them."""
+    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
 
 
 def _head_sizes(spec: AttentionSpec) -> tuple[int, int]:
@@ -289,11 +302,17 @@ def _gather_tokens(
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []
-    for pages, scale, dense in halves:
-        stored = [_tokens_of_page(pages, page, token, spec, config.tokens, region) for region in pages.regions]
+    for pages, scale, dense, scale_pages in halves:
+        data, *scales = pages.regions
+        stored = [_tokens_of_page(pages, page, token, spec, config.tokens, data)]
+        if spec.quant_mode.is_per_token_head:
+            place = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
+            stored.append(functools.partial(_load_token_scales, *place, page, token, spec, config.tokens))
+        else:
+            stored += [_tokens_of_page(pages, page, token, spec, config.tokens, region) for region in scales]
         first = seq * (table.max_blocks * spec.block_size) + position
         dense_tokens = dense.at[pl.ds(first, config.tokens)]
-        decode_scale = scale[0] if scale.shape[0] == 1 else scale
+        decode_scale = scale if scale is None or scale.shape[0] > 1 else scale[0]
         pieces += [(piece, decode_scale) for piece in _pieces(stored, dense_tokens, pages)]
 
     @pl.when(num_valid > 0)
@@ -335,6 +354,23 @@ def _tokens_of_page(
     return page.at[pl.ds(token, num_tokens), :, pl.ds(offset, row)]
 
 
+def _load_token_scales(
+    pages: Pages,
+    region: PageRegion,
+    number: jax.Array,
+    token: jax.Array,
+    spec: AttentionSpec,
+    num_tokens: int,
+    layout: Any,
+) -> jax.Array:
+    """The scales of so many tokens of a page, from `token` on, int32 `[num_tokens, num_kv_heads]`."""
+    shape, start = (num_tokens, spec.num_kv_heads), pages.start + region.base + token * region.token_stride
+    of_token, of_head = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
+    columns = of_token * region.token_stride + of_head * region.head_stride + start
+    alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
+    return compat.load_words(pages.ref, number, columns, alignment, layout)
+
+
 def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
     """What a program does of keys or values, given its tokens of each region and their place in the result."""
     widest = _widest_vector(stored[0], dense, pages)
@@ -346,7 +382,7 @@ def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
         halves = [dense.at[(*(slice(None),) * len(shape), half)] for half in range(2)]
         return Piece(stored, halves, lane_layout(shape, widest=1), *tokens)  # neither half has neighbours
 
-    if len(stored) == 1:
+    if len(stored) == 1 or callable(stored[1]):
         yield piece(stored, dense)
         return
     data, scales = stored
@@ -388,6 +424,10 @@ def _decode(
             data, block_scales = stored
             spread = functools.partial(piece.spread, axes=tuple(range(data.ndim - 1)))
             return decoding.decode_nvfp4(data, block_scales, scale, dtype, spread)
+        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
+            codes, token_scales = stored
+            spread = functools.partial(piece.spread, axes=(0, 1))
+            return [decoding.decode_per_token_head(codes, token_scales, spec.dtype, dtype, spread)]
         case KVQuantMode.FP8_PER_TENSOR:
             factor = piece.spread(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
             return [decoding.decode_fp8(stored[0], factor, spec.dtype, dtype)]

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat
 from kvjax.pages import PageRegion
+from kvjax.spec import AttentionSpec
 
 MOST = 1 << 24
 """Tokens, slots or pages of memory of which nobody says how many there are: a size for references to have."""
@@ -27,11 +28,12 @@ Number = int | jax.Array
 
 
 class Rows(NamedTuple):
-    """Rows of tokens: those of token `t` begin `start` elements into `ref[t]`, at a multiple of `alignment` bytes."""
+    """Rows of tokens: those of `t` begin `start` elements into `ref[t - first]`, at a multiple of `alignment` bytes."""
 
     ref: Any
     start: Number = 0
     alignment: int = compat.BASE_ALIGNMENT
+    first: Number = 0
 
 
 class Pages(NamedTuple):
@@ -172,6 +174,28 @@ def scale_argument(size: int) -> Argument:
 def scale_refs(arrays: Sequence[tuple[Any, Number]], sizes: Sequence[int]) -> list[Any]:
     """The keys' and the values' scales, `[1]` or `[num_kv_heads]`, in a kernel."""
     return [ref.at[pl.ds(start, size)] for (ref, start), size in zip(arrays, sizes, strict=True)]
+
+
+def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[PageMemory] | None) -> list[Argument]:
+    """The arguments for scales, of so many elements; or for the memory of those of each token and head.
+
+    Raises:
+      ValueError: no memory where each token and head has a scale, or some where it has none.
+    """
+    if spec.quant_mode.is_per_token_head is (memory is None):
+        raise ValueError(f"{memory=} does not fit {spec.dtype}")
+    if memory is None:
+        return [scale_argument(size) for size in sizes]
+    return [of_half.argument(spec.array_dtype) for of_half in memory]
+
+
+def scales_of(
+    arrays: Sequence[tuple[Any, Number]], sizes: Sequence[int], memory: Sequence[PageMemory] | None
+) -> tuple[list[Any], list[Pages | None]]:
+    """The layer's scales in a kernel, of keys and of values, and the pages with those of each token and head."""
+    if memory is None:
+        return scale_refs(arrays, sizes), [None, None]
+    return [None, None], [of_half.pages(*array) for of_half, array in zip(memory, arrays, strict=True)]
 
 
 def packed(counts: Sequence[int]) -> list[int]:

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
+from jax.extend.backend import get_default_device
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.target import Target, tracing_for
 
 MIN_COMPUTE_CAPABILITY = 9.0
 
@@ -92,6 +94,26 @@ class _Mapped:
         return jax.vmap(self.function, self.in_axes)(*leaves)
 
 
+@dataclasses.dataclass(frozen=True)
+class _For:
+    """A function that is traced for a target, equal to another of the same one for the same."""
+
+    target: Target
+    function: Callable[..., list[jax.Array]]
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        with tracing_for(self.target):
+            return self.function(*leaves)
+
+
+def _target() -> Target:
+    """What a program lowered now is for: that of Mosaic GPU, which asks the mesh and the default device."""
+    devices = [get_default_device(), *_visible_gpus()]
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        devices = [*(device for device in devices if device.device_kind == abstract.device_kind), abstract]
+    return next((Target.of(device) for device in devices if hasattr(device, "compute_capability")), Target.of(abstract))
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def implementation(function: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
     """Calls it; programs that do so with arguments alike trace it once, and profilers show this name."""
@@ -159,13 +181,16 @@ def _types(*_: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], **__: Any) 
 def _run_here(*leaves: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> list[jax.Array]:
     """On concrete arrays, as under `jax.disable_jit`."""
     reasons = [reason for reason in map(why_not, leaves) if reason is not None]
-    return _chosen(required, mosaic, otherwise, reasons[0] if reasons else None)(*leaves)
+    chosen = _chosen(required, mosaic, otherwise, reasons[0] if reasons else None)
+    return _For(_target(), chosen)(*leaves)
 
 
 def _lower(ctx: Any, *operands: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     reason = _why_not("/".join(platforms), _num_devices(ctx.module_context.axis_context), _visible_gpus())
     chosen = _chosen(required, mosaic, otherwise, reason)
+    if chosen is mosaic:
+        chosen = _For(_target(), mosaic)
     return mlir.lower_fun(functools.partial(implementation, chosen))(ctx, *operands)
 
 

@@ -15,21 +15,23 @@ THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
 
 
-def lane_layout(shape: Sequence[int], widest: int) -> Any:
+def lane_layout(shape: Sequence[int], widest: int, *, whole_rows: bool = False) -> Any:
     """A register layout in which each thread holds runs along the last axis, of at most `widest` elements.
 
     Threads go along the last axis first and then along the ones before it, as far as powers of two divide them; runs
     are shorter where threads would otherwise stay idle. Threads that there is still no use for hold, and store, what
-    others do.
+    others do. With `whole_rows` a row along the last axis is all in one warp, which can then reduce it by itself.
     """
     parts = [size & -size for size in shape]
     vector = min(parts[-1], widest, max(1, math.prod(parts) // THREADS))
     parts[-1] //= vector
-    lanes, warps = [], []
+    lanes: list[int] = []
+    warps: list[int] = []
     free_lanes, free_warps = LANES, WARPS
     for part in reversed(parts):
         lanes.append(min(part, free_lanes))
-        warps.append(min(part // lanes[-1], free_warps))
+        # The first is the last axis.
+        warps.append(1 if whole_rows and not warps else min(part // lanes[-1], free_warps))
         free_lanes //= lanes[-1]
         free_warps //= warps[-1]
     lanes[0] *= vector

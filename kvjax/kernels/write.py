@@ -2,9 +2,9 @@
 
 A program takes `tokens` neighbouring tokens. It loads their slots and all of their rows before it needs any of them,
 encodes, and stores each token's rows into its page, or none where the slot says so. Unquantized and fp8 rows stay in
-registers from load to store, since encoding leaves every element where it is. An NVFP4 block is spread over more
-threads than its bytes are, so the program encodes all of its tokens together and lays the bytes out in shared memory,
-where storing takes them from; of few such tokens a program takes keys or values alone.
+registers from load to store, since encoding leaves every element where it is. Where pages hold scales, what shares one
+is spread over more threads than its bytes are, so the program encodes all of its tokens together and lays the bytes out
+in shared memory, where storing takes them from; of few such tokens a program takes keys or values alone.
 
 `write` is for JAX's arrays. `any_count` is the same kernel for memory that somebody else owns: how many tokens and
 blocks there are and where each array begins are numbers that a launch brings along, so that one kernel serves them all.
@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
 from kvjax.kernels import arithmetic, compat
 from kvjax.kernels.memory import (
     MOST,
@@ -38,10 +38,11 @@ from kvjax.kernels.memory import (
     Pages,
     RowMemory,
     Rows,
-    scale_argument,
-    scale_refs,
+    scale_arguments,
+    scales_of,
 )
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
+from kvjax.kernels.rotation import Rotation, store_heads
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
@@ -52,9 +53,11 @@ PROGRAMS = 264
 """What a launch has at least, if it has tokens enough: two for each multiprocessor of an H200."""
 
 ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
+ELEMENTS |= dict.fromkeys((KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT8_PER_TOKEN_HEAD), 2048)
 """Keys or values that a program takes at most; of NVFP4 that is 2,048 where a token's are a power of two, and more for
 head sizes such as 96. Measured on an H200 (docs/kernels.md): smaller programs leave threads idle or, where elements are
-encoded, compute again what a larger one shares; larger ones take registers from others beside them."""
+encoded, compute again what a larger one shares; larger ones take registers from others beside them. With a scale for
+each token and head, not measured: as fp8."""
 
 SEARCHED = 16 * PROGRAMS
 """A write of fewer tokens finds out by itself which tokens are not the last of their slots: every program reads all
@@ -63,6 +66,9 @@ unique."""
 
 RUNGS = (1, 2, 4, 16, 64)
 """Tokens a program that a kernel for any number of tokens chooses from, and the most that there is use for."""
+
+ROTATED = 4
+"""Tokens a program at most of a kernel for any number of tokens that rotates: code for all of their heads is in it."""
 
 SEARCH_LOADS = 4
 """Slots that a thread loads before it compares any: the slots of a decode step are loaded at once."""
@@ -88,11 +94,11 @@ class WriteConfig:
     def ladder(cls, spec: AttentionSpec) -> dict[int, WriteConfig]:
         """What writes are launched as, from so many tokens on: with more work a program, but `PROGRAMS` programs first.
 
-        See `ELEMENTS` for how much work. Of few tokens programs of NVFP4 take keys or values, for a warp encodes one
-        after the other, and nothing hides that.
+        See `ELEMENTS` for how much work. Of few tokens programs that encode scales take keys or values, for a warp
+        encodes one after the other, and nothing hides that.
         """
         most = ELEMENTS[spec.quant_mode] // (spec.num_kv_heads * max(spec.head_size, spec.head_size_v))
-        few = cls(1, halves_apart=spec.quant_mode is KVQuantMode.NVFP4)
+        few = cls(1, halves_apart=spec.stores_scales)
         more = [cls(1 << i) for i in range(1, max(1, most).bit_length())] or [cls(1)]
         return {1: few} | {max(config.tokens, 2) * PROGRAMS: config for config in more if config != few}
 
@@ -113,8 +119,8 @@ class _Rung(NamedTuple):
     config: WriteConfig
 
 
-class _Blocks(NamedTuple):
-    pairs: tuple[jax.Array, ...]
+class _Loaded(NamedTuple):
+    arrays: tuple[jax.Array, ...]
     layout: Any
 
 
@@ -195,11 +201,20 @@ class Slots(NamedTuple):
 
 
 class Half(NamedTuple):
-    """Keys or values of a call: rows, their scale and the pages they go to."""
+    """Keys or values of a call: rows, their scale and the pages they go to.
+
+    `scale_pages`: where the scales of each token and head go, if not behind the data in its pages.
+    """
 
     rows: Rows
     scale: Any
     pages: Pages
+    scale_pages: Pages | None = None
+
+    @property
+    def destinations(self) -> list[tuple[Pages, int]]:
+        """Where data and scales go: pages and which of their regions."""
+        return [(self.pages, 0), (self.pages, 1) if self.scale_pages is None else (self.scale_pages, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +264,7 @@ class RowMove:
 
     def load(self, source: Rows, token: Number) -> jax.Array:
         """The rows of a token."""
-        rows = source.ref.at[token, pl.ds(source.start, self.rows * self.columns)]
+        rows = source.ref.at[token - source.first, pl.ds(source.start, self.rows * self.columns)]
         return compat.load(rows, self.layout, (self.rows, self.columns))
 
     def store(self, rows: jax.Array, pages: Pages, position: Position) -> None:
@@ -318,6 +333,125 @@ class Scatter:
         return plgpu.layout_cast(lax.iota(jnp.int32, self._padded), self.layout)
 
 
+class Rotated(NamedTuple):
+    """What a write rotates before it stores keys: queries as well, which it returns.
+
+    `query` is `[num_tokens, num_heads, head_size]` of the dtype of the keys, `positions` int32 `[num_tokens]`, each the
+    row of `table` `[max_position, rot_dim]` that it takes, or past an end the last.
+    """
+
+    query: jax.Array
+    positions: jax.Array
+    table: jax.Array
+    rotation: Rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedMemory:
+    """What a write into memory that somebody else owns rotates before it stores keys: these queries as well.
+
+    Attributes:
+      rotation: how.
+      num_heads: of the queries.
+      query: their memory, and the same of `rotation.dtype` that rotated ones go to, one token after the other.
+      position_dtype: int32 or int64; one that is no row of the table takes its first or its last.
+      table_dtype: of cosines and sines, whose rows lie one after the other from a multiple of 16 bytes on.
+    """
+
+    rotation: Rotation
+    num_heads: int
+    query: RowMemory
+    position_dtype: np.dtype[Any]
+    table_dtype: np.dtype[Any]
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Queries, positions, the table, and rotated queries."""
+        words = self.position_dtype.itemsize // 4
+        table = jax.ShapeDtypeStruct((MOST, self.rotation.rot_dim), self.table_dtype)
+        packed_rows = dataclasses.replace(self.query, token_stride=self.num_heads * self.rotation.head_size)
+        return (
+            _argument_of(self.query, self.rotation.as_columns),
+            Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
+            Argument(table, table.dtype.itemsize),
+            _argument_of(packed_rows, self.rotation.as_columns),
+        )
+
+    def turn(self, arrays: Sequence[tuple[Any, Number]], last_position: Number, staged: tuple[Any, Any]) -> _Turn:
+        """What a kernel does of `arguments`."""
+        query, (positions, first), table, rotated_query = arrays
+        words = self.position_dtype.itemsize // 4
+        return _Turn(
+            Rows(*query, self.query.alignment),
+            self.num_heads,
+            Positions(positions, words, last_position, first),
+            Rows(*table),
+            Rows(*rotated_query),
+            staged,
+            self.rotation,
+        )
+
+
+class Positions(NamedTuple):
+    """Positions, of one or two int32 words each, the low one first; that of token `t` is number `start + t`."""
+
+    ref: Any
+    words: int
+    last: Number
+    start: Number = 0
+
+    def row(self, token: jax.Array) -> jax.Array:
+        """The row of the table for a token: from 0 to `last`."""
+        word = (self.start + token) * self.words
+        position = self.ref[word]
+        if self.words == 2:
+            high = self.ref[word + 1]
+            past = (high > 0) | ((high == 0) & (position < 0))
+            position = jnp.where(past, self.last, jnp.where(high < 0, 0, position))
+        return jnp.clip(position, 0, self.last)
+
+
+class _Turn(NamedTuple):
+    """`Rotated` in a kernel: `staged` is where rotated keys go, as words and as elements of the same memory."""
+
+    query: Rows
+    num_heads: int
+    positions: Positions
+    table: Rows
+    rotated_query: Rows
+    staged: tuple[Any, Any]
+    rotation: Rotation
+
+    def rows(self, spec: AttentionSpec, first: jax.Array) -> Rows:
+        """The keys of a program's tokens, for all that stores them."""
+        return Rows(self.staged[0 if spec.quant_mode is KVQuantMode.NVFP4 else 1], first=first)
+
+    def keys(self, key: Rows, spec: AttentionSpec, tokens: int, first: jax.Array) -> None:
+        """Rotates the keys of a program's tokens into shared memory."""
+        rotation, heads = self.rotation, spec.num_kv_heads
+        for i in range(tokens):
+
+            def store(values: jax.Array, column: int, i: int = i) -> None:
+                store_heads(Rows(self.staged[rotation.is_neox]), i, rotation.columns, values, column)
+
+            rotation.rotate(key, first + i, heads, self.table, self.positions.row(first + i), store)
+        if compat.interpreting():  # where the two are not the same memory
+            staged = self.staged[rotation.is_neox][:tokens]
+            pairs = staged.reshape(tokens, -1, 2) if rotation.is_neox else staged
+            other = lax.bitcast_convert_type(pairs, jnp.uint32 if rotation.is_neox else rotation.dtype)
+            self.staged[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
+
+    def queries(self, tokens: int, first: jax.Array, program_first: jax.Array) -> None:
+        """Rotates the queries of a program's own tokens."""
+        rotation = self.rotation
+        for i in range(tokens):
+
+            @pl.when(first + i >= program_first)
+            def _(token: jax.Array = first + i) -> None:
+                store = functools.partial(store_heads, self.rotated_query, token, rotation.columns)
+                rotation.rotate(self.query, token, self.num_heads, self.table, self.positions.row(token), store)
+
+
 def write(
     pages: jax.Array,
     key: jax.Array,
@@ -331,13 +465,16 @@ def write(
     unique_slots: bool,
     layer: jax.Array | None = None,
     num_layers: int = 1,
-) -> jax.Array:
+    rotated: Rotated | None = None,
+) -> Any:
     """Writes tokens into flat pages `[num_blocks, page_elements]`, in place where they are donated.
 
     `slot_mapping` is int32 `[num_tokens]`, or int64 where x64 is on; scales are float32, `[1]` or `[num_kv_heads]`.
     Slots are unique if `unique_slots` says so and from `SEARCHED` tokens on; else the last token of a slot is written.
     Of `num_layers` layers the pages are `[num_blocks * num_layers, page_elements]`, and `layer` is an int32 scalar:
     the kernel reads it, so that no pages are sliced and one kernel serves every layer. One out of range has no slots.
+
+    Returns the pages; with `rotated`, where keys are rotated first, the rotated queries and the pages.
     """
     num_tokens, num_blocks = key.shape[0], pages.shape[0] // num_layers
     last_slot = min(num_blocks * spec.block_size, 1 << 31) - 1
@@ -351,22 +488,46 @@ def write(
             for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
         searched = None if unique_slots or num_tokens >= SEARCHED else num_tokens
-        own_slots, staged = Slots(slots, words, last_slot, searched), others
+        own_slots, staged = Slots(slots, words, last_slot, searched), list(others)
         if layer is not None:
-            number, staged = others[0][0], others[1:]
+            number, staged = others[0][0], staged[1:]
             last = jnp.where((number >= 0) & (number < num_layers), jnp.int32(last_slot), jnp.int32(-1))
             own_slots = own_slots._replace(last_slot=last, layer=number, num_layers=num_layers)
-        _write_tokens(own_slots, halves, staged, spec, config, num_tokens, dtype)
+        turn = None
+        if rotated is not None:
+            query, positions, table, rotated_query, *staged, keys = staged
+            turn = _Turn(
+                Rows(query),
+                rotated.query.shape[1],
+                Positions(positions, 1, rotated.table.shape[0] - 1),
+                Rows(table),
+                Rows(rotated_query),
+                keys,
+                rotated.rotation,
+            )
+        _write_tokens(own_slots, halves, staged, spec, config, num_tokens, dtype, turn)
 
     dtype = key.dtype
-    kernel = _kernel(body, spec, config.tokens, grid=config.num_programs(num_tokens))
-    arrays = slot_mapping, _token_rows(key, spec), _token_rows(value, spec), k_scale, v_scale
+    key_rows = _token_rows(key, spec) if rotated is None else rotated.rotation.as_columns(key)
+    arrays = slot_mapping, key_rows, _token_rows(value, spec), k_scale, v_scale
+    turned: list[jax.Array] = []
+    if rotated is not None:
+        turned = [rotated.rotation.as_columns(rotated.query), rotated.positions, rotated.table]
+    kernel = _kernel(
+        body,
+        spec,
+        config.tokens,
+        grid=config.num_programs(num_tokens),
+        out_type=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in turned[:1]],
+        staged_dtype=dtype if turned else None,
+    )
     layers = [] if layer is None else [lax.optimization_barrier(layer.reshape(1))]
     # XLA on GPUs may fuse slices of stacked arrays, before or after a kernel, with the kernel, and forgets then that
     # the kernel writes in place: what it leaves as it was would be lost. Nothing is fused across a barrier.
     ref = jax.new_ref(lax.optimization_barrier(pages))
-    kernel(*map(lax.optimization_barrier, arrays), ref, *layers)
-    return lax.optimization_barrier(jax.freeze(ref))
+    query = kernel(*map(lax.optimization_barrier, arrays), ref, *layers, *map(lax.optimization_barrier, turned))
+    written = lax.optimization_barrier(jax.freeze(ref))
+    return written if rotated is None else (rotated.rotation.from_columns(query[0], rotated.query.shape), written)
 
 
 def any_count(
@@ -377,24 +538,35 @@ def any_count(
     scale_sizes: tuple[int, int],
     *,
     unique_slots: bool,
+    scale_pages: tuple[PageMemory, PageMemory] | None = None,
+    rotated: RotatedMemory | None = None,
 ) -> AnyCount:
     """The write into memory that somebody else owns, given for keys and for values.
 
     Slots are unique if `unique_slots` says so, and from `SEARCHED` tokens on. The arrays are slots, keys, values, the
-    keys' and the values' pages, k_scale, v_scale.
+    keys' and values' pages, those of `rotated` if keys are rotated first, k_scale, v_scale. Where each token and head
+    has a scale, the last two are instead the memory that these are written to, `scale_pages`, in which they are the one
+    region.
     """
     words = np.dtype(slot_dtype).itemsize // 4
-    rungs = _rungs(spec, unique_slots)
+    rungs = _rungs(spec, unique_slots, RUNGS[-1] if rotated is None else ROTATED)
     leasts = [rung.least for rung in rungs]
+    turned = () if rotated is None else rotated.arguments
 
     def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
-        num_tokens, last_slot = counts
-        (slots, start), key, value, key_pages, value_pages, *scale_arrays = arrays
-        scales = scale_refs(scale_arrays, scale_sizes)
+        num_tokens, last_slot = counts[:2]
+        (slots, start), key, value, key_pages, value_pages, *others = arrays
+        turned_arrays, scale_arrays = others[: len(turned)], others[len(turned) :]
+        destinations = [memory.pages(*array) for memory, array in zip(pages, (key_pages, value_pages), strict=True)]
+        turn = None
+        if rotated is not None:
+            *staged, keys = staged
+            turn = rotated.turn(turned_arrays, counts[2], keys)
+        scales, of_tokens = scales_of(scale_arrays, scale_sizes, scale_pages)
         halves = [
-            Half(Rows(*source, row_memory.alignment), scale, page_memory.pages(*destination))
-            for source, row_memory, scale, destination, page_memory in zip(
-                (key, value), rows, scales, (key_pages, value_pages), pages, strict=True
+            Half(Rows(*source, row_memory.alignment), scale, destination, of_token)
+            for source, row_memory, destination, scale, of_token in zip(
+                (key, value), rows, destinations, scales, of_tokens, strict=True
             )
         ]
 
@@ -402,7 +574,7 @@ def any_count(
             def write_here() -> None:
                 searched = None if unique_slots or rung.least >= SEARCHED else num_tokens
                 all_slots = Slots(slots, words, last_slot, searched, start)
-                _write_tokens(all_slots, halves, staged, spec, rung.config, num_tokens, rows[0].dtype)
+                _write_tokens(all_slots, halves, staged, spec, rung.config, num_tokens, rows[0].dtype, turn)
 
             # One inside the other, not one after the other: a program that is done ends.
             more = num_tokens >= others[0].least if others else False
@@ -411,31 +583,41 @@ def any_count(
 
         write_by(*rungs)
 
+    as_rows = functools.partial(_token_rows, spec=spec)
+
     def num_programs(num_tokens: int) -> int:
         return rungs[bisect.bisect_right(leasts, num_tokens) - 1].config.num_programs(num_tokens)
 
     return AnyCount(
         body,
-        functools.partial(_kernel, spec=spec, tokens=max(rung.config.tokens for rung in rungs), grid=MOST),
-        ("num_tokens", "last_slot"),
+        functools.partial(
+            _kernel,
+            spec=spec,
+            tokens=max(rung.config.tokens for rung in rungs),
+            grid=MOST,
+            staged_dtype=None if rotated is None else rows[0].dtype,
+        ),
+        ("num_tokens", "last_slot", *(["last_position"] if turned else [])),
         (
             Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), 4 * words),
-            *(_row_argument(memory, spec) for memory in rows),
+            _argument_of(rows[0], as_rows if rotated is None else rotated.rotation.as_columns),
+            _argument_of(rows[1], as_rows),
             *(memory.argument(spec.array_dtype) for memory in pages),
-            *(scale_argument(size) for size in scale_sizes),
+            *turned,
+            *scale_arguments(spec, scale_sizes, scale_pages),
         ),
-        written=(3, 4),
+        written=(3, 4, *([8] if turned else []), *(range(5 + len(turned), 7 + len(turned)) if scale_pages else ())),
         num_programs=num_programs,
     )
 
 
-def _rungs(spec: AttentionSpec, unique_slots: bool) -> list[_Rung]:
-    """What a kernel for any count chooses from: `RUNGS` of the ladder and its last.
+def _rungs(spec: AttentionSpec, unique_slots: bool, most_tokens: int = RUNGS[-1]) -> list[_Rung]:
+    """What a kernel for any count chooses from: `RUNGS` of the ladder and its last, of at most so many tokens.
 
     Where slots may repeat there is one more, from which on they do not. fp8 of 1,024 elements a token always takes one
     token a program: of few tokens not to choose gains more than it loses of very many (docs/kernels.md).
     """
-    ladder = WriteConfig.ladder(spec)
+    ladder = {least: config for least, config in WriteConfig.ladder(spec).items() if config.tokens <= most_tokens}
     elements = spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
     if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and elements >= ELEMENTS[KVQuantMode.NONE]:
         ladder = {1: ladder[1]}
@@ -463,29 +645,50 @@ def _either(
         lax.cond(condition, ending(name, then), ending(other, otherwise))
 
 
-def _row_argument(memory: RowMemory, spec: AttentionSpec) -> Argument:
-    one_token = jax.ShapeDtypeStruct((1, memory.token_stride), memory.dtype)
-    rows = jax.eval_shape(functools.partial(_token_rows, spec=spec), one_token)
+def _argument_of(memory: RowMemory, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
+    rows = jax.eval_shape(as_rows, jax.ShapeDtypeStruct((1, memory.token_stride), memory.dtype))
     array = jax.ShapeDtypeStruct((MOST, *rows.shape[1:]), rows.dtype)
     return Argument(array, array.dtype.itemsize * math.prod(array.shape[2:]))
 
 
-def _kernel(body: Callable[..., None], spec: AttentionSpec, tokens: int, grid: int) -> Callable[..., Any]:
-    staged = [
-        plgpu.SMEM((tokens, spec.num_kv_heads * row), jnp.uint8)
+def _kernel(
+    body: Callable[..., None],
+    spec: AttentionSpec,
+    tokens: int,
+    grid: int,
+    out_type: Sequence[jax.ShapeDtypeStruct] = (),
+    staged_dtype: np.dtype[Any] | None = None,
+) -> Callable[..., Any]:
+    """`staged_dtype`: that of keys which a program holds in shared memory, 16 bits wide; None where it does not."""
+    staged: list[Any] = [
+        memory
         for size in (spec.head_size, spec.head_size_v)
-        for row in spec.dtype.info.row_bytes(size)
-        if spec.quant_mode is KVQuantMode.NVFP4
+        for memory in _staged(spec, tokens, *spec.dtype.info.row_bytes(size))
+        if spec.stores_scales
     ]
+    if staged_dtype is not None:
+        row = spec.num_kv_heads * spec.head_size
+        views = plgpu.SMEM((tokens, row // 2), jnp.uint32), plgpu.SMEM((tokens, row), staged_dtype)
+        # The interpreter reads through no other view than was written.
+        staged.append(views if compat.interpreting() else plgpu.RefUnion(*views))
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("reshape_and_cache_flash", body),
-        out_type=(),
+        out_type=tuple(out_type),
         grid=(grid,),
         grid_names=("program",),
         scratch_types=staged,
         compiler_params=compat.COMPILER_PARAMS,
     )
     return kernel
+
+
+def _staged(spec: AttentionSpec, tokens: int, data: int, scales: int) -> tuple[Any, Any]:
+    """Shared memory for rows of so many bytes of data and of scales: bytes, but words for scales of float32."""
+    heads = spec.num_kv_heads
+    of_scales = ((tokens, heads * scales), jnp.uint8)
+    if spec.quant_mode.is_per_token_head:
+        of_scales = ((tokens, heads), jnp.int32)
+    return plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM(*of_scales)
 
 
 def _write_tokens(
@@ -496,6 +699,7 @@ def _write_tokens(
     config: WriteConfig,
     num_tokens: Number,
     dtype: Any,
+    turn: _Turn | None = None,
 ) -> None:
     """What a program does; `dtype` is that of the rows' elements."""
     program = lax.axis_index("program")
@@ -505,17 +709,25 @@ def _write_tokens(
     first = program_first if config.tokens == 1 else jnp.minimum(program_first, num_tokens - config.tokens)
     if staged:
         staged_halves = list(zip(halves, itertools.batched(staged, 2), strict=True))
-        write_blocks = functools.partial(_write_blocks, slots, spec, config.tokens, first, program_first, dtype)
+        if turn is not None:
+            halves = _turned(turn, halves, spec, config.tokens, first, program_first, half)
+            staged_halves = list(zip(halves, itertools.batched(staged, 2), strict=True))
+        write_staged = functools.partial(_write_staged, slots, spec, config.tokens, first, program_first, dtype)
         if half is None:
-            write_blocks(staged_halves)
+            write_staged(staged_halves)
         else:
             keys, values = staged_halves
-            _either(half == 0, "keys", lambda: write_blocks([keys]), "values", lambda: write_blocks([values]))
+            _either(half == 0, "keys", lambda: write_staged([keys]), "values", lambda: write_staged([values]))
         return
     tokens = [first + i for i in range(config.tokens)]
     positions = [slots.position(lambda word: slots.ref[word], token, token >= program_first, spec) for token in tokens]
     moves = [_row_move(spec, half, dtype) for half in halves]
-    loaded = [[move.load(half.rows, token) for move, half in zip(moves, halves, strict=True)] for token in tokens]
+    if turn is None:
+        loaded = [[move.load(half.rows, token) for move, half in zip(moves, halves, strict=True)] for token in tokens]
+    else:  # values are on their way while keys are rotated
+        value_rows = [moves[1].load(halves[1].rows, token) for token in tokens]
+        halves = _turned(turn, halves, spec, config.tokens, first, program_first, None)
+        loaded = [[moves[0].load(halves[0].rows, token), row] for token, row in zip(tokens, value_rows, strict=True)]
     if config.tokens > 1:
         encodes = [_encoder(spec, half, move) for half, move in zip(halves, moves, strict=True)]
     # Rows are stored where slots say so, and would be loaded there, after the slots: but no load moves past a barrier.
@@ -535,7 +747,32 @@ def _write_tokens(
                 move.store(row, half.pages, position)
 
 
-def _write_blocks(
+def _turned(
+    turn: _Turn,
+    halves: Sequence[Half],
+    spec: AttentionSpec,
+    tokens: int,
+    first: jax.Array,
+    program_first: jax.Array,
+    half: jax.Array | None,
+) -> list[Half]:
+    """Rotates what a program has to: queries, keys or, with `half`, whichever of them goes with the half it writes.
+
+    Returns the halves, of which the keys are rotated ones.
+    """
+    keys, values = halves
+    rotate_keys = functools.partial(turn.keys, keys.rows, spec, tokens, first)
+    rotate_queries = functools.partial(turn.queries, tokens, first, program_first)
+    if half is None:
+        rotate_keys()
+        rotate_queries()
+    else:
+        _either(half == 0, "rotated keys", rotate_keys, "rotated queries", rotate_queries)
+    compat.wait_for_threads()
+    return [keys._replace(rows=turn.rows(spec, first)), values]
+
+
+def _write_staged(
     slots: Slots,
     spec: AttentionSpec,
     tokens: int,
@@ -544,27 +781,32 @@ def _write_blocks(
     dtype: Any,
     halves: Sequence[tuple[Half, Sequence[Any]]],
 ) -> None:
-    """What a program does whose rows are NVFP4 blocks: of `halves`, each with where to put data and scales together."""
+    """What a program does that encodes scales: of `halves`, each with where to put data and scales together."""
     # Of few tokens the search is hidden behind their loads; of many it would take registers from programs beside it.
     if tokens > 1:
         repeated = slots.repeated(first, tokens)
-    scatters = [[Scatter(RowMove.of(spec, half.pages, which, 1), tokens) for which in range(2)] for half, _ in halves]
+    scatters = [
+        [Scatter(RowMove.of(spec, pages, which, 1), tokens) for pages, which in half.destinations] for half, _ in halves
+    ]
     positions = [[scatter.positions(slots, first, program_first, spec) for scatter in pair] for pair in scatters]
-    blocks = [_load_blocks(half.rows, first, tokens, scales.shape[1], dtype) for half, (_, scales) in halves]
+    in_blocks = spec.quant_mode is KVQuantMode.NVFP4
+    load = _load_blocks if in_blocks else _load_heads
+    loaded = [load(half.rows, first, tokens, stage, spec, dtype) for half, stage in halves]
     if tokens == 1:
         compat.wait_for_threads()  # as in `_write_tokens`
-    layer_scales = [half.scale[0] for half, _ in halves]
+    layer_scales = [half.scale[0] if in_blocks else None for half, _ in halves]
     if tokens == 1:
         repeated = slots.repeated(first, tokens)
-    for half_blocks, layer_scale, (_, stage) in zip(blocks, layer_scales, halves, strict=True):
-        for stored, ref in zip(_encode_blocks(half_blocks, layer_scale, dtype), stage, strict=True):
+    for rows, layer_scale, (_, stage) in zip(loaded, layer_scales, halves, strict=True):
+        encoded = _encode_heads(rows, spec) if layer_scale is None else _encode_blocks(rows, layer_scale, dtype, spec)
+        for stored, ref in zip(encoded, stage, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], stored)
     if repeated is None:
         compat.wait_for_threads()
     skipped = None if repeated is None else compat.any_thread(repeated, tokens)
     for (half, stage), pair, pair_positions in zip(halves, scatters, positions, strict=True):
-        for scatter, ref, position in zip(pair, stage, pair_positions, strict=True):
-            scatter.store(ref, half.pages, position, skipped)
+        for scatter, ref, (pages, _), position in zip(pair, stage, half.destinations, pair_positions, strict=True):
+            scatter.store(ref, pages, position, skipped)
 
 
 def _token_rows(x: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -593,16 +835,39 @@ def _encoder(spec: AttentionSpec, half: Half, move: RowMove) -> Callable[[jax.Ar
     return functools.partial(arithmetic.encode_fp8, inverse=inverse, dtype=spec.dtype)
 
 
-def _load_blocks(rows: Rows, first: jax.Array, num_tokens: int, num_blocks: int, dtype: Any) -> _Blocks:
+def _load_blocks(
+    rows: Rows, first: jax.Array, num_tokens: int, stage: Sequence[Any], spec: AttentionSpec, dtype: Any
+) -> _Loaded:
     """The blocks of a program's tokens, `[num_tokens, num_blocks, 8]`: words of two elements, or both halves."""
+    num_blocks = stage[1].shape[1]
     shape = num_tokens, num_blocks, WORDS
-    words = rows.ref.at[pl.ds(first, num_tokens), pl.ds(rows.start, num_blocks * WORDS)]
+    words = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(rows.start, num_blocks * WORDS)]
     is_wide = dtype == jnp.float32  # pairs are neighbours in memory, so that each half is read with gaps
     layout = lane_layout(shape, 1 if is_wide else min(WORDS, rows.alignment // 4))
     refs = [words.at[:, :, i] for i in range(2)] if is_wide else [words]
-    return _Blocks(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
+    return _Loaded(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
 
 
-def _encode_blocks(blocks: _Blocks, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _load_heads(
+    rows: Rows, first: jax.Array, num_tokens: int, stage: Sequence[Any], spec: AttentionSpec, dtype: Any
+) -> _Loaded:
+    """The rows of a program's tokens, `[num_tokens, num_kv_heads, head_size]`."""
+    elements = stage[0].shape[1]
+    shape = num_tokens, spec.num_kv_heads, elements // spec.num_kv_heads
+    ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(rows.start, elements)]
+    widest = min(rows.alignment, MAX_VECTOR_BYTES) // jnp.dtype(dtype).itemsize
+    layout = lane_layout(shape, widest, whole_rows=True)
+    return _Loaded((compat.load(ref, layout, shape),), layout)
+
+
+def _encode_heads(rows: _Loaded, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    [x] = rows.arrays
+    spread = functools.partial(compat.spread, columns=x.shape[-1], layout=rows.layout)
+    return arithmetic.encode_per_token_head(x.astype(jnp.float32), spec.dtype, spread)
+
+
+def _encode_blocks(blocks: _Loaded, scale: jax.Array, dtype: Any, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     spread = functools.partial(compat.spread, columns=WORDS, layout=blocks.layout)
-    return arithmetic.encode_nvfp4(blocks.pairs, np.dtype(dtype), scale, spread)
+    is_either = spec.dtype is KVCacheDType.NVFP4_4OVER6
+    encode = arithmetic.encode_nvfp4_4over6 if is_either else arithmetic.encode_nvfp4
+    return encode(blocks.arrays, np.dtype(dtype), scale, spread)

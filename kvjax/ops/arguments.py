@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache
-from kvjax.dtypes import KVQuantMode
+from kvjax.cache import SCALES, KVCache, check_scale_shape
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
-from kvjax.ops.values import check_layer, check_scale, check_scale_type, is_checked
+from kvjax.ops.values import check_layer, check_window, is_checked
+from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int
 
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -24,6 +25,12 @@ INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
 MAX_WINDOW = 2**31 - 1
 """No sequence is longer: a window beyond it restricts nothing."""
+
+LAYERS_OWN: Final = "layer"
+"""As a window, that of the layer's spec; None is none at all."""
+
+type Window = int | np.integer[Any] | jax.Array | Literal["layer"] | None
+"""Tokens that a row sees, its own included."""
 
 
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
@@ -45,6 +52,7 @@ def check_cache(cache: Any, what: str = "cache") -> None:
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
+    check_devices(cache, **{f"{what}.{name}": getattr(cache, name) for name in SCALES})
 
 
 def check_devices(cache: KVCache, **arrays: Any) -> None:
@@ -121,34 +129,43 @@ def as_lengths(seq_lens: ArrayLike) -> jax.Array:
     return jnp.asarray(seq_lens)
 
 
-def as_scale(what: str, scale: ArrayLike, spec: AttentionSpec) -> jax.Array:
-    """A decode scale as float32 that broadcasts against `[..., num_kv_heads, head_size]`.
+def as_scales(
+    cache: KVCache, layer: jax.Array | None, k_scale: ArrayLike | None, v_scale: ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    """The decode scales of a call: those that it was given, else the cache's, of its layer.
+
+    They are float32 and broadcast against `[..., num_kv_heads, head_size]`.
 
     Raises:
       KVCacheTypeError: not a number or an array of numbers.
       KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is not between
         `MIN_SCALE` and `MAX_SCALE`.
     """
+    return _as_scale("k_scale", k_scale, cache, layer), _as_scale("v_scale", v_scale, cache, layer)
+
+
+def _as_scale(what: str, scale: Any, cache: KVCache, layer: jax.Array | None) -> jax.Array:
+    if scale is None:
+        what, scale = f"cache.{what}", getattr(cache, what)
+        if scale is None:
+            return jnp.asarray(1.0, jnp.float32)
+        if layer is not None and np.ndim(scale):
+            scale = lax.dynamic_index_in_dim(jnp.asarray(scale), layer, keepdims=False)
     is_on_device = isinstance(scale, jax.Array)  # to look at one its caller has to ask: that waits for the device
     (check_scale_type if is_on_device and not is_checked() else check_scale)(what, scale)
     array = jnp.asarray(scale, jnp.float32)
-    per_head = array.shape == (spec.num_kv_heads,) and spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
-    if array.shape != () and not per_head:
-        accepted = "a scalar"
-        if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
-            accepted += f" or [num_kv_heads={spec.num_kv_heads}]"
-        raise KVCacheValueError(f"{what}: got shape {array.shape}, expected {accepted} for dtype {spec.dtype.value!r}")
-    return array[:, None] if per_head else array
+    check_scale_shape(what, array, cache.spec)
+    return array[:, None] if array.ndim else array
 
 
-def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array:
-    """The sinks of so many query heads, which have to fit the cache's, -inf where there are none."""
+def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array | None:
+    """The sinks of so many query heads, which have to fit the cache's; None where there are none."""
     if num_heads % spec.num_kv_heads or not num_heads:
         raise KVCacheValueError(
             f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
         )
     if sinks is None:
-        return jnp.full(num_heads, -jnp.inf, jnp.float32)
+        return None
     check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
     return jnp.asarray(sinks)
 
@@ -158,15 +175,40 @@ def as_sm_scale(sm_scale: Any, spec: AttentionSpec) -> float:
     return 1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale)
 
 
-def as_window(window: Any) -> int | None:
-    """A window as int; None where every token is inside it."""
+def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array | None]:
+    """A window as an int that a program is made for, or as an int32 scalar on the device, where it is one.
+
+    Both are None where every token is inside it. The scalar may be of any number.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: neither a positive int, an integer scalar, None nor `LAYERS_OWN`.
+    """
+    if isinstance(window, str) and window == LAYERS_OWN:
+        window = spec.sliding_window
     if window is None:
-        return None
+        return None, None
+    if isinstance(window, jax.Array):
+        check_array("sliding_window", window, [], INDEX_DTYPES)
+        if is_checked():
+            check_window(window)
+        return None, jnp.clip(window, 0, MAX_WINDOW).astype(jnp.int32)
+    expected = f"an int, an integer scalar, None for no window, or {LAYERS_OWN!r} for the layer's own"
     if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
-        raise KVCacheTypeError(f"sliding_window: got {window!r} of type {type_name(window)}, expected an int or None")
+        raise KVCacheTypeError(
+            f"sliding_window: got {shown(window)} of type {type_name(window)}, expected {expected}{for_torch(window)}"
+        )
     if window <= 0:
-        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
-    return int(window) if window <= MAX_WINDOW else None
+        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive {expected.removeprefix('an ')}")
+    return (int(window) if window <= MAX_WINDOW else None), None
+
+
+def reach_of(window: tuple[int | None, jax.Array | None], num_rows: Any, most_rows: int) -> Any:
+    """How many of its last tokens a sequence of `num_rows` rows, at most `most_rows`, needs; None for all."""
+    restricted, on_device = window
+    most = MAX_WINDOW - most_rows
+    if on_device is not None:
+        return num_rows + jnp.minimum(on_device - 1, most)
+    return None if restricted is None else num_rows + min(restricted - 1, most)
 
 
 def _as_number(what: str, number: Any) -> float:

@@ -15,7 +15,8 @@ from kvjax.kernels import attention as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INPUT_DTYPES,
-    MAX_WINDOW,
+    LAYERS_OWN,
+    Window,
     as_sinks,
     as_sm_scale,
     as_soft_cap,
@@ -23,11 +24,12 @@ from kvjax.ops.arguments import (
     check_array,
     check_cache,
     check_devices,
+    reach_of,
 )
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
-from kvjax.ops.softmax import attend_pages
+from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.partition import Signature
-from kvjax.spec import AttentionSpec
+from kvjax.spec import AttentionSpec, as_bool
 
 
 @overload
@@ -38,13 +40,14 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     layer: ArrayLike | None = ...,
-    k_scale: ArrayLike = ...,
-    v_scale: ArrayLike = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
     sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
+    sliding_window: Window = ...,
     logits_soft_cap: float | None = ...,
     sinks: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
     implementation: str | None = ...,
 ) -> jax.Array: ...
 
@@ -57,13 +60,14 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     layer: ArrayLike | None = ...,
-    k_scale: ArrayLike = ...,
-    v_scale: ArrayLike = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
     sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
+    sliding_window: Window = ...,
     logits_soft_cap: float | None = ...,
     sinks: ArrayLike | None = ...,
     return_lse: Literal[True],
+    batch_invariant: bool = ...,
     implementation: str | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -75,13 +79,14 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     layer: ArrayLike | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     sm_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: Window = LAYERS_OWN,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of the last tokens of each sequence over its cached tokens: grouped-query, softmax in float32.
@@ -104,15 +109,18 @@ def paged_attention(
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, those of the query included.
       layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
         Of an array out of range no tokens are seen. None for a cache of one.
-      k_scale: the decode scale that the keys were written with.
-      v_scale: the decode scale that the values were written with.
+      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      v_scale: the same for the values.
       sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a row sees, its own included; by default the layer's own window.
+      sliding_window: tokens that a row sees, its own included: an int, or an int32 scalar that may be traced, which
+        XLA serves, and with which a row sees nothing where it is below 1; None for no window. By default the layer's.
       logits_soft_cap: what no logit exceeds, a positive Python number; None for no cap.
       sinks: float32 `[num_heads]`, a logit of each head in units of the natural exponential, neither scaled nor capped;
         -inf for none.
       return_lse: whether to return the log-sum-exp too.
-      implementation: `"xla"`, or `None` to choose.
+      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, and however
+        many there are; docs/attention.md says what that costs.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose.
 
     Returns:
       `[num_seqs, num_heads, head_size_v]` or `[num_seqs, q_len, num_heads, head_size_v]`, of `query`'s dtype. With
@@ -132,21 +140,25 @@ def paged_attention(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[-2], spec)
-    check_devices(cache, query=query, sinks=sinks)
+    check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window)
     rows = query if has_rows else query[:, None]
-    window = as_window(spec.sliding_window if sliding_window is None else sliding_window)
-    reach = None if window is None else min(window + rows.shape[1] - 1, MAX_WINDOW)
-    num_seqs = rows.shape[0]
+    num_seqs, q_len = rows.shape[:2]
+    window, window_array = as_window(sliding_window, spec)
+    reach = reach_of((window, window_array), q_len, q_len)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
-    serve = select.choose("paged_attention", implementation, _candidates(jnp.dtype(rows.dtype)), cache)
+    serve = select.choose(
+        "paged_attention", implementation, _candidates(jnp.dtype(rows.dtype), window_array is None), cache
+    )
     attended, lse = serve(
         cache,
         rows,
         *sequences,
         sinks,
+        window_array,
         sm_scale=as_sm_scale(sm_scale, spec),
         window=window,
         logits_soft_cap=as_soft_cap(logits_soft_cap),
+        batch_invariant=as_bool("batch_invariant", batch_invariant),
     )
     if not has_rows:
         attended, lse = attended[:, 0], lse[:, 0]
@@ -161,11 +173,13 @@ def _attention_xla(
     layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
+    window_array: jax.Array | None,
     *,
     sm_scale: float,
     window: int | None,
     logits_soft_cap: float | None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """What every implementation takes, checked, and returns; and the reference of its numbers.
 
@@ -178,10 +192,12 @@ def _attention_xla(
       layer: int32 `[]`, of any number: one out of range holds no tokens. None for a cache of one layer.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none: it adds `exp(-inf)`, nothing, to a denominator.
+      sinks: float32 `[num_heads]`, -inf where a head has none; None for none at all.
+      window_array: int32 `[]`, at least 0, instead of `window`; None where that holds, as in every kernel.
       sm_scale: finite.
       window: from 1 to `MAX_WINDOW`.
       logits_soft_cap: positive and finite.
+      batch_invariant: whether bits of a sequence are to depend on it alone: then each is attended to by itself.
 
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
@@ -189,19 +205,27 @@ def _attention_xla(
     cache, block_table = in_one_layer(cache, layer, block_table)
     q_len = query.shape[1]
     positions = jnp.maximum(seq_lens, 0)[:, None] - q_len + jnp.arange(q_len)[None, :]
-    attended, lse = attend_pages(
-        cache,
-        query,
-        block_table,
-        seq_lens,
-        positions,
-        k_scale,
-        v_scale,
-        sinks,
-        sm_scale=sm_scale,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
-    )
+
+    def attend(
+        query: jax.Array, block_table: jax.Array, seq_lens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return attend_pages(
+            cache,
+            query,
+            block_table,
+            seq_lens,
+            positions,
+            k_scale,
+            v_scale,
+            sinks,
+            sm_scale=sm_scale,
+            window=window if window_array is None else window_array,
+            logits_soft_cap=logits_soft_cap,
+            batch_invariant=batch_invariant,
+        )
+
+    sequences = query, block_table, seq_lens, positions
+    attended, lse = one_by_one(attend, sequences) if batch_invariant else attend(*sequences)
     return attended.astype(query.dtype), lse
 
 
@@ -219,13 +243,14 @@ def attention_mosaic(
     layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
+    window_array: jax.Array | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """What `_attention_xla` returns, by the decode kernel."""
     arrays = block_table, seq_lens, layer, k_scale, v_scale, sinks
     if not query.size or not block_table.size:  # no programs, or no pages to be read
-        return _attention_xla(cache, query, *arrays, **static)
+        return _attention_xla(cache, query, *arrays, window_array, **static)
     return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
 
 
@@ -236,20 +261,22 @@ def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
     return out, jax.ShapeDtypeStruct(rows, np.dtype(np.float32))
 
 
-def why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
+def why_not_mosaic(query_dtype: np.dtype[Any], is_window_static: bool, cache: KVCache) -> str | None:
     """Why the kernel cannot serve queries of a dtype over a cache; None where it can."""
+    if not is_window_static:
+        return "its sliding_window is an int; got an array"
     if query_dtype == np.float32:
         return "its query is float16 or bfloat16; got float32"
     return kernel.why_not(cache.spec)
 
 
 @functools.cache
-def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
+def _candidates(query_dtype: np.dtype[Any], is_window_static: bool) -> select.Candidates:
     return select.Candidates(
         xla=_attention_xla,
         mosaic=attention_mosaic,
         results=attended,
-        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype),
+        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype, is_window_static),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=(
@@ -260,6 +287,7 @@ def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
                 "heads",
                 "heads",
                 "heads",
+                "",
             ),
             results=("sequences queries heads head_size", "sequences queries heads"),
             own=_own_sequences,

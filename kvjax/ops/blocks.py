@@ -14,12 +14,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_seen_here, split_region
+from kvjax.cache import SCALES, KVCache, as_seen_here, split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.values import check_pairs, is_checked
+from kvjax.scale_values import readable, refuse
 from kvjax.spec import AttentionSpec
 
 
@@ -63,11 +64,15 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     are, byte for byte; those of all layers, where the caches are of several. `source` is left as it is.
     **`destination` is donated**, and so written in place: use the cache that is returned.
 
-    The two may be divided among devices in any two ways. Where a device's NVFP4 pages are those of its own heads, and
-    the other cache divides the heads into another number of shares, the bytes of each page are put into its order.
+    The two may be divided among devices in any two ways. Where pages hold scales, a device's are those of its own
+    heads: if the other cache divides the heads into another number of shares, the bytes of each page are put into its
+    order.
 
     Traced, as inside `jit`, it is a copy between caches of one device, in place where the caller donates `destination`.
-    NVFP4 caches whose heads are divided into different numbers of shares are not taken there.
+    Such caches whose heads are divided into different numbers of shares are not taken there.
+
+    A page means what the scales of its cache make of it, so the two carry the same: other ones are refused. For that
+    their values are read, which waits for the call that returned them; traced, that is in checked mode alone.
 
     Args:
       source: the cache to read.
@@ -80,7 +85,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice;
-        traced NVFP4 caches of which a page's bytes lie in different orders.
+        caches that carry different scales, or traced ones of which one alone carries a scale; traced caches of which
+        a page's bytes lie in different orders.
       UnsupportedError: a cache in another memory of a device than its own, or a destination spread over devices by
         another kind of sharding.
     """
@@ -99,15 +105,17 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
             f"destination: got num_layers={destination.num_layers}, expected {source.num_layers}, as source has it"
         )
     _check_pairs(pairs, source, destination)
+    for what in SCALES:
+        _check_same_scale(what, source, destination)
     layer = None if layer is None else as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     is_in_order = source.spec.has_head_axis or shares[0] == shares[1]
     if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs, layer)):
         if not is_in_order:
             raise KVCacheValueError(
-                f"destination: got an NVFP4 cache whose heads are divided into {shares[1]} shares in a traced call,"
-                f" expected {shares[0]} as source has: its pages' bytes lie in another order. Call swap_blocks outside"
-                " jit and shard_map, where it puts them in order"
+                f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
+                f" a traced call, expected {shares[0]} as source has: their bytes lie in another order. Call"
+                " swap_blocks outside jit and shard_map, where it puts them in order"
             )
         from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
         names = "source", "destination"
@@ -131,6 +139,45 @@ def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
     check_array("pairs", pairs, [("num_pairs", None), ("blocks", 2)], INDEX_DTYPES)
     if is_checked():
         check_pairs(pairs, source.num_blocks, destination.num_blocks)
+
+
+def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
+    """Raises where a scale of two caches is known not to be the same."""
+    scales = getattr(source, what), getattr(destination, what)
+    if scales[0] is scales[1]:
+        return
+    expected = f"as source.{what} has it, for a page means what its scales make of it"
+    is_traced = any(isinstance(scale, jax.core.Tracer) for scale in scales)
+    if is_traced and any(scale is None for scale in scales):
+        got, wanted = ("none" if scale is None else "one" for scale in scales[::-1])
+        raise KVCacheValueError(f"destination.{what}: got {got}, expected {wanted}, {expected}")
+    if is_traced and not is_checked():
+        return
+    as_shown = (scale if isinstance(scale, jax.core.Tracer) else _on_host(scale) for scale in scales)
+    xp, old, new = readable(*as_shown)
+    if source.num_layers is not None:  # of layers, and of heads
+        old, new = (scale[:, None] if scale.ndim == 1 else scale for scale in (old, new))
+    old, new = xp.broadcast_arrays(old, new)
+    differ = (old < new) | (old > new)  # not what is not known, which is NaN
+    first = xp.argmax(differ)
+    refuse(
+        differ.any(),
+        f"destination.{what}: got {{new}}, expected {{old}}, {expected}; gather_kv and write tokens instead",
+        new=new.reshape(-1)[first],
+        old=old.reshape(-1)[first],
+    )
+
+
+def _on_host(scale: Any) -> np.ndarray:
+    """A scale that is not traced, NaN where only other processes have it."""
+    if scale is None:
+        return np.ones((), np.float32)
+    if not isinstance(scale, jax.Array) or scale.is_fully_addressable or scale.is_fully_replicated:
+        return np.asarray(scale)
+    known = np.full(scale.shape, np.nan, np.float32)
+    for shard in scale.addressable_shards:
+        known[shard.index] = shard.data
+    return known
 
 
 def _word(value: Any) -> str:
@@ -173,7 +220,7 @@ def _head_shares(cache: KVCache) -> int:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares: int) -> jax.Array:
-    """NVFP4 pages `[..., *spec.cache_shape(n)[1:]]` in the byte order of another number of shares of the heads.
+    """Pages with scales, `[..., *spec.cache_shape(n)[1:]]`, in the byte order of another number of shares of the heads.
 
     A share's part of the array, along the axis of heads, is a page of its heads: their regions one after the other.
     A region's rows of a head, swizzled ones too, lie in a page in one order whatever the number of heads beside it.

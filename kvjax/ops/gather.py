@@ -20,7 +20,7 @@ from kvjax.ops.arguments import (
     as_blocks,
     as_layer,
     as_lengths,
-    as_scale,
+    as_scales,
     check_array,
     check_cache,
     check_devices,
@@ -37,8 +37,8 @@ def gather_kv(
     seq_lens: ArrayLike,
     *,
     layer: ArrayLike | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -52,8 +52,8 @@ def gather_kv(
       seq_lens: int32 `[num_seqs]`: tokens of each sequence.
       layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
         Of an array out of range no tokens are there. None for a cache of one.
-      k_scale: the decode scale that the keys were written with.
-      v_scale: the decode scale that the values were written with.
+      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      v_scale: the same for the values.
       dtype: float32, float16 or bfloat16 of the result; by default the storage dtype of an unquantized layer, else
         the spec's `model_dtype`. Decoding is in float32 and rounds once.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
@@ -94,8 +94,8 @@ def as_sequences(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     layer: ArrayLike | None,
-    k_scale: ArrayLike,
-    v_scale: ArrayLike,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
     num_seqs: int | None = None,
     last_tokens: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
@@ -111,11 +111,12 @@ def as_sequences(
         block_table = _last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
     if is_checked():
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
-    scales = as_scale("k_scale", k_scale, cache.spec), as_scale("v_scale", v_scale, cache.spec)
+    layer = as_layer(cache, layer)
+    scales = as_scales(cache, layer, k_scale, v_scale)
     lengths = as_lengths(seq_lens)
     if lengths.dtype != jnp.int32:
         lengths = jnp.clip(lengths, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    return as_blocks(block_table, cache), lengths, as_layer(cache, layer), *scales
+    return as_blocks(block_table, cache), lengths, layer, *scales
 
 
 def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:

@@ -56,7 +56,7 @@ def attend(
     sequences: Sequences,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     *,
     max_q_len: int,
     sm_scale: float,
@@ -71,7 +71,7 @@ def attend(
       sequences: whose rows they are; of more than `max_q_len` the last ones may be left out.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none.
+      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
       max_q_len: most rows of a sequence.
       sm_scale: factor of the logits.
       window: tokens that a row sees, its own included.
@@ -93,7 +93,8 @@ def attend(
         return _attend_lot(cache, query, lot, k_scale, v_scale, sinks, plan)
 
     heads, num_rows = query.shape[1], max_q_len + 2 * cache.spec.block_size + (window or 0)
-    prompt_bytes = 2 * (
+    itemsize = _Dense.dtype_of(cache, query).itemsize
+    prompt_bytes = itemsize * (
         max_blocks * cache.spec.block_size * cache.spec.num_kv_heads + 3 * num_rows * heads
     ) * (cache.spec.head_size + cache.spec.head_size_v)  # fmt: skip
     at_once = max(1, min(num_prompts, DENSE_BYTES // prompt_bytes))
@@ -135,15 +136,16 @@ def _attend_lot(
     sequences: Sequences,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     dense = _Dense.of(cache, query, sequences, k_scale)
     parts, first = (_by_cudnn if plan.by_cudnn else _by_running_softmax)(dense, plan)
     num_heads, head_size_v = query.shape[1], cache.spec.head_size_v
-    no_value = jnp.zeros((1, 1, 1, head_size_v), query.dtype)
-    sink = jnp.broadcast_to(sinks[None, None, :], parts[0][1].shape)
-    outs, lses = zip(*parts, (no_value, sink), strict=True)
+    if sinks is not None:
+        no_value = jnp.zeros((1, 1, 1, head_size_v), query.dtype)
+        parts.append((no_value, jnp.broadcast_to(sinks[None, None, :], parts[0][1].shape)))
+    outs, lses = zip(*parts, strict=True)
     out, lse = merge_parts(outs, lses)
     if cache.spec.quant_mode is not KVQuantMode.NONE:
         out *= _of_each_head(v_scale, cache.spec, num_heads)[None, None, :, None]
@@ -182,13 +184,19 @@ class _Dense(NamedTuple):
 
     @classmethod
     def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> _Dense:
-        spec, num_heads = cache.spec, query.shape[1]
+        spec, num_heads, dtype = cache.spec, query.shape[1], cls.dtype_of(cache, query)
         if spec.quant_mode is KVQuantMode.NONE:
-            dtype = query.dtype if spec.storage_dtype == query.dtype else np.dtype(np.float32)
             return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
         rest, exponent = jnp.frexp(k_scale)
-        power = jnp.ldexp(jnp.ones_like(k_scale), exponent)
-        return cls(cache, query, sequences, _of_each_head(rest, spec, num_heads), power, np.dtype(np.float16))
+        rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # 1 and 1 of a scale of 1
+        return cls(cache, query, sequences, _of_each_head(rest, spec, num_heads), power, dtype)
+
+    @staticmethod
+    def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
+        """That of dense rows, keys and values."""
+        if cache.spec.quant_mode is not KVQuantMode.NONE:
+            return np.dtype(np.float16)
+        return query.dtype if cache.spec.storage_dtype == query.dtype else np.dtype(np.float32)
 
     def rows(self, first: jax.Array, num_rows: int) -> jax.Array:
         """The query's rows of each sequence's positions from `first` on; of those without, any other row."""
@@ -210,7 +218,7 @@ Parts = list[tuple[jax.Array, jax.Array]]
 
 
 def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
-    """The parts of the attention of each sequence's rows, and the position of the first row, the first of a block."""
+    """The parts of the attention of each sequence's rows, and the position of the first row."""
     cache, sequences = dense.cache, dense.sequences
     size, (_, max_blocks) = cache.spec.block_size, sequences.table.shape
     before = 0 if plan.window is None else plan.window - 1
@@ -235,15 +243,32 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
         rows, keys, values, num_used, num_used, sm_scale=plan.sm_scale, is_causal=True, window=plan.window
     )
     is_block = (table >= 0) & (table < cache.num_blocks)
-    parts = [_without_holes(*own, is_block, size, plan.window)]
-    if plan.window is None:
-        table, lens = _blocks_before(cache, sequences.table, first_block)
-        keys, values = dense.gather(table, lens)
-        out, lse = compat.cudnn_attention(
-            rows, keys, values, num_used, jnp.maximum(lens, 1), sm_scale=plan.sm_scale, is_causal=False
-        )
-        parts.append((out, jnp.where(lens[:, None, None] > 0, lse, -jnp.inf)))
-    return parts, first
+    own = _without_holes(*own, is_block, size, plan.window)
+    if plan.window is not None:
+        return [own], first
+    table, lens = _blocks_before(cache, sequences.table, first_block)
+    keys, values = dense.gather(table, lens)
+    # No more rows than are asked for: cuDNN takes 128 or more at a time, whether there are any or not.
+    num_rows = min(plan.max_q_len, num_rows)
+    out, lse = compat.cudnn_attention(
+        dense.rows(start, num_rows),
+        keys,
+        values,
+        jnp.clip(sequences.q_lens, 1, num_rows),
+        jnp.maximum(lens, 1),
+        sm_scale=plan.sm_scale,
+        is_causal=False,
+    )
+    lse = jnp.where(lens[:, None, None] > 0, lse, -jnp.inf)
+    return [_rows_from(own, start - first, num_rows), (out, lse)], start
+
+
+def _rows_from(part: tuple[jax.Array, jax.Array], first: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Of each sequence `num_rows` rows from a row of its own on; past the last one, that again."""
+    row = jnp.clip(first[:, None] + jnp.arange(num_rows)[None, :], 0, part[0].shape[1] - 1)
+    seq = jnp.arange(len(first))[:, None]
+    out, lse = (x[seq, row] for x in part)
+    return out, lse
 
 
 def _blocks_before(cache: KVCache, table: jax.Array, first_block: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,10 +12,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_seen_here
-from kvjax.ops import prompts, select
+from kvjax.ops import prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
+    LAYERS_OWN,
+    Window,
     as_lengths,
     as_sinks,
     as_sm_scale,
@@ -24,6 +26,7 @@ from kvjax.ops.arguments import (
     check_array,
     check_cache,
     check_devices,
+    reach_of,
 )
 from kvjax.ops.attention import attended, attention_mosaic, why_not_mosaic
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
@@ -31,14 +34,14 @@ from kvjax.ops.rows import why_not_whole_elements
 from kvjax.ops.softmax import attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
-from kvjax.spec import AttentionSpec, as_int
+from kvjax.spec import AttentionSpec, as_bool, as_int
 
 MAX_DECODE_Q_LEN = 8
 """Query tokens of a sequence up to which the decode kernel is the way, unless a caller says so otherwise."""
 
 TILE_ROWS = 64
-"""Rows of one sequence that XLA attends with at once: the more, the seldomer its pages are decoded, and the more rows
-are idle for a sequence that has fewer."""
+"""Rows of one sequence that XLA attends with at once: the more there are, the less often its pages are decoded, and
+the more rows are idle for a sequence that has fewer."""
 
 
 @overload
@@ -50,13 +53,14 @@ def ragged_paged_attention(
     cu_q_lens: ArrayLike,
     *,
     layer: ArrayLike | None = ...,
-    k_scale: ArrayLike = ...,
-    v_scale: ArrayLike = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
     sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
+    sliding_window: Window = ...,
     logits_soft_cap: float | None = ...,
     sinks: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
     max_q_len: int | None = ...,
     max_prompts: int | None = ...,
     decode_q_len: int | None = ...,
@@ -73,13 +77,14 @@ def ragged_paged_attention(
     cu_q_lens: ArrayLike,
     *,
     layer: ArrayLike | None = ...,
-    k_scale: ArrayLike = ...,
-    v_scale: ArrayLike = ...,
+    k_scale: ArrayLike | None = ...,
+    v_scale: ArrayLike | None = ...,
     sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
+    sliding_window: Window = ...,
     logits_soft_cap: float | None = ...,
     sinks: ArrayLike | None = ...,
     return_lse: Literal[True],
+    batch_invariant: bool = ...,
     max_q_len: int | None = ...,
     max_prompts: int | None = ...,
     decode_q_len: int | None = ...,
@@ -95,13 +100,14 @@ def ragged_paged_attention(
     cu_q_lens: ArrayLike,
     *,
     layer: ArrayLike | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     sm_scale: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: Window = LAYERS_OWN,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
@@ -116,9 +122,9 @@ def ragged_paged_attention(
     A row that sees nothing is 0, and its log-sum-exp is its sink, or -inf; so are rows of no sequence, from
     `cu_q_lens[-1]` on. Of a sequence without query rows nothing is read.
 
-    The three last numbers say what a compiled program is made for. The kernels serve no row beyond them: it comes out
-    as one that sees nothing. XLA serves all rows, whatever they say. The default serves every call, at a cost:
-    docs/attention.md.
+    `max_q_len`, `max_prompts` and `decode_q_len` say what a compiled program is made for. The kernels serve no row
+    beyond them: it comes out as one that sees nothing. XLA serves all rows, whatever they say. The
+    defaults serve every call, at a cost: docs/attention.md.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. `num_heads` is a multiple of
@@ -129,20 +135,23 @@ def ragged_paged_attention(
       cu_q_lens: int32 `[num_seqs + 1]`, the first row of each sequence, and the end of the last one's; 0 first, and
         none less than the one before it.
       layer: in a cache of several layers the number of the layer to read; as for `paged_attention`.
-      k_scale: the decode scale that the keys were written with.
-      v_scale: the decode scale that the values were written with.
+      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      v_scale: the same for the values.
       sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a row sees, its own included; by default the layer's own window.
+      sliding_window: tokens that a row sees, its own included: an int, or an int32 scalar that may be traced, which
+        XLA serves, and with which a row sees nothing where it is below 1; None for no window. By default the layer's.
       logits_soft_cap: what no logit exceeds, a positive Python number; None for no cap.
       sinks: float32 `[num_heads]`, a logit of each head in units of the natural exponential, neither scaled nor capped;
         -inf for none.
       return_lse: whether to return the log-sum-exp too.
+      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, for the
+        same `max_q_len` and `decode_q_len`. The kernels promise that of sequences that decode alone.
       max_q_len: most query tokens of a sequence, a Python int; by default `num_tokens`. 1 is decode.
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; by default as many as can be
         in `num_tokens`.
       decode_q_len: most query tokens of a sequence that is attended to as one that decodes, each in rows for so many; a
         Python int, by default `max_q_len` if that is at most 8, else 1.
-      implementation: `"mosaic"`, the kernels and cuDNN, which have not run on a GPU yet, or `"xla"`. `None` is XLA.
+      implementation: `"mosaic"`, the kernels and cuDNN, or `"xla"`; `None` chooses.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse` a pair of this and the natural
@@ -161,21 +170,24 @@ def ragged_paged_attention(
     query = jnp.asarray(query)
     num_tokens, num_heads, _ = query.shape
     sinks = as_sinks(sinks, num_heads, spec)
-    check_devices(cache, query=query, sinks=sinks, cu_q_lens=cu_q_lens)
+    check_devices(cache, query=query, sinks=sinks, cu_q_lens=cu_q_lens, sliding_window=sliding_window)
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
-    buckets = _as_buckets(num_tokens, num_seqs, max_q_len, max_prompts, decode_q_len)
+    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    numbers = max_q_len, max_prompts, decode_q_len
+    buckets = _as_buckets(num_tokens, num_seqs, *numbers, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **buckets)
     bounds = as_lengths(cu_q_lens)
     if bounds.dtype != jnp.int32:
         bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    window = as_window(spec.sliding_window if sliding_window is None else sliding_window)
-    reach = None if window is None else bounds[1:] - bounds[:-1] + min(window - 1, np.iinfo(np.int32).max - num_tokens)
+    window, window_array = as_window(sliding_window, spec)
+    reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
-    wanted = "xla" if implementation is None else implementation
-    serve = select.choose("ragged_paged_attention", wanted, _candidates(jnp.dtype(query.dtype)), cache)
+    prompts_vary = batch_invariant and buckets["max_prompts"] > 0
+    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, prompts_vary)
+    serve = select.choose("ragged_paged_attention", implementation, candidates, cache)
     attended, lse = serve(
         cache,
         query,
@@ -184,10 +196,12 @@ def ragged_paged_attention(
         bounds[1:],
         *sequences[2:],
         sinks,
+        window_array,
         **buckets,
         sm_scale=as_sm_scale(sm_scale, spec),
         window=window,
         logits_soft_cap=as_soft_cap(logits_soft_cap),
+        batch_invariant=batch_invariant,
     )
     # Of each share of the blocks: a row is one sequence's, and so one share's, and to all others sees nothing.
     attended, lse = (
@@ -196,14 +210,26 @@ def ragged_paged_attention(
     return (attended, lse) if return_lse else attended
 
 
-def _as_buckets(num_tokens: int, num_seqs: int, max_q_len: Any, max_prompts: Any, decode_q_len: Any) -> dict[str, int]:
-    """The numbers that a program is made for, each as small as the others have it."""
-    longest = num_tokens if max_q_len is None else min(as_int("max_q_len", max_q_len, least=1), num_tokens)
+def _as_buckets(
+    num_tokens: int,
+    num_seqs: int,
+    max_q_len: Any,
+    max_prompts: Any,
+    decode_q_len: Any,
+    *,
+    batch_invariant: bool = False,
+) -> dict[str, int]:
+    """The numbers that a program is made for, each as small as the others allow.
+
+    With `batch_invariant` the number of tokens, which is the batch's, limits none that are given.
+    """
+    longest = num_tokens if max_q_len is None else as_int("max_q_len", max_q_len, least=1)
+    longest = longest if batch_invariant else min(longest, num_tokens)
     if decode_q_len is None:
         decode = longest if longest <= MAX_DECODE_Q_LEN else 1
     else:
         decode = min(as_int("decode_q_len", decode_q_len, least=1), max(longest, 1))
-    prompts = min(num_seqs, num_tokens // (decode + 1)) if longest > decode else 0
+    prompts = min(num_seqs, num_seqs if batch_invariant else num_tokens // (decode + 1)) if longest > decode else 0
     if max_prompts is not None:
         prompts = min(as_int("max_prompts", max_prompts, least=0), prompts)
     return {"max_q_len": longest, "max_prompts": prompts, "decode_q_len": decode}
@@ -224,10 +250,10 @@ class Rows(NamedTuple):
         return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
 
 
-def _nothing(query: jax.Array, sinks: jax.Array, head_size_v: int) -> tuple[jax.Array, jax.Array]:
+def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
     """The results of rows that see nothing."""
     num_tokens, num_heads, _ = query.shape
-    lse = jnp.broadcast_to(sinks[None], (num_tokens, num_heads))
+    lse = jnp.broadcast_to(softmax.sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
@@ -241,7 +267,8 @@ def _ragged_xla(
     layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
+    window_array: jax.Array | None,
     *,
     max_q_len: int,
     max_prompts: int,
@@ -262,11 +289,13 @@ def _ragged_xla(
       layer: int32 `[]`, of any number: one out of range holds no tokens. None for a cache of one layer.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none.
+      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
+      window_array: int32 `[]`, at least 0, instead of `static`'s `window`; None where that holds, as in every kernel.
       max_q_len: as `ragged_paged_attention` takes them, here and below; no row depends on them in XLA.
       max_prompts: of these sequences.
       decode_q_len: at most `max_q_len`.
-      static: `sm_scale`, `window` and `logits_soft_cap`, as `paged_attention`'s implementations take them.
+      static: `sm_scale`, `window`, `logits_soft_cap` and `batch_invariant`, as `paged_attention`'s implementations take
+        them.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
@@ -277,8 +306,10 @@ def _ragged_xla(
     if not query.size or not num_seqs:
         return nothing[0][None], nothing[1][None]
     cache, block_table = in_one_layer(cache, layer, block_table)
+    if window_array is not None:
+        static["window"] = window_array
     size = min(1 << (max_q_len - 1).bit_length(), TILE_ROWS)
-    at_once = TILE_ROWS // size
+    at_once = 1 if static["batch_invariant"] else TILE_ROWS // size
     num_tiles = (jnp.maximum(q_ends - q_starts, 0) + size - 1) // size
     last_tile = jnp.cumsum(num_tiles)
     first_tile = last_tile - num_tiles
@@ -324,7 +355,8 @@ def _ragged_mosaic(
     layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
+    window_array: jax.Array | None,
     *,
     max_q_len: int,
     max_prompts: int,
@@ -337,7 +369,7 @@ def _ragged_mosaic(
     kernel a sequence that is not its own is an empty one.
     """
     num_tokens, num_seqs = query.shape[0], block_table.shape[0]
-    arrays = layer, k_scale, v_scale, sinks
+    arrays = layer, k_scale, v_scale, sinks, window_array
     if not query.size or not block_table.size:
         return _ragged_xla(
             *(cache, query, block_table, seq_lens, q_starts, q_ends, *arrays),
@@ -351,6 +383,8 @@ def _ragged_mosaic(
     own_lens = jnp.where(is_short & (q_lens > 0), seq_lens, 0)
     from_last = jnp.arange(-decode_q_len, 0)[None, :]
     packed = query[jnp.clip(q_ends[:, None] + from_last, 0, num_tokens - 1)]
+    # Rows of other sequences would have a say in how this one's are rounded.
+    packed = jnp.where((q_lens[:, None] + from_last >= 0)[..., None, None], packed, jnp.zeros((), packed.dtype))
     if static["window"] is None or decode_q_len == 1:
         decoded = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
     else:
@@ -374,7 +408,8 @@ def _ragged_mosaic(
         q_ends.at[chosen].get(mode="fill", fill_value=0),
         q_lens.at[chosen].get(mode="fill", fill_value=0),
     )
-    out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **static)
+    numbers = {name: static[name] for name in ("sm_scale", "window", "logits_soft_cap")}
+    out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
     num_rows, rank = out.shape[1], rank[rows.seq]
     prompt = jnp.clip(rank, 0, max_prompts - 1)
     position = jnp.maximum(seq_lens[rows.seq], 0) - from_end
@@ -396,21 +431,28 @@ def _own_sequences(
     return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
-def _why_not_mosaic(query_dtype: np.dtype[Any], cache: KVCache) -> str | None:
-    return why_not_mosaic(query_dtype, cache) or why_not_whole_elements(cache)
+def _why_not_mosaic(
+    query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, cache: KVCache
+) -> str | None:
+    if prompts_vary:
+        return (
+            "cuDNN promises no bits, and serves sequences of more than decode_q_len query tokens; with"
+            " batch_invariant=True it takes max_prompts=0"
+        )
+    return why_not_mosaic(query_dtype, is_window_static, cache) or why_not_whole_elements(cache)
 
 
 @functools.cache
-def _candidates(query_dtype: np.dtype[Any]) -> select.Candidates:
+def _candidates(query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool) -> select.Candidates:
     sequences = ("sequences blocks_in_order", "sequences", "sequences", "sequences")
     return select.Candidates(
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,
-        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype),
+        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, prompts_vary),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
-            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads"),
+            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),
             results=("blocks tokens heads head_size", "blocks tokens heads"),
             own=_own_sequences,
         ),

@@ -26,10 +26,12 @@ KEYS, VALUES = 0, 1
 # Jitted, for keys and values are alike: tracing and lowering either takes as long as all else of an operation.
 @functools.partial(jax.jit, static_argnums=1)
 def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[jax.Array, ...]:
-    """`x` `[..., num_kv_heads, head_size]` as stored rows: data and, for NVFP4, block scales."""
+    """`x` `[..., num_kv_heads, head_size]` as stored rows: data and, where pages hold them, scales."""
     match spec.quant_mode:
+        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
+            return quant.encode_per_token_head(x, spec.dtype)
         case KVQuantMode.NVFP4:
-            return quant.encode_nvfp4(x, scale)
+            return quant.encode_nvfp4(x, scale, spec.dtype)
         case KVQuantMode.FP8_PER_TENSOR:
             return (quant.encode_fp8(x, scale, spec.dtype),)
         case _:
@@ -40,6 +42,9 @@ def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[ja
 def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """What rows as `encode_rows` makes them stand for, in `dtype`."""
     match spec.quant_mode:
+        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
+            codes, scales = rows
+            decoded = quant.decode_per_token_head(codes, scales)
         case KVQuantMode.NVFP4:
             data, block_scales = rows
             decoded = quant.decode_nvfp4(data, block_scales, scale)
@@ -87,16 +92,17 @@ def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: ja
 def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Array]:
     """The `KEYS` or `VALUES` of pages `[..., *spec.cache_shape(n)[1:]]`, as `encode_rows` made them.
 
-    Each is `[..., block_size, num_kv_heads, row]`: data and, for NVFP4, block scales.
+    Each is `[..., block_size, num_kv_heads, row]`: data and, where pages hold them, scales.
     """
     if spec.has_head_axis:
         rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
         return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
-    dtypes = spec.storage_dtype, jnp.dtype(jnp.float8_e4m3fn)
+    dtypes = spec.storage_dtype, spec.dtype.info.scale_dtype
     return [
         from_array_dtype(_region_rows(flat, spec, region), dtype)
         for region, dtype in zip(spec.regions[half], dtypes, strict=False)
+        if dtype is not None
     ]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, without_scales
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
 from kvjax.partition import Signature, partition_of, run_on_shares
@@ -111,6 +111,7 @@ def _call_without_gradient(
 ) -> Any:
     mosaic, xla, results = candidates.mosaic, candidates.xla, candidates.results
     names = [None if name in candidates.differentiable else name for name in _parameters(xla)]
+    cache = without_scales(cache)
     kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
     cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
     if serve is mosaic and results is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -153,7 +154,7 @@ def _refuse_gradient(operation: str, names: tuple[str, ...], primals: Any, tange
     for name, move in zip(names, moves, strict=True):
         if not isinstance(move, SymbolicZero):
             raise KVCacheTypeError(
-                f"{operation}: got a gradient with respect to {name}, which has none: a cache is not trained through."
+                f"{operation}: cannot differentiate with respect to {name}; training through a cache is not supported."
                 f" Pass jax.lax.stop_gradient({name}); to train, attend over dense keys and values"
             )
     return arrays, moves

@@ -7,7 +7,7 @@ logit so far, the sum of `exp(logit - largest)` and the values weighted with the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +20,9 @@ from kvjax.ops.gather import gather_xla, tokens_there
 
 CHUNK_BYTES = 64 << 20
 """What the keys, values and logits of a chunk may take together; one block of each sequence may take more."""
+
+INVARIANT_TOKENS = 1024
+"""Tokens of a chunk whose size is not to depend on the batch; one block may hold more."""
 
 Read = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 """Makes of a chunk's number its keys `[num_seqs, size, num_kv_heads, head_size]`, its values and which tokens there are
@@ -34,17 +37,22 @@ class State(NamedTuple):
     weighted: jax.Array
 
 
+def sinks_of_heads(sinks: jax.Array | None, num_heads: int) -> jax.Array:
+    """The sink of each head, `[num_heads]`: -inf adds `exp(-inf)`, nothing, to a denominator."""
+    return jnp.full(num_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
+
+
 def attend(
     query: jax.Array,
     read: Read,
     num_chunks: int,
     positions: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     *,
     num_kv_heads: int,
     head_size_v: int,
     sm_scale: float,
-    window: int | None,
+    window: int | jax.Array | None,
     logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of rows, each at its position, over the tokens of its sequence up to there.
@@ -56,7 +64,7 @@ def attend(
       read: what gives a chunk.
       num_chunks: at least 1.
       positions: int32 `[num_seqs, num_rows]`; a row below 0 sees nothing.
-      sinks: float32 `[num_heads]`, -inf where there is none.
+      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
       num_kv_heads: of the keys and values.
       head_size_v: of the values.
       sm_scale: factor of the logits.
@@ -69,7 +77,7 @@ def attend(
     num_seqs, num_rows, num_heads, head_size = query.shape
     group = num_heads // num_kv_heads
     grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
-    sink = sinks.reshape(1, num_kv_heads, 1, group)
+    sink = sinks_of_heads(sinks, num_heads).reshape(1, num_kv_heads, 1, group)
 
     def step(state: State, number: jax.Array | int) -> State:
         keys, values, there = read(number)
@@ -129,21 +137,25 @@ def attend_pages(
     positions: jax.Array,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     *,
     sm_scale: float,
-    window: int | None,
+    window: int | jax.Array | None,
     logits_soft_cap: float | None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` over the pages of a cache of one layer, read back in float32.
 
     `block_table` `[num_seqs, max_blocks]` and `seq_lens` `[num_seqs]` are int32, of any numbers; all else is as there.
+    With `batch_invariant` chunks are of as many tokens whatever the number and the lengths of sequences.
     """
     spec = cache.spec
     num_seqs, max_blocks = block_table.shape
     size = blocks_a_chunk(
         max_blocks, spec.block_size * num_seqs * 4 * (_token_elements(cache) + query.shape[1] * query.shape[2])
     )
+    if batch_invariant:
+        size = max(1, INVARIANT_TOKENS // spec.block_size)
     num_chunks = max(1, -(-max_blocks // size))
     table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
 
@@ -165,6 +177,17 @@ def attend_pages(
         window=window,
         logits_soft_cap=logits_soft_cap,
     )
+
+
+def one_by_one(
+    attend: Callable[..., tuple[jax.Array, jax.Array]], sequences: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` of arrays of sequences, called for one sequence after the other.
+
+    A product over a batch may be summed in an order that the size of the batch decides.
+    """
+    out, lse = lax.map(lambda one: attend(*(x[None] for x in one)), tuple(sequences))
+    return out[:, 0], lse[:, 0]
 
 
 def _token_elements(cache: KVCache) -> int:

@@ -7,16 +7,11 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, kind_of, shown, type_name
+from kvjax.scale_values import readable, refuse
 from kvjax.spec import as_bool
-
-MIN_SCALE, MAX_SCALE = 2.0**-100, 2.0**100
-"""Outside these, `1 / scale` and products with it leave float32's normal range and devices stop agreeing on bits."""
 
 # Part of the key of every trace and program that JAX keeps: none made without the checks is run with them.
 _checked = jax.make_user_context(False)
@@ -61,25 +56,44 @@ def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
     Raises:
       KVCacheValueError: names the first token whose slot is past the cache or taken.
     """
-    xp, slots = _readable(slot_mapping)
+    xp, slots = readable(slot_mapping)
     num_tokens = slots.shape[0]
     if not num_tokens:
         return
     past = slots > min(num_slots - 1, np.iinfo(slots.dtype).max)
     token = xp.argmax(past)
-    _refuse(
+    refuse(
         past.any(),
         f"slot_mapping[{{token}}]: got {{slot}}, expected less than num_slots={num_slots}, or negative for padding",
         token=token,
         slot=slots[token],
     )
     first, second = _first_repeated(xp, slots)
-    _refuse(
+    refuse(
         second < num_tokens,
         "slot_mapping[{second}]: got {slot}, expected a slot of its own: slot_mapping[{first}] has it too",
         first=first,
         second=second,
         slot=slots[xp.minimum(second, num_tokens - 1)],
+    )
+
+
+def check_positions(positions: ArrayLike, slot_mapping: ArrayLike, max_position: int) -> None:
+    """Checks that positions `[num_tokens]` are rows of a table of `max_position`, but for tokens with a negative slot.
+
+    Raises:
+      KVCacheValueError: names the first that is not.
+    """
+    xp, rows, slots = readable(positions, slot_mapping)
+    if not rows.shape[0]:
+        return
+    wrong = (slots >= 0) & ((rows < 0) | (rows >= max_position))
+    token = xp.argmax(wrong)
+    refuse(
+        wrong.any(),
+        f"positions[{{token}}]: got {{position}}, expected between 0 and {max_position - 1}, a row of cos_sin_cache",
+        token=token,
+        position=rows[token],
     )
 
 
@@ -92,13 +106,13 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     Raises:
       KVCacheValueError: names the first length, or else the first entry.
     """
-    xp, table, lens = _readable(block_table, seq_lens)
+    xp, table, lens = readable(block_table, seq_lens)
     num_seqs, max_blocks = table.shape
     if not num_seqs:
         return
     wrong = (lens < 0) | (lens > max_blocks * block_size)
     seq = xp.argmax(wrong)
-    _refuse(
+    refuse(
         wrong.any(),
         f"seq_lens[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, what the"
         f" {max_blocks} blocks of {block_size} tokens in its block table hold",
@@ -110,7 +124,7 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     needed = np.arange(max_blocks)[None] * block_size < lens[:, None]
     wrong = (needed & ((table < -1) | (table >= num_blocks))).reshape(-1)
     entry = xp.argmax(wrong)
-    _refuse(
+    refuse(
         wrong.any(),
         f"block_table[{{seq}}, {{column}}]: got {{block}}, expected between 0 and {num_blocks - 1}, or -1"
         " for a block that was given back: it holds some of the {length} tokens of its sequence",
@@ -130,12 +144,12 @@ def check_query_lens(
       KVCacheValueError: names the first start that is not 0, before the one ahead of it or past the rows; or else the
         first sequence with more than `max_q_len` rows, or the one that is one too many of more than `decode_q_len`.
     """
-    xp, starts = _readable(cu_q_lens)
+    xp, starts = readable(cu_q_lens)
     ahead = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
     is_first = np.arange(starts.shape[0]) == 0
     wrong = (starts < ahead) | (starts > num_tokens) | (is_first & (starts != 0))
     seq = xp.argmax(wrong)
-    _refuse(
+    refuse(
         wrong.any(),
         f"cu_q_lens[{{seq}}]: got {{start}}, expected 0 first, and then each between the one before it and"
         f" num_tokens={num_tokens}",
@@ -147,14 +161,14 @@ def check_query_lens(
     q_lens = starts[1:] - starts[:-1]
     wrong = q_lens > max_q_len
     seq = xp.argmax(wrong)
-    _refuse(
+    refuse(
         wrong.any(),
         f"cu_q_lens: got {{q_len}} query tokens for sequence {{seq}}, expected at most max_q_len={max_q_len}",
         seq=seq,
         q_len=q_lens[seq],
     )
     count = xp.sum(q_lens > decode_q_len)
-    _refuse(
+    refuse(
         count > max_prompts,
         f"cu_q_lens: got {{count}} sequences with more than decode_q_len={decode_q_len} query tokens, expected at most"
         f" max_prompts={max_prompts}",
@@ -168,7 +182,7 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
     Raises:
       KVCacheValueError: names the first pair.
     """
-    xp, blocks = _readable(pairs)
+    xp, blocks = readable(pairs)
     num_pairs = blocks.shape[0]
     if not num_pairs:
         return
@@ -176,7 +190,7 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
     for side, name, count in ((0, "source", num_source), (1, "destination", num_destination)):
         past = copied & (blocks[:, side] >= count)
         pair = xp.argmax(past)
-        _refuse(
+        refuse(
             past.any(),
             f"pairs[{{pair}}]: got {name} block {{block}}, expected less than num_blocks={count}, or a negative one"
             " to copy nothing",
@@ -185,7 +199,7 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
         )
     destination = xp.where(copied, blocks[:, 1], -1)
     first, second = _first_repeated(xp, destination)
-    _refuse(
+    refuse(
         second < num_pairs,
         "pairs[{second}]: got destination block {block}, expected one of its own: pairs[{first}] has it too",
         first=first,
@@ -200,68 +214,22 @@ def check_layer(layer: ArrayLike, num_layers: int) -> None:
     Raises:
       KVCacheValueError: names it.
     """
-    _, number = _readable(layer)
-    _refuse(
+    _, number = readable(layer)
+    refuse(
         (number < 0) | (number >= num_layers),
         f"layer: got {{layer}}, expected between 0 and {num_layers - 1}",
         layer=number,
     )
 
 
-def check_scale_type(what: str, scale: Any) -> None:
-    """Checks that a scale is a number or an array of numbers, whatever their values.
+def check_window(window: ArrayLike) -> None:
+    """Checks that a sliding window, a scalar, is positive.
 
     Raises:
-      KVCacheTypeError: it is anything else: None, a bool, a string, a list; an array of bools.
+      KVCacheValueError: names it.
     """
-    if isinstance(scale, (jax.Array, np.ndarray, np.generic)):
-        if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
-            raise KVCacheTypeError(f"{what}: got dtype {scale.dtype}, expected numbers, such as float32")
-        return
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        return
-    expected = "expected a number or an array of numbers"
-    if is_of_torch(scale):  # whose numbers may be on a GPU
-        raise KVCacheTypeError(f"{what}: got {kind_of(scale)}, {expected}{for_torch(scale)}")
-    if isinstance(scale, (list, tuple)):
-        expected += f": numpy.array({what}, numpy.float32)"
-    raise KVCacheTypeError(f"{what}: got {shown(scale)} of type {type_name(scale)}, {expected}")
-
-
-def check_scale(what: str, scale: Any) -> None:
-    """Checks that a scale is a number or an array of numbers, each of them between `MIN_SCALE` and `MAX_SCALE`.
-
-    Raises:
-      KVCacheTypeError: it is neither.
-      KVCacheValueError: names the first number that does not lie there.
-    """
-    check_scale_type(what, scale)
-    message = f"{what}: got {{value}}, expected between {MIN_SCALE:.2g} and {MAX_SCALE:.2g}"
-    if isinstance(scale, (int, float)):  # of ints also such as no array holds
-        _refuse(not MIN_SCALE <= scale <= MAX_SCALE, message, value=shown(scale))
-        return
-    xp, scales = _readable(scale)
-    scales = scales.reshape(-1)
-    if not scales.size:
-        return
-    wide = scales.astype(np.float32 if xp is jnp else np.float64)  # float16 holds neither bound
-    wrong = ~((wide >= MIN_SCALE) & (wide <= MAX_SCALE))
-    first = scales[xp.argmax(wrong)]
-    _refuse(wrong.any(), message, value=first if xp is jnp else str(first))
-
-
-def _readable(*arrays: ArrayLike) -> tuple[ModuleType, *tuple[Any, ...]]:
-    """NumPy and the arrays on the host; where one of them is traced, jax.numpy and them as they are."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
-        return jnp, *map(jnp.asarray, arrays)
-    return np, *map(np.asarray, arrays)
-
-
-def _refuse(wrong: Any, message: str, **values: Any) -> None:
-    if isinstance(wrong, jax.core.Tracer):
-        checkify.check(~wrong, message, **values)
-    elif wrong:
-        raise KVCacheValueError(message.format(**values))
+    _, number = readable(window)
+    refuse(number < 1, "sliding_window: got {window}, expected at least 1", window=number)
 
 
 def _first_repeated(xp: ModuleType, indices: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
     as_layer,
-    as_scale,
+    as_scales,
     as_slots,
     check_array,
     check_cache,
@@ -48,8 +48,8 @@ def reshape_and_cache_flash(
     slot_mapping: ArrayLike,
     *,
     layer: ArrayLike | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     unique_slots: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
@@ -72,7 +72,8 @@ def reshape_and_cache_flash(
       layer: in a cache of several layers the number of the layer to write, an int or an int32 scalar that may be
         traced; the slots are that layer's. An array out of range writes nothing. None for a cache of one.
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
-        `[num_kv_heads]`. Unquantized layers have no scale and ignore it.
+        `[num_kv_heads]`, instead of the cache's; by default that, or 1 where it carries none. Unquantized layers have
+        no scale and ignore it.
       v_scale: the same for the values.
       unique_slots: promises that no two written tokens share a slot, as `unique_indices` does in `jax.numpy`, and skips
         the check. If two do, the bytes of that slot are undefined.
@@ -100,8 +101,8 @@ def reshape_and_cache_flash_diffkv(
     slot_mapping: ArrayLike,
     *,
     layer: ArrayLike | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     unique_slots: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
@@ -120,41 +121,53 @@ def _write(
     cache: KVCache,
     slot_mapping: ArrayLike,
     layer: ArrayLike | None,
-    k_scale: ArrayLike,
-    v_scale: ArrayLike,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
     unique_slots: bool,
     implementation: str | None,
 ) -> KVCache:
     given, cache = cache, as_seen_here(cache)
+    tokens = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
+    unique_slots = as_bool("unique_slots", unique_slots)
+    serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
+    kv = serve(cache, *tokens, unique_slots=unique_slots)
+    return dataclasses.replace(given, kv=kv)
+
+
+def as_tokens(
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    layer: ArrayLike | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """What a write takes of its caller, checked and as JAX arrays with one dimension of tokens."""
     spec = cache.spec
     heads = ("num_kv_heads", spec.num_kv_heads)
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
     check_array("key", key, [*((name, None) for name in names), heads, ("head_size", spec.head_size)], INPUT_DTYPES)
     key = jnp.asarray(key)
-    tokens = list(zip(names, key.shape, strict=False))
+    tokens = list(zip(names, np.shape(key), strict=False))
     check_array("value", value, [*tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
     check_array("slot_mapping", slot_mapping, tokens, INDEX_DTYPES)
     check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, layer=layer, k_scale=k_scale, v_scale=v_scale)
     if len(tokens) == 2:
-        key, value, slot_mapping = (_flat_tokens(array) for array in (key, value, slot_mapping))
+        key, value, slot_mapping = (flat_tokens(array) for array in (key, value, slot_mapping))
     layer = as_layer(cache, layer)
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
-    scales = as_scale("k_scale", k_scale, spec), as_scale("v_scale", v_scale, spec)
-    unique_slots = as_bool("unique_slots", unique_slots)
-
-    serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
-    slots = as_slots(slot_mapping, cache.num_slots)
-    kv = serve(cache, key, jnp.asarray(value), slots, layer, *scales, unique_slots=unique_slots)
-    return dataclasses.replace(given, kv=kv)
+    scales = as_scales(cache, layer, k_scale, v_scale)
+    return jnp.asarray(key), jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), layer, *scales
 
 
-def _flat_tokens(array: Any) -> Any:
+def flat_tokens(array: Any) -> Any:
     """`[batch, time, ...]` as `[batch * time, ...]`."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def _write_xla(
+def write_xla(
     cache: KVCache,
     key: jax.Array,
     value: jax.Array,
@@ -165,6 +178,7 @@ def _write_xla(
     *,
     unique_slots: bool,
 ) -> jax.Array:
+    """Writes tokens that are checked, in XLA; returns the pages."""
     spec = cache.spec
     if not unique_slots:
         # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
@@ -179,7 +193,7 @@ def _write_xla(
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
-def _write_mosaic(
+def write_mosaic(
     cache: KVCache,
     key: jax.Array,
     value: jax.Array,
@@ -189,7 +203,9 @@ def _write_mosaic(
     v_scale: jax.Array,
     *,
     unique_slots: bool,
-) -> jax.Array:
+    rotated: kernel.Rotated | None = None,
+) -> Any:
+    """By the kernel; of keys that are rotated first, the rotated queries and the pages."""
     if not key.size:
         return cache.kv
     if key.shape[0] >= kernel.SEARCHED and not unique_slots:
@@ -211,15 +227,18 @@ def _write_mosaic(
         unique_slots=unique_slots,
         layer=layer,
         num_layers=cache.num_layers or 1,
+        rotated=rotated,
     )
-    return lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
+    query, written = (None, written) if rotated is None else written
+    kv = lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
+    return kv if rotated is None else (query, kv)
 
 
 def _written(cache: KVCache, *_: Any, **__: Any) -> Any:
     return cache.kv
 
 
-def _own_slots(
+def own_slots(
     spec: AttentionSpec,
     first_block: jax.Array,
     num_blocks: int,
@@ -235,13 +254,13 @@ def _own_slots(
 
 
 _IMPLEMENTATIONS = select.Candidates(
-    xla=_write_xla,
-    mosaic=_write_mosaic,
+    xla=write_xla,
+    mosaic=write_mosaic,
     results=_written,
     why_not_mosaic=why_not_whole_elements,
     signature=Signature(
         arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),
         results=CACHE,
-        own=_own_slots,
+        own=own_slots,
     ),
 )

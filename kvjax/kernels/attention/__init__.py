@@ -1,10 +1,10 @@
 """Attention over pages: the decode kernel and the one that merges its parts.
 
 The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
-`stages` (rows of pages on their way through shared memory), `schedule` (which block of threads attends to what),
-`problem` (what a call is), `warp` (which thread this is), `query`, `keys`, `seen`, `softmax` and `values` (the steps of
-a stage), `decode` (the loop over stages), `segments` (what comes after it), `merge`; `any_batch` is both kernels over
-memory that somebody else owns.
+`stages` (where rows of pages lie in shared memory), `ring` (how they get there), `schedule` (which block of threads
+attends to what), `problem` (what a call is), `warp` (which thread this is), `query`, `keys`, `seen`, `softmax` and
+`values` (the steps of a stage), `decode` (the loop over stages), `segments` (what comes after it), `merge`; `any_batch`
+is both kernels over memory that somebody else owns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
-from kvjax.kernels.attention.formats import SERVED_DTYPES
 from kvjax.kernels.attention.merge import Merge
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.schedule import LEAST_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, WARPS
+from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
 WIDE = 256
@@ -45,24 +46,23 @@ MAX_TILES = 3
 SLOTS = 3
 """Stages in shared memory, at least, where a block has several tiles."""
 
-STAGES = 8
+STAGES = 12
 """Stages that a block should have; with fewer, smaller ones divide the work more evenly."""
 
-BLOCKS = 132
-"""Blocks of threads of a launch: one for each multiprocessor of an H100 or H200."""
+MERGE_WARPS = {1: 16, 4: WARPS, 33: 1}
+"""Warps that take each row of a merge, of so many sequences and more: the fewer there are, the more parts each has."""
 
-FEW_SEQUENCES = 32
-"""Up to so many sequences `MERGE_WARPS` warps take each row of a merge, for a sequence then has many parts."""
+PART_TOKENS = 512
+"""Tokens of a part where sequences are divided at fixed tokens: shorter parts are more work to merge, longer ones leave
+blocks idle where there are few sequences."""
 
-MERGE_WARPS = 16
-
-BATCHES = (1, FEW_SEQUENCES + 1)
+BATCHES = tuple(MERGE_WARPS)
 """Of so many sequences and more, up to the next number, calls are launched in the same way."""
 
 
 def why_not(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot read caches of a spec; None where it can."""
-    if spec.dtype not in SERVED_DTYPES:
+    if spec.quant_mode.is_per_token_head:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:
         return f"it multiplies {TILE} elements of a key at once; got head_size={spec.head_size}"
@@ -92,11 +92,17 @@ def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, lis
     return divided
 
 
-def choose(problem: Problem) -> DecodeConfig:
-    """The configuration for a problem: as many heads a block as fit, then as many tiles a warp."""
+def choose(problem: Problem, target: Target) -> DecodeConfig:
+    """The configuration for a problem: as many heads a block as fit, then as many tiles a warp.
+
+    Each multiprocessor has room for one block, and gets one.
+    """
     spec, num_seqs, max_blocks = problem.spec, int(problem.num_seqs), int(problem.max_blocks)
+    if problem.batch_invariant:  # what goes by the batch would show in the bits
+        num_seqs, max_blocks = 1, 0
     most = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode knows no barrier of several warpgroups
-    num_blocks, several = (2, WARPS) if compat.interpreting() else (BLOCKS, MERGE_WARPS)
+    num_blocks = 2 if compat.interpreting() else target.multiprocessors
+    merge_warps = min(_merge_warps(num_seqs), WARPS if compat.interpreting() or problem.batch_invariant else LANES)
     for heads in range(min(spec.num_kv_heads, most), 0, -1):
         if spec.num_kv_heads % heads:
             continue
@@ -113,8 +119,13 @@ def choose(problem: Problem) -> DecodeConfig:
             tiles = min(tiles, tokens // (groups * TILE * STAGES))
         tiles = max(1, tiles)
         slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
-        return DecodeConfig(heads, warps, tiles, slots, blocks, several if num_seqs <= FEW_SEQUENCES else 1)
+        part = max(LEAST_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
+        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_warps)
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
+
+
+def _merge_warps(num_seqs: int) -> int:
+    return next((warps for least, warps in reversed(MERGE_WARPS.items()) if num_seqs >= least), 1)
 
 
 def decode(
@@ -125,13 +136,14 @@ def decode(
     layer: jax.Array | None,
     k_scale: jax.Array,
     v_scale: jax.Array,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     spec: AttentionSpec,
     *,
     num_layers: int = 1,
     sm_scale: float,
     window: int | None = None,
     logits_soft_cap: float | None = None,
+    batch_invariant: bool = False,
     config: DecodeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the last tokens of each sequence.
@@ -144,12 +156,13 @@ def decode(
       layer: int32 `[]`, which of a block's pages; one out of range holds no tokens. None where a block has one.
       k_scale: float32, of one element or of one for each KV head.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none.
+      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
       spec: the cache's.
       num_layers: pages of a block.
       sm_scale: factor of the logits.
       window: tokens that a query token sees, its own included.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      batch_invariant: whether a sequence has the same bits whatever else is in the batch.
       config: how the kernel is launched, by default `choose`'s.
 
     Returns:
@@ -159,25 +172,27 @@ def decode(
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
     static: dict[str, Any] = {
-        "num_layers": num_layers, "sm_scale": sm_scale, "window": window, "logits_soft_cap": logits_soft_cap
+        "num_layers": num_layers, "sm_scale": sm_scale, "window": window,
+        "logits_soft_cap": logits_soft_cap, "batch_invariant": batch_invariant,
     }  # fmt: skip
     divided = passes(spec, group, q_len)
     if len(divided) > 1 or len(divided[0][1]) > 1:
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
-        sinks_by_group = sinks.reshape(spec.num_kv_heads, group)
         outs, lses = [], []
         for heads, runs in divided:
             parts = []
+            own_sinks = None if sinks is None else sinks.reshape(-1, group)[:, heads].reshape(-1)
             for tokens in runs:  # earlier tokens stand at the end of shorter sequences
                 rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
                 lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
-                some = k_scale, v_scale, sinks_by_group[:, heads].reshape(-1)
-                parts.append(decode(rows, pages, block_table, lens, layer, *some, spec, **static))
+                arrays = rows, pages, block_table, lens, layer, k_scale, v_scale, own_sinks
+                parts.append(decode(*arrays, spec, **static))
             out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
             outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
             lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
+    target = current()
     keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
     problem = Problem(
         spec=spec,
@@ -197,11 +212,23 @@ def decode(
         logits_soft_cap=logits_soft_cap,
         scale_sizes=(k_scale.size, v_scale.size),
         one_memory=True,
-        has_sinks=True,
+        has_sinks=sinks is not None,
+        batch_invariant=batch_invariant,
+        converts_e2m1=target.converts_e2m1,
     )
-    number = seq_lens if layer is None else layer.reshape(1)  # without one nothing reads it
+    # Of a layer or sinks that there are not nothing is read.
+    number, sinks = seq_lens if layer is None else layer.reshape(1), k_scale.reshape(-1) if sinks is None else sinks
     return _attend(
-        problem, config or choose(problem), query, pages, block_table, seq_lens, number, k_scale, v_scale, sinks
+        problem,
+        config or choose(problem, target),
+        query,
+        pages,
+        block_table,
+        seq_lens,
+        number,
+        k_scale,
+        v_scale,
+        sinks,
     )
 
 
@@ -247,7 +274,15 @@ def restricting(window: int | None, q_len: int) -> int | None:
 
 def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a call takes besides its results, for the merge to read: `partial`, `partial_lse` and `spans`."""
-    parts = 2 * config.blocks * problem.q_len * problem.num_heads
+    parts = 2 * config.blocks
+    if config.part is not None:
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).most_parts(config.part))
+    parts *= problem.q_len * problem.num_heads
+    if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:
+        raise UnsupportedError(
+            f"paged_attention: got {problem.num_seqs} sequences with batch_invariant=True, whose parts have more"
+            " elements than int32 counts; expected fewer of them a call, or shorter block tables"
+        )
     return (
         jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
         jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
@@ -295,7 +330,7 @@ def decode_kernel(
 
 def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
     """What a block of the merge does; `shared` is the shared memory of one whose warps share rows."""
-    Merge(problem, config.rows, refs, config.merge_warps, shared[0] if shared else None).run()
+    Merge(problem, config, refs, shared[0] if shared else None).run()
 
 
 def merge_kernel(

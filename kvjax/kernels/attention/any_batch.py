@@ -23,6 +23,7 @@ from kvjax.kernels.attention import (
 )
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
+from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 
@@ -32,12 +33,16 @@ class AnyBatch:
 
     Attributes:
       problem: of the calls; its counts are those of none.
+      target: what they run on.
     """
 
     problem: Problem
+    target: Target
 
-    def of(self, num_seqs: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
+    def of(self, num_seqs: int, max_blocks: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
         """The decode kernel and the merge of so many sequences, and the workspace that they share.
+
+        Of `max_blocks`, the entries of the block table for each sequence, the workspace alone depends.
 
         Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
         k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
@@ -45,10 +50,11 @@ class AnyBatch:
         it takes the number of sequences as its amount.
         """
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
-        config = choose(problem)
+        config = choose(problem, self.target)
         # The merge alone knows how many warps take a row of it.
         decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
-        return decode, _merge_of_any_count(self.problem, config), workspace(problem, config)
+        sized = dataclasses.replace(problem, max_blocks=max_blocks)
+        return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
 
 
 def any_batch(
@@ -63,6 +69,8 @@ def any_batch(
     window: int | None,
     logits_soft_cap: float | None,
     has_sinks: bool,
+    batch_invariant: bool,
+    target: Target,
 ) -> AnyBatch:
     """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
     problem = Problem(
@@ -84,8 +92,10 @@ def any_batch(
         scale_sizes=scale_sizes,
         one_memory=False,
         has_sinks=has_sinks,
+        batch_invariant=batch_invariant,
+        converts_e2m1=target.converts_e2m1,
     )
-    return AnyBatch(problem)
+    return AnyBatch(problem, target)
 
 
 COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")

@@ -25,11 +25,12 @@ from kvjax.kernels.attention import lanes
 from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import operand_of
+from kvjax.kernels.attention.ring import Ring
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State, capped, raised, weights
-from kvjax.kernels.attention.stages import TILE, Ring, StagePlan
+from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import THREADS
@@ -75,7 +76,11 @@ class Decode:
         """What a block does."""
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
-        share = sequences.share(lax.axis_index("block"), self.config.blocks)
+        if self.config.part is not None:
+            self.attend_to_parts(sequences, self.config.part)
+            return
+        block = lax.axis_index("block")
+        share = sequences.share(block, self.config.blocks)
 
         def body(carry: Any) -> Any:
             sequence, skipped, left, turn = carry
@@ -85,8 +90,34 @@ class Decode:
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
             state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
-            self.segments.finish(sequence, state, begins, ends, last_block)
+            self.segments.finish(sequence, state, begins & ends, block * 2 + jnp.where(begins, 1, 0))
+
+            @pl.when(begins)
+            def _() -> None:
+                self.segments.store_span(sequence, block, last_block)
+
             return sequence + 1, jnp.int32(0), left - num_stages, turn
+
+        turn = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
+
+    def attend_to_parts(self, sequences: Sequences, least: int) -> None:
+        """What a block does where sequences are divided at fixed tokens: each part by itself."""
+        share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
+        most = sequences.most_parts(least)
+
+        def body(carry: Any) -> Any:
+            sequence, skipped, left, turn = carry
+            length = jnp.maximum(self.refs.seq_lens[sequence], 0)
+            first, count = sequences.stages(length)
+            part = sequences.part(count, least)
+            num_stages = jnp.minimum(count - skipped, part)
+            ends = skipped + num_stages == count
+            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
+            whole = (skipped == 0) & ends
+            self.segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
+            following = jnp.where(ends, 0, skipped + num_stages)
+            return sequence + ends.astype(jnp.int32), following, left - num_stages, turn
 
         turn = jnp.int32(0), jnp.int32(0)
         lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
@@ -154,7 +185,7 @@ class Decode:
         config, cap = self.config, self.problem.logits_soft_cap
         logits = [self.keys.logits(slot, tile, query) for tile in range(config.tiles)]
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]
-        values = self.values.load(slot, 0)  # before they are needed
+        values = self.values.load(slot, 0, self.values.pieces[0])  # before they are needed
 
         def masked(logits: Any) -> Any:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
@@ -163,10 +194,12 @@ class Decode:
         state = raised(state, logits)
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
-            if tile:
-                values = self.values.load(slot, tile)
             seen_values = functools.partial(self.seen.values, start + TILE * tile, entries, span)
-            values = lax.cond(needs_look, seen_values, lambda values: values, values)
-            operands = weights(registers, state.largest, total, self.values.format.operand)
-            self.values.accumulate(values, operands, output)
+            operands: list[list[jax.Array]] = []
+            for piece in self.values.pieces:
+                if tile or piece.start:
+                    values = self.values.load(slot, tile, piece)
+                values = lax.cond(needs_look, seen_values, lambda values: values, values)
+                operands = operands or weights(registers, state.largest, total, self.problem.format.operand)
+                self.values.accumulate(values, piece, operands, output)
         return State(state.largest, total, output)

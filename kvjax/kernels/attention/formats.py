@@ -19,7 +19,12 @@ element of 16 bits, two of 8, or four of 4 (`Format.elements_a_unit`). `Format.v
 
 e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
 has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`, code 1 a subnormal in both.
-The product with the block scale, an e4m3 number that float16 holds exactly, is exact too.
+The product with the block scale, an e4m3 number that float16 holds exactly, is exact too. From compute capability 10.0
+on an instruction converts the two codes of a byte: for keys as they lie, for values after the codes of two tokens were
+put beside each other.
+
+float32 is a sum of bfloat16 *terms*, each the upper half of what the terms before it leave: three are exact, and so are
+keys. Values have two, 16 bits, for their products are with weights of 8.
 """
 
 from __future__ import annotations
@@ -48,14 +53,8 @@ _CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
 CONVERTED_FACTOR = 2.0**-8
 """What those have to be multiplied by to have the factor of the others."""
 
-SERVED_DTYPES = (
-    KVCacheDType.FLOAT16,
-    KVCacheDType.BFLOAT16,
-    KVCacheDType.FP8_E4M3,
-    KVCacheDType.FP8_E5M2,
-    KVCacheDType.NVFP4,
-)
-"""Storage dtypes that the kernel reads."""
+KEY_TERMS, VALUE_TERMS = 3, 2
+"""Terms of an element of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +65,22 @@ class Format:
       dtype: the storage dtype.
       operand: element type of the operands, float16 or bfloat16.
       bits: of a stored element.
+      converts_e2m1: whether an instruction converts e2m1.
     """
 
     dtype: KVCacheDType
     operand: np.dtype
     bits: int
+    converts_e2m1: bool = False
 
     @classmethod
-    def of(cls, dtype: KVCacheDType) -> Format:
-        """The format of a storage dtype, one of `SERVED_DTYPES`."""
-        operand = jnp.dtype(jnp.bfloat16) if dtype is KVCacheDType.BFLOAT16 else np.dtype(np.float16)
+    def of(cls, dtype: KVCacheDType, *, converts_e2m1: bool = False) -> Format:
+        """The format of a storage dtype, on a GPU with such an instruction or without."""
+        dtype = dtype.byte_format
+        is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32)
+        operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
         bits = 4 if dtype is KVCacheDType.NVFP4 else 8 * dtype.info.storage_dtype.itemsize
-        return cls(dtype, operand, bits)
+        return cls(dtype, operand, bits, converts_e2m1)
 
     @property
     def has_block_scales(self) -> bool:
@@ -87,17 +90,27 @@ class Format:
     @property
     def factor(self) -> float:
         """What decoded elements have to be multiplied by, beside their scales."""
-        return NVFP4_FACTOR if self.has_block_scales else 1.0
+        return NVFP4_FACTOR if self.has_block_scales and not self.converts_e2m1 else 1.0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of a value row: 16 bits, or an element that is wider."""
+        return max(16, self.bits) // 8
 
     @property
     def elements_a_unit(self) -> int:
-        """Elements of a value row in 16 bits."""
-        return 16 // self.bits
+        """Elements of a unit of a value row."""
+        return 8 * self.unit_bytes // self.bits
+
+    @property
+    def value_terms(self) -> int:
+        """How many operands a value is the sum of."""
+        return VALUE_TERMS if self.bits == 32 else 1
 
     def key_dims(self, unit_bytes: int) -> list[tuple[int, int]]:
         """The elements of a unit that each of `key_pairs` holds, in the lower and the upper half."""
         count = unit_bytes * 8 // self.bits
-        if self.bits != 4:
+        if self.bits != 4 or self.converts_e2m1:
             return [(i, i + 1) for i in range(0, count, 2)]
         if unit_bytes == 2:
             return [(0, 1), (2, 3)]
@@ -109,10 +122,19 @@ class Format:
 
     def key_factors(self, unit_bytes: int) -> list[float]:
         """What each of `key_pairs` has to be multiplied by, beside `factor`: the query is, instead."""
-        if self.bits != 4 or unit_bytes == 2:
+        if self.bits != 4 or unit_bytes == 2 or self.converts_e2m1:
             return [1.0] * len(self.key_dims(unit_bytes))
         words = range(unit_bytes // 4)
         return [CONVERTED_FACTOR if word in CONVERTED_WORDS else 1.0 for word in words for _ in range(4)]
+
+    def key_terms(
+        self, words: Sequence[jax.Array], unit_bytes: int, scales: Sequence[jax.Array]
+    ) -> list[list[jax.Array]]:
+        """`key_pairs` of each term that a key is the sum of: of one, but for float32."""
+        if self.bits != 32:
+            return [self.key_pairs(words, unit_bytes, scales)]
+        pairs = [in_terms(x, y, KEY_TERMS) for x, y in zip(words[::2], words[1::2], strict=True)]
+        return [list(term) for term in zip(*pairs, strict=True)]
 
     def key_pairs(self, words: Sequence[jax.Array], unit_bytes: int, scales: Sequence[jax.Array]) -> list[jax.Array]:
         """The pairs of a unit.
@@ -123,6 +145,13 @@ class Format:
           scales: NVFP4: the block scale of each run of 16 elements of the unit, in both halves of a float16 pair.
         """
         match self.dtype:
+            case KVCacheDType.NVFP4 if self.converts_e2m1:
+                codes = range(min(unit_bytes, 4))
+                return [
+                    _scaled(_converted(word, byte), scales[index // 2])
+                    for index, word in enumerate(words)
+                    for byte in codes
+                ]
             case KVCacheDType.NVFP4:
                 if unit_bytes == 2:
                     [half] = words
@@ -153,6 +182,11 @@ class Format:
         `scale`: NVFP4: the two tokens' block scales, a float16 pair.
         """
         match self.dtype:
+            case KVCacheDType.NVFP4 if scale is not None and self.converts_e2m1:
+                lower, upper = jnp.uint32(0x0F0F), jnp.uint32(0xF0F0)
+                even = word & lower | word >> 12 & upper
+                odd = word >> 4 & lower | word >> 16 & upper
+                return [_scaled(_converted(codes, byte), scale) for byte in range(2) for codes in (even, odd)]
             case KVCacheDType.NVFP4 if scale is not None:
                 return [_scaled(_from_e2m1(word, i), scale) for i in range(4)]
             case KVCacheDType.FP8_E4M3:
@@ -163,6 +197,21 @@ class Format:
                 return [lanes.permute(word, zero, selector) for selector in (0x2404, 0x3414)]
             case _:
                 return [word]
+
+
+def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:
+    """Two float32 as pairs of bfloat16 whose sum they are, the largest first; the last is rounded.
+
+    The upper half of a float32 is a bfloat16, and what it leaves a float32 of as many fewer bits.
+    """
+    terms = []
+    for _ in range(count - 1):
+        terms.append(lanes.permute(lanes.bits(x, jnp.uint32), lanes.bits(y, jnp.uint32), 0x7632))
+        x, y = (
+            lanes.bits(z, jnp.float32) - lanes.bits(lanes.bits(z, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32)
+            for z in (x, y)
+        )
+    return [*terms, lanes.half2(x, y, jnp.bfloat16)]
 
 
 def scale_pairs(word: jax.Array) -> list[jax.Array]:
@@ -199,6 +248,20 @@ def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
     even = (word << 2) & jnp.uint32(0x1C1C1C1C) | (word << 4) & jnp.uint32(0x80808080)
     odd = (word >> 2) & jnp.uint32(0x1C1C1C1C) | word & jnp.uint32(0x80808080)
     return [_from_e4m3(codes, half) for codes in (even, odd) for half in range(2)]
+
+
+def _converted(word: jax.Array, byte: int) -> jax.Array:
+    """The two e2m1 codes of a byte of a word as a float16 pair, the lower code in the lower half."""
+
+    def model(word: jax.Array) -> list[jax.Array]:
+        codes = [word >> 8 * byte + 4 * i & 0xF for i in range(2)]
+        small = [((code & 7) << 9 | (code & 8) << 12).astype(jnp.uint16) for code in codes]  # times 2**-14
+        values = [lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) * np.float32(2.0**14) for x in small]
+        low, high = (lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16).astype(jnp.uint32) for x in values)
+        return [low | high << 16]
+
+    code = f"{{ .reg .b8 x<4>; mov.b32 {{x0, x1, x2, x3}}, $1; cvt.rn.f16x2.e2m1x2 $0, x{byte}; }}"
+    return lanes.asm(code, model, word, results=[jnp.uint32])[0]
 
 
 def _scaled(pair: jax.Array, scale: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.attention import formats, lanes
-from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.formats import KEY_TERMS
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.stages import StagePlan
 from kvjax.kernels.attention.warp import Warp
@@ -24,11 +24,6 @@ class Keys:
     plan: StagePlan
     warp: Warp
     buffer: Any
-
-    @functools.cached_property
-    def format(self) -> Format:
-        """How stored bytes become operands."""
-        return Format.of(self.problem.spec.dtype)
 
     @functools.cached_property
     def unit(self) -> int:
@@ -51,18 +46,20 @@ class Keys:
         sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.units):
             pairs = []
-            scales = self.scales(slot, tile, i) if self.format.has_block_scales else [[], []]
+            scales = self.scales(slot, tile, i) if self.problem.format.has_block_scales else [[], []]
             for half in range(2):
                 step = tile * data.tile_stride + half * data.half_pitch
                 words = lanes.load_shared(self.buffer, start, unit, step + 4 * i * unit)
-                pairs.append(self.format.key_pairs(words, unit, scales[half]))
-            upper, lower = pairs
-            for step in range(0, len(upper), 2):
-                operand = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
-                at = i * len(upper) + step
-                for rows_tile, terms in enumerate(query):
-                    for term in terms:
-                        sums[rows_tile] = lanes.mma(sums[rows_tile], operand, term[at : at + 2], self.format.operand)
+                pairs.append(self.problem.format.key_terms(words, unit, scales[half]))
+            for number, (upper, lower) in enumerate(zip(*pairs, strict=True)):
+                for step in range(0, len(upper), 2):
+                    operand = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
+                    at = i * len(upper) + step
+                    for rows_tile, terms in enumerate(query):
+                        for term in terms[: KEY_TERMS - number]:  # the other products are below float32's last bit
+                            sums[rows_tile] = lanes.mma(
+                                sums[rows_tile], operand, term[at : at + 2], self.problem.format.operand
+                            )
         return [x for each in sums for x in each]
 
     def scales(self, slot: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:

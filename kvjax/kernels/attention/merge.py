@@ -7,6 +7,7 @@ first of them joins what they have.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.attention import lanes
-from kvjax.kernels.attention.problem import Problem, Refs
+from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
-AT_ONCE = 4
-"""Parts that a warp loads before it needs any."""
+AT_ONCE, AT_ONCE_OF_MANY = 4, 9
+"""Parts that a warp loads before it needs any; the second where several warps have a row: of a sequence that is divided
+among 132 blocks, 16 warps then load all at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +33,14 @@ class Merge:
 
     Attributes:
       problem: of the decode kernel before.
-      rows: tokens of a stage of it.
+      config: likewise.
       refs: likewise.
-      warps_a_row: 1, or all warps of a block.
       shared: shared memory, float32, where several warps have a row.
     """
 
     problem: Problem
-    rows: int
+    config: DecodeConfig
     refs: Refs
-    warps_a_row: int
     shared: Any
 
     def run(self) -> None:
@@ -51,7 +51,7 @@ class Merge:
         warp = lax.axis_index("warpgroup") * WARPS + (thread >> 5)
         sequence = lax.axis_index("sequence")
         length = self.refs.seq_lens[sequence]
-        _, count = Sequences(problem, self.rows, self.refs.seq_lens).stages(length)
+        _, count = self.sequences.stages(length)
         rows = problem.q_len * problem.num_heads
         if self.warps_a_row == 1:
             row, turn = lax.axis_index("rows") * WARPS + warp, thread * 0
@@ -59,19 +59,43 @@ class Merge:
             row, turn = lanes.splat(lax.axis_index("rows"), jnp.int32), warp
         is_row = row < rows
         index = sequence * rows + jnp.minimum(row, rows - 1)
-        first_block, last_block = self.refs.spans[2 * sequence], self.refs.spans[2 * sequence + 1]
+        num_parts, place = self.parts(sequence, count)
 
         @pl.when(count == 0)
         def nothing_stored() -> None:
             zero = lanes.splat(0.0, jnp.float32)
             self.store(index, row, lane, zero + LOWEST, zero, [zero] * self.parts_a_row, is_row & (turn == 0))
 
-        @pl.when((count > 0) & (first_block != last_block))
+        @pl.when((count > 0) & (num_parts > 1))
         def several_parts() -> None:
-            largest, total, output = self.sums(first_block, last_block, row, lane, turn, is_row)
+            largest, total, output = self.sums(num_parts, place, row, lane, turn, is_row)
             if self.warps_a_row > 1:
                 largest, total, output = self.joined(largest, total, output, lane, warp)
             self.store(index, row, lane, largest, total, output, is_row & (turn == 0))
+
+    @property
+    def warps_a_row(self) -> int:
+        """Warps that have a row: 1, or all of a block."""
+        return self.config.merge_warps
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the call."""
+        return Sequences(self.problem, self.config.rows, self.refs.seq_lens)
+
+    def parts(self, sequence: jax.Array, count: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """How many parts a sequence of `count` stages has, and which of all parts each of them is."""
+        if (least := self.config.part) is not None:
+            part = self.sequences.part(count, least)
+            start = sequence * self.sequences.most_parts(least)
+            return lax.div(count + (part - 1), part), lambda number: number + start
+        first, last = self.refs.spans[2 * sequence], self.refs.spans[2 * sequence + 1]
+        return last - first + 1, lambda number: 2 * (first + number) + jnp.where(number == 0, 1, 0)
+
+    @property
+    def at_once(self) -> int:
+        """Parts that a warp loads at once."""
+        return AT_ONCE if self.warps_a_row == 1 else AT_ONCE_OF_MANY
 
     @property
     def parts_a_row(self) -> int:
@@ -79,19 +103,25 @@ class Merge:
         return -(-self.problem.spec.head_size_v // LANES)
 
     def sums(
-        self, first_block: Any, last_block: Any, row: jax.Array, lane: jax.Array, turn: jax.Array, is_row: jax.Array
+        self,
+        num_parts: jax.Array,
+        place_of: Callable[[jax.Array], jax.Array],
+        row: jax.Array,
+        lane: jax.Array,
+        turn: jax.Array,
+        is_row: jax.Array,
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """A warp's parts of a row."""
-        problem, step = self.problem, self.warps_a_row * AT_ONCE
+        problem, step = self.problem, self.warps_a_row * self.at_once
         rows, size = problem.q_len * problem.num_heads, problem.spec.head_size_v
 
         def body(i: jax.Array, carry: Any) -> Any:
             largest, total, output = carry
             loaded = []
-            for k in range(AT_ONCE):
+            for k in range(self.at_once):
                 part = i * step + k * self.warps_a_row + turn
-                is_part = is_row & (part <= last_block - first_block)
-                place = (2 * (first_block + part) + jnp.where(part == 0, 1, 0)) * rows + row
+                is_part = is_row & (part < num_parts)
+                place = place_of(part) * rows + row
                 pair = [
                     lanes.load_global(self.refs.partial_lse, 2 * place, is_part, _bits(LOWEST)),
                     lanes.load_global(self.refs.partial_lse, 2 * place + 1, is_part, 0),
@@ -115,7 +145,7 @@ class Merge:
             return new, total, output
 
         zero = lanes.splat(0.0, jnp.float32)
-        steps = lax.div(last_block - first_block + step, jnp.int32(step))
+        steps = lax.div(num_parts + (step - 1), jnp.int32(step))
         return lax.fori_loop(0, steps, body, (zero + LOWEST, zero, [zero] * self.parts_a_row))
 
     def joined(

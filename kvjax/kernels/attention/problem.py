@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.memory import Number, PageMemory
 from kvjax.spec import AttentionSpec
@@ -23,6 +24,8 @@ class DecodeConfig:
       tiles: runs of 16 tokens that a warp takes of each stage.
       slots: stages in shared memory.
       blocks: blocks of threads that share the work.
+      part: where sequences are divided at fixed tokens, the stages of a part, of which long sequences have a multiple;
+        None where a sequence's parts end with the shares of blocks.
       merge_warps: warps that take the parts of one row by turns when they are merged: 1, or a multiple of 4.
     """
 
@@ -31,6 +34,7 @@ class DecodeConfig:
     tiles: int
     slots: int
     blocks: int
+    part: int | None = None
     merge_warps: int = 1
 
     @property
@@ -85,6 +89,8 @@ class Problem:
       scale_sizes: scales of keys and of values, 1 or one for each KV head.
       one_memory: whether keys and values are one array, so that a copy may bring bytes of both.
       has_sinks: whether heads have sinks.
+      batch_invariant: whether the bits of a sequence's results are to depend on nothing but that sequence.
+      converts_e2m1: whether the GPU has an instruction for that.
     """
 
     spec: AttentionSpec
@@ -105,6 +111,13 @@ class Problem:
     scale_sizes: tuple[int, int]
     one_memory: bool
     has_sinks: bool
+    batch_invariant: bool = False
+    converts_e2m1: bool = False
+
+    @property
+    def format(self) -> Format:
+        """How stored bytes become operands."""
+        return Format.of(self.spec.dtype, converts_e2m1=self.converts_e2m1)
 
     @property
     def rows(self) -> int:

@@ -3,6 +3,10 @@
 A block's share begins and ends anywhere in a sequence. So blocks are equally busy whatever the lengths are, and one
 long sequence occupies all of them. Each warp finds its block's share by itself, from the lengths; the parts of a
 sequence that several blocks have are put together by `merge`.
+
+So where a sequence is divided depends on the lengths of the others, and the order of its sums with it. Where results
+are to be batch-invariant each sequence has parts of its own, by its length alone, and a block attends to the parts that
+begin in its share, one by one.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from kvjax.kernels.registers import LANES
 
 LEAST_STAGES = 2
 """Stages that a block has at least, while there are any."""
+
+MOST_PARTS = 64
+"""Parts of a sequence, at most, that is divided at fixed tokens: what bounds the workspace."""
 
 
 class Share(NamedTuple):
@@ -60,6 +67,21 @@ class Sequences:
         count = lax.div(stored - 1, start * 0 + self.rows) + 1 - first
         return first, jnp.where(stored > start, count, 0)
 
+    def part(self, count: jax.Array, least: int) -> jax.Array:
+        """Stages of each part but the last of a sequence of `count` stages that is divided at fixed tokens.
+
+        As few times `least` as make no more than `MOST_PARTS` parts.
+        """
+        return least * jnp.maximum(lax.div(count + (least * MOST_PARTS - 1), jnp.int32(least * MOST_PARTS)), 1)
+
+    def most_parts(self, least: int) -> Any:
+        """Parts, at most, of a sequence that is divided at fixed tokens."""
+        problem = self.problem
+        last = problem.max_blocks * problem.spec.block_size - 1
+        if isinstance(last, int):
+            return min(last // (least * self.rows) + 1, MOST_PARTS)
+        return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MOST_PARTS)
+
     def _counts(self, first: Any) -> jax.Array:
         """Stages of 32 sequences, one a thread of each warp."""
         lane = lanes.thread_index() & (LANES - 1)
@@ -69,7 +91,7 @@ class Sequences:
         return self.stages(length)[1]
 
     def share(self, block: jax.Array, num_blocks: int) -> Share:
-        """The share of a block."""
+        """The share of a block of threads, in stages."""
         num_seqs = self.problem.num_seqs
         chunks = (
             -(-num_seqs // LANES) if isinstance(num_seqs, int) else lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
@@ -115,3 +137,14 @@ class Sequences:
             start + count,
             size,
         )
+
+    def share_of_parts(self, block: jax.Array, num_blocks: int, least: int) -> Share:
+        """The share of a block of threads, from the first part on that begins in it; sequences have fixed parts."""
+        share = self.share(block, num_blocks)
+        _, count = self.stages(jnp.maximum(self.seq_lens[share.sequence], 0))
+        part = self.part(count, least)
+        begin = jnp.minimum(lax.div(share.skipped + (part - 1), part) * part, count)
+        left = share.num_stages - (begin - share.skipped)
+        ends = begin == count
+        sequence = share.sequence + ends.astype(jnp.int32)
+        return Share(sequence, jnp.where(ends, 0, begin), left, share.end, share.size)

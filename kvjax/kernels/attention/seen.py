@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.attention import lanes
-from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import COLUMNS, Problem
-from kvjax.kernels.attention.stages import StagePlan, divided
+from kvjax.kernels.attention.ring import divided
+from kvjax.kernels.attention.stages import StagePlan
 from kvjax.kernels.attention.values import Values
 from kvjax.kernels.attention.warp import Warp
 
@@ -106,8 +106,4 @@ class Seen:
             return [[x & mask for x, mask in zip(both, masks, strict=True)] for both in rows]
 
         words, scales = values
-        return (
-            Values(words, kept(scales))
-            if Format.of(self.problem.spec.dtype).has_block_scales
-            else Values(kept(words), scales)
-        )
+        return Values(words, kept(scales)) if self.problem.format.has_block_scales else Values(kept(words), scales)

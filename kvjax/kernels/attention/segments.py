@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels.attention import lanes
-from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.softmax import State, normalized, sink
 from kvjax.kernels.attention.values import ValueRows
@@ -23,8 +22,8 @@ from kvjax.kernels.registers import LANES
 
 def state_registers(problem: Problem) -> int:
     """Registers of a warp's state: largest logits, totals and output."""
-    fmt, size = Format.of(problem.spec.dtype), problem.spec.head_size_v
-    runs = -(-size * fmt.bits // (16 * 8)) * fmt.elements_a_unit  # of eight dims
+    fmt, size = problem.format, problem.spec.head_size_v
+    runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_a_unit  # of eight dims
     return problem.tiles * (4 + 4 * -(-runs // 2))
 
 
@@ -52,11 +51,10 @@ class Segments:
         self,
         sequence: jax.Array,
         state: State,
-        begins: jax.Array,
-        ends: jax.Array,
-        last_block: jax.Array,
+        whole: jax.Array,
+        part: jax.Array,
     ) -> None:
-        """Joins what warps of a head have, and stores it: the result, or a part of it for `merge`."""
+        """Joins what warps of a head have, and stores it: the result if it is `whole`, else as a `part` for `merge`."""
         problem, config = self.problem, self.config
         total = [lanes.sum_over_rows(x) for x in state.total]
         registers = [*state.largest, *total, *state.output]
@@ -65,9 +63,8 @@ class Segments:
         rows = 2 * problem.tiles
         largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
         stores = self.warp.works & (self.warp.number < config.heads)
-        whole = begins & ends
         v_factor = self.warp.scale(problem, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
-            Format.of(problem.spec.dtype).factor
+            problem.format.factor
         )
         output = [x * v_factor for x in output]
 
@@ -77,15 +74,14 @@ class Segments:
 
         @pl.when(~whole)
         def _() -> None:
-            part = lax.axis_index("block") * 2 + jnp.where(begins, 1, 0)
             self.store_part(part, largest, total, output, stores)
 
-        @pl.when(begins)
-        def _() -> None:
-            is_one = (self.warp.thread == 0) & (lax.axis_index("warpgroup") == 0) & (lax.axis_index("heads") == 0)
-            for i, value in enumerate((lax.axis_index("block"), last_block)):
-                index = self.warp.thread * 0 + (2 * sequence + i)
-                lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), is_one)
+    def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        """Stores which blocks of threads have parts of a sequence."""
+        is_one = (self.warp.thread == 0) & (lax.axis_index("warpgroup") == 0) & (lax.axis_index("heads") == 0)
+        for i, value in enumerate((first, last)):
+            index = self.warp.thread * 0 + (2 * sequence + i)
+            lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), is_one)
 
     def joined(self, registers: list[jax.Array]) -> list[jax.Array]:
         """The state of all warps of a head, in the first of them."""
@@ -145,17 +141,24 @@ class Segments:
     ) -> None:
         """Stores the output and log-sum-exp of a sequence."""
         problem = self.problem
-        size = problem.spec.head_size_v
-        start = 4 * problem.tiles
         for row, is_row, token, head in self.query_rows():
             index = (sequence * problem.q_len + token) * problem.num_heads + head
             inverse, lse = normalized(largest[row], total[row], sink(problem, self.refs, head, is_row))
             here = stores & is_row
             lanes.store_global(self.refs.lse, index, lse, here & (self.warp.row == 0))
-            for i in self.registers_of_row(row):
-                product, j = divmod((i - start) % (4 * self.rows.products), 4)
-                dim, is_dim = self.rows.dim(product, j // 2)
-                lanes.store_global(self.refs.out, index * size + dim, output[i - start] * inverse, here & is_dim)
+            self.store_row(self.refs.out, index, row, [x * inverse for x in self.of_row(output, row)], here)
+
+    def of_row(self, output: list[jax.Array], row: int) -> list[jax.Array]:
+        """The registers of the output that are of a row of the state."""
+        return [output[i - 4 * self.problem.tiles] for i in self.registers_of_row(row)]
+
+    def store_row(self, ref: Any, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
+        """Stores the output of a row of the state as row `index` of `ref`."""
+        start, size = 4 * self.problem.tiles, self.problem.spec.head_size_v
+        for i, value in zip(self.registers_of_row(row), values, strict=True):
+            product, j = divmod((i - start) % (4 * self.rows.products), 4)
+            dim, is_dim = self.rows.dim(product, j // 2)
+            lanes.store_global(ref, index * size + dim, value, condition & is_dim)
 
     def store_part(
         self,
@@ -167,13 +170,9 @@ class Segments:
     ) -> None:
         """Stores a part of a sequence: the output before it is normalized, the largest logit and the total."""
         problem = self.problem
-        size, start = problem.spec.head_size_v, 4 * problem.tiles
         for row, is_row, token, head in self.query_rows():
             index = (part * problem.q_len + token) * problem.num_heads + head
             here = stores & is_row
             for i, x in enumerate((largest[row], total[row])):
                 lanes.store_global(self.refs.partial_lse, index * 2 + i, x, here & (self.warp.row == 0))
-            for i in self.registers_of_row(row):
-                product, j = divmod((i - start) % (4 * self.rows.products), 4)
-                dim, is_dim = self.rows.dim(product, j // 2)
-                lanes.store_global(self.refs.partial, index * size + dim, output[i - start], here & is_dim)
+            self.store_row(self.refs.partial, index, row, self.of_row(output, row), here)

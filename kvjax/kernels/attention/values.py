@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.attention import formats, lanes
-from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.stages import SharedRows, StagePlan
 from kvjax.kernels.attention.warp import Warp
 from kvjax.pages import swizzled_position
 
+MOST_RUNS_OF_TERMS = 16
+"""Runs of eight float32, at most and an even number, whose terms a thread has at once."""
+
 
 class Values(NamedTuple):
-    """Values of a tile: of each run of eight 16-bit units of a row a register for tokens 0 to 7 and one for 8 to 15.
+    """Values of a tile: of each run of eight units of a row a register for tokens 0 to 7 and one for 8 to 15.
+
+    Where values are sums of terms, `words` has all runs of the first term before those of the next.
 
     `scales`: NVFP4: their block scales, each two tokens' as a float16 pair.
     """
@@ -38,14 +42,9 @@ class ValueRows:
     buffer: Any
 
     @functools.cached_property
-    def format(self) -> Format:
-        """How stored bytes become operands."""
-        return Format.of(self.problem.spec.dtype)
-
-    @functools.cached_property
     def units(self) -> int:
-        """Units of 16 bits of a value row."""
-        return self.plan.values[0].page.row_bytes // 2
+        """Units of a value row."""
+        return self.plan.values[0].page.row_bytes // self.problem.format.unit_bytes
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -55,39 +54,47 @@ class ValueRows:
     @functools.cached_property
     def products(self) -> int:
         """Products of 16 dims that a value row takes."""
-        return -(-self.tiles * self.format.elements_a_unit // 2)
+        return -(-self.tiles * self.problem.format.elements_a_unit // 2)
 
     def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
         """Which dim row `8 * half + g` of a product is, and whether there is such a dim."""
-        each = self.format.elements_a_unit
+        each = self.problem.format.elements_a_unit
         tile, element = divmod(2 * product + half, each)
         unit = 8 * tile + self.warp.row
         return unit * each + element, unit < self.units
 
-    def load(self, slot: jax.Array, tile: int) -> Values:
-        """A tile's values as they are stored."""
-        words = self.words(slot, tile)
-        return Values(words, self.scales(slot, tile) if self.format.has_block_scales else [])
+    @functools.cached_property
+    def pieces(self) -> list[range]:
+        """Runs of eight units that are loaded together: all, but of float32, whose terms would take all registers."""
+        most = MOST_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
+        return [range(start, min(start + most, self.tiles)) for start in range(0, self.tiles, most)]
 
-    def accumulate(self, values: Values, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
-        """Adds a tile's values, weighted, to `output`."""
+    def load(self, slot: jax.Array, tile: int, piece: range) -> Values:
+        """A piece of a tile's values: as they are stored, or as terms of float32."""
+        words = self.terms(slot, tile, piece) if self.problem.format.bits == 32 else self.words(slot, tile)
+        return Values(words, self.scales(slot, tile) if self.problem.format.has_block_scales else [])
+
+    def accumulate(self, values: Values, piece: range, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
+        """Adds a piece of a tile's values, weighted, to `output`."""
         zero = lanes.splat(0, jnp.uint32)
         rows: list[list[jax.Array]] = []  # by run of eight dims: tokens 0 to 7, tokens 8 to 15
         products, done = self.products, 0
         for index, words in enumerate(values.words):
+            if index % len(piece) == 0:  # a term begins
+                done = piece.start * self.problem.format.elements_a_unit // 2
             pairs = [
-                self.format.value_pairs(word, values.scales[index][half] if values.scales else None)
+                self.problem.format.value_pairs(word, values.scales[index][half] if values.scales else None)
                 for half, word in enumerate(words)
             ]
             rows += [list(both) for both in zip(*pairs, strict=True)]
-            if index == self.tiles - 1 and len(rows) % 2:
+            if index % len(piece) == len(piece) - 1 and len(rows) % 2:
                 rows.append([zero, zero])
             while len(rows) >= 2:
                 (first, first_later), (second, second_later), *rows = rows
                 operand = [first, second, first_later, second_later]
                 for columns, weight in enumerate(weights):
                     at = 4 * (columns * products + done)
-                    output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, self.format.operand)
+                    output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, self.problem.format.operand)
                 done += 1
 
     def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
@@ -116,6 +123,28 @@ class ValueRows:
             words = [lanes.permute(four[2 * i], four[2 * i + 1], 0x5410) for i in range(2)]
             result.append([jnp.where(is_unit, word, zero) for word in words])
         return result
+
+    def terms(self, slot: jax.Array, tile: int, piece: range) -> list[list[jax.Array]]:
+        """What `words` returns, of a piece of each term of float32."""
+        rows = self.plan.values[0]
+        known = tile * rows.tile_stride
+        start = self.warp.place(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
+        zero = lanes.splat(0, jnp.uint32)
+        terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.format.value_terms)]
+        for index in piece:
+            unit, is_unit = 8 * index + self.warp.row, None
+            if 8 * index + 8 > self.units:
+                unit, is_unit = jnp.minimum(unit, self.units - 1), unit < self.units
+            four = [
+                lanes.load_shared(self.buffer, start + 4 * unit, 4, known + i * rows.pitch + half * rows.half_pitch)[0]
+                for half in range(2)
+                for i in range(2)
+            ]
+            four = four if is_unit is None else [jnp.where(is_unit, word, zero) for word in four]
+            halves = [formats.in_terms(four[2 * i], four[2 * i + 1], len(terms)) for i in range(2)]
+            for runs, both in zip(terms, zip(*halves, strict=True), strict=True):
+                runs.append(list(both))
+        return [run for runs in terms for run in runs]
 
     def scales(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
         """By run of eight units, of tokens 0 to 7 and of 8 to 15: the block scales of two tokens as a pair.

@@ -1,0 +1,382 @@
+"""How long a decode step of a transformers model takes, and how much memory, by who keeps its keys and values.
+
+`python -m benchmarks.generate --json=generate.json`, from the source tree. A step is what `generate` makes of one: the
+forward pass of a token of each sequence, with the mask and the positions that `generate` passes, and the likeliest
+next token. benchmarks/README.md explains the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+from absl.testing import absltest
+
+from benchmarks import bars, memory, output, shapes, timing
+from benchmarks.output import Measurement
+from benchmarks.peers.peer import why_not_importable
+from benchmarks.timing import Clock, Timing
+from kvjax import KVCacheDType
+
+if reason := why_not_importable("torch", "transformers", "kvjax_torch"):
+    raise SystemExit(f"benchmarks.generate measures transformers (pip install 'kvjax[transformers]'): {reason}")
+import torch
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvjax_torch.transformers_cache import KvjaxCache
+
+DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+
+DYNAMIC, GATHERED, PAGED = "DynamicCache, sdpa", "KvjaxCache, sdpa", "KvjaxCache, kvjax"
+ATTENTION = {DYNAMIC: "sdpa", GATHERED: "sdpa", PAGED: "kvjax"}
+
+NUM_LAYERS = 8
+LLAMA_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4_096,
+    intermediate_size=14_336,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    dtype="bfloat16",
+)
+"""Of Llama-3.1-8B a quarter of the layers."""
+
+SMALL = LlamaConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    dtype="bfloat16",
+)
+"""To see that it runs, and for machines without a GPU."""
+
+WARM_UP_STEPS, STEPS_IN_A_ROW, KERNEL_STEPS = 3, 6, 4
+SAMPLES = 5
+MAX_STEPS = 64
+"""Room for tokens after the prompt."""
+
+MAX_ERROR = 0.05
+"""Of logits, root mean square of the difference over that of what is expected: 8 layers amplify bfloat16's rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Sequences of one length that decode together."""
+
+    num_seqs: int
+    seq_len: int
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.num_seqs}x{self.seq_len}"
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all sequences, with room for the steps."""
+        return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
+
+    def dense_bytes(self, config: LlamaConfig) -> int:
+        """What a layer's keys and values take in bfloat16."""
+        heads, head_size = config.num_key_value_heads, config.head_dim
+        if heads is None or head_size is None:
+            raise ValueError(f"config: got {heads} KV heads of {head_size}, expected numbers")
+        return self.num_seqs * self.seq_len * heads * 2 * head_size * torch.bfloat16.itemsize
+
+
+GPU_ROWS, SMALL_ROWS = (Row(32, 2_048), Row(8, 8_192)), (Row(2, 48),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Who is timed, for which sequences, in which dtype."""
+
+    row: Row
+    dtype: KVCacheDType
+    peer: str
+
+    def cache(self, config: LlamaConfig) -> Cache:
+        """An empty one."""
+        if self.peer == DYNAMIC:
+            return DynamicCache(config=config)
+        # Keys and values of random weights are of about magnitude 1; what is not quantized takes no notice of scales.
+        return KvjaxCache(
+            config, num_blocks=self.row.num_blocks, kv_cache_dtype=self.dtype, k_scale=0.037, v_scale=0.052
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """One line of the table.
+
+    Attributes:
+      times: of a step, the host's part included where the GPU waits for it.
+      step_bytes: the most memory that a step takes beside what is there before it, on a GPU.
+      dense_bytes: what a dense layer takes.
+      error: of the logits of the first step, next to those of the same cache with dense layers.
+      kernel_seconds: of a step, its kernels alone; `None` where they are not timed.
+    """
+
+    job: Job
+    times: Timing
+    step_bytes: int | None
+    dense_bytes: int
+    error: float | None = None
+    kernel_seconds: float | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a step takes as much memory as a dense layer."""
+        return self.step_bytes is not None and self.step_bytes >= self.dense_bytes
+
+    def measurement(self) -> Measurement:
+        """The same for the file."""
+        row = self.job.row
+        subject = {
+            "case": row.name,
+            "num_layers": NUM_LAYERS,
+            "num_seqs": row.num_seqs,
+            "seq_len": row.seq_len,
+            "dtype": self.job.dtype,
+        }
+        facts = {
+            "kernel_seconds": self.kernel_seconds,
+            "step_bytes": self.step_bytes,
+            "dense_layer_bytes": self.dense_bytes,
+            "error": self.error,
+        }
+        return Measurement("decode step", subject, self.job.peer, self.times, facts=facts)
+
+
+def has_gpu() -> bool:
+    """Whether torch has one."""
+    return torch.cuda.is_available()
+
+
+def synchronize(_: object = None) -> None:
+    """Waits for every kernel on the device."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+@functools.cache
+def model() -> LlamaForCausalLM:
+    """A model of random weights."""
+    config = LLAMA_8B if has_gpu() and not output.SMOKE.value else SMALL
+    torch.manual_seed(0)
+    with torch.device("cuda" if has_gpu() else "cpu"):
+        made = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return made.eval()
+
+
+class Decoding:
+    """Sequences whose prompt is in a cache, and the steps after it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.model = job, model()
+        self.model.set_attn_implementation("sdpa")  # every peer's prompt is the same, and stored alike
+        shape = job.row.num_seqs, job.row.seq_len
+        random = torch.Generator().manual_seed(1)
+        prompt = torch.randint(self.model.config.vocab_size, shape, generator=random).to(self.model.device)
+        self.cache = job.cache(self.model.config)
+        with torch.no_grad():
+            self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
+        self.first = prompt[:, :1]
+        self.start()
+
+    def start(self, peer: str | None = None) -> None:
+        """Forgets the steps that were made; the next are those of that peer."""
+        self.model.set_attn_implementation(ATTENTION[peer or self.job.peer])
+        made = self.cache.get_seq_length() - self.job.row.seq_len
+        if made:
+            self.cache.crop(-made)
+        num_seqs, seq_len = self.job.row.num_seqs, self.job.row.seq_len
+        self.tokens = self.first
+        self.mask = self.tokens.new_ones((num_seqs, seq_len))
+        self.positions = self.tokens.new_full((1, 1), seq_len)
+
+    @torch.no_grad()
+    def step(self, _: int = 0) -> torch.Tensor:
+        """Starts a step; its logits."""
+        self.mask = torch.cat([self.mask, self.mask[:, :1]], dim=1)
+        inputs = {"attention_mask": self.mask, "position_ids": self.positions, "past_key_values": self.cache}
+        logits = self.model(self.tokens, **inputs, use_cache=True).logits[:, -1].float()
+        self.tokens, self.positions = logits.argmax(dim=-1, keepdim=True), self.positions + 1
+        return logits
+
+
+def time_steps(job: Job) -> StepTime:
+    """Times the steps of a job, after the first of them is checked."""
+    decoding = Decoding(job)
+    error = None
+    if job.peer == PAGED:
+        decoding.start(GATHERED)
+        expected = decoding.step()
+        decoding.start()
+        got = decoding.step()
+        error = ((got - expected).norm() / expected.norm()).item()
+        if not error <= MAX_ERROR:  # NaN is none either
+            raise AssertionError(f"{job}: logits are off by {error:.3g} of their root mean square")
+    for _ in range(WARM_UP_STEPS):
+        decoding.step()
+    return StepTime(job, step_times(decoding), step_bytes(decoding), job.row.dense_bytes(decoding.model.config), error)
+
+
+def step_times(decoding: Decoding) -> Timing:
+    """How long a step takes when others come right before and after it."""
+    if not has_gpu():
+        return timing.measure(decoding.step, wait=synchronize, calls=SAMPLES)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    seconds = []
+    for _ in range(SAMPLES):
+        start.record()
+        for _ in range(STEPS_IN_A_ROW):
+            decoding.step()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / STEPS_IN_A_ROW)
+    return Timing(tuple(seconds), Clock.EVENTS)
+
+
+def step_bytes(decoding: Decoding) -> int | None:
+    """The most memory that torch takes in a step, less what it has before."""
+    if not has_gpu():
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoding.step()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernel_seconds(job: Job) -> float | None:
+    """What the kernels of a step take."""
+    decoding = Decoding(job)
+    for _ in range(WARM_UP_STEPS):
+        decoding.step()
+    return timing.kernel_seconds(decoding.step, wait=synchronize, calls=KERNEL_STEPS)
+
+
+def bar_of(job: Job) -> bars.Bar | None:
+    """What a line is held to."""
+    return bars.GENERATE[job.dtype] if job.peer == PAGED else None
+
+
+def jobs() -> list[Job]:
+    """What is timed: transformers' own cache first, which is bfloat16's alone."""
+    rows = GPU_ROWS if has_gpu() and not output.SMOKE.value else SMALL_ROWS
+    dtypes = [*map(KVCacheDType, DTYPES.value or shapes.TIMED_DTYPES)]
+    return [
+        job
+        for row in rows
+        for job in (
+            Job(row, KVCacheDType.BFLOAT16, DYNAMIC),
+            *(Job(row, dtype, peer) for dtype, peer in itertools.product(dtypes, (GATHERED, PAGED))),
+        )
+    ]
+
+
+class GenerateBenchmark(output.Program):
+    """Fails where logits are wrong or a layer was made dense, never because of a time.
+
+    The tests run in the order of their names: CUPTI stays in the process and slows down every launch, so it comes last.
+    """
+
+    name = "benchmarks.generate"
+    lines: ClassVar[dict[Job, StepTime]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        cls.lines = {}
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        for line in cls.lines.values():
+            cls.results.add(line.measurement())
+        add_steps(cls.results, [*cls.lines.values()])
+        model.cache_clear()
+        super().tearDownClass()
+
+    def test_decode_steps(self) -> None:
+        self.results.expect(len(jobs()))
+        for job in jobs():
+            with self.subTest(row=job.row.name, dtype=job.dtype.value, peer=job.peer):
+                try:
+                    line = time_steps(job)
+                except Exception as error:
+                    if not memory.is_exhausted(error):
+                        raise
+                    self.results.skip(f"{job.peer}, {job.dtype.value}, {job.row.name}", f"too little memory: {error}")
+                    continue
+                self.lines[job] = line
+                if job.peer == PAGED and line.is_dense and not output.SMOKE.value:
+                    self.fail(f"a step took {line.step_bytes} bytes, a dense layer {line.dense_bytes}")
+
+    def test_kernels_of_steps(self) -> None:
+        if not has_gpu():
+            self.results.skip("kernels", "need an NVIDIA GPU")
+            return
+        for job, line in self.lines.items():
+            with self.subTest(row=job.row.name, dtype=job.dtype.value, peer=job.peer):
+                self.lines[job] = dataclasses.replace(line, kernel_seconds=kernel_seconds(job))
+
+
+HEADER = [
+    *("sequences", "dtype", "cache, attention", "us", "5-95%", "kernels us", "x DynamicCache", "MiB of a step"),
+    *("of a dense layer", "bar", "reached"),
+]
+
+
+def add_steps(to: output.Report, lines: Sequence[StepTime]) -> None:
+    """Adds the table of steps."""
+    verdicts = [bars.verdict(bar_of(line.job), ratio(line, lines), line.times.clock) for line in lines]
+    to.table(
+        "Time of a decode step",
+        HEADER,
+        [step_words(line, ratio(line, lines), verdict) for line, verdict in zip(lines, verdicts, strict=True)],
+        left=3,
+        note=f"A model of {NUM_LAYERS} layers of Llama-3.1-8B with random weights in bfloat16 (without a GPU, of tiny"
+        " ones); a step of `generate` without its bookkeeping, mask of ones included. By"
+        f" {output.clocks([line.times for line in lines])}; kernels by {Clock.DEVICE.words}. MiB: the most that torch"
+        f" holds in a step beside what is there before.{bars.summary(verdicts)}",
+    )
+
+
+def ratio(line: StepTime, lines: Sequence[StepTime]) -> float | None:
+    """A line's time over that of transformers' own cache."""
+    own = (each for each in lines if each.job.row == line.job.row and each.job.peer == DYNAMIC)
+    return next((line.times.seconds / each.times.seconds for each in own), None)
+
+
+def step_words(line: StepTime, of_dynamic: float | None, verdict: str) -> list[str]:
+    """A line as the table prints it."""
+    taken = line.step_bytes
+    bar = bar_of(line.job)
+    return [
+        line.job.row.name,
+        line.job.dtype.value,
+        line.job.peer,
+        output.microseconds(line.times.seconds),
+        output.spread(line.times.samples),
+        output.microseconds(line.kernel_seconds),
+        "-" if of_dynamic is None else f"{of_dynamic:.2f}",
+        "-" if taken is None else f"{taken / 2**20:,.1f}",
+        "-" if taken is None else f"{taken / line.dense_bytes:.2f}",
+        "-" if bar is None else str(bar),
+        verdict,
+    ]
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,104 @@
+"""The same model over dense caches: a bfloat16 array of all tokens for each sequence, and JAX's attention."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import serving, timing, workload
+from benchmarks.peers.attention_inputs import compiling_jitted
+from benchmarks.serving import Scenario, ServeJob
+from benchmarks.timing import Timing
+from examples import llama
+from kvjax import KVCacheDType
+
+NAME = "cuDNN, dense"
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    caches: Any,
+    step: kvjax.StepMetadata,
+    layer: int,
+    *,
+    implementation: str,
+) -> tuple[jax.Array, Any]:
+    """As `llama.write_and_attend`, for steps of one token a sequence; caches are pairs `[num_seqs, seq_len, ...]`."""
+    lengths = jnp.asarray(step.seq_lens)
+    at = jnp.arange(len(lengths)), lengths - 1
+    pair = tuple(
+        dense.at[at].set(new, unique_indices=True, mode="drop")
+        for dense, new in zip(caches[layer], (key, value), strict=True)
+    )
+    options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+    attended = jax.nn.dot_product_attention(query[:, None], *pair, **options)
+    return attended[:, 0], (*caches[:layer], pair, *caches[layer + 1 :])
+
+
+def step_of(
+    params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any, implementation: str
+) -> tuple[jax.Array, Any]:
+    """As `llama.greedy_step`."""
+    tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
+    by = functools.partial(attend, implementation=implementation)
+    hidden, caches = llama.forward(params, config, tokens, step, caches, by)
+    return llama.next_tokens(params, hidden, step, previous), caches
+
+
+def implementation() -> str:
+    """That of JAX."""
+    return "cudnn" if workload.is_gpu() else "xla"
+
+
+def serves(job: ServeJob) -> bool:
+    """Dense caches are bfloat16; in the rows that bars are about."""
+    return job.dtype is KVCacheDType.BFLOAT16 and bool(job.rows)
+
+
+@functools.cache
+def program(of: Scenario, num_seqs: int) -> Future[Any]:
+    """A step, being compiled: `(params, tokens, previous, step, caches)`."""
+    row = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+    shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
+    pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
+    step = functools.partial(step_of, config=of.config, implementation=implementation())
+    weights = serving.struct_of(serving.params(of, "separate"))
+    metadata = serving.step_struct(num_seqs, num_seqs, 1)
+    caches = (pair,) * of.config.num_hidden_layers
+    return compiling_jitted(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
+
+
+def serve(job: ServeJob) -> Timing:
+    """Steps in a row that nobody waits for, without an engine; each is the last of full sequences."""
+    of, number, compiled = job.of, job.num_seqs, program(job.of, job.num_seqs).result()
+    one = jax.random.normal(
+        jax.random.key(7), (of.seq_len, of.config.num_key_value_heads, of.config.head_dim), workload.INPUT_DTYPE
+    )
+    filled = jax.jit(lambda x: jnp.tile(x, (number, 1, 1, 1)))
+    caches = tuple((filled(one), filled(one)) for _ in range(of.config.num_hidden_layers))
+    lengths = jnp.full(number, of.seq_len, jnp.int32)
+    every = jnp.arange(number + 1, dtype=jnp.int32)
+    step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
+    tokens, following = ~every[:-1], jnp.zeros(number, jnp.int32)
+    weights = serving.params(of, "separate")
+
+    def call(_: int) -> jax.Array:
+        nonlocal caches, following
+        following, caches = compiled(weights, tokens, following, step, caches)
+        return following
+
+    where = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
+    timed = timing.measure_in_a_row(call, count=16, samples=3)
+    if where != [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]:
+        raise AssertionError("a step was not in place")
+    if not np.isfinite(np.asarray(caches[0][0][:, -1], np.float32)).all():
+        raise AssertionError("keys are not finite")
+    return timed

@@ -1,0 +1,132 @@
+"""The same model in transformers, which generates from its static cache, and from `KvjaxCache`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+from benchmarks import workload
+from benchmarks.peers.peer import why_not_importable
+from benchmarks.serving import Scenario, ServeJob
+from benchmarks.shapes import BLOCK_SIZE
+from benchmarks.timing import Clock, Timing
+from kvjax import KVCacheDType
+
+STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
+FEW, MANY = 4, 20
+"""Tokens to generate: a step takes the difference of both times over that of both numbers."""
+
+
+def why_missing() -> str | None:
+    """Why it cannot run here."""
+    if reason := why_not_importable("torch", "transformers"):
+        return reason
+    import torch
+
+    return None if torch.cuda.is_available() or not workload.is_gpu() else "torch sees no GPU"
+
+
+def serves(name: str, job: ServeJob) -> bool:
+    """StaticCache is of the model dtype; both in the row that all dtypes have alike, for they are slow."""
+    return job.num_seqs == job.of.same and (name == KVJAX_CACHE or job.dtype is KVCacheDType.BFLOAT16)
+
+
+@functools.cache
+def model(of: Scenario) -> Any:
+    """Random weights in bfloat16, on the GPU where there is one."""
+    import torch
+    import transformers
+
+    config = of.config
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in ("rope_theta", "rope_scaling", "qk_norm")
+    }
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+    described = transformers.LlamaConfig(
+        **fields, rope_parameters=rope, max_position_embeddings=of.seq_len, dtype="bfloat16"
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda" if workload.is_gpu() else "cpu"):
+            return transformers.LlamaForCausalLM(described).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
+    """A cache that holds so many random tokens of each sequence, and has room to the full length."""
+    import torch
+    from transformers import StaticCache
+
+    lm, of = model(job.of), job.of
+    shape = job.num_seqs, of.config.num_key_value_heads, num_tokens, of.config.head_dim
+    tokens = torch.randn(shape, dtype=torch.bfloat16, device=lm.device)
+    if name == STATIC:
+        cache: Any = StaticCache(config=lm.config, max_cache_len=of.seq_len)
+    else:
+        from kvjax_torch.transformers_cache import KvjaxCache
+
+        sizes: Any = {"num_blocks": job.num_blocks, "block_size": BLOCK_SIZE}
+        cache = KvjaxCache(lm.config, **sizes, kv_cache_dtype=job.dtype, k_scale=1.0, v_scale=1.0)
+    for layer in range(of.config.num_hidden_layers):
+        cache.update(tokens, tokens, layer)
+    return cache
+
+
+def serve(name: str, job: ServeJob) -> Timing:
+    """What a step of `generate` takes: of many tokens and of few, the difference.
+
+    Raises:
+      AssertionError: it has not generated as many tokens.
+    """
+    import torch
+
+    lm = model(job.of)
+    num_tokens = job.of.seq_len - MANY if job.of.seq_len > 2 * MANY else MANY
+    ids = torch.randint(job.of.config.vocab_size, (job.num_seqs, num_tokens + 1), device=lm.device)
+
+    def seconds(number: int) -> float:
+        cache = filled_cache(name, job, num_tokens)
+        _wait()
+        start = time.perf_counter()
+        found = lm.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=number,
+            min_new_tokens=number,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        _wait()
+        if found.shape[1] != num_tokens + 1 + number:
+            raise AssertionError(f"got {found.shape[1] - num_tokens - 1} tokens, expected {number}")
+        return time.perf_counter() - start
+
+    with torch.inference_mode():
+        seconds(FEW)  # compiles
+        samples = [max(seconds(MANY - 1) - seconds(FEW), 1e-9) / (MANY - 1 - FEW) for _ in range(2)]
+    return Timing(tuple(samples), Clock.HOST)
+
+
+def free() -> None:
+    """Gives torch's memory back."""
+    model.cache_clear()
+    if workload.is_gpu():
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _wait() -> None:
+    if workload.is_gpu():
+        import torch
+
+        torch.cuda.synchronize()

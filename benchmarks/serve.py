@@ -1,0 +1,188 @@
+"""How many tokens a second a model decodes from caches of each dtype, next to reading as many bytes and to peers.
+
+`python -m benchmarks.serve --json=serve.json`, from the source tree; benchmarks/README.md explains the table.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import gc
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import flags
+from absl.testing import absltest
+
+from benchmarks import memory, output, serve_table, serving, shapes, timing, workload
+from benchmarks.output import Measurement
+from benchmarks.peers import attends, read, serves_dense, serves_torch
+from benchmarks.serve_table import MOST, OPERATION, OWN
+from benchmarks.serving import Scenario, ServeJob
+from benchmarks.timing import Clock, Timing
+from kvjax import KVCacheDType
+
+PEER_NAMES = (OWN, serves_dense.NAME, serves_torch.STATIC, serves_torch.KVJAX_CACHE)
+DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+ROWS = output.define_some(
+    "rows",
+    serving.ROWS,
+    "same: a number that every dtype holds; most: as many as fit; others: further numbers, for the plot; prompts:"
+    " requests with prompts (default: all)",
+)
+PEERS = output.define_some("peers", PEER_NAMES, "who serves (default: all but transformers)")
+FORM = flags.DEFINE_enum(
+    "layers", "separate", serving.FORMS, "a cache for each layer, one of all, or that and the layers in a scan"
+)
+
+READ_BYTES = 1 << 30
+
+
+class ServeBenchmark(output.Program):
+    """Fails where a step is wrong, never because of a time."""
+
+    name = "benchmarks.serve"
+
+    def test_1_steps(self) -> None:
+        of, wanted = serving.scenario(), chosen_jobs()
+        peers = PEERS.value or PEER_NAMES[:2]
+        own = wanted if OWN in peers else []
+        dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
+        compile_ahead(of, own, dense)
+        rate = reading_rate()
+        if rate is not None:
+            self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
+        self.results.expect(len(own) + len(dense))
+        for job in own:
+            with self.subTest(**output.plain(job.subject)):
+                self.measure(OWN, job, rate, functools.partial(served, job))
+        for job in dense:
+            self.try_peer(serves_dense.NAME, job, rate, functools.partial(plain, serves_dense.serve, job))
+        for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
+            if name in peers:
+                self.serve_in_torch(name, [job for job in wanted if serves_torch.serves(name, job)], rate)
+        add_table(self.results)
+
+    def test_2_requests_with_prompts(self) -> None:
+        if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
+            return
+        of, rows = serving.scenario(), []
+        self.results.expect(2 * len(dtypes()))
+        for dtype in dtypes():
+            with self.subTest(dtype=dtype.value):
+                gc.collect()
+                found = serving.serve_prompts(of, dtype, FORM.value)
+                subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
+                for kind, times in (("prompt chunks", found.mixed), ("decodes", found.decodes)):
+                    self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times))
+                number = 2 * of.same
+                rows.append(
+                    [
+                        dtype.value,
+                        f"{number * of.num_new_tokens / found.seconds:,.0f}",
+                        f"{number * of.prompt_len / found.seconds:,.0f}",
+                        *(f"{times.seconds * 1e3:,.3g}" for times in (found.mixed, found.decodes)),
+                    ]
+                )
+        note = (
+            f"{2 * of.same} requests, {of.same} at a time, each with a prompt of {of.prompt_len:,} tokens of its own"
+            f" and {of.num_new_tokens} tokens to generate; at most one prompt and {of.chunk} of its tokens a step"
+            f" beside the decodes. Times of whole steps, by {Clock.HOST.words}."
+        )
+        header = ["dtype", "generated a second", "prompt tokens a second", "step with a chunk, ms", "without, ms"]
+        self.results.table("Requests with prompts", header, rows, note=note)
+
+    def serve_in_torch(self, name: str, wanted: list[ServeJob], rate: float | None) -> None:
+        """In memory that JAX has let go of: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`."""
+        if reason := serves_torch.why_missing():
+            self.results.skip(name, reason, asked_for=True)
+            return
+        for job in wanted:
+            self.try_peer(name, job, rate, functools.partial(plain, functools.partial(serves_torch.serve, name), job))
+        serves_torch.free()
+
+    def try_peer(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[], Any]) -> None:
+        """Whatever a peer fails with, the others go on."""
+        try:
+            self.measure(name, job, rate, serve)
+        except Exception as error:
+            self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", f"{type(error).__name__}: {error}")
+
+    def measure(
+        self, name: str, job: ServeJob, rate: float | None, serve: Callable[[], tuple[Timing, Mapping[str, Any]]]
+    ) -> None:
+        """Adds what was served, unless memory is too small."""
+        gc.collect()  # the caches of the job before
+        reason = job.why_too_large()
+        if reason is None:
+            try:
+                times, facts = serve()
+            except Exception as error:
+                if not memory.is_exhausted(error):
+                    error.add_note(traceback.format_exc())
+                    raise error.with_traceback(None) from None  # its frames would hold on to caches
+                reason = f"too little memory: {error}"
+        if reason is not None:
+            self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", reason)
+            return
+        known = {"rows": job.rows} | ({} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)})
+        self.results.add(Measurement(OPERATION, job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
+
+
+def dtypes() -> list[KVCacheDType]:
+    """Those that are served in."""
+    return [*map(KVCacheDType, DTYPES.value or [dtype.value for dtype in shapes.TIMED_DTYPES])]
+
+
+def chosen_jobs() -> list[ServeJob]:
+    """What the flags ask for."""
+    return serving.jobs(serving.scenario(), dtypes(), [serving.ROWS[name] for name in ROWS.value or serving.ROWS])
+
+
+def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
+    """Compiles every step on several cores; waits for it, for threads that lower keep the host from its turn."""
+    programs = [serving.program(of, job.dtype, job.num_seqs, job.blocks_a_seq, FORM.value) for job in own]
+    programs += [serves_dense.program(of, job.num_seqs) for job in dense]
+    if own and (ROWS.value is None or "prompts" in ROWS.value):
+        programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype, FORM.value).values()]
+    concurrent.futures.wait(programs)
+
+
+def reading_rate() -> float | None:
+    """Bytes a second of a kernel that only reads, where there is one; by the clock of steps: CUPTI slows launches."""
+    if not workload.is_gpu():
+        return None
+    compiled = read.compiled(READ_BYTES)
+    words = [attends.distinct_words(number, read.num_blocks(READ_BYTES) * read.BLOCK_WORDS) for number in range(2)]
+    return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
+
+
+def served(job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
+    """Steps of kvjax, of which those of the row that all dtypes have alike are checked first."""
+    facts = {"error": serving.check(job)} if job.num_seqs == job.of.same and FORM.value == "separate" else {}
+    found = serving.serve(job, FORM.value)
+    nanoseconds = {"device_ns": found.device.seconds, "host_ns": found.host.seconds}
+    facts |= {name: max(round(seconds * 1e9), 1) for name, seconds in nanoseconds.items()}
+    return found.steps, {**facts, "layers": FORM.value, "temporary_bytes": found.temporary_bytes}
+
+
+def plain(serve: Callable[[ServeJob], Timing], job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
+    """Steps of a peer."""
+    return serve(job), {}
+
+
+def add_table(to: output.Report) -> None:
+    """Adds the table of steps, with their bars."""
+    measurements = [each for each in to.measurements if each.operation == OPERATION]
+    lines = serve_table.times(measurements, lambda each: each.times.samples, lambda each, name: each.facts.get(name))
+    of = serving.scenario()
+    what = (
+        f"{of.name}, random bfloat16 weights, sequences of {of.seq_len:,}; {MOST}: in {of.cache_bytes / 2**30:.3g} GiB."
+        f" {serve_table.NOTE} By {output.clocks(measurements)}.{serve_table.summary(lines)}"
+    )
+    to.table("Tokens a second", serve_table.HEADER, serve_table.rows(lines), left=serve_table.LEFT, note=what)
+
+
+if __name__ == "__main__":
+    absltest.main()

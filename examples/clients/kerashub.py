@@ -1,0 +1,70 @@
+"""KerasHub's Llama and Qwen over kvjax's pages, by the hook that KerasHub has for vLLM. For keras-hub 0.32.0.
+
+    pip install keras-hub==0.32.0 jax && export KERAS_BACKEND=jax
+
+KerasHub's attention layers look for a serving context (`keras_hub.src.vllm`): where there is one, they hand their
+queries, keys and values to its function, with whatever its caches hold for that layer. So nothing of a model changes.
+`Step.__call__` is a step for `examples.engine.Engine`. What KerasHub has to be told:
+
+- tokens are the batch, one of each: `[num_tokens, 1]`, and their positions stand in the context;
+- caches are one a layer, in the order in which layers attend; the context returns the new ones;
+- a model's variables are passed to the jitted step, or XLA has the weights as constants.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
+
+import kvjax
+
+type LayerCache = tuple[kvjax.KVCache, Any, Any]
+"""A layer's cache with its scales of keys and of values; KerasHub hands it through."""
+
+
+def attend(step: kvjax.StepMetadata, cache: LayerCache, query: Any, key: Any, value: Any, scale: float, *sizes: int,
+           sliding_window: int | None = None, soft_cap: float | None = None) -> tuple[LayerCache, Any]:  # fmt: skip
+    """What KerasHub calls: rows are `[num_tokens, heads * head_size]`; writes, then attends."""
+    (pages, k_scale, v_scale), (head_size, _, _) = cache, sizes
+    query, key, value = (x.reshape(len(x), -1, head_size) for x in (query, key, value))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    pages = kvjax.reshape_and_cache_flash(key, value, pages, step.slot_mapping, unique_slots=True, **scales)
+    options = {"sm_scale": float(scale), "sliding_window": sliding_window, "logits_soft_cap": soft_cap, **scales}
+    out = kvjax.ragged_paged_attention(query, pages, step.block_table, step.seq_lens, step.cu_q_lens, **options)
+    return (pages, k_scale, v_scale), out.reshape(len(out), -1)
+
+
+def forward(backbone: Any, weights: Any, tokens: Any, step: kvjax.StepMetadata, caches: Sequence[LayerCache]) -> Any:
+    """Logits `[num_tokens, vocabulary_size]` of a step's tokens, and the caches."""
+    with vllm_context_scope(functools.partial(attend, step), jnp.maximum(step.token_rows()[1], 0), caches):
+        inputs = {"token_ids": tokens[:, None], "padding_mask": jnp.ones((len(tokens), 1), bool)}
+        hidden, _ = backbone.stateless_call(*weights, inputs, training=False)
+        new = tuple(get_vllm_context().updated_kv_caches)
+    embedding = backbone.token_embedding
+    own = {id(variable): value for variable, value in zip(backbone.trainable_variables, weights[0], strict=True)}
+    mine = [own[id(variable)] for variable in embedding.trainable_variables]
+    return embedding.stateless_call(mine, [], hidden[:, 0], reverse=True)[0], new
+
+
+class Step:
+    """A step for `Engine`: the likeliest token after each sequence's last."""
+
+    def __init__(self, backbone: Any) -> None:
+        variables = backbone.trainable_variables, backbone.non_trainable_variables
+        self.weights = [[variable.value for variable in each] for each in variables]
+        self.run = jax.jit(functools.partial(_next_tokens, backbone), donate_argnums=4)
+
+    def __call__(self, tokens: Any, previous: Any, step: Any, caches: Any, **_: int) -> Any:
+        return self.run(self.weights, tokens, previous, step, caches)
+
+
+def _next_tokens(backbone: Any, weights: Any, tokens: Any, previous: Any, step: Any, caches: Any) -> Any:
+    tokens, previous = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens), jnp.asarray(previous)
+    logits, caches = forward(backbone, weights, tokens, step, caches)
+    last = logits[jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)]
+    return previous.at[: len(last)].set(jnp.argmax(last, axis=-1).astype(jnp.int32)), caches

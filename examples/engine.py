@@ -1,0 +1,187 @@
+"""A small serving engine: continuous batching over `kvjax.BlockPool`, prompts in chunks beside decodes.
+
+The host is a step ahead: a step takes the tokens of the one before from the device, and the host reads them when the
+next step is under way. docs/serving.md walks through it; `examples.llama` has a step to run, and `benchmarks.serve`
+times it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and what has become of it.
+
+    Attributes:
+      num_started: tokens that steps were started for, those among them whose values the host does not know yet.
+      row: where its last token is among those of the last step; None where that token is known.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sequence: kvjax.PagedSequence
+    generated: list[int] = dataclasses.field(default_factory=list)
+    num_started: int = 0
+    row: int | None = None
+    is_done: bool = False
+
+
+type Batch = list[tuple[Request, np.ndarray]]
+"""Requests and their new tokens in a step."""
+
+
+class Engine:
+    """Runs requests until they have their tokens, or have said `eos_token_id`.
+
+    Attributes:
+      caches: what the step writes, donated to it.
+
+    Args:
+      run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
+        below 0 is `~row` of `previous`, which is what the step before returned: int32 `[max(num_seqs)]`.
+      caches: of `pool.num_blocks` blocks.
+      pool: whose blocks they are.
+      num_seqs: buckets of sequences in a step; each is compiled once with prompts and once without.
+      max_blocks: most blocks of a sequence.
+      chunk: most tokens of prompts in a step.
+      max_prompts: most prompts in a step.
+      eos_token_id: ends a request.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., tuple[jax.Array, Any]],
+        caches: Any,
+        pool: kvjax.BlockPool,
+        *,
+        num_seqs: Sequence[int],
+        max_blocks: int,
+        chunk: int = 256,
+        max_prompts: int = 1,
+        eos_token_id: int | None = None,
+    ) -> None:
+        self.caches = caches
+        self._run, self._pool, self._eos = run, pool, eos_token_id
+        self._num_seqs, self._max_blocks = sorted(num_seqs), max_blocks
+        self._chunk, self._max_prompts = chunk, max_prompts
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._running: list[Request] = []
+        self._previous: Any = np.zeros(self.max_num_seqs, np.int32)
+        self._unread: tuple[jax.Array, list[tuple[int, Request]]] | None = None
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
+        """Has a request wait for its turn."""
+        if not len(prompt) or max_new_tokens < 1:
+            raise ValueError(
+                f"got a prompt of {len(prompt)} tokens and {max_new_tokens=}, expected at least one of each"
+            )
+        request = Request(prompt, max_new_tokens, self._pool.sequence())
+        if self._blocks_of(request) > min(self._max_blocks, self._pool.num_blocks):
+            raise ValueError(f"got {len(prompt)} + {max_new_tokens} tokens, more than fit")
+        self._waiting.append(request)
+        return request
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in a step."""
+        return self._num_seqs[-1]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing more to do."""
+        return not (self._waiting or self._running)
+
+    def step(self) -> list[Request]:
+        """Starts a step, then takes in the tokens of the one before; the requests that this has ended."""
+        self._admit()
+        batch, before = self._schedule(), self._unread
+        self._unread = self._start(batch) if batch else None
+        return [] if before is None else self._take_in(*before)
+
+    def _blocks_of(self, request: Request) -> int:
+        return -(-(len(request.prompt) + request.max_new_tokens) // self._pool.block_size)
+
+    def _admit(self) -> None:
+        """Takes up those that wait, as long as all that run will have their blocks to the end."""
+        taken = sum(map(self._blocks_of, self._running))
+        while self._waiting and len(self._running) < self.max_num_seqs:
+            request = self._waiting[0]
+            taken += self._blocks_of(request)
+            if taken > self._pool.num_blocks:
+                return
+            request.sequence = self._pool.sequence(request.prompt)  # holds the blocks of a prefix that is cached
+            self._running.append(self._waiting.popleft())
+
+    def _schedule(self) -> Batch:
+        """One token of each request that decodes, and of prompts what fits beside them."""
+        batch: Batch = []
+        left, num_prompts = self._chunk, self._max_prompts
+        for request in self._running:
+            position = request.sequence.num_tokens
+            if position < len(request.prompt):
+                new = np.asarray(request.prompt[position : position + left], np.int32)
+                if num_prompts and len(new):
+                    batch.append((request, new))
+                    left, num_prompts = left - len(new), num_prompts - 1
+            elif request.num_started < request.max_new_tokens:
+                token = request.generated[-1] if request.row is None else ~request.row
+                batch.append((request, np.array([token], np.int32)))
+        return batch
+
+    def _start(self, batch: Batch) -> tuple[jax.Array, list[tuple[int, Request]]]:
+        """Starts a step; the tokens that it will give, and whose they are."""
+        sequences, q_lens = [request.sequence for request, _ in batch], [len(new) for _, new in batch]
+        self._pool.append(sequences, q_lens)
+        rows = min(size for size in self._num_seqs if size >= len(batch))
+        is_decode = max(q_lens) == 1
+        step = kvjax.StepMetadata.from_sequences(
+            sequences,
+            q_lens,
+            num_tokens=rows if is_decode else rows + self._chunk,
+            num_seqs=rows,
+            max_blocks=self._max_blocks,
+        )
+        tokens = np.zeros(len(step.slot_mapping), np.int32)
+        tokens[: sum(q_lens)] = np.concatenate([new for _, new in batch])
+        buckets = {"max_q_len": 1, "max_prompts": 0} if is_decode else self._prompt_buckets
+        self._previous, self.caches = self._run(tokens, self._previous, step, self.caches, **buckets)
+        self._previous.copy_to_host_async()
+        giving = []
+        for row, (request, new) in enumerate(batch):
+            request.row = row
+            if request.sequence.num_tokens <= len(request.prompt):
+                request.sequence.commit(new)
+            if request.sequence.num_tokens >= len(request.prompt):
+                request.num_started += 1
+                giving.append((row, request))
+        return self._previous, giving
+
+    @property
+    def _prompt_buckets(self) -> dict[str, int]:
+        return {"max_q_len": self._chunk, "max_prompts": self._max_prompts}
+
+    def _take_in(self, following: jax.Array, giving: list[tuple[int, Request]]) -> list[Request]:
+        """Reads the tokens of a step."""
+        values, ended = np.asarray(following).tolist(), []
+        for row, request in giving:
+            if request.is_done:  # it ended when the step was under way already
+                continue
+            request.generated.append(values[row])
+            if len(request.generated) == request.max_new_tokens or values[row] == self._eos:
+                request.is_done = True
+                request.sequence.free()
+                self._running.remove(request)
+                ended.append(request)
+            elif request.num_started > len(request.generated):  # it has gone into the step that is under way
+                request.sequence.commit(values[row : row + 1])
+        return ended

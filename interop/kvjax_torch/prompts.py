@@ -1,0 +1,382 @@
+"""Attention of many query tokens of a sequence on a GPU: pages made dense by the gather kernel, then torch's attention.
+
+That is FlashAttention-2 for sequences of any lengths, a part of torch's builds for CUDA
+(`torch.ops.aten._flash_attention_forward`): its rows stand at the ends of their keys, so that a chunk behind cached
+tokens is one call, which takes the step's query as it lies. What it does not have (a soft cap, other head sizes, 16-bit
+pages of another dtype than the query's) or cannot hold (codes with a scale for each token and head) `dense` attends to
+in float32, over rows a tile at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from kvjax import KVQuantMode
+from kvjax_torch import cuda, dense
+from kvjax_torch.dtypes import torch_dtype
+from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan
+from kvjax_torch.ragged_rows import Pages, Results, Sequences
+
+DENSE_BYTES = 1 << 30
+"""What the keys and values of the sequences that are attended to at once may take; those of one may take more."""
+
+LOGITS_BYTES = 64 << 20
+"""What the logits of a tile of rows may take in float32; those of one row of each sequence may take more."""
+
+MAX_HEAD_SIZE = 256
+"""Of FlashAttention-2's forward pass."""
+
+
+def attend(
+    plan: RaggedPlan,
+    query: torch.Tensor,
+    pages: Pages,
+    sequences: Sequences,
+    sinks: torch.Tensor | None,
+    results: Results,
+) -> None:
+    """Attention of the sequences that have too many rows to decode, in lots of as many as `DENSE_BYTES` hold.
+
+    Of sequences with more than `plan.max_q_len` rows, and of those after the first `plan.max_prompts`, nothing is put
+    into the results.
+    """
+    attention, spec = plan.attention, plan.attention.cache.spec
+    if attention.window is not None and attention.window >= sequences.table.shape[1] * spec.block_size:
+        attention = dataclasses.replace(attention, window=None)
+    num_seqs, q_lens = sequences.table.shape[0], sequences.q_lens
+    is_prompt = (q_lens > attention.q_len) & (q_lens <= plan.max_q_len)
+    after = is_prompt.cumsum(0)
+    # Which sequence is the first prompt, the second, ...; `num_seqs` is none.
+    seq = torch.arange(num_seqs, device=query.device)
+    chosen = seq.new_full((num_seqs + 1,), num_seqs)
+    chosen.scatter_(0, torch.where(is_prompt, after - 1, num_seqs), seq)
+
+    by_flash = _can_flash(attention)
+    dtype = _dense_dtype(attention) if by_flash else torch.float32
+    num_blocks = _blocks_reached(attention, plan.max_q_len, sequences.table.shape[1])
+    elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
+    at_once = max(1, min(plan.max_prompts, DENSE_BYTES // (elements * dtype.itemsize)))
+    serve = _by_flash if by_flash else _by_softmax
+    for first in range(0, plan.max_prompts, at_once):
+        chosen_now = chosen[first : min(first + at_once, plan.max_prompts)]
+        own = _own_sequences(sequences, chosen_now, spec.block_size)
+        lot = _Lot(attention, plan.max_q_len, dtype, pages, *_reached(attention, own, num_blocks, pages.num_blocks))
+        number = torch.where(is_prompt, after - 1 - first, -1)
+        serve(lot, query, sequences, number, sinks, results)
+
+
+def _can_flash(plan: AttentionPlan) -> bool:
+    """Whether torch's flash attention serves such a call; it takes the largest logit before the scale."""
+    spec = plan.cache.spec
+    is_stored = spec.quant_mode is KVQuantMode.NONE
+    return (
+        plan.dtype is not torch.float32
+        # 16 bits hold codes exactly, but not with scales that differ from token to token.
+        and not spec.quant_mode.is_per_token_head
+        and (not is_stored or torch_dtype(spec.storage_dtype) is plan.dtype)
+        and spec.head_size == spec.head_size_v <= MAX_HEAD_SIZE
+        and spec.head_size % 8 == 0
+        and plan.sm_scale > 0
+        and plan.logits_soft_cap is None
+        and torch.backends.cuda.is_flash_attention_available()
+    )
+
+
+def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
+    """Of rows, keys and values in 16 bits; quantized elements are exact in float16, which has three bits more."""
+    return plan.dtype if plan.cache.spec.quant_mode is KVQuantMode.NONE else torch.float16
+
+
+def _blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
+    """The least number of blocks that hold all tokens that a sequence's rows see, wherever they begin."""
+    if plan.window is None:
+        return max_blocks
+    size = plan.cache.spec.block_size
+    return min(-(-(plan.window - 1 + max_q_len + size - 1) // size), max_blocks)
+
+
+def _own_sequences(sequences: Sequences, chosen: torch.Tensor, block_size: int) -> Sequences:
+    """Those of these numbers, and in place of one that is none an empty one."""
+    num_seqs, max_blocks = sequences.table.shape
+    is_any, seq = chosen < num_seqs, chosen.clamp(max=num_seqs - 1)
+    table, lens, starts, ends = (x.index_select(0, seq) for x in sequences)
+    lens = torch.where(is_any, lens.clamp(0, max_blocks * block_size), 0).to(torch.int64)
+    return Sequences(table, lens, starts, torch.where(is_any, ends, starts))
+
+
+class _Reach(NamedTuple):
+    """Sequences less what none of their rows sees.
+
+    Attributes:
+      sequences: with no more blocks than `_blocks_reached` says; lengths are int64, and fit.
+      first_seen: int64 `[num_seqs]`, the first token that a row sees; in the first block.
+      is_hole: bool, of the table's shape: whether the tokens of a block are not there.
+    """
+
+    sequences: Sequences
+    first_seen: torch.Tensor
+    is_hole: torch.Tensor
+
+
+def _reached(plan: AttentionPlan, own: Sequences, num_blocks: int, num_cache_blocks: int) -> _Reach:
+    """Of a window the blocks that it reaches; else all, less those before the rows that were given back."""
+    size, max_blocks = plan.cache.spec.block_size, own.table.shape[1]
+    first_own = own.lens - own.q_lens  # the first row's place
+    if plan.window is not None:
+        first_seen = (first_own - (plan.window - 1)).clamp(min=0)
+        first_block = first_seen // size
+        column = first_block[:, None] + torch.arange(num_blocks, device=own.table.device)
+        table = own.table.gather(1, column.clamp(max=max_blocks - 1))
+        table = torch.where(column < max_blocks, table, -1)
+        lens = (own.lens - first_block * size).clamp(max=num_blocks * size)
+        first_seen = first_seen - first_block * size
+    else:
+        column = torch.arange(max_blocks, device=own.table.device)
+        is_before = column < (first_own.clamp(min=0) // size)[:, None]
+        is_gone = is_before & ~_is_block(own.table, num_cache_blocks)
+        kept = (~is_gone).cumsum(1) - 1
+        table = own.table.new_full((own.table.shape[0], max_blocks + 1), -1)
+        table = table.scatter_(1, torch.where(is_gone, max_blocks, kept), own.table)[:, :max_blocks]
+        lens = own.lens - is_gone.sum(1) * size
+        first_seen = torch.zeros_like(lens)
+    return _Reach(own._replace(table=table, lens=lens), first_seen, ~_is_block(table, num_cache_blocks))
+
+
+def _is_block(table: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    return (table >= 0) & (table < num_blocks)
+
+
+class _Lot(NamedTuple):
+    """Sequences that are attended to at once.
+
+    Attributes:
+      plan: of the rows of sequences that decode, but for the window: None where it holds all.
+      max_q_len: most rows of a sequence.
+      dtype: of keys and values.
+      pages: which they are read from.
+      own: the sequences.
+      first_seen: as `_Reach` has it.
+      is_hole: likewise.
+    """
+
+    plan: AttentionPlan
+    max_q_len: int
+    dtype: torch.dtype
+    pages: Pages
+    own: Sequences
+    first_seen: torch.Tensor
+    is_hole: torch.Tensor
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that keys and values are made for, of each sequence."""
+        return self.own.table.shape[1] * self.plan.cache.spec.block_size
+
+    def gather(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[num_seqs, max_len, num_kv_heads, ...]`, zeros where a sequence has none."""
+        gathered = GatherPlan(self.plan.cache, self.dtype, self.plan.scale_sizes)
+        caches = self.pages.key_cache, self.pages.value_cache
+        return cuda.gather_planned(gathered, *caches, self.own.table, self.own.lens, k_scale, v_scale)
+
+
+def _by_flash(
+    lot: _Lot,
+    query: torch.Tensor,
+    sequences: Sequences,
+    number: torch.Tensor,
+    sinks: torch.Tensor | None,
+    results: Results,
+) -> None:
+    """Puts the results of a lot's rows, by one call that takes all rows and for those of other sequences no keys.
+
+    Of the scale of quantized keys these get the power of two, and the query the rest, which rounds it to float16; the
+    scale of values is left to the results.
+
+    Args:
+      lot: the sequences.
+      query: of the step.
+      sequences: of the step.
+      number: int64, of each of these its number in the lot, or any other.
+      sinks: of each head.
+      results: of the step.
+    """
+    plan, pages, rows = lot.plan, lot.pages, query
+    num_lot, size = lot.own.lens.shape[0], plan.cache.spec.block_size
+    k_scale, v_scale = pages.k_scale, pages.v_scale
+    weight = query.new_ones((1, 1), dtype=torch.float32)
+    if plan.cache.spec.quant_mode is not KVQuantMode.NONE:
+        rest = 2 * torch.frexp(k_scale).mantissa  # 1 of a scale that is a power of two
+        rows = torch.mul(query, _of_each_head(rest, plan)[:, None], out=query.new_empty(query.shape, dtype=lot.dtype))
+        most = torch.finfo(lot.dtype).max
+        rows.clamp_(-most, most)
+        weight = _of_each_head(v_scale, plan)[None]
+        k_scale, v_scale = k_scale / rest, torch.ones_like(v_scale)
+    keys, values = lot.gather(k_scale, v_scale)
+    if plan.window is not None:  # what is before the window may be NaN, which no weight of 0 makes 0
+        is_unseen = torch.arange(size, device=query.device) < lot.first_seen[:, None]
+        values[:, :size].masked_fill_(is_unseen[:, :, None, None], 0)
+
+    in_lot = (number >= 0) & (number < num_lot)
+    index = number.clamp(0, num_lot - 1)
+    num_keys = lot.own.lens.index_select(0, index) * in_lot
+    # Where the keys of each sequence begin: of one that has none, anywhere.
+    starts = torch.cat([index, index[:1]]) * lot.max_len
+    bounds = torch.cat([sequences.starts[:1], sequences.ends])
+    out, lse = flash(
+        _aligned(rows),
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        *(x.to(torch.int32) for x in (bounds, starts, num_keys)),
+        max_q_len=lot.max_q_len,
+        max_len=lot.max_len,
+        sm_scale=plan.sm_scale,
+        window=plan.window,
+    )
+
+    row = torch.arange(query.shape[0], device=query.device)
+    of_seq = torch.searchsorted(sequences.ends, row, right=True)
+    is_any, of_seq = of_seq < number.shape[0], of_seq.clamp(max=number.shape[0] - 1)
+    is_own = is_any & in_lot[of_seq] & (row >= sequences.starts[of_seq])
+    position = num_keys[of_seq] - (sequences.ends[of_seq] - row)
+    weight, lse = _corrected(lot, index[of_seq], position, weight, lse, sinks)
+    weighted = torch.mul(out, weight[:, :, None], out=torch.empty_like(results.out[:-1]))
+    for whole, part in zip(results, (weighted, lse), strict=True):
+        torch.where(is_own.view(-1, *[1] * (part.ndim - 1)), part, whole[:-1], out=whole[:-1])
+
+
+def _corrected(
+    lot: _Lot,
+    of_lot: torch.Tensor,
+    position: torch.Tensor,
+    weight: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to multiply results with, and their log-sum-exp: with sinks, and without tokens that are not there.
+
+    The logit of such a token was 0, its value too: each added 1 to the denominator, and nothing else. There are some
+    where a cache does not hold a sequence's newest blocks, as in a table of a shared prefix. Where there are none
+    nothing changes; the result is the less precise the more of the denominator they were.
+
+    Args:
+      lot: the sequences.
+      of_lot: int64 `[num_tokens]`, whose row each is.
+      position: int64 `[num_tokens]`, where it stands among its keys.
+      weight: float32 `[1, num_heads]` or `[1, 1]`, what to multiply with anyway.
+      lse: float32 `[num_tokens, num_heads]`, of keys alone.
+      sinks: of each head.
+    """
+    num_seen = (position + 1).clamp(0, lot.max_len if lot.plan.window is None else lot.plan.window)
+    holes = _holes_seen(lot, of_lot, position)
+    sees, holes = (num_seen > holes)[:, None], holes[:, None]
+    share = torch.where(holes > 0, 1.0 - holes * torch.exp(-lse), 1.0).clamp(min=torch.finfo(torch.float32).eps)
+    lse = torch.where(sees, lse + torch.log(share), -torch.inf)
+    weight = torch.where(sees, weight / share, 0.0)
+    if sinks is None:
+        return weight, lse
+    whole = torch.logaddexp(lse, sinks)
+    return weight * torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole)), whole
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Rows where flash attention can read them, 16 bytes at a time; copied where it cannot."""
+    places = [rows.data_ptr(), *(stride * rows.element_size() for stride in rows.stride()[:-1])]
+    is_aligned = rows.stride(-1) == 1 and not any(place % 16 for place in places)
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
+def flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    starts: torch.Tensor,
+    num_keys: torch.Tensor,
+    *,
+    max_q_len: int,
+    max_len: int,
+    sm_scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention-2 as torch has it, causal: the last row of a sequence sees its last key.
+
+    Rows of no sequence may come out as anything, and so may the log-sum-exp of a row that sees no key; its result is 0.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`, float16 or bfloat16.
+      keys: `[num_keys, num_kv_heads, head_size]`, of the query's dtype.
+      values: likewise.
+      bounds: int32 `[num_seqs + 1]`, the first row of each sequence, and the end of the last one's.
+      starts: int32 `[num_seqs + 1]`, the first key of each sequence; the last entry is none's.
+      num_keys: int32 `[num_seqs]`, keys of each sequence.
+      max_q_len: most rows of a sequence; at least 2.
+      max_len: most keys of a sequence.
+      sm_scale: factor on the logits, above 0.
+      window: tokens that a row sees, its own included.
+
+    Returns:
+      `[num_tokens, num_heads, head_size]` of the query's dtype, and float32 `[num_tokens, num_heads]`.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+        query,
+        keys,
+        values,
+        bounds,
+        starts,
+        max_q_len,
+        max_len,
+        0.0,
+        True,
+        False,
+        scale=sm_scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0,
+        seqused_k=num_keys,
+    )
+    return out, lse.t()
+
+
+def _of_each_head(scale: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """A scale of one element or of each KV head as `[num_heads]`, for query heads."""
+    num_kv_heads = plan.cache.spec.num_kv_heads
+    return scale.reshape(-1, 1).expand(num_kv_heads, plan.num_heads // num_kv_heads).flatten()
+
+
+def _holes_seen(lot: _Lot, of_lot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Of each row how many tokens that it would see are not there: int64 `[num_tokens]`."""
+    size, num_blocks = lot.plan.cache.spec.block_size, lot.is_hole.shape[1]
+    before = torch.nn.functional.pad(lot.is_hole.cumsum(1), (1, 0))  # holes among the blocks before each
+
+    def up_to(count: torch.Tensor) -> torch.Tensor:
+        """Among so many tokens."""
+        count = count.clamp(0, num_blocks * size)
+        block = (count // size).clamp(max=num_blocks - 1)
+        return before[of_lot, block] * size + lot.is_hole[of_lot, block] * (count - block * size)
+
+    holes = up_to(position + 1)
+    return holes if lot.plan.window is None else holes - up_to(position + 1 - lot.plan.window)
+
+
+def _by_softmax(
+    lot: _Lot,
+    query: torch.Tensor,
+    sequences: Sequences,
+    number: torch.Tensor,
+    sinks: torch.Tensor | None,
+    results: Results,
+) -> None:
+    """Puts the results of a lot's rows, by float32 attention to a tile of rows of each sequence at a time."""
+    keys, values = lot.gather(lot.pages.k_scale, lot.pages.v_scale)
+    own, num_heads = lot.own, query.shape[1]
+    num_lot = own.lens.shape[0]
+    tile = max(1, min(lot.max_q_len, LOGITS_BYTES // (4 * num_lot * num_heads * lot.max_len)))
+    for first in range(0, lot.max_q_len, tile):
+        row = own.starts[:, None] + torch.arange(first, first + tile, device=query.device)
+        rows = query.index_select(0, row.clamp(0, query.shape[0] - 1).flatten()).unflatten(0, (num_lot, tile))
+        # Where the last row of the tile stands, whether the sequence has it or not.
+        ends = own.lens - own.q_lens + (first + tile)
+        attended = dense.attend(lot.plan, rows, keys, values, own.table, ends, lot.pages.num_blocks, sinks)
+        results.put(row, row < own.ends[:, None], *attended)

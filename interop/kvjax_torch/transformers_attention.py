@@ -1,0 +1,194 @@
+"""Attention over the pages of a `KvjaxCache`, as transformers' `attn_implementation="kvjax"`.
+
+transformers hands a model's attention three things in turn: `kvjax_mask` makes one mask of a step for all layers,
+`KvjaxCache.update` takes a layer's new keys and values, and `kvjax_attention` attends. Which of the new tokens are
+padding is known in the last of them alone; so `update` returns the states as they came, and they are stored there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvjax import KVCacheTypeError, KVCacheValueError
+
+if TYPE_CHECKING:
+    from kvjax_torch.transformers_cache import KvjaxLayer
+
+NAME = "kvjax"
+"""What transformers knows this attention by."""
+
+IN_PAGES = f"keys and values of a KvjaxCache are in pages, which attn_implementation={NAME!r} alone can read"
+
+
+class PagedStates:
+    """What `KvjaxCache.update` returns where the model's attention is `kvjax_attention`, which alone can read it.
+
+    Attributes:
+      layer: the layer of the cache.
+      keys: the new tokens' keys, not stored yet: `[num_seqs, num_kv_heads, num_new_tokens, head_size]`.
+      values: the same for the values.
+    """
+
+    __slots__ = ("keys", "layer", "values")
+
+    def __init__(self, layer: KvjaxLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: {IN_PAGES}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise KVCacheTypeError(f"{getattr(function, '__name__', function)}: {IN_PAGES}")
+
+
+def attends_to_pages(config: Any) -> bool:
+    """Whether the attention of a model of this (text) configuration is `kvjax_attention`."""
+    return bool(config._attn_implementation == NAME)
+
+
+def kvjax_mask(
+    *,
+    attention_mask: torch.Tensor | None,
+    kv_length: int,
+    kv_offset: int = 0,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Which positions of a batch are padding, on the host, for all layers of a step; nothing of `[q_len, kv_len]`.
+
+    The host waits for the mask, as it does in transformers' masks for other attention. Causality and windows need none.
+
+    Args:
+      attention_mask: bool `[num_seqs, kv_length]`, False for padding, or None.
+      kv_length: positions that the queries see, theirs included.
+      kv_offset: the first of these.
+      allow_is_causal_skip: False where the model asks for anything else than a causal mask, with or without a window.
+      local_size: tokens of a window, or of a chunk.
+      config: the model's (text) configuration.
+
+    Returns:
+      `attention_mask` on the host, or None where nothing is padding.
+
+    Raises:
+      KVCacheValueError: a model whose attention is not causal, packs several sequences into one, or attends in chunks.
+    """
+    if not allow_is_causal_skip:
+        raise KVCacheValueError(
+            f"attn_implementation: got {NAME!r} for a mask that is not a causal one, with or without a sliding window;"
+            " expected 'sdpa' or 'eager' for this model"
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and local_size == chunk and kv_offset + kv_length > chunk:
+        raise KVCacheValueError(
+            f"attn_implementation: got {NAME!r} for attention in chunks of {chunk} tokens and {kv_offset + kv_length}"
+            " tokens, expected 'sdpa' or 'eager' for more than a chunk"
+        )
+    if attention_mask is None:
+        return None
+    is_token = attention_mask.cpu()
+    return None if is_token.all() else is_token
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]  # of torch
+    reason="KvjaxCache keeps its block table on the host, where no graph reaches"
+)
+def kvjax_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: PagedStates,
+    value: PagedStates,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stores a layer's new keys and values and attends to all that its pages hold, as transformers calls attention.
+
+    Args:
+      module: the model's attention.
+      query: `[num_seqs, num_heads, num_new_tokens, head_size]`.
+      key: what `KvjaxCache.update` returned.
+      value: the same.
+      attention_mask: what `kvjax_mask` returned: bool `[num_seqs, num_tokens]`, or None. Padding is not stored, and
+        its results are undefined.
+      dropout: 0.
+      scaling: factor on the logits, by default `1 / sqrt(head_size)`.
+      is_causal: whether attention is causal, by default what `module` says. It has to be.
+      softcap: cap on the logits, as `logits_soft_cap` of `kvjax_torch.paged_attention`.
+      s_aux: `[num_heads]`, as `sinks` of `kvjax_torch.paged_attention`.
+      position_bias: None.
+      others: `sliding_window`, where the module passes one; all else is ignored.
+
+    Returns:
+      `(out, None)`: `[num_seqs, num_new_tokens, num_heads, head_size]`, and no weights.
+
+    Raises:
+      KVCacheTypeError: keys that are no `PagedStates`: of another cache, of a `KvjaxCache` that was made of another
+        configuration than the model's, or of none.
+      KVCacheValueError: a mask of another shape, another window than that of the layer's spec, dropout, a bias or
+        attention that is not causal; and as `KvjaxCache.update`.
+    """
+    if not isinstance(key, PagedStates):
+        raise KVCacheTypeError(
+            f"past_key_values: got keys of type {type(key).__name__}, expected attn_implementation={NAME!r} with"
+            " past_key_values=KvjaxCache(model.config, ...) of the same configuration object; for another cache, or"
+            " none, model.set_attn_implementation('sdpa')"
+        )
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    for what, got, expected in (("dropout", dropout, 0), ("is_causal", is_causal, True)):
+        if got != expected:
+            raise KVCacheValueError(f"{what}: got {got}, expected {expected} for attn_implementation={NAME!r}")
+    if position_bias is not None:
+        raise KVCacheValueError(f"position_bias: got a tensor, expected None for attn_implementation={NAME!r}")
+    layer, num_new = key.layer, key.keys.shape[2]
+    if query.shape[2] != num_new:
+        raise KVCacheValueError(f"query: got {query.shape[2]} tokens, expected the {num_new} of the keys")
+    out = layer.attend(
+        query.transpose(1, 2),
+        key.keys,
+        key.values,
+        is_token=_as_padding(attention_mask, len(query), layer.num_tokens + num_new),
+        sm_scale=scaling,
+        sliding_window=_window(layer, others),
+        logits_soft_cap=softcap,
+        sinks=None if s_aux is None else s_aux.detach().to(torch.float32),
+    )
+    return out, None
+
+
+def _as_padding(mask: torch.Tensor | None, num_seqs: int, num_tokens: int) -> np.ndarray | None:
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[0] != num_seqs or mask.shape[1] < num_tokens:
+        raise KVCacheValueError(
+            f"attention_mask: got shape {[*mask.shape]}, expected [{num_seqs}, {num_tokens}] for"
+            f" attn_implementation={NAME!r}"
+        )
+    return np.asarray(mask[:, :num_tokens].numpy(force=True), np.bool_)
+
+
+def _window(layer: KvjaxLayer, arguments: dict[str, Any]) -> int | None:
+    """The window that the module asks for; of one that leaves it to its mask, the layer's."""
+    expected: int | None = layer.spec.sliding_window
+    window: int | None = arguments.get("sliding_window", expected)
+    if expected not in (None, window):  # blocks that it has passed are given back
+        raise KVCacheValueError(f"sliding_window: got {window}, expected {expected} as the configuration says")
+    return window
+
+
+AttentionInterface.register(NAME, kvjax_attention)
+AttentionMaskInterface.register(NAME, kvjax_mask)

@@ -1,0 +1,298 @@
+"""Rows of pages on their way through shared memory: a ring of stages that all warps of a block fill and read.
+
+Each slot has two barriers. One counts what has arrived, the other the warps that are done with the stage. So warps may
+be several stages apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.registers import LANES
+from kvjax.pages import SWIZZLE_TOKENS
+
+
+class Digit(NamedTuple):
+    """An int32 that is in part known when the kernel is traced: `varying + known`, with `0 <= varying < bound`."""
+
+    varying: jax.Array
+    bound: int
+    known: int
+
+    @property
+    def value(self) -> Any:
+        """The number."""
+        return self.varying + self.known
+
+    def times(self, factor: int) -> Digit:
+        """The product with a number."""
+        return Digit(self.varying * factor, (self.bound - 1) * factor + 1, self.known * factor)
+
+    def plus(self, other: Digit) -> Digit:
+        """The sum."""
+        return Digit(self.varying + other.varying, self.bound + other.bound - 1, self.known + other.known)
+
+    def split(self, divisor: int) -> tuple[Digit, Digit]:
+        """The quotient and the remainder by a divisor."""
+        varying, bound, known = self
+        if divisor % bound == 0 and known % bound == 0:  # then the sum of the remainders stays below the divisor
+            return Digit(varying * 0, 1, known // divisor), Digit(varying, bound, known % divisor)
+        if known % divisor:
+            varying, bound, known = varying + known, bound + known, 0
+        quotient = Digit(divided(varying, divisor), -(-bound // divisor), known // divisor)
+        return quotient, Digit(remainder(varying, divisor), min(bound, divisor), 0)
+
+
+def _chosen(index: Digit, values: Sequence[int]) -> Digit:
+    """Element `index` of a list."""
+    value = index.varying * 0
+    if all(x == values[0] for x in values):
+        return Digit(value, 1, values[0])
+    if index.bound == 1:
+        return Digit(value, 1, values[index.known])
+    for i, x in enumerate(values):
+        value = jnp.where(index.value == i, x, value)
+    return Digit(value, max(values) + 1, 0)
+
+
+class Copy(NamedTuple):
+    """What one instruction copies, of each thread or warp its own piece.
+
+    Attributes:
+      tile: the tile.
+      to: byte of the stage.
+      source: byte of the page, without what depends on where the tile is in it.
+      token: the token of the tile that lies there, where rows of a tile are in several pages.
+      token_stride: bytes from a token to the next in the page.
+      size: bytes.
+      is_one: whether there is anything to copy; None where every thread or warp has something.
+      block: which of `Ring.blocks` is the token's.
+      half: 0 of the pages of keys, 1 of those of values.
+      page_stride: bytes from a page to the next.
+    """
+
+    tile: Digit
+    to: Digit
+    source: Digit
+    token: Digit | None
+    token_stride: Any
+    size: Any
+    is_one: jax.Array | None
+    block: int
+    half: int
+    page_stride: int
+
+
+class Tokens(NamedTuple):
+    """Tokens of a stage that are in one block: a tile, or of each thread one token."""
+
+    tile: Digit
+    token: Digit | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ring of a block of threads.
+
+    Attributes:
+      plan: what a stage holds.
+      warps: warps of the block.
+      slots: stages of the ring; with one, each is copied after the one before it was read.
+      buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
+      barriers: shared memory, `int32 [4 * slots]`: of each slot a barrier for what arrives, then one for its readers.
+      pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
+      table: reference to the block table, flat.
+      num_blocks: blocks from 0 to less than this exist: a uint32 register.
+      num_layers: pages of a block.
+      layer: which of them.
+      first_head: the block's first KV head.
+      thread: the thread's number in the block, a register.
+    """
+
+    plan: StagePlan
+    warps: int
+    slots: int
+    buffer: Any
+    barriers: Any
+    pages: tuple[Any, Any]
+    table: Any
+    num_blocks: jax.Array
+    num_layers: int
+    layer: jax.Array
+    first_head: jax.Array
+    thread: jax.Array
+
+    @property
+    def ahead(self) -> int:
+        """Stages that are on their way while one is read; fewer than there are slots."""
+        return min(self.slots - 1, max(1, self.slots - 2))  # with one between, no warp waits for the slowest
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a stage."""
+        return TILE * self.plan.tiles
+
+    def begin(self) -> None:
+        """Sets up the barriers; all threads of the block call it, once."""
+        _ = self.copies  # traced once, here, and used within loops
+        arrivals = self.warps if self.plan.chunks else self.warps * LANES
+        lanes.initialize_barriers(self.barriers, self.thread, [arrivals] * self.slots + [self.warps] * self.slots)
+
+    @functools.cached_property
+    def copies(self) -> tuple[list[Copy], list[Tokens]]:
+        """The copies of a stage, and the tokens whose blocks they need."""
+        return self._bulk_copies() if self.plan.chunks else self._thread_copies()
+
+    def _bulk_copies(self) -> tuple[list[Copy], list[Tokens]]:
+        plan, warp = self.plan, self.thread >> 5
+        copies: list[Copy] = []
+        tokens: list[Tokens] = []
+        for half, rows in enumerate((plan.keys[0], plan.values[0])):
+            chunks = [chunk for chunk in plan.chunks if chunk.half == half]
+            count = plan.tiles * len(chunks)
+            for first in range(0, count, self.warps):
+                tile, number = Digit(warp, self.warps, first).split(len(chunks))
+                source, to, size, token, head, _ = (_chosen(number, values) for values in zip(*chunks, strict=True))
+                is_one = None if first + self.warps <= count else warp + first < count
+                source = Digit(source.value + self.first_head * head.value, 0, 0)
+                to = tile.times(rows.tile_stride).plus(to)
+                place = to, source, None, token.value, size.value
+                copies.append(Copy(tile, *place, is_one, len(tokens), half, rows.page_stride))
+                tokens.append(Tokens(tile, None))
+        return copies, tokens
+
+    def _thread_copies(self) -> tuple[list[Copy], list[Tokens]]:
+        plan = self.plan
+        threads = LANES * self.warps
+        copies: list[Copy] = []
+        tokens: dict[Any, int] = {}
+        looked_up: list[Tokens] = []
+        for half, rows in ((i, rows) for i, each in enumerate((plan.keys, plan.values)) for rows in each):
+            pieces = rows.page.row_bytes // rows.unit
+            count = plan.tiles * TILE * plan.heads * pieces
+            for first in range(0, count, threads):
+                rest, piece = Digit(self.thread, threads, first).split(pieces)
+                if rows.by_token:
+                    rest, head = rest.split(plan.heads)
+                    tile, token = rest.split(TILE)
+                else:
+                    rest, token = rest.split(TILE)
+                    tile, head = rest.split(plan.heads)
+                is_one = None if first + threads <= count else self.thread + first < count
+                # What several copies need is looked up once.
+                same = (tile.known,) if tile.bound == 1 and plan.has_whole_tiles else (count, rows.by_token, first)
+                if same not in tokens:
+                    tokens[same] = len(looked_up)
+                    looked_up.append(Tokens(tile, None if plan.has_whole_tiles else token))
+                unit = piece.times(rows.unit)
+                to = tile.times(rows.tile_stride).plus(head.times(rows.head_stride)).plus(unit)
+                to = to.plus(token.times(rows.pitch)).plus(Digit(self.thread * 0, 1, rows.start))
+                source = head.times(rows.page.head_stride).plus(unit).plus(Digit(self.thread * 0, 1, rows.page.base))
+                source = source._replace(varying=source.varying + self.first_head * rows.page.head_stride)
+                if plan.has_whole_tiles:
+                    source = source.plus(token.times(rows.page.token_stride))
+                in_pages = None if plan.has_whole_tiles else token
+                place = to, source, in_pages, rows.page.token_stride, rows.unit
+                copies.append(Copy(tile, *place, is_one, tokens[same], half, rows.page_stride))
+        return copies, looked_up
+
+    def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
+        """The pages that the copies of a stage read, of each of their tokens; -1 where nothing is to be copied.
+
+        Args:
+          entries: where the sequence's entries begin in the table.
+          position: of the stage's first token.
+          start: the first position that is seen.
+          end: nothing is seen from there on.
+        """
+        found = []
+        for tile, token in self.copies[1]:
+            first, size = position + tile.value * TILE, TILE
+            if token is not None:
+                # A swizzled row holds scales of four tokens: they travel together, and are in one block.
+                size = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
+                first = (first + token.value) // size * size
+            wanted = (first + (size - 1) >= start) & (first < end)
+            block = lanes.load_global(self.table, entries + divided(first, self.plan.block_size), wanted, -1)
+            exists = block < self.num_blocks  # one comparison: negative numbers are large ones
+            page = lanes.bits(block, jnp.int32)
+            if self.num_layers > 1:
+                page = page * self.num_layers + self.layer
+            found.append(jnp.where(exists, page, -1))
+        return found
+
+    def lacks_blocks(self, entries: Any, start: Any, end: Any) -> jax.Array:
+        """Whether any block of the positions from `start` to `end` does not exist: a scalar, the same in all warps."""
+        size = self.plan.block_size
+        first, last = start // size, jnp.maximum(end - 1, 0) // size
+        lane = self.thread & (LANES - 1)
+
+        def body(i: jax.Array, lacks: jax.Array) -> jax.Array:
+            entry = lane + (first + i * LANES)
+            block = lanes.load_global(self.table, entry + entries, entry <= last, 0)
+            return lacks | ((entry <= last) & (block >= self.num_blocks)).astype(jnp.int32)
+
+        chunks = (last - first) // LANES + 1
+        lacks = lax.fori_loop(0, jnp.where(end > start, chunks, 0), body, self.thread * 0)
+        return lanes.any_in_warp(lacks != 0)
+
+    def fill(self, slot: Any, parity: Any, position: Any, blocks: list[jax.Array]) -> None:
+        """Starts the copies of a stage, as soon as all warps are done with what was in the slot.
+
+        `parity`: of how often the slot was filled before.
+        """
+        plan = self.plan
+        lanes.wait_for_barrier(self.barriers, self.slots + slot, 1 - parity)
+        base, copies = slot * plan.stage_bytes, []
+        for copy in self.copies[0]:
+            block = blocks[copy.block]
+            condition = block >= 0 if copy.is_one is None else (block >= 0) & copy.is_one
+            offset = copy.source.varying
+            if plan.block_size != TILE:
+                first = copy.tile.times(TILE)
+                first = first if copy.token is None else first.plus(copy.token)
+                offset = offset + remainder(position + first.value, plan.block_size) * copy.token_stride
+            copies.append(
+                lanes.Copy(
+                    copy.half, base + copy.to.varying, copy.to.known, block, copy.page_stride, offset,
+                    copy.source.known, copy.size, condition,
+                )
+            )  # fmt: skip
+        if plan.chunks:
+            lanes.copy_bulk(self.buffer, self.pages, self.barriers, slot, copies)
+        else:
+            for each in copies:
+                lanes.copy_async(self.buffer, self.pages, each)
+            lanes.arrive_with_copies(self.barriers, slot, asynchronous=plan.copies_asynchronously)
+
+    def wait(self, slot: Any, parity: Any) -> None:
+        """Waits until a stage has arrived in the slot, filled as often before as `parity` says."""
+        lanes.wait_for_barrier(self.barriers, slot, parity)
+
+    def release(self, slot: Any) -> None:
+        """Says that this warp is done with the stage in a slot."""
+        lanes.arrive_as_warp(self.barriers, self.slots + slot)
+
+    def next(self, slot: jax.Array, parity: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The slot after a slot, and its parity."""
+        is_last = slot == self.slots - 1
+        return jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
+
+
+def divided(x: Any, divisor: int) -> Any:
+    """The quotient of int32 that are not negative."""
+    return lanes.bits(lax.div(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)
+
+
+def remainder(x: Any, divisor: int) -> Any:
+    """The remainder of int32 that are not negative."""
+    return lanes.bits(lax.rem(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)

@@ -1,0 +1,153 @@
+"""Rotary position embedding as a part of the write kernel: rows of queries and keys, rotated before they are stored.
+
+A thread holds runs of pairs of elements, of all heads of a token, and the cosines and sines that all heads share. NeoX
+pairs element `i` of a head with `i + rot_dim / 2`: both are runs, loaded by themselves. GPT-J pairs neighbours: the two
+are the halves of a word, and rows are ones of words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax import quant
+from kvjax.kernels import compat
+from kvjax.kernels.memory import Number, Rows
+from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """What is rotated, and how.
+
+    Attributes:
+      dtype: of queries and keys, float16 or bfloat16.
+      head_size: elements of a head.
+      rot_dim: of those, how many are rotated, the first; even.
+      is_neox: whether pairs are of halves, else of neighbours.
+      table_itemsize: bytes of a cosine.
+    """
+
+    dtype: np.dtype[Any]
+    head_size: int
+    rot_dim: int
+    is_neox: bool
+    table_itemsize: int
+
+    @property
+    def elements_a_column(self) -> int:
+        """A column is an element, or a word of two."""
+        return 1 if self.is_neox else 2
+
+    @property
+    def columns(self) -> int:
+        """Of a head."""
+        return self.head_size // self.elements_a_column
+
+    def as_columns(self, x: jax.Array) -> jax.Array:
+        """`[num_tokens, heads, head_size]` as rows of columns."""
+        rows = x.reshape(x.shape[0], -1)
+        if self.is_neox:
+            return rows
+        return lax.bitcast_convert_type(rows.reshape(x.shape[0], -1, 2), jnp.uint32)
+
+    def from_columns(self, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `as_columns`."""
+        return (rows if self.is_neox else lax.bitcast_convert_type(rows, self.dtype)).reshape(shape)
+
+    def rotate(
+        self,
+        source: Rows,
+        token: jax.Array,
+        heads: int,
+        table: Rows,
+        position: jax.Array,
+        store: Callable[[jax.Array, int], None],
+    ) -> None:
+        """Rotates the heads of a token; `store` is given `[heads, columns]` and the column where they begin.
+
+        `table` holds a row of cosines and then sines for each position, of `rot_dim` elements.
+        """
+        half, size = self.rot_dim // 2, self.elements_a_column
+        column_bytes = size * self.dtype.itemsize
+        run_bytes = math.gcd(source.alignment, self.columns * column_bytes, half * column_bytes, MAX_VECTOR_BYTES)
+        table_bytes = math.gcd(half * self.table_itemsize, MAX_VECTOR_BYTES)
+        widest = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
+        layout = lane_layout((heads, half), widest)
+
+        def load(column: int, columns: int, layout: Any) -> jax.Array:
+            rows = source.ref.at[token - source.first, pl.ds(source.start, heads * self.columns)]
+            if compat.interpreting():  # which knows no reshaped references
+                return compat.load(rows, layout).reshape(heads, self.columns)[:, column : column + columns]
+            return compat.load(rows.reshape(heads, self.columns).at[:, pl.ds(column, columns)], layout)
+
+        def of_all_heads(column: int) -> jax.Array:
+            ref = table.ref.at[position, pl.ds(table.start + column, half)]
+            row = compat.load(ref, layout.reduce(0)).astype(jnp.float32)
+            return plgpu.layout_cast(lax.broadcast_in_dim(row, (heads, half), (1,)), layout)
+
+        loaded = [load(i * half, half, layout) for i in range(2 if self.is_neox else 1)]
+        rest = self.columns - 2 * half // size
+        rest_layout = lane_layout((heads, rest), run_bytes // column_bytes) if rest else None
+        unrotated = load(self.columns - rest, rest, rest_layout) if rest else None
+        cos, sin = of_all_heads(0), of_all_heads(half)
+        if self.is_neox:
+            x, y = (each.astype(jnp.float32) for each in loaded)
+        else:
+            x, y = _halves(loaded[0], self.dtype)
+        turned = compat.ptx(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
+        other = compat.ptx(_SUM, quant.rotated_second, x, y, cos, sin)
+        if self.is_neox:
+            store(_narrow(turned, self.dtype), 0)
+            store(_narrow(other, self.dtype), half)
+        else:
+            store(_joined(turned, other, self.dtype), 0)
+        if unrotated is not None:
+            store(unrotated, self.columns - rest)
+
+
+# No compiler fuses these products with what follows, as it might where they were not PTX.
+_DIFFERENCE = "{ .reg .f32 p, q; mul.rn.ftz.f32 p, $1, $3; mul.rn.ftz.f32 q, $2, $4; sub.rn.ftz.f32 $0, p, q; }"
+_SUM = "{ .reg .f32 p, q; mul.rn.ftz.f32 p, $2, $3; mul.rn.ftz.f32 q, $1, $4; add.rn.ftz.f32 $0, p, q; }"
+
+
+def store_heads(rows: Rows, token: Number, columns: int, values: jax.Array, column: int) -> None:
+    """Stores `[heads, ...]` from `column` on of each head of a token, of so many columns, in `rows`."""
+    (heads, count), (ref, start) = values.shape, rows[:2]
+    if compat.interpreting():
+        for head in range(heads):
+            compat.store(ref.at[token, pl.ds(start + head * columns + column, count)], values[head])
+        return
+    run = ref.at[token, pl.ds(start, heads * columns)].reshape(heads, columns)
+    compat.store(run.at[:, pl.ds(column, count)], values)
+
+
+def _halves(words: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
+    low, high = (
+        lax.bitcast_convert_type(half.astype(jnp.uint16), dtype).astype(jnp.float32)
+        for half in (words & 0xFFFF, words >> 16)
+    )
+    return low, high
+
+
+def _narrow(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    return quant.cast(x, dtype) if compat.interpreting() else x.astype(dtype)
+
+
+def _joined(low: jax.Array, high: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+
+    def model(low: jax.Array, high: jax.Array) -> jax.Array:
+        bits = [lax.bitcast_convert_type(quant.cast(x, dtype), jnp.uint16).astype(jnp.uint32) for x in (low, high)]
+        return bits[0] | bits[1] << 16
+
+    return compat.ptx(f"cvt.rn.{kind}.f32 $0, $2, $1;", model, low, high)

@@ -1,0 +1,195 @@
+"""Rotary position embedding and a write in one: `rope_and_cache`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax import quant
+from kvjax.cache import KVCache, as_seen_here
+from kvjax.errors import KVCacheValueError
+from kvjax.kernels.rotation import Rotation
+from kvjax.kernels.write import Rotated
+from kvjax.ops import select
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.rows import why_not_whole_elements
+from kvjax.ops.values import check_positions, is_checked
+from kvjax.ops.write import as_tokens, flat_tokens, own_slots, write_mosaic, write_xla
+from kvjax.partition import CACHE, Signature
+from kvjax.spec import as_bool
+
+
+def rope_and_cache(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    positions: ArrayLike,
+    cos_sin_cache: ArrayLike,
+    *,
+    is_neox: bool = True,
+    layer: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    unique_slots: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Rotates queries and keys by their positions, and writes keys and values into their slots.
+
+    The bytes are those of rotating, rounding to the dtype of `key` and writing: a pair `(x, y)` of elements becomes
+    `(x * cos - y * sin, y * cos + x * sin)`, computed in float32, products rounded first. Queries are rotated for every
+    token, also for one whose slot writes nothing.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]` or `[batch, time, num_heads, head_size]`, of `key`'s dtype.
+      key: `[num_tokens, num_kv_heads, head_size]` or `[batch, time, ...]`, float32, float16 or bfloat16.
+      value: of `key`'s dtype; its heads may have a size of their own.
+      cache: as `reshape_and_cache_flash` takes it, and so are `slot_mapping`, `layer`, the scales and
+        `unique_slots`.
+      slot_mapping: int32 or int64 `[num_tokens]` or `[batch, time]`.
+      positions: int32 or int64 `[num_tokens]` or `[batch, time]`: the row of `cos_sin_cache` of each token. One before
+        its first row takes that, one past its last the last.
+      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as vLLM's rotary embeddings have it: of
+        each position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`;
+        elements of a head from there on stay as they are.
+      is_neox: whether element `i` of a head is paired with `i + rot_dim / 2` (NeoX, Llama), else `2 i` with `2 i + 1`
+        (GPT-J).
+      layer: the number of the layer in a cache of several.
+      k_scale: decode scale of the keys, instead of the cache's.
+      v_scale: that of the values.
+      unique_slots: promises that no two written tokens share a slot.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device. Of float32 keys, and of odd head
+        sizes, XLA rotates and the kernel writes.
+
+    Returns:
+      `(query, cache)`: the rotated queries, of the shape and dtype of `query`, and the cache to use from now on.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it; differentiation.
+      UnsupportedError: the implementation asked for cannot serve this call.
+    """
+    check_cache(cache)
+    given, cache = cache, as_seen_here(cache)
+    written = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
+    names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
+    tokens = list(zip(names, np.shape(key), strict=False))
+    dims = [*tokens, ("num_heads", None), ("head_size", cache.spec.head_size)]
+    check_array("query", query, dims, [written[0].dtype])
+    if np.shape(query)[-2] % cache.spec.num_kv_heads:
+        raise KVCacheValueError(
+            f"query: got num_heads={np.shape(query)[-2]}, expected a multiple of num_kv_heads={cache.spec.num_kv_heads}"
+        )
+    check_array("positions", positions, tokens, INDEX_DTYPES)
+    check_array("cos_sin_cache", cos_sin_cache, [("max_position", None), ("rot_dim", None)], INPUT_DTYPES)
+    max_position, rot_dim = np.shape(cos_sin_cache)
+    if rot_dim % 2 or not 2 <= rot_dim <= cache.spec.head_size or not max_position:
+        raise KVCacheValueError(
+            f"cos_sin_cache: got shape {(max_position, rot_dim)}, expected positions, and an even rot_dim of 2 to"
+            f" head_size={cache.spec.head_size}"
+        )
+    check_devices(cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
+    unique_slots, is_neox = as_bool("unique_slots", unique_slots), as_bool("is_neox", is_neox)
+    query = jnp.asarray(query)
+    shape = query.shape
+    if len(tokens) == 2:
+        query, positions = flat_tokens(query), flat_tokens(positions)
+    if is_checked():
+        check_positions(positions, written[2], max_position)
+    serve = select.choose("rope_and_cache", implementation, _IMPLEMENTATIONS, cache)
+    rotated, kv = serve(
+        cache,
+        *written,
+        query,
+        _as_positions(positions, max_position),
+        jnp.asarray(cos_sin_cache),
+        is_neox=is_neox,
+        unique_slots=unique_slots,
+    )
+    return rotated.reshape(shape), dataclasses.replace(given, kv=kv)
+
+
+def _as_positions(positions: Any, max_position: int) -> jax.Array:
+    """int32, of which one that is no row still is none."""
+    if positions.dtype == np.int32:
+        return jnp.asarray(positions)
+    xp: Any = np if isinstance(positions, np.ndarray) else jnp
+    return jnp.asarray(xp.clip(positions, 0, max_position - 1).astype(np.int32))
+
+
+def _rope_xla(
+    cache: KVCache,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array | None,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    query: jax.Array,
+    positions: jax.Array,
+    cos_sin_cache: jax.Array,
+    *,
+    is_neox: bool,
+    unique_slots: bool,
+) -> tuple[jax.Array, jax.Array]:
+    query, key = _rotated(query, key, positions, cos_sin_cache, is_neox)
+    return query, write_xla(cache, key, value, slot_mapping, layer, k_scale, v_scale, unique_slots=unique_slots)
+
+
+def _rotated(
+    query: jax.Array, key: jax.Array, positions: jax.Array, cos_sin_cache: jax.Array, is_neox: bool
+) -> tuple[jax.Array, jax.Array]:
+    rows = cos_sin_cache[jnp.clip(positions, 0, cos_sin_cache.shape[0] - 1)].astype(jnp.float32)
+    cos, sin = jnp.split(rows, 2, axis=1)
+    return quant.rotate(query, cos, sin, is_neox), quant.rotate(key, cos, sin, is_neox)
+
+
+def _rope_mosaic(
+    cache: KVCache,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array | None,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    query: jax.Array,
+    positions: jax.Array,
+    cos_sin_cache: jax.Array,
+    *,
+    is_neox: bool,
+    unique_slots: bool,
+) -> tuple[jax.Array, jax.Array]:
+    written = (slot_mapping, layer, k_scale, v_scale)
+    if not key.size or not query.size or key.dtype.itemsize != 2 or key.shape[2] % 2:
+        query, key = _rotated(query, key, positions, cos_sin_cache, is_neox)
+        return query, write_mosaic(cache, key, value, *written, unique_slots=unique_slots)
+    table = cos_sin_cache
+    rotation = Rotation(key.dtype, key.shape[2], table.shape[1], is_neox, table.dtype.itemsize)
+    rotated = Rotated(query, positions, table, rotation)
+    query, kv = write_mosaic(cache, key, value, *written, unique_slots=unique_slots, rotated=rotated)
+    return query, kv
+
+
+def _results(cache: KVCache, *args: Any, **_: Any) -> Any:
+    return args[6], cache.kv
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    xla=_rope_xla,
+    mosaic=_rope_mosaic,
+    results=_results,
+    why_not_mosaic=why_not_whole_elements,
+    signature=Signature(
+        arguments=(
+            *("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),
+            *("tokens heads head_size", "tokens", "positions rot_dim"),
+        ),
+        results=("tokens heads head_size", CACHE),
+        own=own_slots,
+    ),
+)

@@ -1,0 +1,137 @@
+"""The example's engine gives each request the tokens that it would have alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from examples import llama
+from examples.engine import Engine
+
+CONFIG = llama.ModelConfig(61, 32, 48, 2, 4, 2, 16)
+SPEC = kvjax.FullAttentionSpec(4, 2, 16, dtype=kvjax.KVCacheDType.FLOAT32)
+NUM_BLOCKS, MAX_BLOCKS = 20, 8
+LENGTHS, NEW = (9, 3, 1, 14, 6, 22, 9), (5, 9, 2, 1, 7, 3, 4)
+
+
+@functools.cache
+def params() -> llama.Params:
+    return llama.random_params(CONFIG, jax.random.key(0), "float32")
+
+
+def made(calls: list[dict[str, Any]] | None = None, **options: Any) -> tuple[Engine, kvjax.BlockPool]:
+    pool = kvjax.BlockPool(NUM_BLOCKS, SPEC.block_size)
+    cache = kvjax.KVCache.allocate(SPEC, NUM_BLOCKS, num_layers=2)
+    cache = kvjax.KVCache(jax.numpy.full_like(cache.kv, np.nan), SPEC, num_layers=2)
+
+    def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
+        if calls is not None:
+            calls.append({**buckets, "num_tokens": len(tokens), "q_lens": np.diff(step.cu_q_lens).tolist()})
+        return llama.greedy_step(params(), tokens, previous, step, caches, config=CONFIG, **buckets)
+
+    options = {"num_seqs": [2, 4], "max_blocks": MAX_BLOCKS, "chunk": 5} | options
+    return Engine(run, cache, pool, **options), pool
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    found = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in LENGTHS]
+    found[-1] = found[0][:8] + found[-1][8:]  # two blocks in common
+    return found
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    """What the model continues each prompt with, by itself and all in one step a token."""
+    found = []
+    for prompt, number in zip(prompts(), NEW, strict=True):
+        known = list(prompt)
+        for _ in range(number):
+            pool = kvjax.BlockPool(MAX_BLOCKS, SPEC.block_size)
+            sequence = pool.sequence()
+            pool.append([sequence], [len(known)])
+            step = kvjax.StepMetadata.from_sequences([sequence], [len(known)], num_tokens=32, max_blocks=MAX_BLOCKS)
+            tokens = np.pad(known, (0, 32 - len(known))).astype(np.int32)
+            cache = kvjax.KVCache.allocate(SPEC, MAX_BLOCKS, num_layers=2)
+            following, _ = llama.greedy_step(params(), tokens, np.zeros(1, np.int32), step, cache, config=CONFIG)
+            known.append(int(following[0]))
+        found.append(known[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("max_prompts", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_requests_get_their_tokens_in_any_company(max_prompts: int):
+    calls: list[dict[str, Any]] = []
+    engine, pool = made(calls, max_prompts=max_prompts)
+    where = engine.caches.kv.unsafe_buffer_pointer()
+    requests = [engine.submit(*each) for each in zip(prompts()[:-1], NEW, strict=False)]
+    ended = []
+    while not engine.is_idle:
+        ended += engine.step()
+    assert sorted(map(id, ended)) == sorted(map(id, requests))
+    requests.append(engine.submit(prompts()[-1], NEW[-1]))
+    while not engine.is_idle:
+        engine.step()
+    assert [request.generated for request in requests] == alone()
+    assert pool.num_free == NUM_BLOCKS
+    assert engine.caches.kv.unsafe_buffer_pointer() == where
+    mixed = [call for call in calls if call["max_q_len"] == 5]
+    assert any(1 in call["q_lens"] and max(call["q_lens"]) > 1 for call in mixed)
+    assert all(sum(n > 1 for n in call["q_lens"]) <= max_prompts for call in calls)
+    sizes = {call["num_tokens"] for call in calls}
+    assert {2, 7, 9} <= sizes <= {2, 4, 7, 9}
+    assert len(calls[-1]["q_lens"]) == 2
+    assert sum(sum(call["q_lens"]) for call in calls) == sum(LENGTHS) + sum(NEW) - len(NEW) - 8
+
+
+def test_a_request_ends_with_the_token_that_ends_texts():
+    longest = max(range(len(NEW)), key=NEW.__getitem__)
+    tokens = alone()[longest]
+    eos = tokens[4]
+    engine, pool = made(eos_token_id=eos)
+    request = engine.submit(prompts()[longest], NEW[longest])
+    while not engine.is_idle:
+        engine.step()
+    assert request.generated == tokens[: tokens.index(eos) + 1]
+    assert pool.num_free == NUM_BLOCKS
+
+
+def test_the_next_step_starts_before_the_tokens_of_the_last_are_read():
+    reads: list[int] = []
+
+    class Following:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def copy_to_host_async(self) -> None:
+            pass
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            reads.append(self.number)
+            return np.full(4, 7)
+
+    started: list[tuple[int, list[int], Any]] = []
+
+    def run(tokens: Any, previous: Any, step: Any, caches: Any, **_: Any) -> Any:
+        started.append((len(reads), tokens.tolist(), previous))
+        return Following(len(started)), caches
+
+    engine = Engine(run, None, kvjax.BlockPool(8, 4), num_seqs=[1], max_blocks=8)
+    request = engine.submit([3], 4)
+    while not engine.is_idle:
+        engine.step()
+    assert [tokens for _, tokens, _ in started] == [[3], [~0], [~0], [~0]]
+    assert [before for before, _, _ in started] == [0, 0, 1, 2]
+    assert [previous.number for _, _, previous in started[1:]] == [1, 2, 3]
+    assert (request.generated, reads) == ([7] * 4, [1, 2, 3, 4])
+
+
+def test_a_request_that_never_fits_is_refused():
+    engine, _ = made()
+    with pytest.raises(ValueError, match=r"got 30 \+ 3 tokens"):
+        engine.submit([1] * 30, 3)

@@ -1,0 +1,64 @@
+"""What docs/serving.md shows runs as it stands: its engine gives each prompt what it would have alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvjax
+
+PAGE = (Path(__file__).parents[1] / "docs/serving.md").read_text()
+
+
+def source(name: str) -> str:
+    [found] = re.findall(rf"<!-- {name}: begin -->\n```python\n(.*?)```\n<!-- {name}: end -->", PAGE, re.DOTALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(source("engine"), "docs/serving.md", "exec"), names)
+    return names
+
+
+def continued(names: dict[str, Any], prompt: list[int], num_new_tokens: int) -> list[int]:
+    """A prompt by itself, all of it again for every token."""
+    known = list(prompt)
+    for _ in range(num_new_tokens):
+        pool = kvjax.BlockPool(4, 16)
+        sequence = pool.sequence()
+        pool.append([sequence], [len(known)])
+        step = kvjax.StepMetadata.from_sequences([sequence], [len(known)], num_tokens=64, max_blocks=4)
+        tokens = np.pad(known, (0, 64 - len(known))).astype(np.int32)
+        caches = tuple(kvjax.KVCache.allocate(names["spec"], 4) for _ in range(names["NUM_LAYERS"]))
+        buckets = {"max_q_len": None, "max_prompts": None}
+        following, _ = names["run"](names["weights"], tokens, np.zeros(4, np.int32), step, caches, **buckets)
+        known.append(int(following[0]))
+    return known[len(prompt) :]
+
+
+def test_the_engine_gives_each_prompt_its_tokens(engine):
+    assert [len(request["generated"]) for request in engine["requests"]] == [6, 6, 6]
+    for request in engine["requests"]:
+        assert request["generated"] == continued(engine, request["prompt"], 6)
+
+
+def test_the_engine_gives_its_blocks_back(engine):
+    assert engine["pool"].num_free == engine["num_blocks"]
+    assert engine["pool"].num_cached == sum((length + 5) // 16 for length in (21, 3, 40)) - 1  # a block in common
+
+
+@pytest.mark.full
+def test_the_mesh_divides_heads():
+    check = "assert attended.sharding.spec == P(None, 'tensor', None), attended.sharding"
+    code = "\n".join([source("engine"), source("mesh"), check, "assert shards.sharding == by_head"])
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags})

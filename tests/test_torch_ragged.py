@@ -1,0 +1,663 @@
+"""kvjax_torch.ragged_paged_attention passes the suite of kvjax.ragged_paged_attention, on tensors as torch has them.
+
+On CPU tensors it is run as it is, and as a GPU has it with stand-ins for its kernels; on a GPU with the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import attention_suite as suite  # noqa: E402
+import test_ragged_attention as ragged_suite  # noqa: E402
+from attention_suite import Attend, Case  # noqa: E402
+from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
+from test_ragged_attention import GRID, ragged  # noqa: E402
+from torch_helpers import A_WHILE, capture, from_numpy, to_numpy, torch_cache  # noqa: E402
+
+import kvjax  # noqa: E402
+import kvjax_torch  # noqa: E402
+from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError  # noqa: E402
+from kvjax.ops.ragged import _as_buckets  # noqa: E402
+from kvjax_torch import cuda, host, launch, prompts  # noqa: E402
+from kvjax_torch import ragged as on_gpu  # noqa: E402
+from kvjax_torch.ragged_arguments import buckets  # noqa: E402
+
+
+def given(
+    device: str,
+    query: np.ndarray,
+    cache: KVCache,
+    table: np.ndarray,
+    lens: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    form: str = "one_allocation",
+    **options: Any,
+) -> dict[str, Any]:
+    """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
+    spec = cache.spec
+    pages = torch_cache(page_bytes(cache), spec, form=form, device=device)
+    options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
+    options |= {name: from_numpy(np.asarray(options[name])).to(device) for name in ("k_scale", "v_scale")}
+    if options["sinks"] is not None:
+        options["sinks"] = from_numpy(options["sinks"]).to(device)
+    return options | {
+        "query": from_numpy(np.concatenate([query, query], axis=-2)).to(device)[..., : query.shape[-2], :],
+        "key_cache": pages.key,
+        "value_cache": pages.value,
+        "block_table": from_numpy(np.pad(table, ((0, 0), (1, 2)), constant_values=1)).to(device)[:, 1:-2],
+        "seq_lens": from_numpy(lens.astype(np.int64)).to(device),
+        "cu_q_lens": from_numpy(bounds.astype(np.int64)).to(device),
+        "kv_cache_dtype": spec.dtype.value,
+        "return_lse": True,
+    }
+
+
+def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
+    """What attends; `is_rounded`: queries of quantized caches are rounded to float16."""
+
+    def run(query: np.ndarray, *args: Any, **options: Any) -> Any:
+        out, lse = kvjax_torch.ragged_paged_attention(**given(device, query, *args, **options, **how))
+        return to_numpy(out, query.dtype), to_numpy(lse, np.dtype(np.float32))
+
+    run.by_cudnn = is_rounded  # to ragged_suite.slack
+    return run
+
+
+def flash_model(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    starts: torch.Tensor,
+    num_keys: torch.Tensor,
+    *,
+    max_q_len: int,
+    max_len: int,
+    sm_scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prompts.flash`, with NaN for all that it leaves undefined."""
+    assert query.dtype == keys.dtype == values.dtype
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert all(x.dtype is torch.int32 and x.is_contiguous() for x in (bounds, starts, num_keys))
+    for x in (query, keys, values):
+        assert x.stride(-1) == 1
+        assert not any(2 * stride % 16 for stride in x.stride()[:-1])
+    assert not query.data_ptr() % 16
+    assert query.shape[-1] % 8 == 0
+    assert max_q_len > 1
+    assert sm_scale > 0
+    group = query.shape[1] // keys.shape[1]
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan)
+    for seq, length in enumerate(num_keys.tolist()):
+        assert 0 <= length <= max_len
+        start, end = bounds[seq : seq + 2].tolist()
+        rows = slice(start, min(end, start + max_q_len))
+        key, value = (x[starts[seq] :][:length].repeat_interleave(group, dim=1).float() for x in (keys, values))
+        assert len(key) == length
+        position = length - (end - torch.arange(rows.start, rows.stop))
+        age = position[:, None] - torch.arange(length)
+        seen = (age >= 0) & (age < (window or length + 1))
+        logits = torch.einsum("qhd,thd->hqt", query[rows].float(), key) * sm_scale
+        logits = logits.masked_fill(~seen, -torch.inf)
+        sees = seen.any(dim=1)
+        lse[rows] = torch.where(sees, torch.logsumexp(logits, dim=-1), torch.inf).t()
+        weights = torch.exp(logits - lse[rows].t()[..., None]).nan_to_num(0.0).to(query.dtype).float()
+        out[rows] = torch.where(sees[:, None, None], torch.einsum("hqt,thd->qhd", weights, value), 0.0).to(query.dtype)
+    return out, lse
+
+
+def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs calls with CPU tensors as those of a GPU, with the host in place of kernels."""
+    monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
+    monkeypatch.setattr(cuda, "attend", host.attend)
+    monkeypatch.setattr(cuda, "gather_planned", host.gather)
+    monkeypatch.setattr(prompts, "flash", flash_model)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.fixture(params=["cpu", "stand-ins", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
+    if request.param == "stand-ins":
+        use_stand_ins(monkeypatch)
+    return attend_on("cuda" if request.param == "cuda" else "cpu", is_rounded=request.param != "cpu")
+
+
+CASES = [
+    ragged(**GRID, dtype="nvfp4", scales="scalar"),
+    ragged(**GRID, dtype="fp8_e4m3", scales="per_head", layout="HND", sinks=True, window=127),
+    ragged((12, 1, 0), (18, 17, 0), dtype="bfloat16", cap=5.0, window=9, sinks=True),
+    ragged((12, 2), (18, 17), dtype="float32", query_dtype="float32", block_size=1),
+    ragged((12, 1, 0), (18, 17, 0), dtype="int8_per_token_head", window=9),
+]
+MORE_CASES = [
+    ragged(**GRID, **options)
+    for options in (
+        {},
+        {"sinks": True},
+        {"dtype": "bfloat16", "cap": 50.0, "window": 256},
+        {"dtype": "float16", "query_dtype": "float16", "window": 16, "block_size": 8},
+        {"dtype": "float16", "query_dtype": "bfloat16", "group": 5},
+        {"dtype": "fp8_e5m2", "query_dtype": "float16", "scales": "scalar", "head_size": 80},
+        {"dtype": "fp8_e4m3", "head_size": 128, "head_size_v": 64},
+        {"dtype": "nvfp4", "v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 1},
+        {"dtype": "nvfp4", "block_size": 784, "window": 1024, "sinks": True, "cap": 30.0},
+        {"dtype": "fp8_e4m3", "sm_scale": -0.07, "window": 40},
+        {"dtype": "nvfp4", "head_size": 112, "window": 1, "num_kv_heads": 3},
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)], ids=str
+)
+def test_a_serving_step(attend, case):
+    ragged_suite.check(case, attend)
+
+
+def numbers(q_lens: tuple[int, ...], decode_q_len: int) -> dict[str, int]:
+    """The least that hold these sequences."""
+    most = sum(q_len > decode_q_len for q_len in q_lens)
+    return {"max_q_len": max(q_lens), "decode_q_len": decode_q_len, "max_prompts": most}
+
+
+@pytest.mark.parametrize(
+    "q_lens",
+    [(3, 1, 0, 8), *(pytest.param(x, marks=pytest.mark.full) for x in ((1, 1, 0, 1), (4, 4, 4, 4), (9, 1, 0, 30)))],
+)
+@pytest.mark.parametrize("window", [20, pytest.param(None, marks=pytest.mark.full)])
+def test_buckets(attend, q_lens, window):
+    """Whatever they are, as long as they hold the call."""
+    problem = ragged_suite.build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=window))
+    longest = max(q_lens)
+    for decode_q_len in {1, min(longest, 4), longest, longest + 7}:
+        bounded = functools.partial(attend, **numbers(q_lens, decode_q_len))
+        slack = ragged_suite.slack(problem.case, attend)
+        suite.assert_right(problem, *ragged_suite.run(problem, bounded), **slack)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_q_len": 11, "decode_q_len": 1}, {"max_prompts": 1, "decode_q_len": 1}], ids=str
+)
+def test_a_sequence_beyond_the_numbers_sees_nothing(limits, monkeypatch):
+    """The others are served, as on the host all are."""
+    problem = ragged_suite.build(ragged((4, 1, 12), (20, 9, 40), dtype="nvfp4", sinks=True))
+    attend = functools.partial(attend_on("cpu"), **limits)
+    whole = ragged_suite.run(problem, attend)
+    suite.assert_right(problem, *whole)
+    use_stand_ins(monkeypatch)
+    outs, lses = ragged_suite.run(problem, attend)
+    for seq in (0, 1):
+        np.testing.assert_allclose(np.float32(outs[seq]), np.float32(whole[0][seq]), rtol=1e-2, atol=1e-3)
+    assert not outs[2].astype(np.float32).any()
+    np.testing.assert_array_equal(lses[2], np.broadcast_to(problem.options["sinks"], lses[2].shape))
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_memory_is_bounded(case, monkeypatch):
+    """A prompt at a time, and without flash attention a row at a time, comes to the same."""
+    use_stand_ins(monkeypatch)
+    gathered = []
+
+    def gather(plan: Any, key_cache: Any, value_cache: Any, table: Any, *args: Any) -> Any:
+        gathered.append(tuple(table.shape))
+        return host.gather(plan, key_cache, value_cache, table, *args)
+
+    monkeypatch.setattr(cuda, "gather_planned", gather)
+    monkeypatch.setattr(prompts, "DENSE_BYTES", 1)
+    monkeypatch.setattr(prompts, "LOGITS_BYTES", 1)
+    problem, attend = ragged_suite.build(case), attend_on("cpu", is_rounded=True)
+    most = numbers(case.q_lens, 1)
+    results = ragged_suite.run(problem, functools.partial(attend, **most))
+    suite.assert_right(problem, *results, **ragged_suite.slack(case, attend))
+    assert len(gathered) == most["max_prompts"]
+    assert {num_seqs for num_seqs, _ in gathered} == {1}
+    if case.window is not None:
+        reached = case.window - 1 + most["max_q_len"] + case.block_size - 1
+        assert max(num_blocks for _, num_blocks in gathered) <= -(-reached // case.block_size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+@pytest.mark.parametrize("strides", ["offset", "heads last", "every second"])
+def test_a_query_may_be_strided_in_any_way(strides, dtype, device, monkeypatch):
+    """Flash attention reads 16 bytes at a time."""
+    if device == "cpu":
+        use_stand_ins(monkeypatch)
+    problem = ragged_suite.build(ragged((12, 1), (18, 17), dtype=dtype))
+    rows, bounds = np.concatenate(problem.args[0]), np.int32([0, 12, 13])
+    call = given(device, rows, *problem.args[1:], bounds, **problem.options)
+    query = call["query"].contiguous()
+    expected = kvjax_torch.ragged_paged_attention(**call | {"query": query})
+    other = {
+        "offset": lambda: torch.cat([query.new_zeros(1), query.flatten()])[1:].view(query.shape),
+        "heads last": lambda: query.transpose(1, 2).contiguous().transpose(1, 2),
+        "every second": lambda: query.repeat_interleave(2, dim=-1)[..., ::2],
+    }[strides]()
+    assert_same(kvjax_torch.ragged_paged_attention(**call | {"query": other}), expected)
+
+
+BATCH = ragged((1, 3, 0, 2, 3), (300, 17, 9, 40, 129), dtype="nvfp4", sinks=True)
+
+
+@pytest.mark.parametrize("seq", [0, 1, 4])
+def test_batch_invariant(attend, seq):
+    """The same bits for a sequence alone as among others."""
+    problem = ragged_suite.build(BATCH)
+    query, cache, table, lens = problem.args
+    options = {"batch_invariant": True, "max_q_len": 3}
+    whole = ragged_suite.run(problem, functools.partial(attend, **options))
+    own, rows = slice(seq, seq + 1), np.concatenate([query[seq], query[1]])
+    bounds = np.int32([0, len(query[seq])])
+    alone = attend(rows, cache, table[own], lens[own], bounds, **problem.options, **options)
+    for got, results in zip(alone, whole, strict=True):
+        assert_same_bytes(got[: len(query[seq])], results[seq])
+
+
+def test_prompts_on_a_gpu_are_not_batch_invariant(monkeypatch):
+    problem = ragged_suite.build(BATCH)
+    attend = functools.partial(attend_on("cpu"), batch_invariant=True, decode_q_len=1)
+    suite.assert_right(problem, *ragged_suite.run(problem, attend))
+    use_stand_ins(monkeypatch)
+    with pytest.raises(
+        UnsupportedError, match="batch_invariant=True and room for 5 sequences of more than decode_q_len=1"
+    ):
+        ragged_suite.run(problem, attend)
+
+
+def test_the_numbers_are_those_of_jax():
+    for num_tokens in range(1, 20):
+        for num_seqs in (0, 1, 3):
+            for longest, most, decoding in itertools.product((None, 1, 5, 40), (None, 0, 2), (None, 1, 3, 40)):
+                names = _as_buckets(num_tokens, num_seqs, longest, most, decoding)
+                expected = names["max_q_len"], names["max_prompts"], names["decode_q_len"]
+                assert buckets(num_tokens, num_seqs, longest, most, decoding) == expected
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(11, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["nvfp4", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_one_chunk_is_five_is_decode(attend, dtype, window):
+    """A chunk's own keys and values are read as they were stored."""
+    scales = "one" if dtype == "bfloat16" else "scalar"
+    problem = ragged_suite.build(ragged((45,), (45,), dtype=dtype, scales=scales, window=window, block_size=8))
+    want, factors = suite.expected(problem, 0), ragged_suite.slack(problem.case, attend)
+    [query], cache, table, lens = problem.args
+    chunks = [ragged_suite.step_by_step(problem, attend, cuts) for cuts in ([0], [0, 9, 10, 26, 40])]
+    out, lse = each_alone(attend, query, cache, table, lens[0] - np.arange(45)[::-1], **problem.options)
+    for got in (*chunks, np.concatenate([np.float32(out), lse[..., None]], axis=-1)):
+        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max
+        assert np.abs(got[..., -1] - want.lse).max() <= want.lse_max * factors.get("lse_factor", 1)
+
+
+def each_alone(attend: Attend, query: np.ndarray, cache: KVCache, table: np.ndarray, lens: Any, **options: Any) -> Any:
+    """Results of rows that are sequences of one table, each of its own length, that decode."""
+    tables, bounds = np.tile(table, (len(query), 1)), np.arange(len(query) + 1, dtype=np.int32)
+    return attend(query, cache, tables, np.int32(lens), bounds, **options, max_q_len=1)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("hole", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (0, 3, 5))])
+def test_a_block_that_was_given_back_is_not_seen(attend, hole, window):
+    """Behind a chunk, and of its own tokens."""
+    problem = ragged_suite.build(ragged((20,), (48,), dtype="bfloat16", block_size=8, window=window))
+    [query], cache, table, lens = problem.args
+    table = np.where(np.arange(table.shape[1]) == hole, -1, table)
+    out, lse = attend(query, cache, table, lens, np.int32([0, 20]), **problem.options)
+    kept = np.arange(48) // 8 != hole
+    for row in range(20):
+        seen = kept & (np.arange(48) <= 28 + row) & (np.arange(48) > 28 + row - (window or 48))
+        one = dataclasses.replace(
+            problem,
+            case=dataclasses.replace(problem.case, window=None),
+            args=([query[row : row + 1]], *problem.args[1:]),
+            keys=[problem.keys[0][seen]],
+            values=[problem.values[0][seen]],
+        )
+        want = suite.expected(one, 0)
+        np.testing.assert_allclose(np.float32(out[row]), want.out[0], atol=4 * want.out_max)
+        np.testing.assert_allclose(lse[row], want.lse[0], atol=1e-4)
+
+
+def test_rows_of_one_prefix_are_rows_of_one_sequence(attend):
+    """Whose own blocks are not there: more than are there."""
+    problem = ragged_suite.build(ragged((24,), (40,), dtype="nvfp4", block_size=8))
+    [query], cache, table, lens = problem.args
+    shared = np.where(np.arange(table.shape[1]) < 2, table, -1)
+    results = attend(query, cache, shared, lens, np.int32([0, 24]), **problem.options)
+    expected = each_alone(attend, query, cache, table[:, :2], [16] * 24, **problem.options)
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs", "max_blocks"), [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0)])
+def test_no_rows_no_sequences_and_no_blocks(attend, num_tokens, num_seqs, max_blocks):
+    cache = KVCache.allocate(Case("nvfp4").spec, 4)
+    table, lens = np.zeros((num_seqs, max_blocks), np.int32), np.full(num_seqs, 5, np.int32)
+    bounds = np.minimum(np.arange(num_seqs + 1, dtype=np.int32), num_tokens)
+    options = {"k_scale": np.float32(1), "v_scale": np.float32(1), "sinks": None}
+    out, lse = attend(np.ones((num_tokens, 4, 64), np.float16), cache, table, lens, bounds, **options)
+    assert (out.shape, lse.shape) == ((num_tokens, 4, 64), (num_tokens, 4))
+    assert not out.any()
+    assert np.isneginf(lse[num_seqs * bool(max_blocks) :]).all()
+
+
+def arguments(device: str = "cpu", dtype: str = "nvfp4", query_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    if dtype == "auto":
+        kv_cache = torch.zeros((4, 2, 8, 2, 64), dtype=torch.bfloat16, device=device)
+    else:
+        kv_cache = torch.zeros((4, 2, 8, 2, 36), dtype=torch.uint8, device=device)
+    one = torch.ones((), device=device)
+    return {
+        "query": torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(0)).to(device, query_dtype),
+        "key_cache": kv_cache[:, 0],
+        "value_cache": kv_cache[:, 1],
+        "block_table": torch.tensor([[1, 0], [3, 2]], device=device),
+        "seq_lens": torch.tensor([13, 4], device=device),
+        "cu_q_lens": torch.tensor([0, 4, 5], device=device),
+        "kv_cache_dtype": dtype,
+        "k_scale": one,
+        "v_scale": one,
+    }
+
+
+EACH_QUERY = pytest.mark.parametrize(
+    "query_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
+)
+"""Of which the first is one that kernels serve."""
+
+SOME_OPTIONS = {
+    "defaults": {},
+    "a bucket": {"max_q_len": 4},
+    "all": {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.ones(4), "max_prompts": 1, "decode_q_len": 1},
+}
+
+
+@EACH_QUERY
+@matrix({"dtype": ["auto", "nvfp4"], "options": list(SOME_OPTIONS)})
+def test_opcheck(options, dtype, query_dtype, device):
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in SOME_OPTIONS[options].items()}
+    values = tuple(arguments(device, dtype, query_dtype).values())
+    torch.library.opcheck(torch.ops.kvjax.ragged_paged_attention.default, values, options)
+
+
+@EACH_QUERY
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled(query_dtype, device):
+    """One graph for every number of tokens, and whatever the call's own numbers."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def layer(call: dict[str, Any], longest: int) -> Any:
+        options = {"sliding_window": 5, "sm_scale": 0.5, "return_lse": True, "max_q_len": longest}
+        return kvjax_torch.ragged_paged_attention(**call, **options, max_prompts=1, decode_q_len=1)
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for num_tokens, longest in ((6, 4), (5, 5), (6, 6)):
+        call = arguments(device, query_dtype=query_dtype)
+        call["query"] = call["query"][:num_tokens].clone()
+        for got, eager in zip(compiled(call, longest), layer(call, longest), strict=True):
+            torch.testing.assert_close(got, eager)
+    assert len(graphs) == 1
+
+
+def test_shapes_on_the_meta_device():
+    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments().values()]
+    out, lse = torch.ops.kvjax.ragged_paged_attention(*on_meta)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((6, 4, 64), torch.float32, (6, 4), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 4, 64)}, KVCacheValueError, "query: got 4 dimensions, expected [num_tokens, num"),
+        ({"query": torch.zeros(6, 4, 32)}, KVCacheValueError, "query: got shape (6, 4, 32), expected head_size=64"),
+        ({"query": torch.zeros(6, 3, 64)}, KVCacheValueError, "query: got num_heads=3, expected a multiple of num_kv"),
+        ({"query": torch.zeros(6, 4, 64).int()}, KVCacheTypeError, "query: got dtype torch.int32, expected torch.fl"),
+        ({"query": torch.zeros(6, 4, 64).requires_grad_()}, KVCacheTypeError, "query: got requires_grad=True, but at"),
+        ({"query": torch.zeros(6, 4, 64, device="meta")}, KVCacheValueError, "query: got device meta, expected cpu"),
+        (
+            {"cu_q_lens": torch.tensor([0, 6])},
+            KVCacheValueError,
+            "cu_q_lens: got shape (2,), expected [num_seqs + 1=3]",
+        ),
+        (
+            {"cu_q_lens": torch.zeros(3)},
+            KVCacheTypeError,
+            "cu_q_lens: got dtype torch.float32, expected torch.int32 or",
+        ),
+        (
+            {"cu_q_lens": torch.zeros(3, 1).int()},
+            KVCacheValueError,
+            "cu_q_lens: got 2 dimensions, expected [num_seqs +",
+        ),
+        ({"cu_q_lens": [0, 4, 6]}, KVCacheTypeError, "cu_q_lens: got a list, expected a torch.Tensor"),
+        ({"seq_lens": torch.zeros(3).int()}, KVCacheValueError, "seq_lens: got shape (3,), expected [num_seqs=2]"),
+        ({"block_table": torch.zeros(4).int()}, KVCacheValueError, "block_table: got 1 dimensions, expected [num_seqs"),
+        ({"max_q_len": 0}, KVCacheValueError, "max_q_len: got 0, expected an int of at least 1"),
+        ({"max_prompts": -1}, KVCacheValueError, "max_prompts: got -1, expected an int of at least 0"),
+        ({"decode_q_len": 1.0}, KVCacheTypeError, "decode_q_len: got 1.0 of type float, expected an int"),
+        ({"max_q_len": True}, KVCacheTypeError, "max_q_len: got True of type bool, expected an int"),
+        ({"sinks": torch.zeros(3)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
+        ({"sliding_window": 0}, KVCacheValueError, "sliding_window: got 0, expected a positive int or None"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    with pytest.raises(error) as raised:
+        kvjax_torch.ragged_paged_attention(**arguments() | change)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_q_lens": torch.tensor([1, 4, 6])}, "cu_q_lens[0]: got 1, expected 0 first"),
+        ({"cu_q_lens": torch.tensor([0, 4, 3])}, "cu_q_lens[2]: got 3, expected 0 first, and then each between"),
+        (
+            {"cu_q_lens": torch.tensor([0, 4, 7])},
+            "cu_q_lens[2]: got 7, expected 0 first, and then each between the one",
+        ),
+        ({"max_q_len": 3}, "cu_q_lens: got 4 query tokens for sequence 0, expected at most max_q_len=3"),
+        (
+            {"cu_q_lens": torch.tensor([0, 4, 6]), "decode_q_len": 1, "max_prompts": 1},
+            "cu_q_lens: got 2 sequences with more than decode_q_len=1 query tokens",
+        ),
+        ({"seq_lens": torch.tensor([13, 17])}, "seq_lens[1]: got 17, expected between 0 and 16"),
+        ({"block_table": torch.tensor([[1, 0], [9, 2]])}, "block_table[1, 0]: got 9, expected between"),
+    ],
+)
+def test_checked_mode_names_what_is_wrong(change, message, device):
+    call = arguments(device) | {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+    with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
+        kvjax_torch.ragged_paged_attention(**call)
+    assert str(raised.value).startswith(message)
+
+
+def test_blocks_before_a_window_are_not_looked_for():
+    """Checked mode names blocks that are needed alone, by as many rows as each sequence has."""
+    call = arguments() | {"block_table": torch.tensor([[99, 0], [3, 2]])}
+    with kvjax.checked():
+        kvjax_torch.ragged_paged_attention(**call, sliding_window=2)
+        with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got 99, expected between"):
+            kvjax_torch.ragged_paged_attention(**call, sliding_window=3)
+
+
+DTYPES = ("float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+
+STEP = ragged((1, 300, 1, 0, 17, 3), (1328, 700, 17, 0, 17, 90), head_size=128, group=4)
+"""A mixed step."""
+
+
+def on_cuda(case: Case, **options: Any) -> dict[str, Any]:
+    """The arguments of a call, with three rows of no sequence; `options` are those of `suite.build`."""
+    problem = ragged_suite.build(case, **options)
+    query, cache, table, lens = problem.args
+    rows = np.concatenate([*query, np.full((3, *query[0].shape[1:]), np.nan, query[0].dtype)])
+    bounds = np.cumsum([0, *map(len, query)], dtype=np.int32)
+    return given("cuda", rows, cache, table, lens, bounds, **problem.options)
+
+
+def assert_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for each, wanted in zip(got, expected, strict=True):
+        assert torch.equal(each.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8))
+
+
+@pytest.mark.gpu
+@matrix(
+    {"form": ["one_allocation", "two_tensors", "padded_pages", "offset"], "layout": ["NHD", "HND"], "dtype": DTYPES}
+)
+def test_pages_may_lie_anywhere(form, layout, dtype):
+    case = dataclasses.replace(STEP, dtype=dtype, layout=layout, sinks=True)
+    ragged_suite.check(case, attend_on("cuda", is_rounded=True, form=form))
+
+
+@pytest.mark.gpu
+@matrix({"window": [None, 200], "head_size": [64, 80, 96, 112, 128, 192, 256], "group": [1, 5, 16]}, pairs=True)
+def test_heads_that_flash_attention_takes(window, head_size, group):
+    case = dataclasses.replace(STEP, dtype="nvfp4", window=window, head_size=head_size, group=group)
+    ragged_suite.check(case, attend_on("cuda", is_rounded=True))
+
+
+@pytest.mark.gpu
+@matrix({"dtype": ["bfloat16", "nvfp4"], "window": [None, 1024]})
+def test_long_chunks(dtype, window):
+    problem = ragged_suite.build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
+    attend = attend_on("cuda", is_rounded=True)
+    suite.assert_right(problem, *ragged_suite.run(problem, attend), **ragged_suite.slack(problem.case, attend))
+
+
+@pytest.mark.gpu
+@matrix({"options": [{}, {"cap": 30.0}, {"sinks": True, "window": 100}], "dtype": ["bfloat16", "nvfp4"]})
+def test_a_gpu_gives_what_the_host_gives(options, dtype):
+    call = on_cuda(dataclasses.replace(STEP, dtype=dtype, **options))
+    on_host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    results = zip(
+        kvjax_torch.ragged_paged_attention(**call), kvjax_torch.ragged_paged_attention(**on_host), strict=True
+    )
+    for got, wanted in results:
+        torch.testing.assert_close(got.cpu(), wanted, rtol=2**-6, atol=2**-7)
+
+
+def replayed(call: dict[str, Any], limits: dict[str, int], steps: list[tuple[list[int], list[int]]]) -> None:
+    """Holds a captured call's results to those of calls, with other rows, lengths and tables in the same buffers."""
+    kvjax_torch.ragged_paged_attention(**call, **limits)
+    compilations = launch.num_compilations()
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        results = kvjax_torch.ragged_paged_attention(**call, **limits)
+    tables = call["block_table"].clone()
+    for number, (q_lens, lengths) in enumerate(steps):
+        call["block_table"].copy_(tables.roll(number, 0))
+        call["seq_lens"].copy_(torch.tensor(lengths))
+        call["cu_q_lens"].copy_(torch.tensor(np.cumsum([0, *q_lens])))
+        call["query"].normal_()
+        expected = kvjax_torch.ragged_paged_attention(**call, **limits)
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(results, expected)
+        assert results[0][: sum(q_lens)].any()
+    assert launch.num_compilations() == compilations
+
+
+@pytest.mark.gpu
+@matrix({"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"], "q_len": [1, 4]})
+def test_a_graph_of_decodes_replays_with_other_lengths(dtype, q_len):
+    """And with fewer sequences, which is how a batch is padded."""
+    case = ragged((q_len,) * 5, (1328, 700, 17, 64, 100), dtype=dtype, head_size=128, group=4, sinks=True)
+    call = on_cuda(case, fill=suite.ZERO)
+    steps = [
+        ([q_len] * 5, [1328, 17, 64, 700, 9]),
+        ([q_len, q_len, 1, 0, 0], [1, 400, 17, 0, 0]),
+        ([1, 0, q_len, 1, q_len], [5, 33, 1328, 600, 128]),
+    ]
+    replayed(call, {"max_q_len": q_len}, steps)
+
+
+@pytest.mark.gpu
+@matrix({"dtype": ["bfloat16", "nvfp4"], "window": [None, 64], "cap": [None, 30.0]})
+def test_a_graph_of_a_mixed_step_replays_with_other_lengths(dtype, window, cap):
+    call = on_cuda(dataclasses.replace(STEP, dtype=dtype, window=window, cap=cap), fill=suite.ZERO)
+    call["block_table"].fill_(1)  # a block that is there, wherever a length reaches
+    steps = [
+        ([1, 300, 1, 0, 17, 3], [1328, 700, 17, 0, 17, 90]),
+        ([300, 1, 20, 1, 0, 0], [1300, 1, 20, 500, 0, 0]),
+        ([1, 1, 1, 1, 1, 1], [5, 33, 1328, 600, 128, 1]),
+    ]
+    replayed(call, {"max_q_len": 300, "max_prompts": 3, "decode_q_len": 1}, steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype):
+    """On a stream that is busy for a while before the query is there: a call on another would come too early."""
+    call = on_cuda(dataclasses.replace(STEP, dtype=dtype))
+    call["query"].nan_to_num_()
+    source, stream, idle = call["query"].clone(), new_stream(), torch.cuda.Event()
+    expected = kvjax_torch.ragged_paged_attention(**call)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        call["query"].zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(A_WHILE)
+            call["query"].copy_(source)
+            used = [each.clone() for each in kvjax_torch.ragged_paged_attention(**call)]
+            call["query"].zero_()
+            idle.record()
+        assert not idle.query(), "the host waited for the stream"
+        stream.synchronize()
+        assert_same(tuple(used), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # which it says of itself
+@pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True}, {"cap": 30.0}], ids=str)
+def test_torch_sees_nothing_that_waits(options):
+    call = on_cuda(dataclasses.replace(STEP, dtype="nvfp4", **options))
+    expected = kvjax_torch.ragged_paged_attention(**call)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = kvjax_torch.ragged_paged_attention(**call)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same(results, expected)
+
+
+@pytest.mark.gpu
+def test_memory_goes_back_to_torch_and_is_bounded():
+    """Keys and values of a prompt, its query and what rows come to: not of the sequences that decode."""
+    call = on_cuda(dataclasses.replace(STEP, dtype="nvfp4"))
+    limits = {"max_q_len": 300, "max_prompts": 1, "decode_q_len": 17}
+    kvjax_torch.ragged_paged_attention(**call, **limits)
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = kvjax_torch.ragged_paged_attention(**call, **limits)
+    kept = sum(-(-each.untyped_storage().nbytes() // 512) * 512 for each in results)
+    assert torch.cuda.memory_allocated() == before + kept
+    dense = call["block_table"].shape[1] * 16 * 2 * 2 * 128 * 2
+    assert torch.cuda.max_memory_allocated() <= before + dense + 10 * kept + (16 << 20)  # of which the most workspace
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+def test_where_jax_runs_the_kernels_it_is_gathered(dtype, through_jax):
+    compilations = launch.num_compilations()
+    ragged_suite.check(ragged((1, 20, 0), (40, 33, 17), dtype=dtype, sinks=True), attend_on("cuda", is_rounded=True))
+    assert launch.num_compilations() == compilations

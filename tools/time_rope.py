@@ -1,0 +1,99 @@
+"""What `rope_and_cache` takes on this GPU, next to the write alone and to a copy of the queries.
+
+    PYTHONPATH=. python tools/time_rope.py [--dtype=bfloat16 nvfp4]
+
+Times are of the device (CUPTI), of calls in turn on several batches. 32 query heads, 8 KV heads of 128, a table of
+4,096 positions. Fails where bytes are not those of XLA on the CPU, never because of a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import timing
+from benchmarks.peers import copy
+
+HEADS, KV_HEADS, HEAD_SIZE, POSITIONS = 32, 8, 128, 4096
+NUM_BATCHES = 4
+BARS = {64: "<= 1.30 x the write", 16_384: "<= 1.15 x the write, and a copy of the queries"}
+STATIC = ("is_neox", "implementation")
+
+_rope = jax.jit(
+    functools.partial(kvjax.rope_and_cache, unique_slots=True), static_argnames=STATIC, donate_argnames="cache"
+)
+_write = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, unique_slots=True), donate_argnames="cache")
+
+
+def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool) -> str:
+    """A line of the table."""
+    spec = kvjax.FullAttentionSpec(16, KV_HEADS, HEAD_SIZE, dtype=dtype)
+    rng = np.random.default_rng(0)
+    num_blocks = max(4 * num_tokens // spec.block_size, 64)
+
+    def batch(seed: int) -> tuple[jax.Array, ...]:
+        shapes = [(num_tokens, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return tuple(jax.random.normal(*each, jnp.bfloat16) for each in zip(keys, shapes, strict=True))
+
+    batches = [batch(seed) for seed in range(NUM_BATCHES)]
+    slots = jnp.asarray(rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32))
+    positions = jnp.asarray(rng.integers(0, POSITIONS, num_tokens).astype(np.int32))
+    angles = np.arange(POSITIONS)[:, None] / 10000.0 ** (np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+    table = jnp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), jnp.float32)
+    cache = kvjax.KVCache.allocate(spec, num_blocks)
+
+    def rope(number: int) -> Any:
+        nonlocal cache
+        given = (*batches[number % NUM_BATCHES], cache, slots, positions, table)
+        query, cache = _rope(*given, is_neox=is_neox, implementation="mosaic")
+        return query
+
+    def write(number: int) -> Any:
+        nonlocal cache
+        _, key, value = batches[number % NUM_BATCHES]
+        cache = _write(key, value, cache, slots)
+        return cache.kv
+
+    query, written = np.asarray(rope(0)), np.asarray(cache.kv)
+    with jax.default_device(jax.devices("cpu")[0]):
+        given = [jnp.asarray(np.asarray(x)) for x in (*batches[0], slots, positions, table)]
+        expected = _rope(
+            *given[:3], kvjax.KVCache.allocate(spec, num_blocks), *given[3:], is_neox=is_neox, implementation="xla"
+        )
+    if (
+        query.tobytes() != np.asarray(expected[0]).tobytes()
+        or written.tobytes() != np.asarray(expected[1].kv).tobytes()
+    ):
+        raise AssertionError(f"{dtype.value}, {num_tokens} tokens, {is_neox=}: the kernel's bytes are not those of XLA")
+    both, alone = timing.measure(rope), timing.measure(write)
+    copied = copy.measure(2 * batches[0][0].nbytes)
+    bound = 1.3 * alone.seconds if num_tokens == 64 else 1.15 * alone.seconds + copied.seconds
+    reached = "pass" if both.seconds <= bound else "falls short"
+    return (
+        f"{dtype.value:12} {num_tokens:6} {'NeoX ' if is_neox else 'GPT-J'}"
+        f" rope_and_cache {both.seconds * 1e6:7.2f} us, write {alone.seconds * 1e6:7.2f} us,"
+        f" copy of queries {copied.seconds * 1e6:7.2f} us, {both.clock}; bar"
+        f" {BARS[num_tokens]}: {bound * 1e6:.2f} us, {reached}"
+    )
+
+
+def main() -> None:
+    """Times each dtype that is asked for, for few tokens and for many, in both orders of pairs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stored = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES]
+    parser.add_argument("--dtype", nargs="*", choices=stored, default=["bfloat16", "fp8_e4m3", "nvfp4"])
+    for name in parser.parse_args().dtype:
+        for num_tokens in BARS:
+            for is_neox in (True, False):
+                print(time_case(kvjax.KVCacheDType(name), num_tokens, is_neox), flush=True)
+
+
+if __name__ == "__main__":
+    main()
