@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from any_count import BFLOAT16, page_memory
+from any_count import BFLOAT16, page_memory, scale_memory
 from gpu_compile import compile_for, why_not
 from helpers import FEW_DTYPES, INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec, tokens
 from interpret_mode import interpret_mode
@@ -232,6 +232,7 @@ def rope_kernel(case: dict[str, Any]) -> kernels.AnyCount:
         (1, 1),
         unique_slots=case["unique_slots"],
         rotated=rotated,
+        scale_pages=scale_memory(spec),
     )
 
 

@@ -54,7 +54,8 @@ def check_in_place(write, cache, *args) -> None:
     size = sum(leaf.nbytes for leaf in donated)
     inputs = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
     assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < 8 * inputs < size / 4  # float64 quotients of 16-bit tokens, and their slots
+    # Float64 quotients of 16-bit tokens, and their slots; with few heads, what does not grow with them counts as well.
+    assert memory.temp_size_in_bytes < 8 * inputs + 512 < size / 4
     before = [leaf.unsafe_buffer_pointer() for leaf in donated]
     written = compiled(cache, *args)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == before
