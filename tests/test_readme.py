@@ -71,7 +71,9 @@ def test_the_demos_table_has_every_dtype_at_its_price():
 
 
 PAGES = sorted(
-    str(path.relative_to(ROOT)) for folder in (".", "benchmarks", "docs") for path in (ROOT / folder).glob("*.md")
+    str(path.relative_to(ROOT))
+    for folder in (".", "benchmarks", "docs", "docs/notes")
+    for path in (ROOT / folder).glob("*.md")
 )
 
 

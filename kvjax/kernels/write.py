@@ -55,9 +55,9 @@ PROGRAMS = 264
 ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
 ELEMENTS |= dict.fromkeys((KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT8_PER_TOKEN_HEAD), 2048)
 """Keys or values that a program takes at most; of NVFP4 that is 2,048 where a token's are a power of two, and more for
-head sizes such as 96. Measured on an H200 (docs/kernels.md): smaller programs leave threads idle or, where elements are
-encoded, compute again what a larger one shares; larger ones take registers from others beside them. With a scale for
-each token and head, not measured: as fp8."""
+head sizes such as 96. Measured on an H200 (docs/notes/kernels.md): smaller programs leave threads idle or, where
+elements are encoded, compute again what a larger one shares; larger ones take registers from others beside them. With a
+scale for each token and head, not measured: as fp8."""
 
 SEARCHED = 16 * PROGRAMS
 """A write of fewer tokens finds out by itself which tokens are not the last of their slots: every program reads all
@@ -615,7 +615,7 @@ def _rungs(spec: AttentionSpec, unique_slots: bool, most_tokens: int = RUNGS[-1]
     """What a kernel for any count chooses from: `RUNGS` of the ladder and its last, of at most so many tokens.
 
     Where slots may repeat there is one more, from which on they do not. fp8 of 1,024 elements a token always takes one
-    token a program: of few tokens not to choose gains more than it loses of very many (docs/kernels.md).
+    token a program: of few tokens not to choose gains more than it loses of very many (docs/notes/kernels.md).
     """
     ladder = {least: config for least, config in WriteConfig.ladder(spec).items() if config.tokens <= most_tokens}
     elements = spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
