@@ -24,7 +24,7 @@ FUZZ_SECONDS ?= 300
 
 .PHONY: demo test test-all test-gpu test-compat test-clients fuzz bench lint format wheel clean distclean help
 
-demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --json")
+demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --scales")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
 
 # Neighbouring tests share what they compile: a worker takes a run of them.

@@ -65,4 +65,4 @@ from kvjax.spec import unify_page_sizes as unify_page_sizes
 from kvjax.step import StepMetadata as StepMetadata
 from kvjax.step import attend as attend
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

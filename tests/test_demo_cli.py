@@ -33,7 +33,7 @@ DTYPES = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def result(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `--json` prints for these dtypes, on short text."""
-    command = [sys.executable, "-W", "error", "-m", "kvjax", "demo", "--json", *SMALL]
+    command = [sys.executable, "-W", "error", "-m", "kvjax", "demo", "--json", "--scales", *SMALL]
     if request.param is FEW:
         command += [f"--dtype={dtype.value}" for dtype in FEW]
     # Two programs are compiled for each dtype; unoptimized, that takes a fifth of the time.
@@ -174,15 +174,16 @@ def unoptimized() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unoptimized")
 def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
-    assert main(["demo", "--tokens", "32", "--sequences", "1", "--dtype", "half", "--dtype", "float16"]) == 0
+    assert main(["demo", "--tokens", "32", "--sequences", "1", "--dtype", "fp8", "--dtype", "fp8_e4m3"]) == 0
     out, err = capsys.readouterr()
     assert err == "", "no progress display where stderr is no terminal"
     header, rule, row, blank, *_ = out.splitlines()
     assert header.split(" | ")[0].strip("| ") == "dtype"
     assert set(rule) <= set("|-: ")
-    assert row.startswith("| float16 ")
+    assert row.startswith("| fp8_e4m3 ")
     assert len(header) == len(rule) == len(row)
     assert blank == ""
+    assert "key error" not in out, "the table of scales is printed where --scales asks for it"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_the_demos_table_has_every_dtype_at_its_price():
         layers = [kvjax.FullAttentionSpec(16, 2, 64, dtype=dtype)] * 4
         priced = sum(spec.bytes_per_token for spec in layers), kvjax.max_tokens(layers, 2**30)
         assert row[:3] == [dtype.value, *(f"{number:,}" for number in priced)]
+
+
+def test_the_attention_table_and_the_plot_are_those_of_the_measurements():
+    tool = runpy.run_path(str(ROOT / "tools/attention_summary.py"))
+    measured = (ROOT / "docs/kernels.md").read_text()
+    [table] = re.findall(r"<!-- attention: begin -->\n(.*?)<!-- attention: end -->", README, re.DOTALL)
+    assert table == tool["table"](measured), "run tools/attention_summary.py"
+    assert tool["PLOT"].read_text() == tool["plot"](measured), "run tools/attention_summary.py"
+
+
+def test_the_index_names_every_page():
+    docs = ROOT / "docs"
+    links = {(docs / link).resolve() for link in re.findall(r"\]\(([^)#]+)", (docs / "README.md").read_text())}
+    assert {*docs.rglob("*.md")} - {docs / "README.md"} <= links
 
 
 PAGES = sorted(

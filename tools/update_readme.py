@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Rewrites both in place."""
-    printed = subprocess.run([sys.executable, "-m", "kvjax", "demo"], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-m", "kvjax", "demo", "--scales"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     table, legend, scales, scales_legend, *_ = printed.stdout.split("\n\n")
     _replace(ROOT / "README.md", "demo", table, legend)
     _replace(ROOT / "docs/calibration.md", "scales", scales, scales_legend)

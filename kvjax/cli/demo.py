@@ -44,6 +44,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--tokens", type=at_least(32), default=384, help="bytes of the longest piece (default: %(default)s)"
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="which pieces (default: %(default)s)")
+    parser.add_argument(
+        "--scales",
+        action="store_true",
+        help="also compare the ways to find scales: a second table, which takes as long again",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.set_defaults(run=run)
 
@@ -59,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return MISSING_EXTRA
     dtypes = tuple(dict.fromkeys(args.dtypes or kvjax.STORED_KV_CACHE_DTYPES))
     try:
-        result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed))
+        result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed, args.scales))
     except FileNotFoundError as error:
         print(f"kvjax demo: {error}", file=sys.stderr)
         return NO_TEXT

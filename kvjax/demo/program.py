@@ -26,12 +26,16 @@ TEMPERATURE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run covers: `sequences` pieces of held-out text of up to `tokens` bytes, in each of `dtypes`."""
+    """What a run covers: `sequences` pieces of held-out text of up to `tokens` bytes, in each of `dtypes`.
+
+    With `scales`, also every way to find scales (`compare_scales`), over the same text.
+    """
 
     dtypes: Sequence[kvjax.KVCacheDType] = kvjax.STORED_KV_CACHE_DTYPES
     sequences: int = 12
     tokens: int = 384
     seed: int = 0
+    scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run found. Every bits a byte is of the same held-out bytes."""
+    """What a run found. Every bits a byte is of the same held-out bytes. `scales` is empty unless asked for."""
 
     device: str
     training: Mapping[str, str]
@@ -79,8 +83,10 @@ def run(options: Options) -> Result:
             rows.append(
                 evaluate(model, dtype, work.requests, reference, config, block_size=BLOCK_SIZE, on_tokens=bar.update)
             )
-        bar.set_description("scales")
-        scales = compare_scales(model, options.dtypes, work.texts, reference, options.tokens, BLOCK_SIZE)
+        scales: list[ScalesRow] = []
+        if options.scales:
+            bar.set_description("scales")
+            scales = compare_scales(model, options.dtypes, work.texts, reference, options.tokens, BLOCK_SIZE)
         bar.set_description(f"{dtype.value}, writing on")
         pool = kvjax.BlockPool(pool_size(work.requests, config, BLOCK_SIZE), BLOCK_SIZE)
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)

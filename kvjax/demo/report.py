@@ -68,16 +68,16 @@ def _legend(result: program.Result) -> str:
     row = result.rows[0]
     lines = (
         f"text: {result.sequences} pieces of held-out standard library source, {result.tokens:,} bytes, prefilled in"
-        f" chunks of {program.PREFILL_CHUNK} and decoded {program.MAX_RUNNING} at a time on {result.device}, through"
-        f" {row.blocks} blocks of {program.BLOCK_SIZE} tokens, {row.blocks_reused} of them used more than once.",
-        f"bits/byte: teacher forced, through the cache; {result.dense_float32_bits_per_byte:.4f} in float32 without a"
-        f" cache, {result.unigram_bits_per_byte:.4f} for byte frequencies alone.",
+        f" chunks of {program.PREFILL_CHUNK} and decoded {program.MAX_RUNNING} at a time on {result.device};"
+        f" {row.blocks_reused} of {row.blocks} blocks of {program.BLOCK_SIZE} tokens were reused.",
+        f"bits/byte: teacher forced; {result.dense_float32_bits_per_byte:.4f} in float32 without a cache,"
+        f" {result.unigram_bits_per_byte:.4f} for byte frequencies alone.",
         "greedy agreement: positions whose likeliest next byte is that of float32 without a cache.",
-        "largest attention error: over all layers and positions, against float32 attention over the same run's keys and"
-        f" values before they were stored; the outputs' root mean square is {row.attention_rms:.2g}.",
-        f"write us/token: one layer; median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens,"
-        " over its tokens.",
-        "fp8_e4m3, fp8_e5m2 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
+        "largest attention error: over layers and positions, against float32 attention over the same keys and values"
+        f" before they were stored; the outputs' root mean square is {row.attention_rms:.2g}.",
+        f"write us/token: median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens to one"
+        " layer, per token.",
+        "scales, where a dtype takes them: one per layer for keys and one for values, by the largest magnitude in"
         f" {program.CALIBRATION_SHAPE[0]} x {program.CALIBRATION_SHAPE[1]} bytes of training text.",
     )
     return _filled(*lines)
