@@ -76,7 +76,9 @@ def test_the_attention_table_and_the_plot_are_those_of_the_measurements():
     measured = (ROOT / "docs/kernels.md").read_text()
     [table] = re.findall(r"<!-- attention: begin -->\n(.*?)<!-- attention: end -->", README, re.DOTALL)
     assert table == tool["table"](measured), "run tools/attention_summary.py"
-    assert tool["PLOT"].read_text() == tool["plot"](measured), "run tools/attention_summary.py"
+    labels = [re.findall(r">(\d\.\d\d)<", svg) for svg in (tool["PLOT"].read_text(), tool["plot"](measured))]
+    assert len(labels[1]) == 18
+    assert labels[0] == labels[1], "run tools/attention_summary.py"
 
 
 def test_the_index_names_every_page():
