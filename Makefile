@@ -10,9 +10,9 @@ CLIENT_kerashub := keras-hub==0.32.0
 CLIENT_tunix := google-tunix==0.1.7
 # Its engine runs from the source tree SGLANG_JAX; these are what it imports, and torch for the model to compare with.
 CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a source tree of sglang-jax)) \
-  jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi jinja2 msgpack orjson \
-  partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests setproctitle \
-  uvicorn uvloop
+  jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi httpx jinja2 msgpack orjson \
+  partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests \
+  setproctitle uvicorn uvloop
 COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
