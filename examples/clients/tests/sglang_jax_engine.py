@@ -73,6 +73,8 @@ def main() -> None:
         result["num_cached"].append([each["meta_info"]["cached_tokens"] for each in found])
         if asked["generate"]:
             result["logprobs"] = [logprobs(each["meta_info"]["input_top_logprobs"]) for each in found]
+    caches = runner.token_to_kv_pool.kv_buffer
+    result["scales"] = [[float(x) for x in (cache.k_scale, cache.v_scale) if x is not None] for cache in caches]
     print(json.dumps(result | {"new_tokens": watched.new_tokens, "in_place": watched.in_place}), flush=True)
     engine.shutdown()
 

@@ -140,16 +140,18 @@ def test_teacher_forced_logits_are_near_those_of_transformers(tmp_path: pathlib.
     spec = kvjax.FullAttentionSpec(
         BLOCK_SIZE, comparing.NUM_KV_HEADS, comparing.HEAD_SIZE, dtype=kvjax.parse_kv_cache_dtype(dtype)
     )
-    scales = kvjax.calibrate([spec] * comparing.NUM_LAYERS, [samples])
+    calibrated = kvjax.calibrate([spec] * comparing.NUM_LAYERS, [samples])
+    scales = [tuple(map(float, each)) for each in calibrated]
     found = run(
         tmp_path,
         model,
         [texts.tolist()],
         kv_cache_dtype=dtype,
-        scales=[tuple(map(float, each)) for each in scales],
+        scales=scales,
         options=dict(DEVICES["one device"]),
         generate={"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY},
     )
     got, logits = np.array(found["logprobs"]), expected.logits.numpy()[:, :-1].astype(np.float64)
     comparing.check(dtype, *(x - x.mean(axis=-1, keepdims=True) for x in (got, logits)))
+    assert found["scales"] == [list(each) if spec.dtype.takes_scale else [] for each in scales]
     assert found["bytes_per_token"] == comparing.NUM_LAYERS * spec.page_size_bytes // BLOCK_SIZE
