@@ -5,9 +5,14 @@ DEMO_ENV := .venv-demo
 DEV_ENV := .venv
 FUZZ_ENV := .venv-fuzz
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
-CLIENTS := kerashub tunix
+CLIENTS := kerashub tunix sglang_jax
 CLIENT_kerashub := keras-hub==0.32.0
 CLIENT_tunix := google-tunix==0.1.7
+# Its engine runs from the source tree SGLANG_JAX; these are what it imports, and torch for the model to compare with.
+CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a source tree of sglang-jax)) \
+  jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi httpx jinja2 msgpack orjson \
+  partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests \
+  setproctitle uvicorn uvloop
 COMPAT_JAX := 0.11.2 0.12.0.1
 
 comma := ,
@@ -40,7 +45,9 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
 
-test-clients: $(CLIENTS:%=test-client-%) ## other libraries over kvjax's caches: GBs to download
+# sglang-jax only where its source tree is named.
+test-clients: $(patsubst %,test-client-%,$(if $(SGLANG_JAX),$(CLIENTS),$(filter-out sglang_jax,$(CLIENTS))))
+test-clients: ## other libraries over kvjax's caches: GBs to download (SGLANG_JAX=/path adds sglang-jax)
 
 fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random configurations (FUZZ_SECONDS=300 of each)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py $(ARGS)
@@ -101,9 +108,9 @@ $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
 # Their warnings are theirs; what a test prints is how far logits deviate.
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
-	PYTHONPATH=. .venv-client-$*/bin/python -m pytest -q -s -o filterwarnings=ignore \
-	  examples/clients/tests/test_$*.py $(ARGS)
+	PYTHONPATH=. SGLANG_JAX_SOURCE=$(SGLANG_JAX) .venv-client-$*/bin/python -m pytest -q -s -rs \
+	  -o filterwarnings=ignore examples/clients/tests/test_$*.py $(ARGS)
 
 $(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: pyproject.toml Makefile
-	@tools/setup_env.sh .venv-client-$* -e . pytest '$(CLIENT_$*)'
+	@tools/setup_env.sh .venv-client-$* -e . pytest $(CLIENT_$*)
 	@touch $@

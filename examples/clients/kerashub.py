@@ -23,23 +23,18 @@ from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
 import kvjax
 
-type LayerCache = tuple[kvjax.KVCache, Any, Any]
-"""A layer's cache with its scales of keys and of values; KerasHub hands it through."""
 
-
-def attend(step: kvjax.StepMetadata, cache: LayerCache, query: Any, key: Any, value: Any, scale: float, *sizes: int,
-           sliding_window: int | None = None, soft_cap: float | None = None) -> tuple[LayerCache, Any]:  # fmt: skip
+def attend(step: kvjax.StepMetadata, cache: kvjax.KVCache, query: Any, key: Any, value: Any, scale: float, *sizes: int,
+           sliding_window: int | None = None, soft_cap: float | None = None) -> tuple[kvjax.KVCache, Any]:  # fmt: skip
     """What KerasHub calls: rows are `[num_tokens, heads * head_size]`; writes, then attends."""
-    (pages, k_scale, v_scale), (head_size, _, _) = cache, sizes
+    head_size, _, _ = sizes
     query, key, value = (x.reshape(len(x), -1, head_size) for x in (query, key, value))
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    pages = kvjax.reshape_and_cache_flash(key, value, pages, step.slot_mapping, unique_slots=True, **scales)
-    options = {"sm_scale": float(scale), "sliding_window": sliding_window, "logits_soft_cap": soft_cap, **scales}
-    out = kvjax.ragged_paged_attention(query, pages, step.block_table, step.seq_lens, step.cu_q_lens, **options)
-    return (pages, k_scale, v_scale), out.reshape(len(out), -1)
+    options = {"sm_scale": float(scale), "sliding_window": sliding_window, "logits_soft_cap": soft_cap}
+    out, cache = kvjax.attend(query, key, value, cache, step, unique_slots=True, **options)
+    return cache, out.reshape(len(out), -1)
 
 
-def forward(backbone: Any, weights: Any, tokens: Any, step: kvjax.StepMetadata, caches: Sequence[LayerCache]) -> Any:
+def forward(backbone: Any, weights: Any, tokens: Any, step: kvjax.StepMetadata, caches: Sequence[kvjax.KVCache]) -> Any:
     """Logits `[num_tokens, vocabulary_size]` of a step's tokens, and the caches."""
     with vllm_context_scope(functools.partial(attend, step), jnp.maximum(step.token_rows()[1], 0), caches):
         inputs = {"token_ids": tokens[:, None], "padding_mask": jnp.ones((len(tokens), 1), bool)}

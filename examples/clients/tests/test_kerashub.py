@@ -47,12 +47,12 @@ def language_model(dtype: str, name: str = "llama") -> Any:
     return model
 
 
-def caches(dtype: str, scales: Any = None) -> tuple[kerashub.LayerCache, ...]:
+def caches(dtype: str, scales: Any = None) -> tuple[kvjax.KVCache, ...]:
     spec = kvjax.FullAttentionSpec(
         BLOCK_SIZE, comparing.NUM_KV_HEADS, comparing.HEAD_SIZE, dtype=kvjax.parse_kv_cache_dtype(dtype)
     )
-    scales = scales or [(1.0, 1.0)] * comparing.NUM_LAYERS
-    return tuple((kvjax.KVCache.allocate(spec, NUM_BLOCKS), *map(jnp.float32, each)) for each in scales)
+    options = [each._asdict() for each in scales] if scales else [{}] * comparing.NUM_LAYERS
+    return tuple(kvjax.KVCache.allocate(spec, NUM_BLOCKS, **each) for each in options)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -69,12 +69,12 @@ def test_float32_tokens_are_those_of_its_own_cache(name: str):
     engine = Engine(
         kerashub.Step(model.backbone), caches("float32"), pool, num_seqs=[4], max_blocks=MAX_BLOCKS, chunk=6
     )
-    where = [cache.kv.unsafe_buffer_pointer() for cache, *_ in engine.caches]
+    where = [cache.kv.unsafe_buffer_pointer() for cache in engine.caches]
     requests = [engine.submit(prompt.tolist(), comparing.NUM_NEW) for prompt in comparing.prompts()]
     while not engine.is_idle:
         engine.step()
     assert [request.generated for request in requests] == expected
-    assert [cache.kv.unsafe_buffer_pointer() for cache, *_ in engine.caches] == where
+    assert [cache.kv.unsafe_buffer_pointer() for cache in engine.caches] == where
 
 
 @functools.cache
@@ -108,5 +108,5 @@ def logits_by_pages(dtype: str, scales: Any) -> np.ndarray:
 def test_teacher_forced_logits_are_near_those_of_its_own_cache(dtype: str):
     logits, cache = own()
     samples = [[(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(comparing.NUM_LAYERS)]]
-    specs = [pages.spec for pages, *_ in caches(dtype)]
+    specs = [pages.spec for pages in caches(dtype)]
     comparing.check(dtype, logits_by_pages(dtype, kvjax.calibrate(specs, samples)), logits)
