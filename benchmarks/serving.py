@@ -15,8 +15,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import memory, output, timing, workload
+from benchmarks.bars import MOST, SAME
 from benchmarks.peers.attention_inputs import compiling_jitted, filled_page_bytes, filled_pages, take_pages
-from benchmarks.serve_table import MOST, SAME
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from examples import llama
