@@ -25,6 +25,7 @@ from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
 from benchmarks.peers.in_jax import why_no_kernel
+from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -104,19 +105,8 @@ def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[st
     return WriteJob(case, dtype, num_tokens).subject
 
 
-def has_gpu() -> bool:
-    """Whether torch has one. JAX is not asked, for that would start it, as no call does."""
-    return torch.cuda.is_available()
-
-
 def device() -> str:
     return "cuda" if has_gpu() else "cpu"
-
-
-def synchronize(_: object = None) -> None:
-    """Waits for every kernel on the device."""
-    if has_gpu():
-        torch.cuda.synchronize()
 
 
 def scale_tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,10 +149,10 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
     """
     seconds = []
     for _ in range(2):
-        synchronize()
+        wait()
         start = time.perf_counter()
         call()
-        synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     subject = {**_subject(case, dtype, DECODE_TOKENS), "call": name}
     times = Timing(tuple(seconds[:1]), Clock.WALL)
@@ -220,11 +210,11 @@ def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Ti
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, timer in timers.items():
-            synchronize()
+            wait()
             if is_busy:
                 torch.cuda._sleep(A_WHILE)
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
-    synchronize()
+    wait()
     clock = Clock.HOST if has_gpu() else Clock.WALL
     return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # the first round warms up
 
@@ -303,7 +293,7 @@ def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call
 
 def check_written(cache: KVCache, expected: KVCache) -> None:
     """Raises `AssertionError` where torch has written other bytes than XLA."""
-    synchronize()
+    wait()
     workload.check_same_bits(cache.kv, expected.kv)
 
 
@@ -334,11 +324,11 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
     others = additions(DECODE_TOKENS)
-    synchronize()
+    wait()
     with torch.cuda.stream(torch.cuda.Stream()):
         for add in others:
             add()
-    synchronize()
+    wait()
     return ReplayTimes(one_stream, event_times(graphs[0].replay))
 
 
@@ -373,16 +363,10 @@ def _begin(is_smoke: bool) -> None:
 
 def event_times(call: Call) -> Timing:
     """How long a call takes on the GPU when others come right before and after it, each the mean of a row of them."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     samples = []
     for _ in range(timing.LIMITS.min_calls):
         torch.cuda._sleep(A_WHILE)  # until all of them are queued
-        start.record()
-        for _ in range(REPLAYS_IN_A_ROW):
-            call()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
+        samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
     return Timing(tuple(samples), Clock.EVENTS)
 
 
@@ -391,7 +375,7 @@ def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected:
     writes = torch_writes(cache, batches)
     writes[0]()
     check_written(cache, expected)
-    return timing.measure(lambda number: writes[number % len(writes)](), wait=synchronize)
+    return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
 
 
 def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:

@@ -17,6 +17,7 @@ from absl.testing import absltest
 from benchmarks import memory, output, shapes, timing
 from benchmarks.bars import DYNAMIC, PAGED
 from benchmarks.measurement import Measurement
+from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from kvjax import KVCacheDType
@@ -77,12 +78,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
         return f"{self.num_seqs}x{self.seq_len}"
 
     @property
     def num_blocks(self) -> int:
-        """Of all sequences, with room for the steps."""
         return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
 
     def dense_bytes(self, config: LlamaConfig) -> int:
@@ -118,17 +117,6 @@ class Job:
         return KvjaxCache(
             config, num_blocks=self.row.num_blocks, kv_cache_dtype=self.dtype, k_scale=0.037, v_scale=0.052
         )
-
-
-def has_gpu() -> bool:
-    """Whether torch has one."""
-    return torch.cuda.is_available()
-
-
-def synchronize(_: object = None) -> None:
-    """Waits for every kernel on the device."""
-    if has_gpu():
-        torch.cuda.synchronize()
 
 
 @functools.cache
@@ -203,28 +191,20 @@ def time_steps(job: Job) -> Measurement:
 def step_times(decoding: Decoding) -> Timing:
     """How long a step takes when others come right before and after it."""
     if not has_gpu():
-        return timing.measure(decoding.step, wait=synchronize, calls=SAMPLES)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = []
-    for _ in range(SAMPLES):
-        start.record()
-        for _ in range(STEPS_IN_A_ROW):
-            decoding.step()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / STEPS_IN_A_ROW)
-    return Timing(tuple(seconds), Clock.EVENTS)
+        return timing.measure(decoding.step, wait=wait, calls=SAMPLES)
+    samples = tuple(seconds_in_a_row(decoding.step, STEPS_IN_A_ROW) for _ in range(SAMPLES))
+    return Timing(samples, Clock.EVENTS)
 
 
 def step_bytes(decoding: Decoding) -> int | None:
     """The most memory that torch takes in a step, less what it has before."""
     if not has_gpu():
         return None
-    synchronize()
+    wait()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     decoding.step()
-    synchronize()
+    wait()
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -233,7 +213,7 @@ def kernel_seconds(job: Job) -> float | None:
     decoding = Decoding(job)
     for _ in range(WARM_UP_STEPS):
         decoding.step()
-    return timing.kernel_seconds(decoding.step, wait=synchronize, calls=KERNEL_STEPS)
+    return timing.kernel_seconds(decoding.step, wait=wait, calls=KERNEL_STEPS)
 
 
 def jobs() -> list[Job]:

@@ -50,7 +50,6 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """The median."""
         return self.times.seconds
 
     @property

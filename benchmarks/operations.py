@@ -38,7 +38,6 @@ type Other = Callable[[Measurement, Rows], Measurement | None]
 
 
 def about(field: Field) -> Column:
-    """A field of the subject."""
     return Column(field.heading, lambda m, _: word(m.subject.get(field.key)), field.is_text)
 
 

@@ -168,7 +168,6 @@ class Report:
     _saved: float = dataclasses.field(default_factory=time.monotonic)
 
     def expect(self, count: int) -> None:
-        """Says how many more measurements are to come."""
         self._expected += count
 
     def add(self, measurement: Measurement) -> None:
@@ -244,14 +243,17 @@ def first_line(reason: str) -> str:
 
 
 def operation_tables(of: Operation, rows: Rows) -> list[str]:
-    """What a program prints of an operation: kvjax's times with their bars, then all peers side by side."""
-    parts = []
+    """What a program prints of an operation: times with their bars, then all peers side by side, clock by clock.
+
+    The latter only where the first table leaves something out.
+    """
+    parts, is_whole = [], of.lines is not None and len(of.lines.chosen(rows)) == len(rows)
     if of.lines and (found := tables.lines_table(of.lines, rows)):
         note = f"{of.lines.note} By {tables.clocks(rows)}.{tables.bars_summary(of.lines, rows)}"
         parts += [f"### {of.lines.title}", note.strip(), found]
-    if len(tables.peers(rows)) > 1 or not parts:
-        parts += [f"### {tables.capitalized(of.name)}, by who does it", f"By {tables.clocks(rows)}."]
-        for case, some in tables.by_case(rows).items():
+    for by_clock in () if is_whole else tables.grouped(rows, lambda m: m.clock).values():
+        parts += [f"### {tables.capitalized(of.name)}, by who does it", f"By {tables.clocks(by_clock)}."]
+        for case, some in tables.by_case(by_clock).items():
             parts += [*filter(None, [case and f"{case}:"]), *tables.side_by_side(of, some)]
     return parts
 

@@ -79,7 +79,6 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """The median."""
         return statistics.median(self.samples)
 
     @property

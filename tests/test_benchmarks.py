@@ -25,6 +25,7 @@ from helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, memory, output, shapes, timing, workload, write
 from benchmarks.measurement import Measurement, Rows
+from benchmarks.operations import OPERATIONS
 from benchmarks.peers import copy as copy_peer
 from benchmarks.peers import cuda, libraries, packs, writes
 from benchmarks.peers.inputs import WriteInputs
@@ -720,6 +721,15 @@ def test_verdicts_of_calls_from_torch(line, expected):
     assert bars.verdicts(line, Rows([*others, line])) == [expected]
     by_wall = dataclasses.replace(line, times=timing.Timing(line.times.samples, timing.Clock.WALL))
     assert bars.verdicts(by_wall, Rows(others)) == ["-"]
+
+
+def test_times_by_two_clocks_are_printed_in_tables_of_their_own():
+    clocks = timing.Clock.DEVICE, timing.Clock.HOST
+    rows = Rows(write_time(clock=clock, peer=peer) for clock in clocks for peer in ("kvjax", "CUDA"))
+    rows = Rows(dataclasses.replace(each, subject={**each.subject, "case": "gpt-oss-20b"}) for each in rows)
+    printed = "\n".join(output.operation_tables(OPERATIONS["write"], rows))
+    assert printed.count("Microseconds:") == 2
+    assert [*re.findall(r"^By (.*)\.$", printed, re.MULTILINE)] == [clock.words for clock in clocks]
 
 
 def test_bars_are_counted():

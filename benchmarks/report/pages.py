@@ -79,7 +79,6 @@ class Timed:
 
     @property
     def is_one_plot(self) -> bool:
-        """Whether one plot shows all cases."""
         return self.of.name in ("attention", "serve")
 
     def plots(self) -> dict[str, Rows]:
