@@ -7,90 +7,48 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 from absl.testing import absltest
 
-from benchmarks import attention_table, compare, output, shapes, workload
-from benchmarks.output import Measurement
+from benchmarks import compare, output, shapes
 from benchmarks.peers import attends, attends_flashinfer
 from benchmarks.peers.attention_inputs import AttentionInputs, AttentionJob
-from benchmarks.peers.peer import Peer
 from kvjax import KVCacheDType
 
 ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (default: all of this device)")
-DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 PEERS = compare.define_peers(attends.PEERS)
 
 
-def rows() -> Sequence[shapes.AttentionRow]:
-    """What is timed."""
-    if ROWS.value:
-        return [shapes.ATTENTION_ROWS_BY_NAME[name] for name in ROWS.value]
-    if output.SMOKE.value:
-        return shapes.SMOKE_ATTENTION_ROWS
-    return shapes.ATTENTION_ROWS if workload.is_gpu() else shapes.HOST_ATTENTION_ROWS
-
-
 def jobs() -> list[AttentionJob]:
-    """The same in each dtype."""
-    dtypes = [*map(KVCacheDType, DTYPES.value or [dtype.value for dtype in shapes.TIMED_DTYPES])]
-    return [AttentionJob(row, dtype) for row, dtype in itertools.product(rows(), dtypes)]
+    """What is timed: rows in each dtype."""
+    rows = output.by_device(
+        gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
+    )
+    chosen = [shapes.ATTENTION_ROWS_BY_NAME[name] for name in ROWS.value or ()] or rows
+    dtypes = [*map(KVCacheDType, DTYPES.value or ())] or shapes.TIMED_DTYPES
+    return [AttentionJob(row, dtype) for row, dtype in itertools.product(chosen, dtypes)]
 
 
 class AttentionBenchmark(output.Program):
-    """Fails where a result is wrong, never because of a time."""
-
-    name = "benchmarks.attention"
-
     def test_rows(self) -> None:
         wanted = jobs()
         peers = compare.present(self.results, attends.PEERS, PEERS.value)
         if PEERS.value is None:
             if output.SMOKE.value:
-                peers = without_builds(self.results, peers)
-            peers = [for_one_row(peer, wanted) if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
+                for peer in attends.BUILT:
+                    self.results.skip(peer.name, "takes minutes to build")
+                peers = [peer for peer in peers if peer not in attends.BUILT]
+            first = wanted[0].row  # of kvjax in XLA, which takes ten times as long, one row is enough
+            once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is first)
+            peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
         attends_flashinfer.build_ahead(wanted, peers)
         attends.compile_ahead(wanted, peers)
-        measured: dict[AttentionJob, dict[str, Measurement]] = {job: {} for job in wanted}
         built = [peer for peer in peers if peer in attends.BUILT]
         for some in ([peer for peer in peers if peer not in built], built):
             served = [job for job in wanted if any(peer.serves(job) for peer in some)]
-            found = compare.compare_all(
-                self, "attention", served, some, AttentionInputs, AttentionJob.why_too_large, copies=False
-            )
-            for job, by_peer in found.items():
-                measured[job] |= by_peer
-        add_rows(self.results, [each for by_peer in measured.values() for each in by_peer.values()])
-        columns = ["case", "dtype"]
-        compare.peer_table(self.results, "Time of attention, by who makes it", measured, columns, facts=["error"])
-
-
-def without_builds(
-    results: output.Report, peers: Sequence[Peer[AttentionJob, AttentionInputs]]
-) -> list[Peer[AttentionJob, AttentionInputs]]:
-    for peer in attends.BUILT:
-        results.skip(peer.name, "takes minutes to build")
-    return [peer for peer in peers if peer not in attends.BUILT]
-
-
-def for_one_row(
-    peer: Peer[AttentionJob, AttentionInputs], of: Sequence[AttentionJob]
-) -> Peer[AttentionJob, AttentionInputs]:
-    """What the kernel is to be compared with once: it takes ten times as long."""
-    return dataclasses.replace(peer, serves=lambda job: job.row is of[0].row)
-
-
-def add_rows(to: output.Report, measurements: Sequence[Measurement]) -> None:
-    """Adds the table of kvjax's times, with their bars."""
-    lines = attention_table.times(measurements, lambda each: each.times.samples, lambda each: each.clock)
-    to.table(
-        "Time of attention",
-        attention_table.HEADER,
-        [attention_table.words(line) for line in lines],
-        left=attention_table.LEFT,
-        note=f"{attention_table.NOTE} By {output.clocks(measurements)}.{attention_table.summary(lines)}",
-    )
+            too_large = AttentionJob.why_too_large
+            compare.compare_all(self, "attention", served, some, AttentionInputs, too_large, copies=False)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,24 @@
-"""What each time is meant to reach on an H200, next to a copy, to plain CUDA and to its neighbours in the table."""
+"""What each time should reach on an H200, next to a copy, to plain CUDA and to its neighbours in the table."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import shapes
+from benchmarks.measurement import OWN, Measurement, Rows
 from benchmarks.timing import Clock
-from kvjax import CacheLayout, KVCacheDType
 
-BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
+BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
+PER_TOKEN_HEAD = tuple(dtype.value for dtype in shapes.PER_TOKEN_HEAD)
 
-
-@dataclasses.dataclass(frozen=True)
-class WriteTime:
-    """One line of the table of writes.
-
-    Attributes:
-      seconds: median of a write.
-      kernels: what a write launched; empty by the wall clock.
-      bytes_moved: fewest bytes that a write must read and write.
-      copy_seconds: a copy that moves as many.
-      cuda_seconds: the plain CUDA kernel with vLLM's number of threads, where there is one.
-      cuda_fitted_seconds: the same with a thread for each 16 bytes.
-    """
-
-    case: str
-    num_kv_heads: int
-    head_size: int
-    dtype: KVCacheDType
-    layout: CacheLayout
-    num_tokens: int
-    seconds: float
-    clock: Clock
-    kernels: tuple[str, ...]
-    bytes_moved: int
-    copy_seconds: float | None
-    cuda_seconds: float | None = None
-    cuda_fitted_seconds: float | None = None
-    slots: shapes.Slots = shapes.Slots.SCATTERED
-    samples: tuple[float, ...] = ()
-
-    @property
-    def copy_share(self) -> float | None:
-        """This write's rate over the copy's."""
-        return None if self.copy_seconds is None else self.copy_seconds / self.seconds
-
-    @property
-    def cuda_ratio(self) -> float | None:
-        """This write's time over that of the CUDA kernel with vLLM's number of threads."""
-        return None if self.cuda_seconds is None else self.seconds / self.cuda_seconds
+READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
+"""Peers: of attention a kernel that only reads, of `generate` transformers' own cache and attention over pages."""
 
 
 class Measure(enum.Enum):
-    """What a bar is about: a share that is to be reached, or a ratio of times or a time that is not to be passed."""
+    """What a bar is about: a share or a speed to reach, or a ratio of times or a time not to exceed."""
 
     COPY = "of copy"
     CUDA = "x CUDA"
@@ -76,7 +40,7 @@ class Measure(enum.Enum):
 
 SHARES = (Measure.COPY, Measure.READ, Measure.EXPOSED)
 AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.TOKENS)
-"""What is to be reached; all else is not to be passed."""
+"""Those to reach; the others are not to be exceeded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +51,10 @@ class Bar:
     limit: float
 
     def holds(self, value: float) -> bool:
-        """Whether a measured value is on the right side of the limit."""
         return value >= self.limit if self.measure in AT_LEAST else value <= self.limit
 
     def words(self, value: float) -> str:
-        """A value of this measure, as the table prints it."""
+        """A value of this measure, as tables print it."""
         number = f"{value:.1%}" if self.measure in SHARES else f"{value:.2f}"
         return f"{number} {self.measure.value}"
 
@@ -99,144 +62,44 @@ class Bar:
         return f"{'>=' if self.measure in AT_LEAST else '<='} {self.words(self.limit)}"
 
 
-PASS, FALLS_SHORT = "pass", "falls short"
+def _of_copy(bfloat16: float, fp8: float, with_scales: float) -> dict[str, float]:
+    return {BFLOAT16: bfloat16, FP8: fp8} | dict.fromkeys((NVFP4, *PER_TOKEN_HEAD), with_scales)
+
 
 SMALL_COUNT = 256
-"""Up to here a write is bound by latency, and is held against CUDA's rather than against a copy."""
+"""Up to here a write is bound by latency, and is compared with CUDA's rather than with a copy."""
 
-
-def _shares(bfloat16: float, fp8: float, with_scales: float) -> Mapping[KVCacheDType, float]:
-    return {BFLOAT16: bfloat16, FP8: fp8} | dict.fromkeys((NVFP4, *shapes.PER_TOKEN_HEAD), with_scales)
-
-
-_OTHER_HEAD_SIZES = _shares(0.85, 0.80, 0.75)
-COPY_SHARES: Mapping[tuple[int, int, int], Mapping[KVCacheDType, float]] = {
-    (8, 128, 16_384): _shares(0.92, 0.88, 0.80),
-    (8, 128, 65_536): {**_shares(0.92, 0.88, 0.85), KVCacheDType.NVFP4_4OVER6: 0.80},
-    (1, 128, 65_536): _shares(0.70, 0.60, 0.55),
-    **{(8, head_size, 16_384): _OTHER_HEAD_SIZES for head_size in (64, 96, 256)},
+COPY_SHARES: Mapping[tuple[int, int, int], Mapping[str, float]] = {
+    (8, 128, 16_384): _of_copy(0.92, 0.88, 0.80),
+    (8, 128, 65_536): {**_of_copy(0.92, 0.88, 0.85), "nvfp4_4over6": 0.80},
+    (1, 128, 65_536): _of_copy(0.70, 0.60, 0.55),
+    **{(8, head_size, 16_384): _of_copy(0.85, 0.80, 0.75) for head_size in (64, 96, 256)},
 }
-"""Share of the copy's rate, by (KV heads, head size, tokens)."""
+"""Of writes, by (KV heads, head size, tokens)."""
 
 GATHER_SIZE = (64, 2_048)
-GATHER_COPY_SHARES: Mapping[KVCacheDType, float] = {BFLOAT16: 0.85, FP8: 0.75, NVFP4: 0.75}
-"""The same of a gather of `GATHER_SIZE` (sequences, tokens of each), 8 KV heads of 128, into bfloat16."""
+GATHER_COPY_SHARES: Mapping[str, float] = {BFLOAT16: 0.85, FP8: 0.75, NVFP4: 0.75}
+"""Of a gather of `GATHER_SIZE` (sequences, tokens of each), 8 KV heads of 128, into bfloat16."""
 
-EAGER_CALL = Bar(Measure.INDEX_COPY, 2.0)
-"""Of a call from torch, the time that it keeps the host."""
+HOST = {
+    "kvjax_torch, scales as tensors": Bar(Measure.INDEX_COPY, 2.0),
+    "kvjax_torch, scales as floats": Bar(Measure.INDEX_COPY, 2.0),
+    "kvjax_torch through JAX (DLPack)": Bar(Measure.MICROSECONDS, 150.0),
+}
+"""Of a call from torch, the time that it keeps the host, by how it is called."""
 
-DLPACK_CALL = Bar(Measure.MICROSECONDS, 150.0)
-"""The same where JAX runs the kernel on torch's memory."""
+TORCH_KERNEL, REPLAY = Bar(Measure.JIT, 1.05), Bar(Measure.KERNELS, 1.1)
+"""Of a call from torch, the time of its kernel; of a CUDA graph of writes, next to as many kernel times."""
 
-TORCH_KERNEL = Bar(Measure.JIT, 1.05)
-"""Of a call from torch, the time of its kernel."""
 
-REPLAY = Bar(Measure.KERNELS, 1.1)
-"""Of a CUDA graph of writes, next to as many kernel times."""
+def _limits(measure: Measure, *limits: float) -> dict[str, Bar]:
+    return {dtype: Bar(measure, limit) for dtype, limit in zip((BFLOAT16, FP8, NVFP4), limits, strict=True)}
 
-GENERATE = {dtype: Bar(Measure.DYNAMIC_CACHE, 0.8 if dtype is NVFP4 else 1.0) for dtype in shapes.TIMED_DTYPES}
+
+GENERATE = _limits(Measure.DYNAMIC_CACHE, 1.0, 1.0, 0.8)
 """Of a decode step of a transformers model that attends to pages, next to transformers' own cache in bfloat16."""
 
-
-def bar_of(line: WriteTime) -> Bar | None:
-    """The bar that a line is held to, if any: only writes of scattered slots are."""
-    if line.slots is not shapes.Slots.SCATTERED:
-        return None
-    if line.layout is CacheLayout.HND:
-        return Bar(Measure.NHD, 1.15)
-    if (line.num_kv_heads, line.head_size) == (8, 128) and line.num_tokens <= SMALL_COUNT:
-        return Bar(Measure.BFLOAT16, 1.25) if line.dtype in (NVFP4, *shapes.PER_TOKEN_HEAD) else Bar(Measure.CUDA, 0.95)
-    share = COPY_SHARES.get((line.num_kv_heads, line.head_size, line.num_tokens), {}).get(line.dtype)
-    return None if share is None else Bar(Measure.COPY, share)
-
-
-def value_of(measure: Measure, line: WriteTime, lines: Sequence[WriteTime]) -> float | None:
-    """A measure of a line among all others, or `None` where what it is held against was not timed."""
-    match measure:
-        case Measure.COPY:
-            return line.copy_share
-        case Measure.CUDA:
-            return line.cuda_ratio
-        case Measure.BFLOAT16:
-            return _ratio(line, lines, BFLOAT16, line.layout)
-        case Measure.NHD:
-            return _ratio(line, lines, line.dtype, CacheLayout.NHD)
-        case _:  # of calls from torch
-            return None
-
-
-def _ratio(line: WriteTime, lines: Sequence[WriteTime], dtype: KVCacheDType, layout: CacheLayout) -> float | None:
-    """A line's time over that of the same tokens in another dtype or layout."""
-    other = (line.case, line.slots, line.num_tokens, dtype, layout)
-    found = (each for each in lines if (each.case, each.slots, each.num_tokens, each.dtype, each.layout) == other)
-    return next((line.seconds / each.seconds for each in found), None)
-
-
-def verdict(bar: Bar | None, value: float | None, clock: Clock) -> str:
-    """How a table says whether a bar holds; `"-"` by the wall clock, which times the host's dispatch."""
-    if bar is None or value is None or clock is Clock.WALL:
-        return "-"
-    return f"{bar.words(value)}: {PASS if bar.holds(value) else FALLS_SHORT}"
-
-
-def summary(verdicts: Sequence[str]) -> str:
-    """How many of the bars in a table hold; nothing where none was judged."""
-    holding, failing = (sum(each.endswith(word) for each in verdicts) for word in (PASS, FALLS_SHORT))
-    return f" {holding} of {holding + failing} bars hold." if holding + failing else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionTime:
-    """One line of the table of attention.
-
-    Attributes:
-      row: the name of one of `shapes.ATTENTION_ROWS`.
-      seconds: median of a call.
-      samples: of each call.
-      read_seconds: a kernel that only reads as many bytes as the pages hold, where it was timed.
-      others: medians of the same row and dtype by others, by their names.
-      fastest_bfloat16: who was the fastest in bfloat16 in this row, and its median.
-      base_seconds: median of the row and layout that this one is compared with, where there is one.
-    """
-
-    row: str
-    dtype: KVCacheDType
-    seconds: float
-    samples: tuple[float, ...]
-    clock: Clock
-    read_seconds: float | None = None
-    others: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    fastest_bfloat16: tuple[str, float] | None = None
-    base_seconds: float | None = None
-
-    @property
-    def read_share(self) -> float | None:
-        """This rate over that of reading alone."""
-        return None if self.read_seconds is None else self.read_seconds / self.seconds
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times as fast as the fastest in bfloat16."""
-        return None if self.fastest_bfloat16 is None else self.fastest_bfloat16[1] / self.seconds
-
-    def value(self, measure: Measure) -> float | None:
-        """A measure of this line, or `None` where what it is held against was not timed."""
-        match measure:
-            case Measure.READ:
-                return self.read_share
-            case Measure.FASTEST_BFLOAT16:
-                return self.speedup
-            case Measure.MICROSECONDS:
-                return self.seconds * 1e6
-            case _:
-                return None if self.base_seconds is None else self.seconds / self.base_seconds
-
-
-def _limits(measure: Measure, *limits: float) -> dict[KVCacheDType, Bar]:
-    return {dtype: Bar(measure, limit) for dtype, limit in zip(shapes.TIMED_DTYPES, limits, strict=True)}
-
-
-ATTENTION_BARS: Mapping[str, Mapping[KVCacheDType, Bar]] = {
+ATTENTION: Mapping[str, Mapping[str, Bar]] = {
     "64x8192": _limits(Measure.READ, 0.92, 0.90, 0.68),
     "64x2048": _limits(Measure.READ, 0.88, 0.84, 0.60),
     "256x1024": _limits(Measure.READ, 0.88, 0.84, 0.60),
@@ -248,26 +111,157 @@ ATTENTION_BARS: Mapping[str, Mapping[KVCacheDType, Bar]] = {
     "64x4096-4-tokens": _limits(Measure.ONE_TOKEN, 1.15, 1.25, 1.4),
     "64x8192-HND": _limits(Measure.NHD, 1.1, 1.1, 1.15),
 }
-
 NVFP4_SPEEDUP = Bar(Measure.FASTEST_BFLOAT16, 2.2)
-"""Of NVFP4 in the first row."""
+"""Of NVFP4 in the first row of attention."""
 
+MOST, SAME = "as many as fit", "the same number"
+"""Rows of serving that bars are about, as a file names them."""
 
-SERVE_TOKENS = {FP8: 1.5, NVFP4: 2.2}
+SERVE_TOKENS = {FP8: Bar(Measure.TOKENS, 1.5), NVFP4: Bar(Measure.TOKENS, 2.2)}
 """Of as many sequences as fit, tokens a second as a multiple of bfloat16's."""
 
 SERVE_STEP = Bar(Measure.BFLOAT16, 0.75)
 """Of NVFP4 with the same number of sequences."""
 
-SERVE_READING = Bar(Measure.READING_TIME, 1.15)
-"""Of bfloat16."""
-
-SERVE_HOST = Bar(Measure.EXPOSED, 0.05)
-"""Of every dtype."""
+SERVE_READING, SERVE_HOST = Bar(Measure.READING_TIME, 1.15), Bar(Measure.EXPOSED, 0.05)
+"""Of bfloat16; of every dtype."""
 
 
-def attention_bars(line: AttentionTime) -> list[Bar]:
-    """The bars that a line is held to."""
-    own = ATTENTION_BARS.get(line.row, {}).get(line.dtype)
-    further = [NVFP4_SPEEDUP] if (line.row, line.dtype) == (shapes.ATTENTION_ROWS[0].name, NVFP4) else []
-    return [*([own] if own else []), *further]
+def of(m: Measurement) -> list[Bar]:
+    """The bars of a measurement."""
+    find = _BARS.get(m.operation)
+    return [bar for bar in find(m) if bar is not None] if find else []
+
+
+def _of_write(m: Measurement) -> list[Bar | None]:
+    """Only writes of scattered slots have bars."""
+    subject, num_tokens = m.subject, int(m.subject["num_tokens"])
+    shape = int(subject["num_kv_heads"]), int(subject["head_size"])
+    if m.peer != OWN or subject["slots"] != shapes.Slots.SCATTERED:
+        return []
+    if subject["layout"] == "HND":
+        return [Bar(Measure.NHD, 1.15)]
+    if shape == (8, 128) and num_tokens <= SMALL_COUNT:
+        with_scales = m.dtype in (NVFP4, *PER_TOKEN_HEAD)
+        return [Bar(Measure.BFLOAT16, 1.25) if with_scales else Bar(Measure.CUDA, 0.95)]
+    share = COPY_SHARES.get((*shape, num_tokens), {}).get(m.dtype)
+    return [None if share is None else Bar(Measure.COPY, share)]
+
+
+def _of_gather(m: Measurement) -> list[Bar | None]:
+    size = m.subject["num_seqs"], m.subject["seq_len"]
+    is_held = m.peer == OWN and size == GATHER_SIZE and m.subject["case"] == shapes.LLAMA_8B.name
+    return [Bar(Measure.COPY, GATHER_COPY_SHARES[m.dtype])] if is_held else []
+
+
+def _of_attention(m: Measurement) -> list[Bar | None]:
+    if m.peer != OWN:
+        return []
+    row = str(m.subject["case"])
+    is_first = (row, m.dtype) == (shapes.ATTENTION_ROWS[0].name, NVFP4)
+    return [ATTENTION.get(row, {}).get(m.dtype), NVFP4_SPEEDUP if is_first else None]
+
+
+def _of_serve(m: Measurement) -> list[Bar | None]:
+    rows = m.facts.get("rows") or ""
+    if m.peer != OWN or not rows or m.facts.get("read_ns") is None:
+        return []
+    return [
+        SERVE_TOKENS.get(m.dtype) if MOST in rows else None,
+        SERVE_STEP if SAME in rows and m.dtype == NVFP4 else None,
+        SERVE_READING if m.dtype == BFLOAT16 else None,
+        SERVE_HOST,
+    ]
+
+
+_BARS: Mapping[str, Callable[[Measurement], list[Bar | None]]] = {
+    "write": _of_write,
+    "gather": _of_gather,
+    "bridge host": lambda m: [HOST.get(m.peer)],
+    "bridge kernel": lambda m: [TORCH_KERNEL] if m.peer == "kvjax_torch" else [],
+    "bridge replay": lambda m: [REPLAY] if m.peer == "kvjax_torch" else [],
+    "attention": _of_attention,
+    "decode step": lambda m: [GENERATE[m.dtype]] if m.peer == PAGED else [],
+    "serve": _of_serve,
+}
+
+
+def value(measure: Measure, m: Measurement, rows: Rows) -> float | None:
+    """A measure of a line among all of its operation; `None` where what it is compared with was not timed."""
+    match measure:
+        case Measure.COPY:
+            return m.copy_share
+        case Measure.CUDA:
+            return over(m, rows.like(m, peer="CUDA"))
+        case Measure.BFLOAT16:
+            return over(m, rows.like(m, peer=OWN, dtype=BFLOAT16))
+        case Measure.NHD if m.operation == "write":
+            return over(m, rows.like(m, layout="NHD"))
+        case Measure.NHD | Measure.WINDOW | Measure.ONE_TOKEN:
+            known = shapes.ATTENTION_ROWS_BY_NAME.get(str(m.subject["case"]))
+            return over(m, *rows.find(m.peer, case=known.base or "" if known else "", dtype=m.dtype)[:1])
+        case Measure.INDEX_COPY:
+            ratio: float | None = m.facts.get("index_copy_ratio")  # timed by turns with this call
+            return ratio or over(m, rows.like(m, peer="torch index_copy_"))
+        case Measure.JIT:
+            return over(m, rows.like(m, peer=OWN))
+        case Measure.DYNAMIC_CACHE:
+            return over(m, rows.like(m, peer=DYNAMIC, dtype=BFLOAT16))
+        case Measure.KERNELS:
+            kernel = m.facts.get("kernel_seconds")
+            return None if kernel is None else m.seconds / (int(m.subject["num_writes"]) * kernel)
+        case Measure.MICROSECONDS:
+            return m.seconds * 1e6
+        case Measure.READ:
+            read = rows.like(m, peer=READ)
+            return None if read is None else read.seconds / m.seconds
+        case Measure.FASTEST_BFLOAT16:
+            fastest = fastest_bfloat16(m, rows)
+            return None if fastest is None else fastest.seconds / m.seconds
+        case Measure.TOKENS:
+            most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MOST in each.facts.get("rows", "")]
+            return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
+        case Measure.READING_TIME:
+            nanoseconds = m.facts.get("read_ns")
+            return None if nanoseconds is None else m.seconds * 1e9 / nanoseconds
+        case Measure.EXPOSED:
+            nanoseconds = m.facts.get("device_ns")
+            return None if nanoseconds is None else max(1 - nanoseconds / 1e9 / m.seconds, 0.0)
+
+
+def over(m: Measurement, other: Measurement | None = None) -> float | None:
+    """A time as a multiple of another."""
+    return None if other is None else m.seconds / other.seconds
+
+
+def tokens_a_second(m: Measurement) -> float:
+    """Of a step that gives one token of each sequence."""
+    return int(m.subject["num_seqs"]) / m.seconds
+
+
+def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
+    """Of attention: whoever is the fastest in bfloat16 in the same row."""
+    found = [each for each in rows.find(case=m.subject["case"], dtype=BFLOAT16) if each.peer != READ]
+    return min(found, key=lambda each: each.seconds, default=None)
+
+
+PASS, FALLS_SHORT = "pass", "falls short"
+
+
+def verdicts(m: Measurement, rows: Rows) -> list[str]:
+    """Whether each of a line's bars holds; `"-"` by the wall clock, which times the host's dispatch."""
+    return [_verdict(bar, m, rows) for bar in of(m)]
+
+
+def _verdict(bar: Bar, m: Measurement, rows: Rows) -> str:
+    if m.clock is Clock.WALL or (reached := value(bar.measure, m, rows)) is None:
+        return "-"
+    if m.facts.get("waits"):
+        return f"the host waits: {FALLS_SHORT}"
+    return f"{bar.words(reached)}: {PASS if bar.holds(reached) else FALLS_SHORT}"
+
+
+def summary(found: Sequence[str]) -> str:
+    """How many of the bars in a table hold; nothing where none was judged."""
+    holding, failing = (sum(each.endswith(word) for each in found) for word in (PASS, FALLS_SHORT))
+    return f" {holding} of {holding + failing} bars hold." if holding + failing else ""

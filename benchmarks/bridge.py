@@ -20,10 +20,12 @@ from typing import Any, ClassVar
 
 from absl.testing import absltest
 
-from benchmarks import bars, output, shapes, timing, workload
-from benchmarks.output import Measurement
+from benchmarks import output, shapes, timing, workload
+from benchmarks.measurement import Measurement, Rows
+from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
 from benchmarks.peers.in_jax import why_no_kernel
+from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -40,7 +42,6 @@ CASE = shapes.LLAMA_8B
 NUM_TOKENS = output.define_numbers(
     "tokens", "tokens in the writes whose kernels are timed (default: 1 to 65,536; without a GPU, 1 and 64)", least=1
 )
-GPU_TOKENS, HOST_TOKENS = (1, 64, 256, 2_048, 16_384, 65_536), (1, 64)
 
 FIRST_CASE = shapes.Case("small", 1, 64)
 """What is compiled first, so that what only the first call of a process takes is not counted among the others."""
@@ -48,7 +49,7 @@ FIRST_CASE = shapes.Case("small", 1, 64)
 DECODE_TOKENS = 64
 """Tokens of the calls that are not about the number of tokens."""
 
-EAGER_DTYPE = bars.NVFP4
+EAGER_DTYPE = KVCacheDType.NVFP4
 EAGER_BLOCKS = 1024
 
 THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
@@ -78,57 +79,6 @@ Call = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstCall:
-    """One line of the table of first calls: seconds until the results of a call are there, when first and then.
-
-    A process has but one first call of a kind, so there is one sample of it.
-    """
-
-    call: str
-    case: shapes.Case
-    dtype: KVCacheDType
-    first_seconds: float
-    second_seconds: float
-
-    def measurement(self) -> Measurement:
-        """The same for the file."""
-        subject = _subject(self.case, self.dtype, DECODE_TOKENS)
-        times = Timing((self.first_seconds,), Clock.WALL)
-        facts = {"call": self.call, "second_seconds": self.second_seconds}
-        return Measurement("bridge first call", subject, "kvjax_torch", times, facts=facts)
-
-
-@dataclasses.dataclass(frozen=True)
-class HostTime:
-    """One line of the table of the host's times.
-
-    Attributes:
-      call: what is called.
-      times: how long calls keep the host, each the mean of several in a row.
-      index_copy_ratio: their median over that of an `index_copy_`.
-      bar: what it is held to.
-      waits: whether the host waits for what was queued before the call; `None` where there is no GPU to wait for.
-    """
-
-    call: str
-    times: Timing
-    index_copy_ratio: float
-    bar: bars.Bar | None
-    waits: bool | None
-
-    @property
-    def value(self) -> float:
-        """What the bar is about."""
-        is_time = self.bar is not None and self.bar.measure is bars.Measure.MICROSECONDS
-        return self.times.seconds * 1e6 if is_time else self.index_copy_ratio
-
-    def measurement(self) -> Measurement:
-        """The same for the file."""
-        subject = _subject(CASE, EAGER_DTYPE, DECODE_TOKENS)
-        return Measurement("bridge host", subject, self.call, self.times, facts={"waits": self.waits})
-
-
-@dataclasses.dataclass(frozen=True)
 class ReplayTimes:
     """How long replays of a graph take.
 
@@ -143,96 +93,20 @@ class ReplayTimes:
     one_stream: Timing
     two_streams: Timing
 
-
-@dataclasses.dataclass(frozen=True)
-class WriteReplay:
-    """One line of the table of graphs: of `GRAPH_WRITES` writes.
-
-    Attributes:
-      dtype: of the cache.
-      num_tokens: tokens of each write.
-      times: of the graph.
-      kernel_seconds: what one of its kernels takes, where that was timed.
-    """
-
-    dtype: KVCacheDType
-    num_tokens: int
-    times: ReplayTimes
-    kernel_seconds: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """A replay's time over that of its kernels."""
-        return self._over_kernels(self.times.one_stream)
-
-    @property
-    def two_streams_ratio(self) -> float | None:
-        """The same where a second stream was in use."""
-        return self._over_kernels(self.times.two_streams)
-
-    def _over_kernels(self, times: Timing) -> float | None:
-        return None if self.kernel_seconds is None else times.seconds / (GRAPH_WRITES * self.kernel_seconds)
-
-    def measurements(self) -> list[Measurement]:
-        """The same for the file."""
-        moved = GRAPH_WRITES * WriteJob(CASE, self.dtype, self.num_tokens).bytes_moved
-        subject = {**_subject(CASE, self.dtype, self.num_tokens), "num_writes": GRAPH_WRITES}
-        facts = {"kernel_seconds": self.kernel_seconds}
-        return [
-            Measurement("bridge replay", subject, peer, times, moved, copy.measure(moved), facts)
-            for peer, times in (
-                ("kvjax_torch", self.times.one_stream),
-                ("kvjax_torch, two streams", self.times.two_streams),
-            )
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelTime:
-    """One line of the table of kernels: what a write launches from torch, and under `jit`, with the same arguments."""
-
-    dtype: KVCacheDType
-    num_tokens: int
-    from_torch: Timing
-    under_jit: Timing
-
-    @property
-    def clock(self) -> Clock:
-        """What both were read from."""
-        return self.from_torch.clock if self.from_torch.clock is self.under_jit.clock else Clock.WALL
-
-    @property
-    def ratio(self) -> float:
-        """Torch's time over that under `jit`."""
-        return self.from_torch.seconds / self.under_jit.seconds
-
-    def measurements(self) -> list[Measurement]:
-        """The same for the file."""
-        job = WriteJob(CASE, self.dtype, self.num_tokens)
-        copied = copy.measure(job.bytes_moved)
-        return [
-            Measurement("bridge kernel", job.subject, peer, times, job.bytes_moved, copied)
-            for peer, times in (("kvjax_torch", self.from_torch), ("kvjax", self.under_jit))
-        ]
+    def measurements(
+        self, operation: str, subject: dict[str, Any], peer: str, moved: int | None = None, **facts: Any
+    ) -> list[Measurement]:
+        copied = None if moved is None else copy.measure(moved)
+        by_peer = {peer: self.one_stream, peer + TWO_STREAMS: self.two_streams}
+        return [Measurement(operation, subject, name, times, moved, copied, facts) for name, times in by_peer.items()]
 
 
 def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[str, Any]:
     return WriteJob(case, dtype, num_tokens).subject
 
 
-def has_gpu() -> bool:
-    """Whether torch has one. JAX is not asked, for that would start it, as no call does."""
-    return torch.cuda.is_available()
-
-
 def device() -> str:
     return "cuda" if has_gpu() else "cpu"
-
-
-def synchronize(_: object = None) -> None:
-    """Waits for every kernel on the device."""
-    if has_gpu():
-        torch.cuda.synchronize()
 
 
 def scale_tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,16 +142,21 @@ def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
     }
 
 
-def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Call) -> FirstCall:
-    """Times a call that was not made before, and then again."""
+def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Call) -> Measurement:
+    """Times a call that was not made before until its result is there, and then again.
+
+    A process has but one first call of a kind, so there is one sample of it.
+    """
     seconds = []
     for _ in range(2):
-        synchronize()
+        wait()
         start = time.perf_counter()
         call()
-        synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
-    return FirstCall(name, case, dtype, *seconds)
+    subject = {**_subject(case, dtype, DECODE_TOKENS), "call": name}
+    times = Timing(tuple(seconds[:1]), Clock.WALL)
+    return Measurement("bridge first call", subject, "kvjax_torch", times, facts={"second_seconds": seconds[1]})
 
 
 def eager_calls() -> dict[str, Call]:
@@ -331,11 +210,11 @@ def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Ti
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, timer in timers.items():
-            synchronize()
+            wait()
             if is_busy:
                 torch.cuda._sleep(A_WHILE)
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
-    synchronize()
+    wait()
     clock = Clock.HOST if has_gpu() else Clock.WALL
     return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # the first round warms up
 
@@ -374,19 +253,18 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(
-    calls: Mapping[str, Call], held_to: Mapping[str, bars.Bar], is_busy: bool = False
-) -> list[HostTime]:
-    """Times calls of which the first is what `Measure.INDEX_COPY` is about, and some have a bar."""
+def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[Measurement]:
+    """Times calls of which the first is the `index_copy_` that the others are compared with."""
     times = host_times(calls, is_busy)
-    index_copy, *_ = times
+    index_copy, *_ = times.values()
+    subject = _subject(CASE, EAGER_DTYPE, DECODE_TOKENS)
     return [
-        HostTime(
-            call=name,
-            times=times[name],
-            index_copy_ratio=times[name].seconds / times[index_copy].seconds,
-            bar=held_to.get(name),
-            waits=host_waits(call),
+        Measurement(
+            "bridge host",
+            subject,
+            name,
+            times[name],
+            facts={"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds},
         )
         for name, call in calls.items()
     ]
@@ -415,7 +293,7 @@ def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call
 
 def check_written(cache: KVCache, expected: KVCache) -> None:
     """Raises `AssertionError` where torch has written other bytes than XLA."""
-    synchronize()
+    wait()
     workload.check_same_bits(cache.kv, expected.kv)
 
 
@@ -446,11 +324,11 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
     others = additions(DECODE_TOKENS)
-    synchronize()
+    wait()
     with torch.cuda.stream(torch.cuda.Stream()):
         for add in others:
             add()
-    synchronize()
+    wait()
     return ReplayTimes(one_stream, event_times(graphs[0].replay))
 
 
@@ -485,16 +363,10 @@ def _begin(is_smoke: bool) -> None:
 
 def event_times(call: Call) -> Timing:
     """How long a call takes on the GPU when others come right before and after it, each the mean of a row of them."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     samples = []
     for _ in range(timing.LIMITS.min_calls):
         torch.cuda._sleep(A_WHILE)  # until all of them are queued
-        start.record()
-        for _ in range(REPLAYS_IN_A_ROW):
-            call()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
+        samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
     return Timing(tuple(samples), Clock.EVENTS)
 
 
@@ -503,7 +375,7 @@ def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected:
     writes = torch_writes(cache, batches)
     writes[0]()
     check_written(cache, expected)
-    return timing.measure(lambda number: writes[number % len(writes)](), wait=synchronize)
+    return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
 
 
 def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:
@@ -513,67 +385,75 @@ def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: 
     return timing.measure(write)
 
 
-def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dtype: KVCacheDType) -> KernelTime:
-    """Checks, then times the writes of `batches` both ways."""
-    spec, num_tokens = CASE.spec(dtype), len(batches[0].slot_mapping)
-    expected = tokens.expected(spec, num_tokens)
+def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dtype: KVCacheDType) -> list[Measurement]:
+    """Checks, then times the writes of `batches` from torch and under `jit`, with the same arguments."""
+    spec, job = CASE.spec(dtype), WriteJob(CASE, dtype, len(batches[0].slot_mapping))
+    expected, moved = tokens.expected(spec, job.num_tokens), job.bytes_moved
     from_torch = time_from_torch(tokens.poisoned(spec), batches, expected)
     under_jit = time_under_jit(tokens.poisoned(spec), batches, expected)
-    return KernelTime(dtype, num_tokens, from_torch, under_jit)
+    return [
+        Measurement("bridge kernel", job.subject, peer, times, moved, copy.measure(moved))
+        for peer, times in (("kvjax_torch", from_torch), ("kvjax", under_jit))
+    ]
 
 
 class TorchBenchmark(output.Program):
-    """Fails where bytes are wrong, never because of a time.
+    """What compiles comes first, and CUPTI, which stays in the process and slows down every launch, last."""
 
-    The tests run in the order of their names: what compiles comes first, and CUPTI, which stays in the process and
-    slows down every launch, last.
-    """
-
-    name = "benchmarks.bridge"
-    replays: ClassVar[list[WriteReplay]]
-    kernels: ClassVar[list[KernelTime]]
-    addition_times: ClassVar[dict[int, ReplayTimes]]
+    replays: ClassVar[dict[tuple[KVCacheDType, int], ReplayTimes]]
+    additions: ClassVar[dict[int, ReplayTimes]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.replays, cls.kernels, cls.addition_times = [], [], {}
+        cls.replays, cls.additions = {}, {}
 
     @classmethod
     def tearDownClass(cls) -> None:
-        add_replays(cls.results, cls.replays, cls.addition_times, cls.kernels)
+        """Adds replays, now that it is known what one of their kernels takes."""
+        rows = Rows(m for m in cls.results.measurements if m.operation == "bridge kernel" and m.clock is Clock.DEVICE)
+        cls.results.expect(2 * (len(cls.replays) + len(cls.additions)))
+        measured = []
+        for (dtype, num_tokens), times in cls.replays.items():
+            job = WriteJob(CASE, dtype, num_tokens)
+            one = rows.find("kvjax_torch", dtype=dtype.value, num_tokens=num_tokens)[:1]
+            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+            kernel = {"kernel_seconds": one[0].seconds if one else None}
+            measured += times.measurements("bridge replay", subject, "kvjax_torch", moved, **kernel)
+        for num_tokens, times in cls.additions.items():
+            elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
+            subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
+            subject["num_elements"] = elements
+            measured += times.measurements("bridge replay of add_", subject, "torch")
+        for each in measured:
+            cls.results.add(each)
         super().tearDownClass()
 
     def test_compilations(self) -> None:
-        lines: list[FirstCall] = []
-        timed = [(FIRST_CASE, bars.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
+        timed = [(FIRST_CASE, KVCacheDType.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
         self.results.expect(2 * len(timed))
         for case, dtype in timed:
             for name, call in first_calls(case, dtype).items():
                 with self.subTest(case=case.name, dtype=dtype.value, call=name):
-                    name = name if lines else f"{name}, the first call of the process"
-                    lines.append(time_first_call(name, case, dtype, call))
-                    self.results.add(lines[-1].measurement())
-        add_first_calls(self.results, lines)
+                    is_first = not self.results.measurements
+                    name = f"{name}, the first call of the process" if is_first else name
+                    self.results.add(time_first_call(name, case, dtype, call))
 
     def test_eager_calls(self) -> None:
         calls = eager_calls()
-        index_copy, with_tensors, with_floats, _ = calls
-        lines = time_eager_calls(calls, dict.fromkeys((with_tensors, with_floats), bars.EAGER_CALL))
+        index_copy, with_tensors, *_ = calls
+        found = time_eager_calls(calls)
         if has_gpu():
-            held_to = {THROUGH_JAX: bars.DLPACK_CALL}
             for name, call, is_busy in (
                 (THROUGH_JAX, calls[with_tensors], False),
                 ("through JAX, GPU busy", calls[with_tensors], True),
                 ("through JAX, tokens at new addresses", moving_write(), False),
             ):
                 with self.subTest(call=name), through_jax():
-                    by_turns = {index_copy: calls[index_copy], name: call}
-                    lines += time_eager_calls(by_turns, held_to, is_busy)[1:]
-        self.results.expect(len(lines))
-        for line in lines:
-            self.results.add(line.measurement())
-        add_host_times(self.results, lines)
+                    found += time_eager_calls({index_copy: calls[index_copy], name: call}, is_busy)[1:]
+        self.results.expect(len(found))
+        for each in found:
+            self.results.add(each)
 
     def test_graphs(self) -> None:
         if not has_gpu():
@@ -582,147 +462,26 @@ class TorchBenchmark(output.Program):
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                times = in_new_process(time_writes_replayed, dtype, num_tokens)
-                self.replays.append(WriteReplay(dtype, num_tokens, times))
+                self.replays[dtype, num_tokens] = in_new_process(time_writes_replayed, dtype, num_tokens)
         for num_tokens in counts:
             with self.subTest(call="add_", num_tokens=num_tokens):
-                self.addition_times[num_tokens] = in_new_process(time_additions_replayed, num_tokens)
+                self.additions[num_tokens] = in_new_process(time_additions_replayed, num_tokens)
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
             self.results.skip("kvjax under jit", reason, asked_for=True)
             return
-        default = (8,) if output.SMOKE.value else GPU_TOKENS if has_gpu() else HOST_TOKENS
-        counts = output.numbers(NUM_TOKENS) or default
+        counts = output.numbers(NUM_TOKENS) or output.by_device(
+            gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,)
+        )
         self.results.expect(2 * len(counts) * len(shapes.TIMED_DTYPES))
         tokens = workload.make_tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)
             for dtype in shapes.TIMED_DTYPES:
                 with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                    self.kernels.append(time_kernels(tokens, batches, dtype))
-                    for each in self.kernels[-1].measurements():
+                    for each in time_kernels(tokens, batches, dtype):
                         self.results.add(each)
-        add_kernels(self.results, self.kernels)
-
-
-def add_first_calls(to: output.Report, lines: Sequence[FirstCall]) -> None:
-    to.table(
-        "Time of the first call, which compiles",
-        ["call", "dtype", "first ms", "second ms"],
-        [first_call_words(line) for line in lines],
-        left=2,
-        note=f"Until the result is there, {DECODE_TOKENS} tokens; {CASE.num_kv_heads} KV heads of {CASE.head_size}, but"
-        f" {FIRST_CASE.num_kv_heads} of {FIRST_CASE.head_size} in the first two lines; by the wall clock.",
-    )
-
-
-def first_call_words(line: FirstCall) -> list[str]:
-    return [line.call, line.dtype.value, *(f"{s * 1e3:,.2f}" for s in (line.first_seconds, line.second_seconds))]
-
-
-def add_host_times(to: output.Report, lines: Sequence[HostTime]) -> None:
-    words = [host_words(line) for line in lines]
-    to.table(
-        "Time that a call keeps the host",
-        ["call", "us", "5-95%", "x index_copy_", "host waits", "bar", "reached"],
-        words,
-        note=f"{DECODE_TOKENS} tokens of {CASE.num_kv_heads} KV heads of {CASE.head_size}, {EAGER_DTYPE.value}, int64"
-        f" slots; by {output.clocks(line.times for line in lines)}.{bars.summary([line[-1] for line in words])}",
-    )
-
-
-def host_words(line: HostTime) -> list[str]:
-    reached = bars.verdict(line.bar, line.value, line.times.clock)
-    if line.bar is not None and line.waits:
-        reached = f"the host waits: {bars.FALLS_SHORT}"
-    return [
-        line.call,
-        output.microseconds(line.times.seconds),
-        output.spread(line.times.samples),
-        f"{line.index_copy_ratio:.2f}",
-        "-" if line.waits is None else "yes" if line.waits else "no",
-        str(line.bar or "-"),
-        reached,
-    ]
-
-
-def add_replays(
-    to: output.Report,
-    replays: Sequence[WriteReplay],
-    addition_times: Mapping[int, ReplayTimes],
-    kernels: Sequence[KernelTime],
-) -> None:
-    """Adds the table of graphs, if any were replayed, next to what their kernels took one by one."""
-    seconds = {(line.dtype, line.num_tokens): line.from_torch.seconds for line in kernels if line.clock is Clock.DEVICE}
-    lines = [dataclasses.replace(line, kernel_seconds=seconds.get((line.dtype, line.num_tokens))) for line in replays]
-    words = [replay_words(line) for line in lines]
-    measured = [each for line in lines for each in line.measurements()]
-    for num_tokens, times in addition_times.items():
-        words.append(["torch add_", f"{num_tokens:,}", *times_words(times), *["-"] * 5])
-        subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
-        facts = {"num_elements": 2 * num_tokens * CASE.num_kv_heads * CASE.head_size}
-        peers = {"torch": times.one_stream, "torch, two streams": times.two_streams}
-        measured += [Measurement("bridge replay of add_", subject, *each, facts=facts) for each in peers.items()]
-    to.expect(len(measured))
-    for each in measured:
-        to.add(each)
-    to.table(
-        f"Time of a CUDA graph of {GRAPH_WRITES} writes",
-        ["dtype", "tokens", "us", "5-95%", "2 streams us", "kernel us", "x kernels", "2 streams x", "bar", "reached"],
-        words,
-        note=f"Of one replay among {REPLAYS_IN_A_ROW}, where the process records this graph and {OTHER_GRAPHS} more,"
-        f" and torch does all on one stream; then again, when {GRAPH_WRITES} kernels have run on a second. Last"
-        f" graphs of {GRAPH_WRITES} additions to as many bfloat16 numbers as a write has. By {output.clocks(measured)}."
-        f"{bars.summary([line[-1] for line in words])}",
-    )
-
-
-def replay_words(line: WriteReplay) -> list[str]:
-    return [
-        line.dtype.value,
-        f"{line.num_tokens:,}",
-        *times_words(line.times),
-        output.microseconds(line.kernel_seconds),
-        *("-" if ratio is None else f"{ratio:.2f}" for ratio in (line.ratio, line.two_streams_ratio)),
-        str(bars.REPLAY),
-        bars.verdict(bars.REPLAY, line.ratio, line.times.one_stream.clock),
-    ]
-
-
-def times_words(times: ReplayTimes) -> list[str]:
-    return [
-        output.microseconds(times.one_stream.seconds),
-        output.spread(times.one_stream.samples),
-        output.microseconds(times.two_streams.seconds),
-    ]
-
-
-def add_kernels(to: output.Report, lines: Sequence[KernelTime]) -> None:
-    lines = sorted(lines, key=lambda line: shapes.TIMED_DTYPES.index(line.dtype))
-    words = [kernel_words(line) for line in lines]
-    to.table(
-        "Time of a write's kernels, from torch and under jit",
-        ["dtype", "tokens", "us", "5-95%", "us under jit", "5-95%", "x jit", "kernels", "under jit", "bar", "reached"],
-        words,
-        note=f"The same tokens, slots and pages; {CASE.num_kv_heads} KV heads of {CASE.head_size}, int32 slots; by"
-        f" {output.clocks(line.from_torch for line in lines)}.{bars.summary([line[-1] for line in words])}",
-    )
-
-
-def kernel_words(line: KernelTime) -> list[str]:
-    return [
-        line.dtype.value,
-        f"{line.num_tokens:,}",
-        output.microseconds(line.from_torch.seconds),
-        output.spread(line.from_torch.samples),
-        output.microseconds(line.under_jit.seconds),
-        output.spread(line.under_jit.samples),
-        f"{line.ratio:.2f}",
-        *(str(len(times.kernels) or "-") for times in (line.from_torch, line.under_jit)),
-        str(bars.TORCH_KERNEL),
-        bars.verdict(bars.TORCH_KERNEL, line.ratio, line.clock),
-    ]
 
 
 if __name__ == "__main__":

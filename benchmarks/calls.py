@@ -21,7 +21,7 @@ from absl.testing import absltest
 
 import kvjax
 from benchmarks import output, shapes, timing
-from benchmarks.output import Measurement
+from benchmarks.measurement import Measurement
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from kvjax import KVCache, KVCacheDType
@@ -42,11 +42,6 @@ class Traced:
     trace: float
     lower: float
     lines: int
-
-    @property
-    def seconds(self) -> float:
-        """Of both."""
-        return self.trace + self.lower
 
 
 def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced:
@@ -118,52 +113,29 @@ def _returned(given: Any) -> Any:
 
 
 class CallsBenchmark(output.Program):
-    """Never fails because of a time."""
-
-    name = "benchmarks.calls"
-
     def test_dispatch(self) -> None:
         calls = dispatches()
         self.results.expect(len(calls))
-        rows = []
         for name, call in calls.items():
-            times = timing.measure_in_a_row(call)
-            self.results.add(Measurement("dispatch", {"dtype": UNQUANTIZED}, name, times))
-            rows.append([name, output.microseconds(times.seconds), output.spread(times.samples)])
-        note = f"Microseconds of a call of a jitted function; by {Clock.HOST.words}."
-        self.results.table("Dispatch of many caches", ["arguments", "us", "5-95%"], rows, note=note)
+            self.results.add(Measurement("dispatch", {"dtype": UNQUANTIZED.value}, name, timing.measure_in_a_row(call)))
 
     def test_tracing(self) -> None:
-        smoke = output.SMOKE.value
-        steps, repeats, num_layers = (STEPS[:1], 1, 2) if smoke else (STEPS, 5, NUM_LAYERS)
+        steps, repeats, num_layers = (STEPS[:1], 1, 2) if output.SMOKE.value else (STEPS, 5, NUM_LAYERS)
         self.results.expect(len(steps) * len(DTYPES))
-        rows = []
         for what in steps:
             found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
             for _ in range(repeats):  # by turns
                 for dtype in DTYPES:
                     found[dtype].append(in_new_process(trace, what, dtype, num_layers))
-            medians = []
             for dtype, each in found.items():
-                times = Timing(tuple(one.seconds for one in each), Clock.WALL)
-                subject = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}
+                times = Timing(tuple(one.trace + one.lower for one in each), Clock.WALL)
+                subject: dict[str, Any] = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}
                 facts = {
                     "trace_seconds": float(np.median([one.trace for one in each])),
                     "lower_seconds": float(np.median([one.lower for one in each])),
                     "lines": each[0].lines,
                 }
                 self.results.add(Measurement("trace and lower", subject, "kvjax", times, facts=facts))
-                medians.append((times.seconds, each[0].lines))
-            (plain, plain_lines), (quantized, lines) = medians
-            seconds = [f"{plain:.3f}", f"{quantized:.3f}", f"{quantized / plain:.2f}"]
-            rows.append([" and ".join(what), *seconds, f"{plain_lines:,}, {lines:,}"])
-        header = ["each layer", *(dtype.value for dtype in DTYPES), "ratio", "lines of StableHLO"]
-        note = (
-            f"Seconds to trace and lower a program of {num_layers} unrolled layers for {jax.default_backend()}, in a"
-            f" new process each, the median of {repeats}: {CASE.num_kv_heads} KV heads of {CASE.head_size},"
-            f" {NUM_SEQS} tokens."
-        )
-        self.results.table("Tracing and lowering", header, rows, note=note)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 from absl import flags
 
 from benchmarks import memory, output, timing
-from benchmarks.output import Measurement
+from benchmarks.measurement import Measurement, plain
 from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
 
 
 def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
     """The flag that says which peers to time."""
-    return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that can be here)")
+    return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that are available)")
 
 
 def present[J, Inputs](
@@ -57,21 +57,20 @@ def compare_all[J: Job, Inputs](
     why_too_large: Callable[[J], str | None],
     *,
     copies: bool = True,
-) -> dict[J, dict[str, Measurement]]:
-    """Measures all peers that serve them on all jobs; of each job what was right, by the peers' names.
+) -> None:
+    """Measures all peers that serve them on all jobs.
 
     A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
     kvjax itself fails, so does a subtest of `test`. With `copies` copies of as many bytes are measured, too.
     """
     results = test.results
     results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
-    measured: dict[J, dict[str, Measurement]] = {}
     for job in jobs:
         serving = [peer for peer in peers if peer.serves(job)]
-        what = f"{operation}: {', '.join(str(output.plain(value)) for value in job.subject.values())}"
+        what = f"{operation}: {', '.join(str(plain(value)) for value in job.subject.values())}"
         with test.subTest(**job.subject):
-            reason = why_too_large(job)
-            if reason is None:
+            inputs: Inputs | None = None
+            if (reason := why_too_large(job)) is None:
                 try:
                     inputs = make_inputs(job)
                 except Exception as error:
@@ -82,27 +81,19 @@ def compare_all[J: Job, Inputs](
                 results.skip(what, reason)
                 results.step("too large", len(serving))
                 continue
-            measured[job] = {}
-            _compare(results, operation, job, serving, inputs, measured[job], copies)
-    return measured
+            _compare(results, operation, job, serving, inputs, copies)
 
 
 def _compare(
-    results: output.Report,
-    operation: str,
-    job: Job,
-    peers: Sequence[Peer[Any, Any]],
-    inputs: Any,
-    found: dict[str, Measurement],
-    copies: bool,
+    results: output.Report, operation: str, job: Job, peers: Sequence[Peer[Any, Any]], inputs: Any, copies: bool
 ) -> None:
     failure: Exception | None = None
     for peer in peers:
         try:
-            found[peer.name] = _measure(results, operation, job, peer, inputs, copies)
+            _measure(results, operation, job, peer, inputs, copies)
         except Exception as error:  # whatever a peer fails with, the others go on
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-            words = ", ".join(str(output.plain(value)) for value in job.subject.values())
+            words = ", ".join(str(plain(value)) for value in job.subject.values())
             results.skip(f"{peer.name} ({operation}: {words})", f"{kind}: {error}")
             results.step(peer.name)
             if peer.own and not memory.is_exhausted(error):
@@ -112,50 +103,11 @@ def _compare(
         raise failure
 
 
-def _measure(
-    results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool
-) -> Measurement:
+def _measure(results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool) -> None:
     run = peer.prepare(inputs)
     first = run.call(0)
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
     copied = copy.measure(job.bytes_moved) if copies else None
-    measurement = Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)
-    results.add(measurement)
-    return measurement
-
-
-def peer_table(
-    results: output.Report,
-    title: str,
-    measured: Mapping[Any, Mapping[str, Measurement]],
-    columns: Sequence[str],
-    *,
-    facts: Sequence[str] = (),
-    note: str = "",
-) -> None:
-    """Adds a table with a line for each measurement: `columns` are what it is about, `facts` what else was found."""
-    measurements = [each for by_peer in measured.values() for each in by_peer.values()]
-    words = [
-        [
-            *(_words(each.subject.get(column)) for column in columns),
-            each.peer,
-            output.microseconds(each.seconds),
-            output.spread(each.times.samples),
-            *(output.rate(each.seconds, each.bytes_moved) if each.bytes_moved else ["-", "-"]),
-            output.share(each.copy_share),
-            *(_words(each.facts.get(fact)) for fact in facts),
-        ]
-        for each in measurements
-    ]
-    header = [*(column.replace("num_", "") for column in columns), "by", "us", "5-95%", "MB moved", "GB/s", "of copy"]
-    header += [fact.replace("_", " ") for fact in facts]
-    results.table(title, header, words, note=f"{note}By {output.clocks(measurements)}.", left=len(columns) + 1)
-
-
-def _words(value: Any) -> str:
-    value = output.plain(value)
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    results.add(Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts))

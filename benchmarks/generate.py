@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from absl.testing import absltest
 
-from benchmarks import bars, memory, output, shapes, timing
-from benchmarks.output import Measurement
+from benchmarks import memory, output, shapes, timing
+from benchmarks.bars import DYNAMIC, PAGED
+from benchmarks.measurement import Measurement
+from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from kvjax import KVCacheDType
@@ -28,9 +29,9 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvjax_torch.transformers_cache import KvjaxCache
 
-DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 
-DYNAMIC, GATHERED, PAGED = "DynamicCache, sdpa", "KvjaxCache, sdpa", "KvjaxCache, kvjax"
+GATHERED = "KvjaxCache, sdpa"
 ATTENTION = {DYNAMIC: "sdpa", GATHERED: "sdpa", PAGED: "kvjax"}
 
 NUM_LAYERS = 8
@@ -77,12 +78,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
         return f"{self.num_seqs}x{self.seq_len}"
 
     @property
     def num_blocks(self) -> int:
-        """Of all sequences, with room for the steps."""
         return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
 
     def dense_bytes(self, config: LlamaConfig) -> int:
@@ -104,6 +103,12 @@ class Job:
     dtype: KVCacheDType
     peer: str
 
+    @property
+    def subject(self) -> dict[str, Any]:
+        row = self.row
+        sizes = {"num_layers": NUM_LAYERS, "num_seqs": row.num_seqs, "seq_len": row.seq_len}
+        return {"case": row.name, **sizes, "dtype": self.dtype}
+
     def cache(self, config: LlamaConfig) -> Cache:
         """An empty one."""
         if self.peer == DYNAMIC:
@@ -112,60 +117,6 @@ class Job:
         return KvjaxCache(
             config, num_blocks=self.row.num_blocks, kv_cache_dtype=self.dtype, k_scale=0.037, v_scale=0.052
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTime:
-    """One line of the table.
-
-    Attributes:
-      times: of a step, the host's part included where the GPU waits for it.
-      step_bytes: the most memory that a step takes beside what is there before it, on a GPU.
-      dense_bytes: what a dense layer takes.
-      error: of the logits of the first step, next to those of the same cache with dense layers.
-      kernel_seconds: of a step, its kernels alone; `None` where they are not timed.
-    """
-
-    job: Job
-    times: Timing
-    step_bytes: int | None
-    dense_bytes: int
-    error: float | None = None
-    kernel_seconds: float | None = None
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether a step takes as much memory as a dense layer."""
-        return self.step_bytes is not None and self.step_bytes >= self.dense_bytes
-
-    def measurement(self) -> Measurement:
-        """The same for the file."""
-        row = self.job.row
-        subject = {
-            "case": row.name,
-            "num_layers": NUM_LAYERS,
-            "num_seqs": row.num_seqs,
-            "seq_len": row.seq_len,
-            "dtype": self.job.dtype,
-        }
-        facts = {
-            "kernel_seconds": self.kernel_seconds,
-            "step_bytes": self.step_bytes,
-            "dense_layer_bytes": self.dense_bytes,
-            "error": self.error,
-        }
-        return Measurement("decode step", subject, self.job.peer, self.times, facts=facts)
-
-
-def has_gpu() -> bool:
-    """Whether torch has one."""
-    return torch.cuda.is_available()
-
-
-def synchronize(_: object = None) -> None:
-    """Waits for every kernel on the device."""
-    if has_gpu():
-        torch.cuda.synchronize()
 
 
 @functools.cache
@@ -214,8 +165,12 @@ class Decoding:
         return logits
 
 
-def time_steps(job: Job) -> StepTime:
-    """Times the steps of a job, after the first of them is checked."""
+def time_steps(job: Job) -> Measurement:
+    """Times the steps of a job, after the first of them is checked.
+
+    Facts are the most memory that a step takes beside what is there before it, on a GPU; what a dense layer takes; and
+    the error of the logits of the first step, next to those of the same cache with dense layers.
+    """
     decoding = Decoding(job)
     error = None
     if job.peer == PAGED:
@@ -228,34 +183,28 @@ def time_steps(job: Job) -> StepTime:
             raise AssertionError(f"{job}: logits are off by {error:.3g} of their root mean square")
     for _ in range(WARM_UP_STEPS):
         decoding.step()
-    return StepTime(job, step_times(decoding), step_bytes(decoding), job.row.dense_bytes(decoding.model.config), error)
+    times, dense = step_times(decoding), job.row.dense_bytes(decoding.model.config)
+    facts = {"kernel_seconds": None, "step_bytes": step_bytes(decoding), "dense_layer_bytes": dense, "error": error}
+    return Measurement("decode step", job.subject, job.peer, times, facts=facts)
 
 
 def step_times(decoding: Decoding) -> Timing:
     """How long a step takes when others come right before and after it."""
     if not has_gpu():
-        return timing.measure(decoding.step, wait=synchronize, calls=SAMPLES)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = []
-    for _ in range(SAMPLES):
-        start.record()
-        for _ in range(STEPS_IN_A_ROW):
-            decoding.step()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / STEPS_IN_A_ROW)
-    return Timing(tuple(seconds), Clock.EVENTS)
+        return timing.measure(decoding.step, wait=wait, calls=SAMPLES)
+    samples = tuple(seconds_in_a_row(decoding.step, STEPS_IN_A_ROW) for _ in range(SAMPLES))
+    return Timing(samples, Clock.EVENTS)
 
 
 def step_bytes(decoding: Decoding) -> int | None:
     """The most memory that torch takes in a step, less what it has before."""
     if not has_gpu():
         return None
-    synchronize()
+    wait()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     decoding.step()
-    synchronize()
+    wait()
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -264,12 +213,7 @@ def kernel_seconds(job: Job) -> float | None:
     decoding = Decoding(job)
     for _ in range(WARM_UP_STEPS):
         decoding.step()
-    return timing.kernel_seconds(decoding.step, wait=synchronize, calls=KERNEL_STEPS)
-
-
-def bar_of(job: Job) -> bars.Bar | None:
-    """What a line is held to."""
-    return bars.GENERATE[job.dtype] if job.peer == PAGED else None
+    return timing.kernel_seconds(decoding.step, wait=wait, calls=KERNEL_STEPS)
 
 
 def jobs() -> list[Job]:
@@ -289,22 +233,20 @@ def jobs() -> list[Job]:
 class GenerateBenchmark(output.Program):
     """Fails where logits are wrong or a layer was made dense, never because of a time.
 
-    The tests run in the order of their names: CUPTI stays in the process and slows down every launch, so it comes last.
+    CUPTI stays in the process and slows down every launch, so it comes last.
     """
 
-    name = "benchmarks.generate"
-    lines: ClassVar[dict[Job, StepTime]]
+    found: ClassVar[dict[Job, Measurement]]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        cls.lines = {}
+        cls.found = {}
 
     @classmethod
     def tearDownClass(cls) -> None:
-        for line in cls.lines.values():
-            cls.results.add(line.measurement())
-        add_steps(cls.results, [*cls.lines.values()])
+        for measurement in cls.found.values():
+            cls.results.add(measurement)
         model.cache_clear()
         super().tearDownClass()
 
@@ -313,69 +255,25 @@ class GenerateBenchmark(output.Program):
         for job in jobs():
             with self.subTest(row=job.row.name, dtype=job.dtype.value, peer=job.peer):
                 try:
-                    line = time_steps(job)
+                    found = time_steps(job)
                 except Exception as error:
                     if not memory.is_exhausted(error):
                         raise
                     self.results.skip(f"{job.peer}, {job.dtype.value}, {job.row.name}", f"too little memory: {error}")
                     continue
-                self.lines[job] = line
-                if job.peer == PAGED and line.is_dense and not output.SMOKE.value:
-                    self.fail(f"a step took {line.step_bytes} bytes, a dense layer {line.dense_bytes}")
+                self.found[job] = found
+                taken, dense = found.facts["step_bytes"] or 0, found.facts["dense_layer_bytes"]
+                if job.peer == PAGED and taken >= dense and not output.SMOKE.value:
+                    self.fail(f"a step took {taken} bytes, a dense layer {dense}")
 
     def test_kernels_of_steps(self) -> None:
         if not has_gpu():
             self.results.skip("kernels", "need an NVIDIA GPU")
             return
-        for job, line in self.lines.items():
+        for job, found in self.found.items():
             with self.subTest(row=job.row.name, dtype=job.dtype.value, peer=job.peer):
-                self.lines[job] = dataclasses.replace(line, kernel_seconds=kernel_seconds(job))
-
-
-HEADER = [
-    *("sequences", "dtype", "cache, attention", "us", "5-95%", "kernels us", "x DynamicCache", "MiB of a step"),
-    *("of a dense layer", "bar", "reached"),
-]
-
-
-def add_steps(to: output.Report, lines: Sequence[StepTime]) -> None:
-    """Adds the table of steps."""
-    verdicts = [bars.verdict(bar_of(line.job), ratio(line, lines), line.times.clock) for line in lines]
-    to.table(
-        "Time of a decode step",
-        HEADER,
-        [step_words(line, ratio(line, lines), verdict) for line, verdict in zip(lines, verdicts, strict=True)],
-        left=3,
-        note=f"A model of {NUM_LAYERS} layers of Llama-3.1-8B with random weights in bfloat16 (without a GPU, of tiny"
-        " ones); a step of `generate` without its bookkeeping, mask of ones included. By"
-        f" {output.clocks([line.times for line in lines])}; kernels by {Clock.DEVICE.words}. MiB: the most that torch"
-        f" holds in a step beside what is there before.{bars.summary(verdicts)}",
-    )
-
-
-def ratio(line: StepTime, lines: Sequence[StepTime]) -> float | None:
-    """A line's time over that of transformers' own cache."""
-    own = (each for each in lines if each.job.row == line.job.row and each.job.peer == DYNAMIC)
-    return next((line.times.seconds / each.times.seconds for each in own), None)
-
-
-def step_words(line: StepTime, of_dynamic: float | None, verdict: str) -> list[str]:
-    """A line as the table prints it."""
-    taken = line.step_bytes
-    bar = bar_of(line.job)
-    return [
-        line.job.row.name,
-        line.job.dtype.value,
-        line.job.peer,
-        output.microseconds(line.times.seconds),
-        output.spread(line.times.samples),
-        output.microseconds(line.kernel_seconds),
-        "-" if of_dynamic is None else f"{of_dynamic:.2f}",
-        "-" if taken is None else f"{taken / 2**20:,.1f}",
-        "-" if taken is None else f"{taken / line.dense_bytes:.2f}",
-        "-" if bar is None else str(bar),
-        verdict,
-    ]
+                facts = {**found.facts, "kernel_seconds": kernel_seconds(job)}
+                self.found[job] = dataclasses.replace(found, facts=facts)
 
 
 if __name__ == "__main__":

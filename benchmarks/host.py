@@ -15,12 +15,8 @@ from benchmarks.peers import in_jax, in_torch, writes
 from benchmarks.workload import WriteJob
 
 WRITERS = (
-    in_jax.KVJAX,
-    in_jax.NOT_DONATED,
-    in_jax.XLA_SCATTER,
-    in_torch.INDEX_COPY,
-    in_torch.INDEX_PUT,
-    in_torch.KVJAX,
+    *(in_jax.KVJAX, in_jax.NOT_DONATED, in_jax.XLA_SCATTER),
+    *(in_torch.INDEX_COPY, in_torch.INDEX_PUT, in_torch.KVJAX),
 )
 
 CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time writes of (default: llama-3.1-8b)")
@@ -28,33 +24,20 @@ NUM_BLOCKS = output.define_numbers("blocks", "pages of the caches (default: 64, 
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 1 and 64)", least=1)
 PEERS = compare.define_peers(WRITERS)
 
-CACHE_SIZES, SMOKE_CACHE_SIZES = (64, 512, 4_096), (4,)
-DEFAULT_TOKENS, SMOKE_TOKENS = (1, 64), (8,)
-
 
 def jobs() -> list[WriteJob]:
     """What is timed."""
     smoke = output.SMOKE.value
-    sizes = output.numbers(NUM_BLOCKS) or (SMOKE_CACHE_SIZES if smoke else CACHE_SIZES)
-    counts = output.numbers(NUM_TOKENS) or (SMOKE_TOKENS if smoke else DEFAULT_TOKENS)
+    sizes = output.numbers(NUM_BLOCKS) or ((4,) if smoke else (64, 512, 4_096))
+    counts = output.numbers(NUM_TOKENS) or ((8,) if smoke else (1, 64))
     cases = [shapes.CASES_BY_NAME[name] for name in CASES.value or [shapes.LLAMA_8B.name]]
-    return [
-        WriteJob(case, dtype, num_tokens, num_blocks=num_blocks)
-        for case, dtype, num_tokens, num_blocks in itertools.product(cases, shapes.TIMED_DTYPES, counts, sizes)
-    ]
+    wanted = itertools.product(cases, shapes.TIMED_DTYPES, counts, sizes)
+    return [WriteJob(case, dtype, count, num_blocks=size) for case, dtype, count, size in wanted]
 
 
 class HostBenchmark(output.Program):
-    """Fails where bytes are wrong, never because of a time."""
-
-    name = "benchmarks.host"
-
     def test_cache_sizes(self) -> None:
-        peers = compare.present(self.results, WRITERS, PEERS.value)
-        measured = writes.measure(self, "host write", jobs(), peers)
-        columns = ["case", "dtype", "num_tokens", "cache_bytes"]
-        title = "Time of a write on the CPU, by the size of the cache"
-        compare.peer_table(self.results, title, measured, columns, facts=["temporary_bytes"])
+        writes.measure(self, "host write", jobs(), compare.present(self.results, WRITERS, PEERS.value))
 
 
 if __name__ == "__main__":

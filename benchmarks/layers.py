@@ -18,17 +18,16 @@ from absl.testing import absltest
 
 import kvjax
 from benchmarks import output, shapes, timing, workload
-from benchmarks.output import Measurement
+from benchmarks.measurement import Measurement
+from benchmarks.operations import SCAN, SEPARATE, UNROLLED
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 
 CASE, NUM_LAYERS = shapes.LLAMA_8B, 8
-DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 MAX_SEQUENCES = 64
 
 Scales = dict[str, jax.Array]
-
-SCAN, UNROLLED, SEPARATE = "one cache, scan", "one cache, unrolled", "a cache a layer, unrolled"
 
 
 def write_and_read(
@@ -115,40 +114,19 @@ def steps(spec: AttentionSpec) -> dict[str, Stepping]:
 
 
 class LayersBenchmark(output.Program):
-    """Fails where bytes are wrong, never because of a time."""
-
-    name = "benchmarks.layers"
-
     def test_a_step_over_layers(self) -> None:
         every = shapes.TIMED_DTYPES[-1:] if output.SMOKE.value else shapes.TIMED_DTYPES
         dtypes = [KVCacheDType(name) for name in DTYPES.value or every]
         self.results.expect(3 * len(dtypes))
-        rows = []
         for dtype in dtypes:
             with self.subTest(dtype=dtype.value):
                 spec = CASE.spec(dtype)
-                times = {}
+                cache_bytes = NUM_LAYERS * pages_of_a_layer(spec) * spec.page_size_bytes
+                subject = {**CASE.subject(dtype, spec.layout), "layers": NUM_LAYERS, "cache_bytes": cache_bytes}
                 for peer, step in steps(spec).items():
-                    times[peer] = timing.measure_in_a_row(step)
-                    subject = {
-                        **CASE.subject(dtype, spec.layout),
-                        "layers": NUM_LAYERS,
-                        "cache_bytes": NUM_LAYERS * pages_of_a_layer(spec) * spec.page_size_bytes,
-                    }
                     facts = {"temporary_bytes": workload.temporary_bytes(step.compiled)}
-                    self.results.add(Measurement("step over layers", subject, peer, times[peer], facts=facts))
-                fastest = min(times[peer].seconds for peer in (UNROLLED, SEPARATE))
-                ratio = times[SCAN].seconds / fastest
-                rows.append(
-                    [dtype.value, *(output.microseconds(each.seconds) for each in times.values()), f"{ratio:.2f}"]
-                )
-        note = (
-            f"Microseconds of a step over {NUM_LAYERS} layers, {pages_of_a_layer(CASE.spec(dtypes[0])):,} pages each:"
-            f" {CASE.num_kv_heads} KV heads of {CASE.head_size}. A layer writes a token of each of up to"
-            f" {MAX_SEQUENCES} sequences and gathers them, all of its pages; by {timing.Clock.HOST.words}. The ratio is"
-            " that of the scan to the faster of the others."
-        )
-        self.results.table("Time of a step over layers", ["dtype", SCAN, UNROLLED, SEPARATE, "ratio"], rows, note=note)
+                    times = timing.measure_in_a_row(step)
+                    self.results.add(Measurement("step over layers", subject, peer, times, facts=facts))
 
 
 if __name__ == "__main__":

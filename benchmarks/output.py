@@ -1,10 +1,9 @@
-"""What a benchmark program prints and writes to files, with all that is needed to run it again."""
+"""What a benchmark program is: flags, a report of what it measured, and the files that let anybody run it again."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import enum
 import importlib.metadata
 import importlib.util
 import json
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,11 +22,13 @@ import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import timing, workload
+from benchmarks import tables, timing, workload
+from benchmarks.measurement import Measurement, Rows, plain
+from benchmarks.operations import OPERATIONS
 from benchmarks.peers import cuda
-from benchmarks.timing import Clock, Timing
+from benchmarks.tables import Operation
+from kvjax import KVCacheDType
 from kvjax.ops.select import Implementation
-from kvjax.table import markdown_table
 
 SCHEMA = 1
 """Of the JSON file; a reader has to accept fields that it does not know, and to do without some."""
@@ -51,6 +52,11 @@ SAVE_SECONDS = 10.0
 """How often the JSON file is written while a program runs, so that one that is stopped leaves what it has."""
 
 
+def by_device[Value](*, gpu: Value, host: Value, smoke: Value) -> Value:
+    """What this run takes by default."""
+    return smoke if SMOKE.value else gpu if workload.is_gpu() else host
+
+
 def shorten() -> None:
     """From now on does as little as there is to do."""
     timing.shorten()
@@ -71,6 +77,11 @@ def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[lis
 def numbers(flag: flags.FlagHolder[list[str] | None]) -> tuple[int, ...] | None:
     """What a flag of `define_numbers` was given, if anything."""
     return None if flag.value is None else tuple(map(int, flag.value))
+
+
+def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
+    """The flag that says which dtypes caches have; `dtypes` reads it."""
+    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
 
 
 def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
@@ -142,70 +153,11 @@ def _said(command: Sequence[str]) -> str | None:
     return None if done.returncode else done.stdout
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What one peer took for one thing.
-
-    Attributes:
-      operation: what was timed.
-      subject: the shape, dtype and sizes that it was timed for.
-      peer: who did it.
-      times: its times.
-      bytes_moved: the fewest bytes that it must read and write.
-      copy: a copy that moves as many, in the same run.
-      facts: what else was found out about it.
-    """
-
-    operation: str
-    subject: Mapping[str, Any]
-    peer: str
-    times: Timing
-    bytes_moved: int | None = None
-    copy: Timing | None = None
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return self.times.seconds
-
-    @property
-    def clock(self) -> Clock:
-        """What the times were read from."""
-        return self.times.clock
-
-    @property
-    def copy_seconds(self) -> float | None:
-        """The median of the copy."""
-        return self.copy.seconds if self.copy else None
-
-    @property
-    def copy_share(self) -> float | None:
-        """The rate of this over that of the copy."""
-        return self.copy.seconds / self.seconds if self.copy else None
-
-    def record(self) -> dict[str, Any]:
-        """What the JSON file says of it."""
-        return {
-            "operation": self.operation,
-            **self.subject,
-            "peer": self.peer,
-            "clock": self.clock,
-            "seconds": self.seconds,
-            "samples": self.times.samples,
-            "bytes_moved": self.bytes_moved,
-            "copy_seconds": self.copy_seconds,
-            "kernels": self.times.kernels,
-            **self.facts,
-        }
-
-
 @dataclasses.dataclass
 class Report:
-    """The tables of one run of a program, and all that they were made of."""
+    """What one run of a program measured, and what it skipped."""
 
     program: str
-    tables: list[str] = dataclasses.field(default_factory=list)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
@@ -216,16 +168,11 @@ class Report:
     _saved: float = dataclasses.field(default_factory=time.monotonic)
 
     def expect(self, count: int) -> None:
-        """Says how many more measurements are to come."""
         self._expected += count
 
     def add(self, measurement: Measurement) -> None:
-        """Takes in what was measured."""
         self.measurements.append(measurement)
-        subject = [str(plain(value)) for value in measurement.subject.values() if value is not None]
-        self.step(
-            " ".join([measurement.operation, *subject, measurement.peer, f"{microseconds(measurement.seconds)} us"])
-        )
+        self.step(f"{measurement}: {tables.microseconds(measurement.seconds)} us")
         if JSON.value and time.monotonic() - self._saved > SAVE_SECONDS:
             self.save(Path(JSON.value))
 
@@ -240,26 +187,16 @@ class Report:
             self._bar.update(count)
 
     def skip(self, what: str, reason: str, *, asked_for: bool = False) -> None:
-        """Says what is not measured, and why. What a flag asked for and cannot be had fails the program at its end."""
-        first_line = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        """Says what is not measured, and why. What a flag asked for and is unavailable fails the program at its end."""
+        line = first_line(reason)
         if asked_for:
-            self.missing.append(f"{what}: {first_line}")
+            self.missing.append(f"{what}: {line}")
         if what not in self.skipped:
             self.skipped[what] = reason
-            self._say(f"skipped {what}: {first_line}")
-
-    def _say(self, line: str) -> None:
-        if self._bar is None:
-            print(line, file=sys.stderr, flush=True)
-        else:
-            self._bar.write(line, file=sys.stderr)
-
-    def table(
-        self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, note: str, left: int = 1
-    ) -> None:
-        """Adds a table, of which the first `left` columns are words; none where it would have no rows."""
-        if rows:
-            self.tables.append("\n\n".join([f"### {title}", note, markdown_table(header, rows, left=left)]))
+            if self._bar is None:
+                print(f"skipped {what}: {line}", file=sys.stderr, flush=True)
+            else:
+                self._bar.write(f"skipped {what}: {line}", file=sys.stderr)
 
     def finish(self) -> None:
         """Prints the tables and writes the files that the flags ask for."""
@@ -267,36 +204,32 @@ class Report:
             self._bar.close()
         where = {**environment(self.program), **self.facts}
         facts = ", ".join(f"{name} {words}" for name, words in where.items() if name not in ("device", "command"))
-        text = "\n\n".join(
-            [f"`{where['command']}` on {where['device']}: {facts}.", *self.tables, *self._skipped_words()]
-        )
+        parts = [f"`{where['command']}` on {where['device']}: {facts}."]
+        for name, rows in tables.grouped(self.measurements, lambda m: m.operation).items():
+            parts += operation_tables(OPERATIONS[name], rows)
+        if self.skipped:
+            lines = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
+            parts.append("\n".join(["Skipped:", "", *lines]))
+        text = "\n\n".join(parts)
         print(f"\n{text}", flush=True)
         if MARKDOWN.value:
             Path(MARKDOWN.value).write_text(f"{text}\n")
         if JSON.value:
             self.save(Path(JSON.value))
 
-    def _skipped_words(self) -> list[str]:
-        lines = [f"- {what}: {reason.strip().splitlines()[0]}" for what, reason in self.skipped.items()]
-        return ["\n".join(["Skipped:", "", *lines])] if lines else []
-
     def save(self, path: Path) -> None:
         """Writes a JSON file, a line for each measurement."""
         copies = {m.bytes_moved: m.copy for m in self.measurements if m.copy}
-        rates = [
-            {"bytes_moved": moved, "seconds": copy.seconds, "samples": copy.samples, "clock": copy.clock}
-            for moved, copy in copies.items()
-        ]
         lists = {
-            "copy_rates": rates,
+            "copy_rates": [
+                {"bytes_moved": moved, "seconds": copy.seconds, "samples": copy.samples, "clock": copy.clock}
+                for moved, copy in copies.items()
+            ],
             "measurements": [each.record() for each in self.measurements],
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
         }
-        head = {
-            "schema": SCHEMA,
-            "program": self.program,
-            "environment": {**environment(self.program), **self.facts},
-        }
+        where = {**environment(self.program), **self.facts}
+        head = {"schema": SCHEMA, "program": self.program, "environment": where}
         parts = [f' "{name}": {json.dumps(plain(value))}' for name, value in head.items()]
         for name, entries in lists.items():
             lines = ",\n".join(f"  {json.dumps(plain(entry))}" for entry in entries)
@@ -305,8 +238,28 @@ class Report:
         self._saved = time.monotonic()
 
 
+def first_line(reason: str) -> str:
+    return (reason.strip() or "no reason given").splitlines()[0]
+
+
+def operation_tables(of: Operation, rows: Rows) -> list[str]:
+    """What a program prints of an operation: times with their bars, then all peers side by side, clock by clock.
+
+    The latter only where the first table leaves something out.
+    """
+    parts, is_whole = [], of.lines is not None and len(of.lines.chosen(rows)) == len(rows)
+    if of.lines and (found := tables.lines_table(of.lines, rows)):
+        note = f"{of.lines.note} By {tables.clocks(rows)}.{tables.bars_summary(of.lines, rows)}"
+        parts += [f"### {of.lines.title}", note.strip(), found]
+    for by_clock in () if is_whole else tables.grouped(rows, lambda m: m.clock).values():
+        parts += [f"### {tables.capitalized(of.name)}, by who does it", f"By {tables.clocks(by_clock)}."]
+        for case, some in tables.by_case(by_clock).items():
+            parts += [*filter(None, [case and f"{case}:"]), *tables.side_by_side(of, some)]
+    return parts
+
+
 def _progress_bar() -> Any:
-    """tqdm's; `None` where stderr is no terminal, or tqdm not there."""
+    """tqdm's; `None` where stderr is no terminal, or tqdm is not installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -317,10 +270,9 @@ def _progress_bar() -> Any:
 class Program(absltest.TestCase):
     """What all programs share: a report, a look at the clock, and failing where what a flag asked for is missing.
 
-    No program fails because of how long something took. The tests run in the order of their names.
+    A program fails where a result is wrong, never because of a time. The tests run in the order of their names.
     """
 
-    name: ClassVar[str]
     results: ClassVar[Report]
 
     @classmethod
@@ -328,7 +280,7 @@ class Program(absltest.TestCase):
         super().setUpClass()
         if SMOKE.value:
             shorten()
-        cls.results = Report(cls.name)
+        cls.results = Report(f"benchmarks.{Path(sys.argv[0]).stem}")
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -350,39 +302,3 @@ class Program(absltest.TestCase):
     def test_what_was_asked_for_is_there(self) -> None:
         if self.results.missing:
             self.fail("; ".join(self.results.missing))
-
-
-def microseconds(seconds: float | None) -> str:
-    """A time as the tables print it."""
-    return "-" if seconds is None else f"{seconds * 1e6:,.2f}"
-
-
-def spread(samples: Sequence[float] | None) -> str:
-    """Between which times nine of ten calls lie, as the tables print it."""
-    return "-" if not samples else "-".join(f"{seconds * 1e6:,.2f}" for seconds in timing.spread(samples))
-
-
-def rate(seconds: float, bytes_moved: int) -> list[str]:
-    """What was moved in a time and how fast, as the tables print them."""
-    return [f"{bytes_moved / 1e6:,.3f}", f"{bytes_moved / seconds / 1e9:,.4g}"]
-
-
-def share(value: float | None) -> str:
-    """A share as the tables print it."""
-    return "-" if value is None else f"{value:.1%}"
-
-
-def clocks(timings: Iterable[Timing | Measurement]) -> str:
-    """What these times were read from."""
-    return " and ".join(dict.fromkeys(each.clock.words for each in timings)) or "no clock"
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value

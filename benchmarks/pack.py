@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from absl.testing import absltest
 
-from benchmarks import compare, output, shapes, workload
+from benchmarks import compare, output, shapes
 from benchmarks.peers import packs, writes
-from benchmarks.shapes import Slots
+from benchmarks.shapes import GPT_OSS_20B, LLAMA_8B, Slots
 from benchmarks.workload import WriteJob
 from kvjax import KVCacheDType
 
@@ -17,34 +19,19 @@ CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time (defau
 NUM_TOKENS = output.define_numbers("tokens", "tokens that are packed", least=1)
 PEERS = compare.define_peers(packs.PEERS)
 
-GPU_TOKENS, HOST_TOKENS, SMOKE_TOKENS = (1, 256, 2_048, 16_384, 65_536), (1, 64, 256), (8,)
-DEFAULT_CASES = (shapes.LLAMA_8B, shapes.GPT_OSS_20B)
-
 
 def jobs() -> list[WriteJob]:
     """What is timed: the write of the same tokens goes to slots one after the other, as in a prefill."""
-    default = SMOKE_TOKENS if output.SMOKE.value else GPU_TOKENS if workload.is_gpu() else HOST_TOKENS
-    few = DEFAULT_CASES[:1] if output.SMOKE.value else DEFAULT_CASES
+    default = output.by_device(gpu=(1, 256, 2_048, 16_384, 65_536), host=(1, 64, 256), smoke=(8,))
+    few = (LLAMA_8B,) if output.SMOKE.value else (LLAMA_8B, GPT_OSS_20B)
     cases = [shapes.CASES_BY_NAME[name] for name in CASES.value or ()] or few
-    return [
-        WriteJob(case, KVCacheDType.NVFP4, num_tokens, slots=Slots.CONTIGUOUS)
-        for case in cases
-        for num_tokens in output.numbers(NUM_TOKENS) or default
-    ]
+    wanted = itertools.product(cases, output.numbers(NUM_TOKENS) or default)
+    return [WriteJob(case, KVCacheDType.NVFP4, num_tokens, slots=Slots.CONTIGUOUS) for case, num_tokens in wanted]
 
 
 class PackBenchmark(output.Program):
-    """Fails where bytes are wrong, never because of a time."""
-
-    name = "benchmarks.pack"
-
     def test_token_counts(self) -> None:
-        peers = compare.present(self.results, packs.PEERS, PEERS.value)
-        measured = writes.measure(self, "pack", jobs(), peers)
-        note = (
-            "kvjax packs in XLA, for use without a cache; its write packs and stores in one kernel where there is one. "
-        )
-        compare.peer_table(self.results, "Time of packing NVFP4", measured, ["case", "num_tokens"], note=note)
+        writes.measure(self, "pack", jobs(), compare.present(self.results, packs.PEERS, PEERS.value))
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ from typing import Any
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import memory, output, serve_table, serving, shapes, timing, workload
-from benchmarks.output import Measurement
+from benchmarks import memory, output, serving, shapes, timing, workload
+from benchmarks.measurement import OWN, Measurement, plain
 from benchmarks.peers import attends, read, serves_dense, serves_torch
-from benchmarks.serve_table import MOST, OPERATION, OWN
 from benchmarks.serving import Scenario, ServeJob
-from benchmarks.timing import Clock, Timing
+from benchmarks.timing import Timing
 from kvjax import KVCacheDType
 
 PEER_NAMES = (OWN, serves_dense.NAME, serves_torch.STATIC, serves_torch.KVJAX_CACHE)
-DTYPES = output.define_some("dtypes", [dtype.value for dtype in shapes.TIMED_DTYPES], "dtypes of the caches")
+DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 ROWS = output.define_some(
     "rows",
     serving.ROWS,
@@ -40,10 +39,6 @@ READ_BYTES = 1 << 30
 
 
 class ServeBenchmark(output.Program):
-    """Fails where a step is wrong, never because of a time."""
-
-    name = "benchmarks.serve"
-
     def test_1_steps(self) -> None:
         of, wanted = serving.scenario(), chosen_jobs()
         peers = PEERS.value or PEER_NAMES[:2]
@@ -55,43 +50,31 @@ class ServeBenchmark(output.Program):
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
         self.results.expect(len(own) + len(dense))
         for job in own:
-            with self.subTest(**output.plain(job.subject)):
+            with self.subTest(**plain(job.subject)):
                 self.measure(OWN, job, rate, functools.partial(served, job))
         for job in dense:
-            self.try_peer(serves_dense.NAME, job, rate, functools.partial(plain, serves_dense.serve, job))
+            self.try_peer(serves_dense.NAME, job, rate, functools.partial(as_served, serves_dense.serve, job))
         for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
             if name in peers:
                 self.serve_in_torch(name, [job for job in wanted if serves_torch.serves(name, job)], rate)
-        add_table(self.results)
 
     def test_2_requests_with_prompts(self) -> None:
         if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
             return
-        of, rows = serving.scenario(), []
+        of = serving.scenario()
         self.results.expect(2 * len(dtypes()))
         for dtype in dtypes():
             with self.subTest(dtype=dtype.value):
                 gc.collect()
                 found = serving.serve_prompts(of, dtype, FORM.value)
                 subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
-                for kind, times in (("prompt chunks", found.mixed), ("decodes", found.decodes)):
-                    self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times))
                 number = 2 * of.same
-                rows.append(
-                    [
-                        dtype.value,
-                        f"{number * of.num_new_tokens / found.seconds:,.0f}",
-                        f"{number * of.prompt_len / found.seconds:,.0f}",
-                        *(f"{times.seconds * 1e3:,.3g}" for times in (found.mixed, found.decodes)),
-                    ]
-                )
-        note = (
-            f"{2 * of.same} requests, {of.same} at a time, each with a prompt of {of.prompt_len:,} tokens of its own"
-            f" and {of.num_new_tokens} tokens to generate; at most one prompt and {of.chunk} of its tokens a step"
-            f" beside the decodes. Times of whole steps, by {Clock.HOST.words}."
-        )
-        header = ["dtype", "generated a second", "prompt tokens a second", "step with a chunk, ms", "without, ms"]
-        self.results.table("Requests with prompts", header, rows, note=note)
+                facts = {
+                    "generated_a_second": round(number * of.num_new_tokens / found.seconds),
+                    "prompt_tokens_a_second": round(number * of.prompt_len / found.seconds),
+                }
+                for kind, times in (("prompt chunks", found.mixed), ("decodes", found.decodes)):
+                    self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
     def serve_in_torch(self, name: str, wanted: list[ServeJob], rate: float | None) -> None:
         """In memory that JAX has let go of: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`."""
@@ -99,7 +82,9 @@ class ServeBenchmark(output.Program):
             self.results.skip(name, reason, asked_for=True)
             return
         for job in wanted:
-            self.try_peer(name, job, rate, functools.partial(plain, functools.partial(serves_torch.serve, name), job))
+            self.try_peer(
+                name, job, rate, functools.partial(as_served, functools.partial(serves_torch.serve, name), job)
+            )
         serves_torch.free()
 
     def try_peer(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[], Any]) -> None:
@@ -127,7 +112,7 @@ class ServeBenchmark(output.Program):
             self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", reason)
             return
         known = {"rows": job.rows} | ({} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)})
-        self.results.add(Measurement(OPERATION, job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
+        self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
 
 
 def dtypes() -> list[KVCacheDType]:
@@ -167,21 +152,9 @@ def served(job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
     return found.steps, {**facts, "layers": FORM.value, "temporary_bytes": found.temporary_bytes}
 
 
-def plain(serve: Callable[[ServeJob], Timing], job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
+def as_served(serve: Callable[[ServeJob], Timing], job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
     """Steps of a peer."""
     return serve(job), {}
-
-
-def add_table(to: output.Report) -> None:
-    """Adds the table of steps, with their bars."""
-    measurements = [each for each in to.measurements if each.operation == OPERATION]
-    lines = serve_table.times(measurements, lambda each: each.times.samples, lambda each, name: each.facts.get(name))
-    of = serving.scenario()
-    what = (
-        f"{of.name}, random bfloat16 weights, sequences of {of.seq_len:,}; {MOST}: in {of.cache_bytes / 2**30:.3g} GiB."
-        f" {serve_table.NOTE} By {output.clocks(measurements)}.{serve_table.summary(lines)}"
-    )
-    to.table("Tokens a second", serve_table.HEADER, serve_table.rows(lines), left=serve_table.LEFT, note=what)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import memory, output, timing, workload
+from benchmarks.bars import MOST, SAME
 from benchmarks.peers.attention_inputs import compiling_jitted, filled_page_bytes, filled_pages, take_pages
-from benchmarks.serve_table import MOST, SAME
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from examples import llama
@@ -62,15 +62,12 @@ class Scenario:
     chunk: int
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
-        """Of each layer's cache."""
         return FullAttentionSpec(BLOCK_SIZE, self.config.num_key_value_heads, self.config.head_dim, dtype=dtype)
 
     def bytes_a_sequence(self, dtype: KVCacheDType) -> int:
-        """What a full sequence takes in all layers."""
         return self.config.num_hidden_layers * self.seq_len // BLOCK_SIZE * self.spec(dtype).page_size_bytes
 
     def most(self, dtype: KVCacheDType) -> int:
-        """How many full sequences fit."""
         return self.cache_bytes // self.bytes_a_sequence(dtype)
 
     @property
@@ -124,17 +121,14 @@ class ServeJob:
 
     @property
     def spec(self) -> AttentionSpec:
-        """Of each layer's cache."""
         return self.of.spec(self.dtype)
 
     @property
     def blocks_a_seq(self) -> int:
-        """Blocks of a full sequence."""
         return self.of.seq_len // BLOCK_SIZE
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all, in each layer."""
         return self.num_seqs * self.blocks_a_seq
 
     @property
@@ -145,7 +139,6 @@ class ServeJob:
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What tables and files say of it."""
         return {
             "case": self.of.name,
             "num_kv_heads": self.of.config.num_key_value_heads,

@@ -39,7 +39,6 @@ class Slots(enum.StrEnum):
     PADDED = "padded"
 
     def num_padded(self, num_tokens: int) -> int:
-        """How many of so many tokens are padding."""
         return num_tokens // 4 if self is Slots.PADDED else 0
 
 
@@ -52,7 +51,6 @@ class Case:
     head_size: int
 
     def subject(self, dtype: KVCacheDType, layout: CacheLayout) -> dict[str, Any]:
-        """What tables and files say of this layer's cache."""
         return {
             "case": self.name,
             "num_kv_heads": self.num_kv_heads,
@@ -62,7 +60,6 @@ class Case:
         }
 
     def spec(self, dtype: KVCacheDType, layout: CacheLayout = CacheLayout.NHD) -> AttentionSpec:
-        """This layer's cache in a dtype and a layout."""
         return FullAttentionSpec(BLOCK_SIZE, self.num_kv_heads, self.head_size, dtype=dtype, layout=layout)
 
 
@@ -109,12 +106,10 @@ class AttentionRow:
 
     @property
     def blocks_a_seq(self) -> int:
-        """Entries of the block table for each sequence."""
         return -(-int(self.seq_lens.max()) // BLOCK_SIZE)
 
     @property
     def num_blocks(self) -> int:
-        """Pages of all sequences."""
         return self.num_seqs * self.blocks_a_seq
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from benchmarks import output, shapes, timing, workload
-from benchmarks.output import Measurement
+from benchmarks.measurement import Measurement, plain
 from benchmarks.timing import Timing
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, KVCache
@@ -137,10 +136,6 @@ def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
 
 
 class ShardedBenchmark(output.Program):
-    """Fails where bytes are wrong, never because of a time."""
-
-    name = "benchmarks.sharded"
-
     def test_equal_work_on_each_device(self) -> None:
         devices = jax.devices()[: DEVICES.value]
         if len(devices) < max(2, DEVICES.value or 2):
@@ -148,50 +143,24 @@ class ShardedBenchmark(output.Program):
             self.results.skip("several devices", reason, asked_for=DEVICES.value is not None)
             return
         several = OnDevices(devices)
-        sizes = (8,) if output.SMOKE.value else (256, 16_384) if workload.is_gpu() else (64,)
+        sizes = output.numbers(NUM_TOKENS) or output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,))
+        gathered = shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1)
         jobs = [
             (operation, WriteJob(CASE, dtype, num_tokens))
             for dtype in (shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES)
-            for operation, num_tokens in itertools.chain(
-                (("sharded write", size) for size in output.numbers(NUM_TOKENS) or sizes),
-                [("sharded gather", shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1))],
-            )
+            for operation, num_tokens in (*(("sharded write", size) for size in sizes), ("sharded gather", gathered))
         ]
         self.results.expect(4 * len(jobs))
-        rows = []
         for operation, job in jobs:
-            with self.subTest(operation=operation, **output.plain(job.subject)):
+            with self.subTest(operation=operation, **plain(job.subject)):
                 calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
-                times = [*device_timings(*calls), *map(timing.measure_in_a_row, calls)]
-                for which, times_of in zip(itertools.cycle([1, len(devices)]), times, strict=False):
-                    peer = "one device" if which == 1 else f"{which} devices"
-                    subject = {**job.subject, "devices": which}
-                    self.results.add(
-                        Measurement(
-                            operation, subject, peer, times_of, facts={"kv_heads_a_device": job.case.num_kv_heads}
-                        )
-                    )
-                rows.append(line_words(operation, job, times))
-        note = (
-            f"{CASE.num_kv_heads} KV heads of {CASE.head_size} on each device. Of {len(devices)} devices a time is that"
-            f" of one of them, by {output.clocks(times)}; `host` is the time from a call to the next."
-        )
-        count = len(devices)
-        header = ["operation", "dtype", "tokens", "us", f"us of {count}", "ratio", "host us", f"host us of {count}"]
-        self.results.table("Time of several devices, and of one", header, rows, note=note, left=2)
-
-
-def line_words(operation: str, job: WriteJob, times: Sequence[Timing]) -> list[str]:
-    one, many, host_one, host_many = (each.seconds for each in times)
-    words = [output.microseconds(x) for x in (one, many)]
-    return [
-        operation,
-        job.dtype.value,
-        f"{job.num_tokens:,}",
-        *words,
-        f"{many / one:.2f}",
-        *(output.microseconds(x) for x in (host_one, host_many)),
-    ]
+                timed = device_timings(*calls), tuple(map(timing.measure_in_a_row, calls))
+                for times, facts in zip(timed, ({}, {"in_a_row": True}), strict=True):
+                    for number, each in zip((1, len(devices)), times, strict=True):
+                        peer = "one device" if number == 1 else f"{number} devices"
+                        subject = {**job.subject, "devices": number}
+                        known = {"kv_heads_a_device": CASE.num_kv_heads, **facts}
+                        self.results.add(Measurement(operation, subject, peer, each, facts=known))
 
 
 if __name__ == "__main__":

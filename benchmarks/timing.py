@@ -79,19 +79,13 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """The median."""
         return statistics.median(self.samples)
 
     @property
-    def calls(self) -> int:
-        """How many calls were timed."""
-        return len(self.samples)
-
-
-def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Between which times nine of ten calls lie: the 5th and the 95th percentile."""
-    low, high = np.percentile(samples, (5, 95))
-    return float(low), float(high)
+    def spread(self) -> tuple[float, float]:
+        """Between which times nine of ten calls lie: the 5th and the 95th percentile."""
+        low, high = np.percentile(self.samples, (5, 95))
+        return float(low), float(high)
 
 
 def measure(

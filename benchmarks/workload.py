@@ -96,12 +96,10 @@ class WriteJob:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The cache's spec."""
         return self.case.spec(self.dtype, self.layout)
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What the tables and files say of it."""
         cache = {} if self.num_blocks is None else {"cache_bytes": self.num_blocks * self.spec.page_size_bytes}
         return {
             **self.case.subject(self.dtype, self.layout),
@@ -181,7 +179,6 @@ class Tokens:
         return write_in_xla(self.longest.key, self.longest.value, self.poisoned(spec), slot_mapping, **scales())
 
     def poisoned(self, spec: AttentionSpec) -> KVCache:
-        """A cache that shows every byte that was touched."""
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 

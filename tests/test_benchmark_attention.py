@@ -18,7 +18,9 @@ from absl import flags
 from helpers import each_case, matrix
 from interpret_mode import interpret_mode
 
-from benchmarks import ahead, attention_table, bars, output, shapes, timing
+from benchmarks import ahead, bars, shapes, tables, timing
+from benchmarks.measurement import Measurement, Rows
+from benchmarks.operations import ATTENTION
 from benchmarks.peers import attends, attends_flashinfer, read
 from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Run
@@ -50,9 +52,9 @@ def error_of(run: Run, inputs: AttentionInputs) -> float:
 
 
 def test_rows_are_those_of_the_bars():
-    assert {*bars.ATTENTION_BARS} <= {row.name for row in shapes.ATTENTION_ROWS}
+    assert {*bars.ATTENTION} <= {row.name for row in shapes.ATTENTION_ROWS}
     held = {row.name for row in shapes.ATTENTION_ROWS if row.base}
-    assert held == {name for name, by_dtype in bars.ATTENTION_BARS.items() if is_of_two_rows(by_dtype[BFLOAT16])}
+    assert held == {name for name, by_dtype in bars.ATTENTION.items() if is_of_two_rows(by_dtype[bars.BFLOAT16])}
     for row in shapes.ATTENTION_ROWS:
         assert row.base is None or shapes.ATTENTION_ROWS_BY_NAME[row.base].base is None
     assert len(shapes.ATTENTION_ROWS_BY_NAME) == sum(
@@ -293,31 +295,28 @@ def test_workers_hand_back_results_and_errors():
         futures[1].result(10)
 
 
-def measured(row: str, dtype: KVCacheDType, peer: str, us: float) -> output.Measurement:
+def measured(row: str, dtype: KVCacheDType, peer: str, us: float) -> Measurement:
     times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
     subject = shapes.ATTENTION_ROWS_BY_NAME[row].subject(dtype)
-    return output.Measurement("attention", subject, peer, times, bytes_moved=1)
+    return Measurement("attention", subject, peer, times, bytes_moved=1)
 
 
-MEASURED = [
-    measured("64x8192", BFLOAT16, "read", 460.0),
-    measured("64x8192", BFLOAT16, "kvjax", 495.0),
-    measured("64x8192", BFLOAT16, "cuDNN", 484.0),
-    measured("64x8192", BFLOAT16, "FlashInfer FA2", 490.0),
-    measured("64x8192", NVFP4, "read", 132.0),
-    measured("64x8192", NVFP4, "kvjax", 200.0),
-    measured("64x8192", NVFP4, "FlashInfer FA2", 670.0),
-    measured("64x8192-HND", NVFP4, "kvjax", 231.0),
-    measured("1x8192", FP8, "kvjax", 11.0),
-    measured("64x1024", NVFP4, "kvjax", 30.0),
-    measured("64x8192-window-1024", NVFP4, "kvjax", 38.0),
-    measured("64x4096-4-tokens", FP8, "kvjax", 38.0),
-]
-
-
-def lines_of(measurements: list[output.Measurement]) -> dict[tuple[str, KVCacheDType], bars.AttentionTime]:
-    found = attention_table.times(measurements, lambda each: each.times.samples, lambda each: each.clock)
-    return {(line.row, line.dtype): line for line in found}
+MEASURED = Rows(
+    [
+        measured("64x8192", BFLOAT16, "read", 460.0),
+        measured("64x8192", BFLOAT16, "kvjax", 495.0),
+        measured("64x8192", BFLOAT16, "cuDNN", 484.0),
+        measured("64x8192", BFLOAT16, "FlashInfer FA2", 490.0),
+        measured("64x8192", NVFP4, "read", 132.0),
+        measured("64x8192", NVFP4, "kvjax", 200.0),
+        measured("64x8192", NVFP4, "FlashInfer FA2", 670.0),
+        measured("64x8192-HND", NVFP4, "kvjax", 231.0),
+        measured("1x8192", FP8, "kvjax", 11.0),
+        measured("64x1024", NVFP4, "kvjax", 30.0),
+        measured("64x8192-window-1024", NVFP4, "kvjax", 38.0),
+        measured("64x4096-4-tokens", FP8, "kvjax", 38.0),
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -333,12 +332,13 @@ def lines_of(measurements: list[output.Measurement]) -> dict[tuple[str, KVCacheD
     ],
 )
 def test_bars_of_attention(row, dtype, expected):
-    assert attention_table.verdicts(lines_of(MEASURED)[row, dtype]) == expected
+    [line] = MEASURED.find("kvjax", case=row, dtype=dtype.value)
+    assert bars.verdicts(line, MEASURED) == expected
 
 
 def test_a_line_of_the_table():
-    line = lines_of(MEASURED)["64x8192", NVFP4]
-    assert dict(zip(attention_table.HEADER, attention_table.words(line), strict=True)) == {
+    [line] = MEASURED.find("kvjax", case="64x8192", dtype="nvfp4")
+    assert {column.heading: column.words(line, MEASURED) for column in ATTENTION.columns} == {
         "row": "64x8192",
         "dtype": "nvfp4",
         "us": "200.00",
@@ -350,12 +350,13 @@ def test_a_line_of_the_table():
         "fastest bf16": "cuDNN",
         "bf16 us": "484.00",
         "times as fast": "2.42",
-        "bars": ">= 68.0% of reading, >= 2.20 times as fast as bf16",
+        "bars": "&gt;= 68.0% of reading, &gt;= 2.20 times as fast as bf16",
         "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
     }
-    assert attention_table.summary(lines_of(MEASURED).values()) == " 4 of 6 bars hold."
+    assert tables.bars_summary(ATTENTION, MEASURED) == " 4 of 6 bars hold."
 
 
 def test_no_bar_is_judged_by_the_wall_clock():
-    line = dataclasses.replace(lines_of(MEASURED)["64x8192", BFLOAT16], clock=timing.Clock.WALL)
-    assert attention_table.verdicts(line) == ["-"]
+    times = timing.Timing((495e-6,), timing.Clock.WALL)
+    [line] = MEASURED.find("kvjax", case="64x8192", dtype="bfloat16")
+    assert bars.verdicts(dataclasses.replace(line, times=times), MEASURED) == ["-"]

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from absl.testing import flagsaver
 
+from benchmarks import tables
+from benchmarks.measurement import ResultsError
+from benchmarks.operations import OPERATIONS
 from benchmarks.report import __main__ as report_program
 from benchmarks.report import pages, results
-from benchmarks.report.records import ResultsError
-from benchmarks.report.slices import densest
 
 ROOT = Path(__file__).parents[1]
 US = 1e-6
@@ -77,7 +78,18 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 def report_of(*paths: Path) -> pages.Report:
     folder = paths[0].parent
-    return pages.Report(results.read(paths), folder / "docs/benchmarks.md", folder / "docs/plots")
+    docs = folder / "docs"
+    return pages.Report(results.read(paths), docs / "benchmarks.md", docs / "plots", docs / "notes")
+
+
+def notes_of(*paths: Path) -> str:
+    """The page with every time."""
+    return pages.notes(report_of(*paths), "NVIDIA H200")
+
+
+def drawn_of(report: pages.Report) -> tuple[tables.Operation, list]:
+    [timed] = report.timed("NVIDIA H200")
+    return timed.of, timed.plots()["llama-3.1-8b"]
 
 
 def rows_below(page: str, *words: str) -> list[list[str]]:
@@ -98,23 +110,15 @@ def test_the_page_of_a_small_file(save):
         skipped=[{"what": "FlashInfer", "reason": "not importable: <module>\nat line 3"}],
     )
     path = save(file)
-    page = pages.page(report_of(path))
-    [link] = re.findall(r"\[The method\]\(([^)]*)\)", page)
+    page, notes = pages.page(report_of(path)), notes_of(path)
+    [link] = re.findall(r"\[the\s+method\]\(([^)]*)\)", page)
     assert (path.parent / "docs" / link).resolve() == ROOT / "benchmarks/README.md"
-    assert page.split("one stand in one table |\n\n")[1] == (
+    assert "[NVIDIA H200](notes/benchmarks-nvidia-h200.md)" in page.replace("\n", " ")
+    assert page[page.index("## ") :] == (
         """\
 ## NVIDIA H200
 
-```console
-$ python -m benchmarks.write
-```
-
-|        | measured with |
-| ------ | ------------- |
-| driver | 575.1         |
-| date   | 2026-11-21    |
-
-### In short
+### Write
 
 Write: llama-3.1-8b, KV heads 8, head size 128, layout NHD, slots scattered; clock CUPTI.
 Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster.
@@ -124,11 +128,34 @@ Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster.
 | bfloat16 |      1 |                10.0 | 0.800 (50.0%) | 1.50x |
 | bfloat16 |     64 |                20.0 |          25.6 | 0.25x |
 
-### Write
+Share: of the rate of a copy that moves as many bytes; of few tokens all times are latencies.
+
+![write, llama-3.1-8b, NVIDIA H200](plots/nvidia-h200-write-llama-3.1-8b.png)
+
+```console
+$ python -m benchmarks.write
+```
+
+driver 575.1, date 2026-11-21.
+"""
+    )
+    assert notes.startswith("# Every time on NVIDIA H200\n\nEach table of [benchmarks.md](../benchmarks.md) in full.")
+    assert notes[notes.index("```console") :] == (
+        """\
+```console
+$ python -m benchmarks.write
+```
+
+|        | measured with |
+| ------ | ------------- |
+| driver | 575.1         |
+| date   | 2026-11-21    |
+
+## Write
 
 Medians of 5 calls each; clock CUPTI.
 
-![write, llama-3.1-8b, NVIDIA H200](plots/nvidia-h200-write-llama-3.1-8b.png)
+![write, llama-3.1-8b, NVIDIA H200](../plots/nvidia-h200-write-llama-3.1-8b.png)
 
 <details><summary>llama-3.1-8b: 4 times</summary>
 
@@ -150,7 +177,7 @@ GB/s (share):
 
 </details>
 
-### Not measured
+## Not measured
 
 - FlashInfer: not importable: &lt;module&gt; (write)
 """
@@ -169,7 +196,7 @@ def test_every_measurement_is_on_the_page_once(save):
         measurement("kvjax", 7, us=333.0, case="a|b"),
         measurement("CUDA", 7, us=444.0, case="a|b"),
     ]
-    page = pages.page(report_of(save(file)))
+    page = notes_of(save(file))
     times = []
     for case in ("llama-3.1-8b", "a\\|b"):
         header, *rows = rows_below(page, f"<details><summary>{case}", "Microseconds")
@@ -180,7 +207,7 @@ def test_every_measurement_is_on_the_page_once(save):
 
 def test_shares_and_rates_are_those_of_the_samples(save):
     file = writes()
-    header, *rows = rows_below(pages.page(report_of(save(file))), "<details>", "GB/s (share)")
+    header, *rows = rows_below(notes_of(save(file)), "<details>", "GB/s (share)")
     assert header == ["dtype", "tokens", "MB moved", "copy", "kvjax", "vLLM", "copy_"]
     told = {
         (row[0], int(row[1].replace(",", "")), peer): row[column] for row in rows for column, peer in enumerate(header)
@@ -196,20 +223,20 @@ def test_shares_and_rates_are_those_of_the_samples(save):
 
 def test_tiny_shares_are_not_zero(save):
     slow = measurement("kvjax", 1, us=16_000.0)
-    assert "0.000500 (0.03%)" in pages.page(report_of(save(contents(slow))))
+    assert "0.000500 (0.03%)" in notes_of(save(contents(slow)))
 
 
 def test_a_file_of_each_program_makes_one_section_of_a_device(save):
     gather = contents(measurement("XLA gather", 7, operation="gather"), program="benchmarks.gather")
     gather["environment"] |= {"torch": "2.15", "driver": "576.2", "command": "python -m benchmarks.gather"}
     cpu = contents(measurement("kvjax", 1, clock="wall"), device="a CPU")
-    page = pages.page(report_of(save(writes()), save(gather, "gather.json"), save(cpu, "cpu.json")))
-    assert re.findall("^##+ .*", page, re.MULTILINE) == [
-        *("## NVIDIA H200", "### In short", "### Write", "### Gather", "### Copies", "### Not measured"),
-        *("## a CPU", "### Write"),
-    ]
+    report = report_of(save(writes()), save(gather, "gather.json"), save(cpu, "cpu.json"))
+    assert re.findall("^##+ .*", pages.page(report), re.MULTILINE) == ["## NVIDIA H200", "### Write", "## a CPU"]
+    page = pages.notes(report, "NVIDIA H200")
+    headings = [*re.findall("^##+ .*", page, re.MULTILINE), *re.findall("^##+ .*", pages.notes(report, "a CPU"), re.M)]
+    assert headings == ["## Write", "## Gather", "## Copies", "## Not measured", "## Write"]
     assert "$ python -m benchmarks.write\n$ python -m benchmarks.gather\n" in page
-    rows = dict(rows_below(page, "## NVIDIA H200")[1:])
+    rows = dict(rows_below(page, "# Every time")[1:])
     assert rows == {
         "driver": "575.1 (write); 576.2 (gather)",
         "date": "2026-11-21",
@@ -219,62 +246,55 @@ def test_a_file_of_each_program_makes_one_section_of_a_device(save):
 
 def test_times_by_two_clocks_never_stand_in_one_table(save):
     file = contents(measurement("kvjax", 1), measurement("kvjax", 1, clock="host", us=50.0))
-    page = pages.page(report_of(save(file)))
-    assert re.findall("^### .*", page, re.MULTILINE) == ["### Write by CUPTI", "### Write by host"]
-    assert rows_below(page, "### Write by CUPTI")[1:] == [["bfloat16", "1", "10.0 (9.10-10.9)"]]
-    assert rows_below(page, "### Write by host")[1:] == [["bfloat16", "1", "50.0 (45.5-54.5)"]]
+    page = notes_of(save(file))
+    assert re.findall("^## .*", page, re.MULTILINE) == ["## Write by CUPTI", "## Write by host"]
+    assert rows_below(page, "## Write by CUPTI")[1:] == [["bfloat16", "1", "10.0 (9.10-10.9)"]]
+    assert rows_below(page, "## Write by host")[1:] == [["bfloat16", "1", "50.0 (45.5-54.5)"]]
 
 
 def test_what_does_not_apply_may_be_missing(save):
     calls = {"operation": "bridge host", "peer": "a call", "clock": "host", "seconds": 1.0, "samples": [1.0]}
-    page = pages.page(report_of(save(contents(calls))))
-    assert rows_below(page, "### Bridge host") == [["a call"], ["1,000,000 (1,000,000-1,000,000)"]]
+    page = notes_of(save(contents(calls)))
+    assert rows_below(page, "## Bridge host", "Microseconds:") == [["a call"], ["1,000,000 (1,000,000-1,000,000)"]]
     assert "GB/s (share):" not in page
 
 
-def test_further_fields_tell_measurements_apart_where_nothing_else_does(save):
+def test_only_declared_fields_are_what_a_measurement_is_about(save):
     sizes = [
-        measurement("kvjax", 64, us=us, cache_bytes=size, temporary_bytes=size // 1_000, note="same")
+        measurement("kvjax", 64, us=us, cache_bytes=size, temporary_bytes=size // 1_000, operation="host write")
         for size, us in ((1_000, 10.0), (1_000_000, 11.0))
     ]
-    found = results.read([save(contents(*sizes, *[each | {"operation": "pack"} for each in sizes[:1]]))])
-    by_size, _, pack = (each.subject for run in found["NVIDIA H200"] for each in run.measurements)
-    assert by_size["cache_bytes"] == 1_000
-    assert {"temporary_bytes", "note"}.isdisjoint(by_size)
-    assert "cache_bytes" not in pack
+    found = results.read([save(contents(*sizes, measurement("kvjax", 64, cache_bytes=1_000)))])
+    by_size, _, write = (each for run in found["NVIDIA H200"] for each in run.measurements)
+    assert by_size.subject["cache_bytes"] == 1_000
+    assert by_size.facts["temporary_bytes"] == 1
+    assert (write.subject.get("cache_bytes"), write.facts["cache_bytes"]) == (None, 1_000)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
+    ("operation", "sizes", "expected"),
     [
-        ([{"num_tokens": 1}, {"num_tokens": 64}], ("num_tokens", [1, 64], {}, ())),
-        ([{"num_tokens": 1}, {"num_tokens": 1, "slots": "padded"}], None),
-        (
-            [{"layout": "HND"}, {"num_tokens": 64}, {"num_tokens": 1}],
-            ("num_tokens", [1, 64], {"layout": "NHD"}, ()),
-        ),
-        (
-            [{"num_tokens": 64, "num_seqs": 8}, {"num_tokens": 128, "num_seqs": 2}],
-            ("num_tokens", [64, 128], {}, ("num_seqs",)),
-        ),
-        (
-            [*({"num_seqs": seqs, "num_tokens": 2} for seqs in (2, 4, 8)), {"num_seqs": 8, "num_tokens": 1}],
-            ("num_seqs", [2, 4, 8], {"num_tokens": 2}, ()),
-        ),
+        ("write", [{"num_tokens": 1}, {"num_tokens": 64}], [1, 64]),
+        ("write", [{"num_tokens": 1}, {"num_tokens": 1, "slots": "padded"}], []),
+        ("write", [{"num_tokens": 64}, {"layout": "HND"}, {"num_tokens": 1}], [64, 1]),
+        ("gather", [{"num_tokens": 64, "num_seqs": 8}, {"num_tokens": 128, "num_seqs": 2}], [64, 128]),
+        ("gather", [{"num_seqs": 8}, {"num_seqs": 2}, {"num_tokens": 1}], []),  # a line would have two points at 7
+        ("host write", [{"cache_bytes": 1}, {"cache_bytes": 2}, {"cache_bytes": 2, "num_tokens": 9}], [1, 2]),
+        ("bridge host", [{"num_tokens": 1}, {"num_tokens": 64}], []),
     ],
 )
-def test_what_is_drawn_against_what(save, sizes, expected):
-    found = results.read([save(contents(*(measurement("kvjax", **({"num_tokens": 7} | size)) for size in sizes)))])
-    drawn = densest(found["NVIDIA H200"][0].measurements)
-    assert (drawn and (drawn.size, drawn.sizes, drawn.fixed, drawn.along)) == expected
+def test_what_is_drawn_against_what(save, operation, sizes, expected):
+    each = [measurement("kvjax", **({"num_tokens": 7, "operation": operation} | size)) for size in sizes]
+    [run] = results.read([save(contents(*each))])["NVIDIA H200"]
+    of = OPERATIONS[operation]
+    assert [m.subject[of.against] for m in tables.drawn(of, run.measurements)] == expected
 
 
 def test_only_dtypes_measured_in_most_sizes_are_drawn(save):
     file = writes()
     file["measurements"].append(measurement("kvjax", 64, "float32"))
-    report = report_of(save(file))
-    [operation] = report.operations("NVIDIA H200")
-    assert report.slices(operation)["llama-3.1-8b"].dtypes == ["bfloat16", "nvfp4"]
+    _, rows = drawn_of(report_of(save(file)))
+    assert tables.values(rows, "dtype") == ["bfloat16", "nvfp4"]
 
 
 @pytest.fixture
@@ -286,10 +306,7 @@ def plots():
 
 
 def test_a_plot_has_a_line_for_each_dtype_and_peer(save, plots):
-    report = report_of(save(writes()))
-    [operation] = report.operations("NVIDIA H200")
-    drawn = report.slices(operation)["llama-3.1-8b"]
-    figure = plots.draw(drawn, plots.styles(["kvjax", "vLLM", "copy_"]), "a title")
+    figure = plots.figure(*drawn_of(report_of(save(writes()))), plots.styles(["kvjax", "vLLM", "copy_"]), "a title")
     times, nvfp4_times, shares, nvfp4_shares = figure.axes
     assert [panel.get_title() for panel in figure.axes] == ["bfloat16", "nvfp4", "", ""]
 
@@ -315,9 +332,7 @@ def test_a_plot_has_a_line_for_each_dtype_and_peer(save, plots):
 def test_panels_that_no_dtype_needs_stay_empty(save, plots):
     dtypes = ("float32", "float16", "bfloat16", "nvfp4")
     file = contents(*(measurement("kvjax", count, dtype) for count in (1, 64) for dtype in dtypes))
-    report = report_of(save(file))
-    [operation] = report.operations("NVIDIA H200")
-    figure = plots.draw(report.slices(operation)["llama-3.1-8b"], plots.styles([]), "a title")
+    figure = plots.figure(*drawn_of(report_of(save(file))), plots.styles([]), "a title")
     assert len(figure.axes) == 12
     assert [panel.get_title() for panel in figure.axes if panel.get_title()] == [*dtypes]
     assert [panel.axison for panel in figure.axes] == [True] * 7 + [False] * 2 + [True] + [False] * 2
@@ -326,9 +341,7 @@ def test_panels_that_no_dtype_needs_stay_empty(save, plots):
 def test_axes_of_less_than_a_decade_have_plain_numbers(save, plots):
     times = {64: 35.2, 2_048: 187.0}
     file = contents(*(measurement("kvjax", count, us=us, copy_seconds=None) for count, us in times.items()))
-    report = report_of(save(file))
-    [operation] = report.operations("NVIDIA H200")
-    figure = plots.draw(report.slices(operation)["llama-3.1-8b"], plots.styles([]), "a title")
+    figure = plots.figure(*drawn_of(report_of(save(file))), plots.styles([]), "a title")
     figure.draw_without_rendering()
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels(which="both")]
     assert {"50", "100"} <= {label for label in labels if label} <= {"10", "20", "50", "100", "200", "500"}
@@ -359,6 +372,7 @@ def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
     path = save(writes())
     assert run_program(path, output=output, plots=folder, readme=readme) == 0
     [plot] = folder.iterdir()
+    assert "notes/benchmarks-nvidia-h200.md" in output.read_text().replace("\n", "")
     assert plot.name == "nvidia-h200-write-llama-3.1-8b.png"
     with image.open(plot) as drawn:
         drawn.load()
@@ -410,14 +424,25 @@ def test_attention_is_told_by_row_with_its_bars(save, tmp_path, plots, capsys):
     assert text.endswith("|\n<!-- attention: end -->\nafter\n")
     assert "Medians of 5 calls; clock CUPTI. 2 of 3 bars hold." in text
     header, *rows = rows_below(text, "times as fast kvjax is")
-    assert rows_below(page, "### In short", "\nAttention\n") == [header, *rows]
+    short = rows_below(page, "### Attention decode")
+    assert short == [
+        ["sequences x tokens", "fastest other, bfloat16", "kvjax, bfloat16", "kvjax, fp8_e4m3", "kvjax, nvfp4"],
+        ["64x8192", "cuDNN: 484.00", "495.00 (92.9%)", "-", "200.00 (66.0%)"],
+    ]
+    assert "[Every row, with its bars](kernels.md)." in page
+    assert "## Attention" not in (tmp_path / "notes/benchmarks-nvidia-h200.md").read_text()
     told = [dict(zip(header, row, strict=True)) for row in rows]
     assert [(row["dtype"], row["share"], row["next best"], row["bf16 us"]) for row in told] == [
         ("bfloat16", "92.9%", "cuDNN", "484.00"),
         ("nvfp4", "66.0%", "-", "484.00"),
     ]
-    assert rows_below(page, "<summary>64x8192: 5 times", "Microseconds")[0] == ["dtype", "kvjax", "read", "cuDNN"]
-    assert "GB/s (share):" not in page[page.index("<summary>64x8192") :]
+    assert (tmp_path / "plots/nvidia-h200-attention.png").exists()
+
+    assert run_program(*paths, output=output, plots=tmp_path / "plots") == 0
+    notes = (tmp_path / "notes/benchmarks-nvidia-h200.md").read_text()
+    assert rows_below(notes, "## Attention") == [header, *rows]
+    assert rows_below(notes, "<summary>64x8192: 5 times", "Microseconds")[0] == ["dtype", "kvjax", "read", "cuDNN"]
+    assert "GB/s (share):" not in notes[notes.index("<summary>64x8192") :]
 
     assert run_program(paths[0], output=output, plots=tmp_path / "plots", kernels=kernels) == 1
     assert capsys.readouterr().err == "error: no measurements of attention\n"
@@ -425,13 +450,13 @@ def test_attention_is_told_by_row_with_its_bars(save, tmp_path, plots, capsys):
 
 
 def test_names_are_shown_as_they_are(save, tmp_path, plots):
-    odd = {"operation": "a|b <c>", "case": r"$\frac$"}
+    odd = {"case": r"$a|b <c>\frac$"}
     file = contents(*(measurement(peer, count, **odd) for peer in ("kvjax", r"$\x|$") for count in (1, 64)))
     assert run_program(save(file), output=tmp_path / "page.md", plots=tmp_path / "plots") == 0
-    page = (tmp_path / "page.md").read_text()
-    assert "### A\\|b &lt;c&gt;" in page
-    assert rows_below(page, "Microseconds")[0][2:] == ["kvjax", r"$\x\|$"]
-    assert [plot.name for plot in (tmp_path / "plots").iterdir()] == ["nvidia-h200-a-b-c-frac.png"]
+    page = (tmp_path / "notes/benchmarks-nvidia-h200.md").read_text()
+    assert "<summary>$a\\|b &lt;c&gt;\\frac$: 4 times" in page
+    assert rows_below(page, "Microseconds:")[0][2:] == ["kvjax", r"$\x\|$"]
+    assert [plot.name for plot in (tmp_path / "plots").iterdir()] == ["nvidia-h200-write-a-b-c-frac.png"]
 
 
 def broken(change: Callable[[dict], object]) -> dict:
@@ -460,6 +485,10 @@ def broken(change: Callable[[dict], object]) -> dict:
         (broken(lambda file: file.update(measurements={})), "'measurements': got {}, expected a list"),
         (broken(lambda file: file.update(measurements=[])), "no measurements in "),
         (broken(lambda file: file["measurements"][3].pop("peer")), "write.json: measurements[3]: 'peer' is missing"),
+        (
+            broken(lambda file: file["measurements"][1].update(operation="wrote")),
+            "write.json: measurements[1]: 'operation': got 'wrote', expected one of ['attention', 'write'",
+        ),
         (
             broken(lambda file: file["measurements"][1].update(num_tokens=-1)),
             "write.json: measurements[1]: 'num_tokens': got -1, expected a positive whole number",

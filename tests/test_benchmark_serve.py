@@ -16,9 +16,11 @@ import pytest
 from absl import flags
 
 import kvjax
-from benchmarks import bars, output, serve_table, serving, shapes
+from benchmarks import bars, serving, shapes, tables, timing
+from benchmarks.bars import MOST, SAME
+from benchmarks.measurement import Measurement, Rows
+from benchmarks.operations import SERVE
 from benchmarks.peers import serves_dense, serves_torch
-from benchmarks.serve_table import MOST, SAME, ServeTime
 from benchmarks.serving import LLAMA_8B, TINY, ServeJob
 from examples import llama
 from kvjax import KVCacheDType
@@ -154,27 +156,26 @@ def test_transformers_generates_from_full_caches(name):
 def line(dtype: KVCacheDType, num_seqs: int, milliseconds: float, **facts: Any) -> Any:
     of = ServeJob(LLAMA_8B, dtype, num_seqs)
     known = {"rows": of.rows, "device_ns": round(milliseconds * 0.97e6), "host_ns": 10**6, "read_ns": 10**7} | facts
-    times = output.Timing((milliseconds / 1e3,) * 3, output.Clock.HOST)
-    return output.Measurement("serve", of.subject, "kvjax", times, facts=known)
-
-
-def lines(*measurements: Any) -> list[ServeTime]:
-    return serve_table.times(measurements, lambda each: each.times.samples, lambda each, name: each.facts.get(name))
+    times = timing.Timing((milliseconds / 1e3,) * 3, timing.Clock.HOST)
+    return Measurement("serve", of.subject, "kvjax", times, facts=known)
 
 
 def test_bars_of_tokens_steps_reading_and_the_host():
-    found = lines(
-        line(NVFP4, 142, 16.0),
-        line(NVFP4, 32, 8.0),
-        line(BFLOAT16, 32, 10.0),
-        line(BFLOAT16, 40, 12.0, device_ns=11 * 10**6),
-        line(FP8, 80, 17.0),
-        line(FP8, 8, 5.0),
+    rows = Rows(
+        [
+            line(NVFP4, 142, 16.0),
+            line(NVFP4, 32, 8.0),
+            line(BFLOAT16, 32, 10.0),
+            line(BFLOAT16, 40, 12.0, device_ns=11 * 10**6),
+            line(FP8, 80, 17.0),
+            line(FP8, 8, 5.0),
+        ]
     )
-    assert [(each.dtype, each.num_seqs) for each in found] == [
+    found = SERVE.chosen(rows)
+    assert [(KVCacheDType(each.dtype), each.subject["num_seqs"]) for each in found] == [
         *[(BFLOAT16, 32), (BFLOAT16, 40), (FP8, 8), (FP8, 80), (NVFP4, 32), (NVFP4, 142)]
     ]
-    assert [serve_table.verdicts(each) for each in found] == [
+    assert [bars.verdicts(each, rows) for each in found] == [
         ["1.00 x reading: pass", "3.0% of a step exposed: pass"],
         ["1.20 x reading: falls short", "8.3% of a step exposed: falls short"],
         [],
@@ -182,11 +183,11 @@ def test_bars_of_tokens_steps_reading_and_the_host():
         ["0.80 x bf16: falls short", "3.0% of a step exposed: pass"],
         ["2.66 x bf16 tokens/s: pass", "3.0% of a step exposed: pass"],
     ]
-    assert serve_table.summary(found) == " 6 of 10 bars hold."
-    words = dict(zip(serve_table.HEADER, serve_table.words(found[-1]), strict=True))
+    assert tables.bars_summary(SERVE, rows) == " 6 of 10 bars hold."
+    words = {column.heading: column.words(found[-1], rows) for column in SERVE.columns}
     assert words["tokens a second"] == "8,875"
     assert (words["step, ms"], words["host, ms"], words["x bf16's step"]) == ("16", "1", "-")
-    assert [str(bar) for bar in serve_table.serve_bars(found[-1])] == [
+    assert [str(bar) for bar in bars.of(found[-1])] == [
         ">= 2.20 x bf16 tokens/s",
         "<= 5.0% of a step exposed",
     ]
@@ -194,10 +195,8 @@ def test_bars_of_tokens_steps_reading_and_the_host():
 
 
 def test_peers_and_devices_without_a_reading_rate_have_no_bars():
-    (without,) = lines(line(NVFP4, 142, 16.0, read_ns=None))
-    assert serve_table.serve_bars(without) == []
-    (peer,) = lines(dataclasses.replace(line(BFLOAT16, 40, 12.0), peer="cuDNN, dense"))
-    assert serve_table.serve_bars(peer) == []
+    assert bars.of(line(NVFP4, 142, 16.0, read_ns=None)) == []
+    assert bars.of(dataclasses.replace(line(BFLOAT16, 40, 12.0), peer="cuDNN, dense")) == []
 
 
 @pytest.mark.full

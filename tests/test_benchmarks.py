@@ -24,6 +24,8 @@ from absl import flags
 from helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, memory, output, shapes, timing, workload, write
+from benchmarks.measurement import Measurement, Rows
+from benchmarks.operations import OPERATIONS
 from benchmarks.peers import copy as copy_peer
 from benchmarks.peers import cuda, libraries, packs, writes
 from benchmarks.peers.inputs import WriteInputs
@@ -451,8 +453,8 @@ def test_the_wall_clock_times_calls_of_different_numbers():
     numbers = []
     timed = timing.measure(numbers.append, wait=lambda _: None, max_seconds=0.01)
     assert numbers == list(range(len(numbers)))
-    assert 50 <= timing.LIMITS.min_calls <= timed.calls <= timing.LIMITS.max_calls < len(numbers)
-    low, high = timing.spread(timed.samples)
+    assert 50 <= timing.LIMITS.min_calls <= len(timed.samples) <= timing.LIMITS.max_calls < len(numbers)
+    low, high = timed.spread
     assert min(timed.samples) <= low <= timed.seconds <= high <= max(timed.samples)
     assert timed.clock is timing.Clock.WALL
 
@@ -493,7 +495,7 @@ def test_a_call_that_does_twice_as_much_is_said_to_take_twice_as_long(monkeypatc
         fake_peer("once", profiler.call),
         fake_peer("twice", lambda number: [profiler.call(number) for _ in range(2)]),
     ]
-    [measured] = compare_all(results, peers).values()
+    measured = compare_all(results, peers)
     assert measured["twice"].seconds == 2 * measured["once"].seconds
     assert len(measured["twice"].times.kernels) == 4
     assert measured["twice"].copy_share == measured["once"].copy_share / 2
@@ -527,7 +529,8 @@ def results():
 def compare_all(results, peers, why_too_large=lambda _: None, make_inputs=lambda _: None):
     program = output.Program("test_what_was_asked_for_is_there")
     program.results = results
-    return compare.compare_all(program, "fake", [FakeJob()], peers, make_inputs, why_too_large)
+    compare.compare_all(program, "fake", [FakeJob()], peers, make_inputs, why_too_large)
+    return {each.peer: each for each in results.measurements}
 
 
 def fail(error):
@@ -539,7 +542,7 @@ def test_a_peer_that_is_wrong_or_fails_is_not_timed_and_the_rest_is(results, cap
     broken = fake_peer("broken", lambda _: fail(ValueError("no such op")))
     right = fake_peer("right", lambda _: None, lambda _: {"codes_apart": 1})
     elsewhere = fake_peer("elsewhere", lambda _: None, serves=lambda job: False)
-    [measured] = compare_all(results, [wrong, broken, elsewhere, right]).values()
+    measured = compare_all(results, [wrong, broken, elsewhere, right])
     assert [*measured] == ["right"]
     assert measured["right"].facts == {"codes_apart": 1}
     assert results.skipped == {
@@ -586,7 +589,7 @@ def test_a_peer_that_a_flag_names_has_to_be_there(results):
 
 def test_a_file_has_every_sample_of_what_was_measured(results, tmp_path):
     times = timing.Timing((0.001, 0.003, 0.002), timing.Clock.WALL)
-    results.measurements.append(output.Measurement("fake", {"dtype": NVFP4}, "kvjax", times, 10, times, {"more": 1}))
+    results.measurements.append(Measurement("fake", {"dtype": NVFP4}, "kvjax", times, 10, times, {"more": 1}))
     results.skip("vLLM", "not importable")
     results.save(tmp_path / "file.json")
     written = json.loads((tmp_path / "file.json").read_text())
@@ -642,21 +645,13 @@ def test_kernel_timestamps_of_unequal_calls_are_refused(records, message):
         timing.split_calls(records, 2)
 
 
-def write_time(dtype=BFLOAT16, layout=NHD, *, heads=(8, 128), **changes) -> bars.WriteTime:
-    line = bars.WriteTime(
-        case="a case",
-        num_kv_heads=heads[0],
-        head_size=heads[1],
-        dtype=dtype,
-        layout=layout,
-        num_tokens=16_384,
-        seconds=1.0,
-        clock=timing.Clock.DEVICE,
-        kernels=("write",),
-        bytes_moved=1,
-        copy_seconds=0.9,
-    )
-    return dataclasses.replace(line, **changes)
+def write_time(
+    dtype=BFLOAT16, layout=NHD, *, heads=(8, 128), seconds=1.0, clock=timing.Clock.DEVICE, peer="kvjax", **changes
+) -> Measurement:
+    case = shapes.Case("a case", *heads)
+    subject = {**case.subject(dtype, layout), "slots": "scattered", "num_tokens": 16_384, **changes}
+    times, copied = (timing.Timing((each,), clock) for each in (seconds, 0.9))
+    return Measurement("write", subject, peer, times, 1, copied)
 
 
 @pytest.mark.parametrize(
@@ -671,47 +666,70 @@ def write_time(dtype=BFLOAT16, layout=NHD, *, heads=(8, 128), **changes) -> bars
         (write_time(BFLOAT16, num_tokens=1), "<= 0.95 x CUDA"),
         (write_time(NVFP4, num_tokens=256), "<= 1.25 x bf16"),
         (write_time(NVFP4, HND, num_tokens=256), "<= 1.15 x NHD"),
-        (write_time(BFLOAT16, num_tokens=2_048), "None"),
-        (write_time(BFLOAT16, num_tokens=1, slots=Slots.PADDED), "None"),
-        (write_time(BFLOAT16, num_tokens=16_384, heads=(1, 128)), "None"),
+        (write_time(BFLOAT16, num_tokens=2_048), ""),
+        (write_time(BFLOAT16, num_tokens=1, slots=Slots.PADDED), ""),
+        (write_time(BFLOAT16, num_tokens=16_384, heads=(1, 128)), ""),
     ],
 )
 def test_bars(line, expected):
-    assert str(bars.bar_of(line)) == expected
+    assert ", ".join(map(str, bars.of(line))) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda", "expected"),
+    [
+        (write_time(), None, "90.0% of copy: falls short"),
+        (write_time(FP8), None, "90.0% of copy: pass"),
+        (write_time(num_tokens=64), 1.25, "0.80 x CUDA: pass"),
+        (write_time(num_tokens=64), 1.0, "1.00 x CUDA: falls short"),
+        (write_time(num_tokens=64), None, "-"),  # no nvcc
+        (write_time(NVFP4, num_tokens=7, seconds=0.5), None, "1.25 x bf16: pass"),
+        (write_time(NVFP4, HND, num_tokens=7, seconds=0.6), None, "1.20 x NHD: falls short"),
+        (write_time(FP8, HND, num_tokens=7), None, "-"),  # not timed in NHD
+        (write_time(clock=timing.Clock.WALL), None, "-"),
+    ],
+)
+def test_verdicts(line, cuda, expected):
+    others = [write_time(num_tokens=7, seconds=0.4), write_time(NVFP4, num_tokens=7, seconds=0.5)]
+    if cuda:
+        others.append(write_time(num_tokens=64, peer="CUDA", seconds=cuda))
+    assert bars.verdicts(line, Rows([*others, line])) == [expected]
+
+
+def torch_time(operation, peer, us, clock=timing.Clock.HOST, **facts) -> Measurement:
+    subject = {**WriteJob(SMALL, NVFP4, 64).subject, **({"num_writes": 32} if operation == "bridge replay" else {})}
+    return Measurement(operation, subject, peer, timing.Timing((us * 1e-6,), clock), facts=facts)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (write_time(), "90.0% of copy: falls short"),
-        (write_time(FP8), "90.0% of copy: pass"),
-        (write_time(num_tokens=64, cuda_seconds=1.25), "0.80 x CUDA: pass"),
-        (write_time(num_tokens=64, cuda_seconds=1.0), "1.00 x CUDA: falls short"),
-        (write_time(num_tokens=64), "-"),  # no nvcc
-        (write_time(NVFP4, num_tokens=7, seconds=0.5), "1.25 x bf16: pass"),
-        (write_time(NVFP4, HND, num_tokens=7, seconds=0.6), "1.20 x NHD: falls short"),
-        (write_time(FP8, HND, num_tokens=7), "-"),  # not timed in NHD
-        (write_time(clock=timing.Clock.WALL), "-"),
+        (torch_time("bridge host", "kvjax_torch, scales as floats", 19.0), "1.90 x index_copy_: pass"),
+        (
+            torch_time("bridge host", "kvjax_torch, scales as floats", 19.0, index_copy_ratio=2.1),
+            "2.10 x index_copy_: falls short",
+        ),
+        (torch_time("bridge host", "kvjax_torch, scales as floats", 19.0, waits=True), "the host waits: falls short"),
+        (torch_time("bridge host", "kvjax_torch through JAX (DLPack)", 151.0), "151.00 us: falls short"),
+        (torch_time("bridge kernel", "kvjax_torch", 1.06, timing.Clock.DEVICE), "1.06 x jit: falls short"),
+        (torch_time("bridge replay", "kvjax_torch", 35.2, kernel_seconds=1e-6), "1.10 x kernels: pass"),
+        (torch_time("bridge replay", "kvjax_torch", 35.2), "-"),
     ],
 )
-def test_verdicts(line, expected):
-    others = [write_time(num_tokens=7, seconds=0.4), write_time(NVFP4, num_tokens=7, seconds=0.5)]
-    bar = bars.bar_of(line)
-    assert bars.verdict(bar, bars.value_of(bar.measure, line, [*others, line]), line.clock) == expected
+def test_verdicts_of_calls_from_torch(line, expected):
+    others = [torch_time("bridge host", "torch index_copy_", 10.0), torch_time("bridge kernel", "kvjax", 1.0)]
+    assert bars.verdicts(line, Rows([*others, line])) == [expected]
+    by_wall = dataclasses.replace(line, times=timing.Timing(line.times.samples, timing.Clock.WALL))
+    assert bars.verdicts(by_wall, Rows(others)) == ["-"]
 
 
-@pytest.mark.parametrize(
-    ("bar", "value", "expected"),
-    [
-        (bars.EAGER_CALL, 1.9, "1.90 x index_copy_: pass"),
-        (bars.DLPACK_CALL, 151.0, "151.00 us: falls short"),
-        (bars.TORCH_KERNEL, 1.06, "1.06 x jit: falls short"),
-        (bars.REPLAY, 1.1, "1.10 x kernels: pass"),
-    ],
-)
-def test_verdicts_of_calls_from_torch(bar, value, expected):
-    assert bars.verdict(bar, value, timing.Clock.HOST) == expected
-    assert bars.verdict(bar, value, timing.Clock.WALL) == "-"
+def test_times_by_two_clocks_are_printed_in_tables_of_their_own():
+    clocks = timing.Clock.DEVICE, timing.Clock.HOST
+    rows = Rows(write_time(clock=clock, peer=peer) for clock in clocks for peer in ("kvjax", "CUDA"))
+    rows = Rows(dataclasses.replace(each, subject={**each.subject, "case": "gpt-oss-20b"}) for each in rows)
+    printed = "\n".join(output.operation_tables(OPERATIONS["write"], rows))
+    assert printed.count("Microseconds:") == 2
+    assert [*re.findall(r"^By (.*)\.$", printed, re.MULTILINE)] == [clock.words for clock in clocks]
 
 
 def test_bars_are_counted():

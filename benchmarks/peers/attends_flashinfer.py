@@ -179,13 +179,11 @@ def xqa_key(job: AttentionJob) -> ModuleKey:
 
 @functools.cache
 def fa2_module(*key: Any) -> Future[Any]:
-    """The module of `fa2_key`, being built."""
     return _builders().submit(_build_fa2, *key)
 
 
 @functools.cache
 def xqa_module(*key: Any) -> Future[Any]:
-    """The module of `xqa_key`, being built."""
     return _builders().submit(_build_xqa, *key)
 
 

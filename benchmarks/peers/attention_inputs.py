@@ -40,12 +40,10 @@ class AttentionJob:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The cache's spec."""
         return self.row.spec(self.dtype)
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What the tables and files say of it."""
         return self.row.subject(self.dtype)
 
     @property
@@ -102,7 +100,6 @@ class AttentionInputs:
         self.query = jax.device_put(query)
 
     def cache_number(self, number: int) -> int:
-        """Which cache call `number` reads."""
         return number % len(self.caches)
 
     @property
@@ -174,7 +171,6 @@ def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
 
 
 def filled_page_bytes(spec: AttentionSpec) -> int:
-    """What `filled_pages` takes."""
     return DISTINCT_PAGES * spec.page_size_bytes
 
 
@@ -186,7 +182,6 @@ def take_pages(pages: jax.Array, source: Any) -> jax.Array:
 
 @functools.cache
 def workers() -> Workers:
-    """Those that compile."""
     return Workers(min(os.cpu_count() or 1, MAX_WORKERS))
 
 

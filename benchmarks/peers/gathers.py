@@ -36,17 +36,14 @@ class GatherJob:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The cache's spec."""
         return self.case.spec(self.dtype, self.layout)
 
     @property
     def blocks_a_seq(self) -> int:
-        """Pages of one sequence."""
         return -(-self.seq_len // BLOCK_SIZE)
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What the tables and files say of it."""
         return {
             **self.case.subject(self.dtype, self.layout),
             "num_seqs": self.num_seqs,
@@ -92,7 +89,6 @@ class GatherInputs:
         self.seq_lens = jax.device_put(np.full(job.num_seqs, job.seq_len, np.int32))
 
     def table(self, number: int) -> int:
-        """Which table call `number` reads."""
         return number % len(self.tables)
 
     def check(self, gathered: Any) -> None:

@@ -22,12 +22,32 @@ def borrow(array: jax.Array) -> Any:
     return to_torch(jax.block_until_ready(array))
 
 
-def wait(_: object = None) -> None:
-    """Waits for what torch has started."""
+def has_gpu() -> bool:
+    """Whether torch has one. JAX is not asked, for that would start it, as no call from torch does."""
     import torch
 
-    if torch.cuda.is_available():
+    return torch.cuda.is_available()
+
+
+def wait(_: object = None) -> None:
+    """Waits for what torch has started."""
+    if has_gpu():
+        import torch
+
         torch.cuda.synchronize()
+
+
+def seconds_in_a_row(call: Callable[[], Any], count: int) -> float:
+    """Seconds that a call takes on the GPU when others come right before and after it, by CUDA's events."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / count
 
 
 def why_missing() -> str | None:

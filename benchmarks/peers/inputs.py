@@ -30,11 +30,9 @@ class WriteInputs:
         return self.tokens.expected(self.job.spec, self.job.num_tokens)
 
     def poisoned(self) -> KVCache:
-        """A new cache to write into."""
         return self.tokens.poisoned(self.job.spec)
 
     def batch_number(self, number: int) -> int:
-        """Which batch call `number` writes."""
         return number % len(self.batches)
 
 

@@ -27,7 +27,6 @@ COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantic
 
 
 def num_blocks(num_bytes: int) -> int:
-    """How many blocks of threads read so many bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from benchmarks import workload
+from benchmarks.peers.in_torch import wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
@@ -94,7 +95,7 @@ def serve(name: str, job: ServeJob) -> Timing:
 
     def seconds(number: int) -> float:
         cache = filled_cache(name, job, num_tokens)
-        _wait()
+        wait()
         start = time.perf_counter()
         found = lm.generate(
             ids,
@@ -105,7 +106,7 @@ def serve(name: str, job: ServeJob) -> Timing:
             do_sample=False,
             pad_token_id=0,
         )
-        _wait()
+        wait()
         if found.shape[1] != num_tokens + 1 + number:
             raise AssertionError(f"got {found.shape[1] - num_tokens - 1} tokens, expected {number}")
         return time.perf_counter() - start
@@ -123,10 +124,3 @@ def free() -> None:
         import torch
 
         torch.cuda.empty_cache()
-
-
-def _wait() -> None:
-    if workload.is_gpu():
-        import torch
-
-        torch.cuda.synchronize()

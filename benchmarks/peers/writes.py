@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from benchmarks import compare, output, workload
-from benchmarks.output import Measurement
 from benchmarks.peers import cuda
 from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
@@ -50,7 +49,7 @@ PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PU
 
 def measure(
     test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
-) -> dict[WriteJob, dict[str, Measurement]]:
+) -> None:
     """Measures writes as `compare_all` does. What neighbouring jobs share is made once: their tokens and slots."""
 
     def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
@@ -76,4 +75,4 @@ def measure(
     def why_too_large(job: WriteJob) -> str | None:
         return job.why_too_large(most[shared(job)])
 
-    return compare.compare_all(test, operation, jobs, peers, make, why_too_large)
+    compare.compare_all(test, operation, jobs, peers, make, why_too_large)

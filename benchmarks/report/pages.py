@@ -1,4 +1,4 @@
-"""The Markdown of a page such as docs/benchmarks.md and of README.md's part, made of what was measured."""
+"""The Markdown of docs/benchmarks.md, of the notes with every time, and of parts of other pages."""
 
 from __future__ import annotations
 
@@ -9,37 +9,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.report import attention, serve
-from benchmarks.report.records import ResultsError
-from benchmarks.report.results import CASE, DTYPE, NUM_TOKENS, OWN, Measurement, Run
-from benchmarks.report.slices import (
-    Slice,
-    by_case,
-    constants,
-    densest,
-    grouped,
-    headline,
-    is_size,
-    label,
-    names,
-    peers,
-    values,
-    varying,
-)
-from benchmarks.report.words import (
-    calls,
-    capitalized,
-    details,
-    escaped,
-    fields,
-    microseconds,
-    number,
-    rate,
-    ratio,
-    table,
-    with_spread,
-    word,
-)
+from benchmarks import tables
+from benchmarks.measurement import Measurement, ResultsError, Rows, Word
+from benchmarks.operations import ATTENTION, OPERATIONS, SERVE_SHORT
+from benchmarks.report.results import Run
+from benchmarks.tables import Lines, Operation, capitalized, escaped, fields, number, table, with_spread
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
@@ -48,82 +22,108 @@ SUMMARY_SIZES, README_SIZES = 5, 3
 
 WIDTH = 120
 
-README_FACTS = ("driver", "jax", "torch", "commit", "date")
-"""What README says of where and when, as far as a file says it."""
+FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
+"""What is said of where and when, as far as a file says it."""
 
 INTRODUCTION = """\
 # Benchmarks
 
-What kvjax's operations take on the devices where they were measured, next to what a user would pick instead.
-[The method]({method}) is told beside the programs, which run on any machine. This page is made by
-`python -m benchmarks.report` from the files that they write.
+What kvjax's operations take on each device, next to what a user would pick instead. Times are medians;
+[the method]({method}) says how they are taken. GB/s count the fewest bytes that an operation must read and write. The
+share in brackets is of the rate of a copy of as many bytes in the same run: 100% is as fast as a copy. Full tables:
+{links}. `python -m benchmarks.report` makes these pages from the files of the programs."""
 
-| word | meaning |
-| --- | --- |
-| microseconds | the median of all calls; in brackets, what nine of ten calls lie between |
-| MB moved | the fewest bytes that must be read and written, in 10^6 |
-| copy | microseconds of a copy that moves as many bytes, in the same run |
-| GB/s | MB moved over the median |
-| share | the rate over the copy's: 100% is as fast as a copy |
-| clock | what times were read from; only times by the same one stand in one table |"""
+NOTES = """\
+# Every time on {device}
 
-RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster."
+Each table of [benchmarks.md]({page}) in full. Microseconds are the median of all calls, in brackets what nine of ten
+calls lie between. MB moved are the fewest bytes that must be read and written, in 10^6; copy is the time of a copy that
+moves as many, in the same run; the share is the rate over the copy's. Times by different clocks have tables of their
+own. [The method]({method})."""
 
 COLUMNS = {
     "share": "Share: of the rate of a copy that moves as many bytes; of few tokens all times are latencies.",
     "kvjax, any slots": 'kvjax promises that no two tokens have one slot (`unique_slots=True`), "any slots" does not.',
     "CUDA fitted": "CUDA: a plain kernel in vLLM's launch geometry, fitted: with a thread for each 16 bytes.",
 }
-"""What README says of columns, by what stands in their headings."""
-
-
-ROWS = {attention.OPERATION: attention.rows, serve.OPERATION: serve.rows}
-"""What tells the rows of operations that have bars of their own."""
+"""What is said of columns, by what stands in their headings."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class Timed:
     """One operation on one device, timed by one clock.
 
     Attributes:
       title: its name, with the clock where it was timed by several.
       environment: where and by what command it ran, as far as its file says.
-      measurements: of every case.
+      rows: measurements of every case.
     """
 
     device: str
     title: str
-    clock: str
     environment: Mapping[str, str]
-    measurements: Sequence[Measurement]
+    rows: Rows
 
     @property
-    def rows(self) -> list[str] | None:
-        """A note and the table of an operation that is measured in rows with bars of their own; `None` of others."""
-        tell = ROWS.get(self.measurements[0].operation)
-        return None if tell is None else tell(self.measurements)
+    def of(self) -> Operation:
+        return OPERATIONS[self.rows[0].operation]
 
     @property
-    def is_serving(self) -> bool:
-        """Whether it is drawn as tokens a second."""
-        return self.measurements[0].operation == serve.OPERATION
+    def clock(self) -> str:
+        return self.rows[0].clock
 
     @property
     def headline(self) -> str:
         """The case that was measured most."""
-        return str(headline(self.measurements)[0].subject.get(CASE, ""))
+        return str(tables.headline(self.rows)[0].subject.get("case", ""))
+
+    @property
+    def is_one_plot(self) -> bool:
+        return self.of.name in ("attention", "serve")
+
+    def plots(self) -> dict[str, Rows]:
+        """What is drawn, by the case."""
+        if self.is_one_plot:
+            return {self.headline: self.rows}
+        found = {case: tables.drawn(self.of, rows) for case, rows in tables.by_case(self.rows).items()}
+        return {case: rows for case, rows in found.items() if rows}
+
+    def plot_words(self, case: str) -> list[str]:
+        return [*filter(None, [self.title, "" if self.is_one_plot else case, self.device])]
 
     def plot_name(self, case: str) -> str:
-        """The file of a plot."""
-        words = " ".join([self.device, self.title, case]).lower()
-        return re.sub(r"[^a-z0-9.]+", "-", words).strip("-") + ".png"
+        """The file of a plot: device, operation and case."""
+        title, *middle, device = self.plot_words(case)
+        return re.sub(r"[^a-z0-9.]+", "-", " ".join([device, title, *middle]).lower()).strip("-") + ".png"
 
-    def plot_title(self, case: str, of: Slice) -> str:
-        """What stands above a plot."""
-        about = [f"{label(name)} {value}" for name, value in of.fixed.items()]
-        about += [f"{label(name)} vary" for name in of.along]
-        about += [f"clock {self.clock}", "shaded: 9 of 10 calls"]
-        return "\n".join([", ".join(filter(None, [self.title, case, self.device])), ", ".join(about)])
+    def plot_title(self, case: str) -> str:
+        about = [f"clock {self.clock}"]
+        if not self.is_one_plot:
+            first = self.plots()[case][0].subject
+            hidden = ("case", "dtype", self.of.against, *self.of.along)
+            about = [fields(self.of, {key: value for key, value in first.items() if key not in hidden}), *about]
+            about.append("shaded: 9 of 10 calls")
+        return "\n".join([", ".join(self.plot_words(case)), ", ".join(filter(None, about))])
+
+    def command(self) -> list[str]:
+        return [console([self.environment["command"]])] if "command" in self.environment else []
+
+    def facts(self, names: Sequence[str] = FACTS) -> str:
+        return ", ".join(f"{name} {self.environment[name]}" for name in names if name in self.environment)
+
+    def lines(self, of: Lines) -> list[str]:
+        """A note and a table with bars; nothing where it has no line."""
+        found = tables.lines_table(of, self.rows)
+        end = f"Medians of {tables.calls(self.rows)}; clock {self.clock}.{tables.bars_summary(of, self.rows)}"
+        return [f"{of.note} {end}".strip(), found] if found else []
+
+    def short(self, num_sizes: int) -> list[str]:
+        """What a page that has little room says: a caption and a table."""
+        if self.of.short is None:
+            return tables.summary(self.of, self.rows, num_sizes)
+        note = f"{self.of.short.note} Medians of {tables.calls(self.rows)}; clock {self.clock}.".strip()
+        found = tables.lines_table(self.of.short, self.rows)
+        return [filled(note), found] if found else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,40 +134,46 @@ class Report:
       devices: the runs on each device.
       output: the page.
       plots: the folder of its plots.
+      notes: the folder of the pages with every time.
+      parts: other pages that have a part, by one of the names of `PARTS`.
     """
 
     devices: Mapping[str, Sequence[Run]]
     output: Path
     plots: Path
+    notes: Path
+    parts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Those of all devices."""
         return [each for runs in self.devices.values() for run in runs for each in run.measurements]
 
-    def operations(self, device: str) -> list[Operation]:
+    def timed(self, device: str) -> list[Timed]:
         """What was measured on a device, in the order of the files."""
-        of = [(run.environment, each) for run in self.devices[device] for each in run.measurements]
-        environments = {id(each): environment for environment, each in of}
-        by_clock = grouped((each for _, each in of), lambda each: (each.operation, each.clock))
+        runs = self.devices[device]
+        where = {id(each): run.environment for run in runs for each in run.measurements}
+        rows = [each for run in runs for each in run.measurements]
+        by_clock = tables.grouped(rows, lambda each: (each.operation, each.clock))
         found = []
         for (name, clock), group in by_clock.items():
             is_only = sum(other == name for other, _ in by_clock) == 1
-            title = name if is_only else f"{name} by {clock}"
-            found.append(Operation(device, title, clock, environments[id(group[0])], group))
+            found.append(Timed(device, name if is_only else f"{name} by {clock}", where[id(group[0])], group))
         return found
 
-    def slices(self, operation: Operation) -> dict[str, Slice]:
-        """What is drawn of an operation, by the case."""
-        cases = by_case(operation.measurements)
-        return {case: found for case, measurements in cases.items() if (found := densest(measurements))}
+    def headlines(self, device: str) -> list[Timed]:
+        """Those that the page has, the first ones of `OPERATIONS` first."""
+        order = [*OPERATIONS]
+        found = [each for each in self.timed(device) if each.of.is_headline and each.short(SUMMARY_SIZES)]
+        return sorted(found, key=lambda each: order.index(each.of.name))
 
-    def image(self, operation: Operation, case: str, on: Path) -> list[str]:
+    def notes_page(self, device: str) -> Path:
+        """Where a device's full tables are."""
+        return self.notes / f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.md"
+
+    def image(self, of: Timed, case: str, on: Path) -> list[str]:
         """The plot of a case on a page, if there is one."""
-        if case not in self.slices(operation):
-            return []
-        words = ", ".join(filter(None, [operation.title, case, operation.device]))
-        return [f"![{escaped(words)}]({link(self.plots / operation.plot_name(case), on)})"]
+        words = escaped(", ".join(of.plot_words(case)))
+        return [f"![{words}]({link(self.plots / of.plot_name(case), on)})"] if case in of.plots() else []
 
 
 def link(to: Path, page: Path) -> str:
@@ -175,31 +181,86 @@ def link(to: Path, page: Path) -> str:
     return Path(os.path.relpath(to.resolve(), page.resolve().parent)).as_posix()
 
 
+def console(commands: Sequence[str]) -> str:
+    return "\n".join(["```console", *(f"$ {command}" for command in commands), "```"])
+
+
 def page(report: Report) -> str:
-    """The Markdown of a page such as docs/benchmarks.md."""
-    parts = [INTRODUCTION.format(method=link(METHOD, report.output))]
-    for device, runs in report.devices.items():
-        operations = report.operations(device)
-        parts += [f"## {escaped(device)}", *environment(runs)]
-        summaries = [part for operation in operations for part in summary(operation, SUMMARY_SIZES)]
-        parts += ["### In short", *summaries] if summaries else []
-        parts += [part for operation in operations for part in operation_section(report, operation)]
-        parts += [*copies(runs), *skipped(runs)]
+    """The Markdown of docs/benchmarks.md: of each device the tables that a reader came for."""
+    on = report.output
+    links = ", ".join(f"[{escaped(device)}]({link(report.notes_page(device), on)})" for device in report.devices)
+    title, words = INTRODUCTION.format(method=link(METHOD, on), links=links).split("\n\n")
+    parts = [title, filled(words)]
+    for device in report.devices:
+        parts.append(f"## {escaped(device)}")
+        for each in report.headlines(device):
+            heading = each.of.short.title if each.of.short else capitalized(escaped(each.title))
+            told, facts = each.short(SUMMARY_SIZES), each.facts()
+            parts += [f"### {heading}", *told, *columns(told[1]), *report.image(each, each.headline, on)]
+            parts += [*each.command(), *filter(None, [facts and f"{escaped(facts)}."])]
+            if each.of.name in report.parts:
+                parts.append(f"[Every row, with its bars]({link(report.parts[each.of.name], on)}).")
     return "\n\n".join(parts) + "\n"
+
+
+def columns(of: str) -> list[str]:
+    """What is said of the columns of a table."""
+    header = of.split("\n")[0]
+    words = " ".join(words for heading, words in COLUMNS.items() if heading in header)
+    return [filled(words)] if words else []
+
+
+def filled(words: str) -> str:
+    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def notes(report: Report, device: str) -> str:
+    """The Markdown of a device's page with every time but those that another page tells."""
+    on = report.notes_page(device)
+    timed = [each for each in report.timed(device) if each.of.name not in report.parts]
+    shown = [each.of.name for each in timed]
+    runs = [run for run in report.devices[device] if any(m.operation in shown for m in run.measurements)]
+    title, words = NOTES.format(device=escaped(device), page=link(report.output, on), method=link(METHOD, on)).split(
+        "\n\n"
+    )
+    parts = [title, filled(words), *environment(runs)]
+    on_page = [each.title for each in report.headlines(device)]
+    for each in timed:
+        parts += section(report, each, on, is_on_page=each.title in on_page)
+    return "\n\n".join([*parts, *copies(runs), *skipped(runs)]) + "\n"
+
+
+def section(report: Report, each: Timed, on: Path, *, is_on_page: bool) -> list[str]:
+    """Every measurement of one operation, a case at a time."""
+    calls = f"Medians of {tables.calls(each.rows)} each; clock {escaped(each.clock)}."
+    parts = [f"## {capitalized(escaped(each.title))}", calls, *report.image(each, each.headline, on)]
+    if each.of.short:
+        parts += each.lines(each.of.lines) if each.of.lines else []
+    elif not is_on_page:
+        parts += each.short(SUMMARY_SIZES)
+    for case, rows in tables.by_case(each.rows).items():
+        plot = report.image(each, case, on) if case != each.headline else []
+        times = f"{len(rows)} time{'s' if len(rows) > 1 else ''}"
+        parts.append(details(f"{case or each.title}: {times}", [*plot, *tables.side_by_side(each.of, rows)]))
+    return parts
+
+
+def details(summary: str, parts: Sequence[str]) -> str:
+    """What is shown only when asked for."""
+    return "\n\n".join([f"<details><summary>{escaped(summary)}</summary>", *parts, "</details>"])
 
 
 def environment(runs: Sequence[Run]) -> list[str]:
     """The commands of some runs, and a table of machine and versions."""
-    parts, rows = [], []
-    if commands := [f"$ {run.environment['command']}" for run in runs if "command" in run.environment]:
-        parts.append("\n".join(["```console", *commands, "```"]))
+    commands, rows = [run.environment["command"] for run in runs if "command" in run.environment], []
     for name in dict.fromkeys(name for run in runs for name in run.environment if name not in ("device", "command")):
-        programs = programs_by_words((run.environment.get(name, "-"), run.short_program) for run in runs)
+        programs = by_words((run.environment.get(name, "-"), run.short_program) for run in runs)
         rows.append([escaped(name), "; ".join(with_programs(programs)) if len(programs) > 1 else next(iter(programs))])
+    parts = [console(commands)] if commands else []
     return [*parts, table(["", "measured with"], rows, left=2)] if rows else parts
 
 
-def programs_by_words(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def by_words(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """The programs that each of some words comes with, from pairs of both."""
     groups: dict[str, dict[str, None]] = {}
     for words, program in pairs:
@@ -212,98 +273,17 @@ def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{words} ({', '.join(of)})" for words, of in programs.items()]
 
 
-def summary(operation: Operation, num_sizes: int) -> list[str]:
-    """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes.
-
-    Rows of attention and of serving have bars, and a table that tells them.
-    """
-    if (told := operation.rows) is not None:
-        return [capitalized(escaped(operation.title)), *told] if told else []
-    measurements = headline(operation.measurements)
-    shown = densest(measurements)
-    if shown is None or OWN not in (who := peers(shown.measurements)) or len(who) == 1:
-        return []
-    rows = []
-    for dtype in shown.dtypes:
-        lines = {line[0].peer: dict(zip(shown.sizes_of(line), line, strict=True)) for line in shown.lines(dtype)}
-        for size, own in some([*lines.get(OWN, {}).items()], num_sizes):
-            others = [ratio(lines.get(peer, {}).get(size), own) for peer in who[1:]]
-            rows.append([word(dtype), word(size), microseconds(own.seconds), rate(own), *others])
-    about = {name: value for name, value in constants(measurements).items() if name not in (DTYPE, *shown.fixed)}
-    what = f"{capitalized(escaped(operation.title))}: {fields({**about, **shown.fixed})}"
-    header = ["dtype", label(shown.size), f"{OWN}, microseconds", "GB/s (share)", *who[1:]]
-    return [f"{what}; clock {escaped(operation.clock)}.\n{RATIOS}", table(header, rows)]
-
-
-def some[Value](of: Sequence[Value], count: int) -> list[Value]:
-    """At most so many of these, from the first to the last."""
-    if len(of) <= count:
-        return [*of]
-    return [of[round(number * (len(of) - 1) / (count - 1))] for number in range(count)]
-
-
-def operation_section(report: Report, operation: Operation) -> list[str]:
-    """Every measurement of one operation, a case at a time."""
-    clock = f"Medians of {calls(operation.measurements)} each; clock {escaped(operation.clock)}."
-    parts = [f"### {capitalized(escaped(operation.title))}", clock]
-    parts += report.image(operation, operation.headline, report.output)
-    for case, measurements in by_case(operation.measurements).items():
-        plot = report.image(operation, case, report.output) if case != operation.headline else []
-        times = f"{len(measurements)} time{'s' if len(measurements) > 1 else ''}"
-        parts.append(details(f"{case or operation.title}: {times}", [*plot, *tables(measurements)]))
-    return parts
-
-
-def tables(measurements: Sequence[Measurement]) -> list[str]:
-    """Every measurement of one case with the peers side by side: times, then rates where bytes were counted."""
-    columns = [name for name in names(measurements) if name in (*varying(measurements), DTYPE, NUM_TOKENS)]
-    same = {name: value for name, value in constants(measurements).items() if name not in (CASE, *columns)}
-    who = peers(measurements)
-    times, rates = [], []
-    for line in lines(measurements, columns):
-        about = [word(line[0].subject.get(name)) for name in columns]
-        by_peer = {each.peer: each for each in line}
-        times.append(about + [with_spread(by_peer[peer]) if peer in by_peer else "-" for peer in who])
-        rates.append([*about, *moved(line), *(rate(by_peer[peer]) if peer in by_peer else "-" for peer in who)])
-    header = [label(name) for name in columns]
-    left = sum(not is_size(measurements, name) for name in columns)
-    parts = [f"{capitalized(fields(same))}."] if same else []
-    parts += ["Microseconds:", table([*header, *who], times, left=left)]
-    if any(each.bytes_moved for each in measurements):
-        heading = "GB/s (share):" if any(each.copy_seconds for each in measurements) else "GB/s:"
-        parts += [heading, table([*header, "MB moved", "copy", *who], rates, left=left)]
-    return parts
-
-
-def lines(measurements: Sequence[Measurement], columns: Sequence[str]) -> list[list[Measurement]]:
-    """Those about the same thing together, sorted by each of the columns."""
-    ranks = {name: {value: rank for rank, value in enumerate(values(measurements, name))} for name in columns}
-    groups = grouped(measurements, lambda each: tuple(ranks[name][each.subject.get(name)] for name in columns))
-    return [groups[key] for key in sorted(groups)]
-
-
-def moved(line: Sequence[Measurement]) -> list[str]:
-    """Megabytes, and the microseconds of their copy; each once where it is the same for all peers."""
-    megabytes = dict.fromkeys(number(each.bytes_moved / 1e6) for each in line if each.bytes_moved)
-    copy = dict.fromkeys(microseconds(each.copy_seconds) for each in line if each.copy_seconds)
-    return [" or ".join(megabytes) or "-", " or ".join(copy) or "-"]
-
-
 def copies(runs: Sequence[Run]) -> list[str]:
     """The copies that shares are of."""
     rows = [
-        [
-            escaped(run.short_program),
-            *map(number, (copy.bytes_moved / 1e6, copy.bytes_moved / copy.seconds / 1e9)),
-            with_spread(copy),
-        ]
+        [escaped(run.short_program), number(moved / 1e6), number(moved / times.seconds / 1e9), with_spread(times)]
         for run in runs
-        for copy in sorted(run.copies, key=lambda copy: copy.bytes_moved)
+        for moved, times in sorted(run.copies, key=lambda pair: pair[0])
     ]
     if not rows:
         return []
     header = ["measured by", "MB moved", "GB/s", "microseconds"]
-    return ["### Copies", details(f"what shares are of: {len(rows)} times", [table(header, rows)])]
+    return ["## Copies", details(f"what shares are of: {len(rows)} times", [table(header, rows)])]
 
 
 def skipped(runs: Sequence[Run]) -> list[str]:
@@ -313,46 +293,65 @@ def skipped(runs: Sequence[Run]) -> list[str]:
         for run in runs
         for what, reason in run.skipped
     ]
-    lines = [f"- {words}" for words in with_programs(programs_by_words(pairs))]
-    return ["### Not measured", "\n".join(lines)] if lines else []
+    lines = [f"- {words}" for words in with_programs(by_words(pairs))]
+    return ["## Not measured", "\n".join(lines)] if lines else []
 
 
-def readme_part(report: Report, readme: Path) -> str:
-    """What README.md shows: of the first device, the first operation that is compared.
+def _of_first(report: Report, name: str) -> Timed:
+    for device in report.devices:
+        for each in report.timed(device):
+            if each.of.name == name:
+                return each
+    raise ResultsError(f"no measurements of {name}")
+
+
+def readme_part(report: Report, on: Path) -> str:
+    """What README.md shows: of the first device, the first operation that is compared with others in several sizes.
 
     Raises:
-      ResultsError: nothing is compared there.
+      ResultsError: none is.
     """
     device = next(iter(report.devices))
-    for operation in report.operations(device):
-        if operation.rows is None and (small := summary(operation, README_SIZES)):
-            where = operation.environment
-            command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
-            facts = ", ".join(f"{name} {where[name]}" for name in README_FACTS if name in where)
-            where_to = f"[All times]({link(report.output, readme)}), [the method]({link(METHOD, readme)})."
-            end = f"{escaped(facts)}.\n{where_to}" if facts else where_to
-            plot = report.image(operation, operation.headline, readme)
-            columns = textwrap.fill(" ".join(words for heading, words in COLUMNS.items() if heading in small[1]), WIDTH)
-            parts = [f"{escaped(device)}. {small[0]}", small[1], *filter(None, [columns]), *plot, *command, end]
-            return "\n\n".join(parts) + "\n"
-    raise ResultsError(f"nothing for {readme}: no operation on {device} has {OWN} next to another in several sizes")
+    for each in report.timed(device):
+        if each.of.short is None and (small := each.short(README_SIZES)):
+            links = f"[All times]({link(report.output, on)}), [the method]({link(METHOD, on)})."
+            facts = each.facts()
+            end = f"{escaped(facts)}.\n{links}" if facts else links
+            plot = report.image(each, each.headline, on)
+            first = f"{escaped(device)}. {small[0]}"
+            return "\n\n".join([first, small[1], *columns(small[1]), *plot, *each.command(), end]) + "\n"
+    raise ResultsError(f"nothing for {on}: no operation on {device} has kvjax next to another in several sizes")
 
 
-def serving_part(report: Report, to: Path) -> str:
-    """What a page such as docs/serving.md shows of tokens a second: of the first device that has some.
+def kernels_part(report: Report, _: Path) -> str:
+    """What docs/kernels.md shows: every row of attention with its bars."""
+    each = _of_first(report, "attention")
+    first = f"{escaped(each.device)}: {escaped(each.facts())}."
+    return "\n\n".join([first, *each.command(), *each.lines(ATTENTION)]) + "\n"
+
+
+def serving_part(report: Report, on: Path) -> str:
+    """What docs/serving.md shows of tokens a second."""
+    each = _of_first(report, "serve")
+    about: dict[str, Word] = tables.constants(each.of, each.rows)
+    parts = [f"{escaped(each.device)}: {fields(each.of, about)}.", tables.lines_table(SERVE_SHORT, each.rows)]
+    parts += [*report.image(each, each.headline, on), *each.command(), f"{escaped(each.facts(('reading', *FACTS)))}."]
+    return "\n\n".join(parts) + "\n"
+
+
+PARTS = {"benchmarks": readme_part, "attention": kernels_part, "serve": serving_part}
+"""What is put between the markers `<!-- NAME: begin -->` and `<!-- NAME: end -->` of other pages."""
+
+
+def replaced(path: Path, text: str, name: str, part: str) -> str:
+    """The text of a page with a new part between its markers.
 
     Raises:
-      ResultsError: none has.
+      ResultsError: it has not each of them once, one after the other.
     """
-    for device in report.devices:
-        for operation in report.operations(device):
-            if operation.is_serving:
-                where = operation.environment
-                command = [f"```console\n$ {where['command']}\n```"] if "command" in where else []
-                facts = ", ".join(f"{name} {where[name]}" for name in ("reading", *README_FACTS) if name in where)
-                plot = report.image(operation, operation.headline, to)
-                about = fields({**constants(operation.measurements)})
-                first = f"{escaped(device)}: {about}."
-                parts = [first, serve.short_rows(operation.measurements), *plot, *command, f"{escaped(facts)}."]
-                return "\n\n".join(parts) + "\n"
-    raise ResultsError("no measurements of serving")
+    begin_line, end_line = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, begin, rest = text.partition(begin_line)
+    _, end, after = rest.partition(end_line)
+    if not end or text.count(begin_line) + text.count(end_line) > 2:
+        raise ResultsError(f"{path}: expected one line {begin_line.strip()}, and below it one {end_line.strip()}")
+    return f"{before}{begin}{part}{end}{after}"

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
-from benchmarks.report.results import OWN, Measurement, Word
-from benchmarks.report.slices import Slice, label
+from benchmarks import bars
+from benchmarks.measurement import OWN, Measurement, Rows, Word
+from benchmarks.tables import Operation, grouped, peers, values
 
 OWN_COLOUR, COPY_COLOUR = "#0072B2", "#808080"
 COLOURS = ("#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#882255", "#999933")
@@ -52,74 +53,103 @@ def styles(peers: Iterable[str]) -> dict[str, Style]:
     return styles
 
 
-def draw(of: Slice, style: Mapping[str, Style], title: str) -> Figure:
-    """Times, and below them shares of the copy's rate where there are any, against the size of a slice.
-
-    Args:
-      of: what is drawn.
-      style: the look of each peer.
-      title: stands above all panels.
-    """
+def figure(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) -> Figure:
+    """The plot of an operation, of one case or of all; `title` stands above all panels."""
     with _own_settings():
-        has_copies = any(each.copy_seconds for each in of.measurements)
-        kinds = (_draw_times, _draw_shares) if has_copies else (_draw_times,)
-        bands = [*itertools.batched(of.dtypes, PANELS_ACROSS)]
-        down, across = len(bands) * len(kinds), len(bands[0])
-        figure = Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + PANEL_INCHES * down), layout="constrained")
-        figure.suptitle(title, fontsize=11)
-        panels = figure.subplots(down, across, squeeze=False, sharex=True)
-        for row, column in itertools.product(range(down), range(across)):
-            panel, band, kind = panels[row, column], bands[row // len(kinds)], row % len(kinds)
-            if column >= len(band):
-                panel.set_axis_off()
-                continue
-            if (row, column) != (kind, 0):
-                panel.sharey(panels[kind, 0])
-            kinds[kind](panel, of, band[column], style)
-            _label(panel, of, left=column == 0, bottom=kind == len(kinds) - 1)
-            if kind == 0 and band[column] is not None:
-                panel.set_title(str(band[column]), fontsize="medium")
-        _set_ticks(panels[0, 0], of)
-        if has_copies:
-            panels[1, 0].set_ylim(bottom=0.0)
-        _add_legend(figure, [*style, COPY_LABEL])
-    return figure
+        if of.name == "attention":
+            return _rows_of_attention(rows, title)
+        return _rates(rows, title) if of.name == "serve" else _sizes(of, rows, style, title)
 
 
-def draw_rates(measurements: Sequence[Measurement], title: str) -> Figure:
-    """Tokens a second against sequences: a line for each dtype and peer, to the most that was served.
+def _sizes(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) -> Figure:
+    """Times, and below them shares of the copy's rate where there are any, against a size."""
+    has_copies = any(each.copy for each in rows)
+    kinds = (_draw_times, _draw_shares) if has_copies else (_draw_times,)
+    bands = [*itertools.batched(values(rows, "dtype"), PANELS_ACROSS)]
+    down, across = len(bands) * len(kinds), len(bands[0])
+    made = Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + PANEL_INCHES * down), layout="constrained")
+    made.suptitle(title, fontsize=11)
+    panels = made.subplots(down, across, squeeze=False, sharex=True)
+    for row, column in itertools.product(range(down), range(across)):
+        panel, band, kind = panels[row, column], bands[row // len(kinds)], row % len(kinds)
+        if column >= len(band):
+            panel.set_axis_off()
+            continue
+        if (row, column) != (kind, 0):
+            panel.sharey(panels[kind, 0])
+        kinds[kind](panel, of, _lines(of, rows, band[column]), style)
+        panel.set_xscale("log")
+        panel.set_xlabel(of.field(of.against or "").heading if kind == len(kinds) - 1 else "")
+        panel.set_ylabel(panel.get_ylabel() if column == 0 else "")
+        panel.tick_params(labelleft=column == 0, labelbottom=kind == len(kinds) - 1)
+        if kind == 0 and band[column] is not None:
+            panel.set_title(str(band[column]), fontsize="medium")
+    _set_ticks(panels[0, 0], sorted({_size(of, each) for each in rows}))
+    if has_copies:
+        panels[1, 0].set_ylim(bottom=0.0)
+    _add_legend(made, [*style, COPY_LABEL])
+    return made
 
-    Args:
-      measurements: of one case, each a step that gives one token of each sequence.
-      title: stands above the panel.
-    """
-    lines: dict[tuple[str, str], list[Measurement]] = {}
-    for each in measurements:
-        lines.setdefault((each.peer, str(each.subject["dtype"])), []).append(each)
+
+def _size(of: Operation, m: Measurement) -> int:
+    return int(m.subject[of.against or ""])
+
+
+def _lines(of: Operation, rows: Rows, dtype: Word | None) -> list[list[Measurement]]:
+    """Those of one dtype by each peer that has some, by size."""
+    found = Rows(each for each in rows if each.subject.get("dtype") == dtype)
+    return [sorted(found.find(peer), key=lambda each: _size(of, each)) for peer in peers(found)]
+
+
+def _rows_of_attention(rows: Rows, title: str) -> Figure:
+    """Times of each row: a bar for each dtype of kvjax's, and one for the fastest of the others in bfloat16."""
+    cases = [*dict.fromkeys(str(each.subject["case"]) for each in rows)]
+    own = grouped((each for each in rows if each.peer == OWN), lambda each: each.dtype)
+    others = [each for each in rows.find(dtype=bars.BFLOAT16) if each.peer not in (OWN, "kvjax xla", bars.READ)]
+    fastest = {str(each.subject["case"]): each for each in sorted(others, key=lambda each: -each.seconds)}
+    names = ", ".join(dict.fromkeys(each.peer for each in fastest.values()))
+    times = {f"kvjax, {dtype}": {str(m.subject["case"]): m for m in found} for dtype, found in own.items()}
+    if fastest:
+        times = {f"{names}, bfloat16": fastest, **times}
+    made = Figure(figsize=(WIDTH_INCHES, MARGIN_INCHES + 1.6 * PANEL_INCHES), layout="constrained")
+    made.suptitle(title, fontsize=11)
+    panel, width = made.subplots(), 0.8 / len(times)
+    for number, ((label, found), colour) in enumerate(
+        zip(times.items(), ([COPY_COLOUR] if fastest else []) + [OWN_COLOUR, *COLOURS], strict=False)
+    ):
+        places = [cases.index(case) + (number - (len(times) - 1) / 2) * width for case in found]
+        panel.bar(places, [each.seconds * 1e6 for each in found.values()], width, label=label, color=colour)
+    panel.set_ylabel("microseconds")
+    panel.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
+    made.legend(loc="outside lower center", ncols=4)
+    return made
+
+
+def _rates(rows: Rows, title: str) -> Figure:
+    """Tokens a second against sequences: a line for each dtype and peer, to the most that was served."""
+    lines = grouped(rows, lambda each: (each.peer, each.dtype))
     dtypes = [*dict.fromkeys(dtype for _, dtype in lines)]
     others = [*dict.fromkeys(peer for peer, _ in lines if peer != OWN)]
-    with _own_settings():
-        figure = Figure(figsize=(WIDTH_INCHES * 0.7, MARGIN_INCHES + 1.4 * PANEL_INCHES), layout="constrained")
-        figure.suptitle(title, fontsize=11)
-        panel = figure.subplots()
-        for (peer, dtype), line in lines.items():
-            line.sort(key=lambda each: each.subject["num_seqs"])
-            sizes = [int(each.subject["num_seqs"]) for each in line]
-            panel.plot(
-                sizes,
-                [size / each.seconds for size, each in zip(sizes, line, strict=True)],
-                label=f"{peer}, {dtype}",
-                color=(OWN_COLOUR, *COLOURS)[dtypes.index(dtype)],
-                marker=OWN_MARKER if peer == OWN else MARKERS[others.index(peer)],
-                linestyle="-" if peer == OWN else "--",
-            )
-        panel.set_xlabel("sequences")
-        panel.set_ylabel("tokens a second")
-        panel.set_xlim(left=0)
-        panel.set_ylim(bottom=0)
-        panel.yaxis.set_major_formatter(FuncFormatter(_short))
-        figure.legend(loc="outside lower center", ncols=3)
-    return figure
+    made = Figure(figsize=(WIDTH_INCHES * 0.7, MARGIN_INCHES + 1.4 * PANEL_INCHES), layout="constrained")
+    made.suptitle(title, fontsize=11)
+    panel = made.subplots()
+    for (peer, dtype), line in lines.items():
+        line.sort(key=lambda each: each.subject["num_seqs"])
+        panel.plot(
+            [int(each.subject["num_seqs"]) for each in line],
+            [bars.tokens_a_second(each) for each in line],
+            label=f"{peer}, {dtype}",
+            color=(OWN_COLOUR, *COLOURS)[dtypes.index(dtype)],
+            marker=OWN_MARKER if peer == OWN else MARKERS[others.index(peer)],
+            linestyle="-" if peer == OWN else "--",
+        )
+    panel.set_xlabel("sequences")
+    panel.set_ylabel("tokens a second")
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
+    panel.yaxis.set_major_formatter(FuncFormatter(_short))
+    made.legend(loc="outside lower center", ncols=3)
+    return made
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -148,33 +178,30 @@ def _own_settings() -> Iterator[None]:
         yield
 
 
-def _draw_times(panel: Axes, of: Slice, dtype: Word | None, style: Mapping[str, Style]) -> None:
+def _draw_times(panel: Axes, of: Operation, lines: list[list[Measurement]], style: Mapping[str, Style]) -> None:
     panel.set_yscale("log")
     panel.set_ylabel("microseconds")
     copies: dict[int, float] = {}
-    for line in of.lines(dtype):
-        sizes = of.sizes_of(line)
-        low, high = (_microseconds(bound) for bound in zip(*(each.spread for each in line), strict=True))
+    for line in lines:
+        sizes = [_size(of, each) for each in line]
+        low, high = ([bound * 1e6 for bound in bounds] for bounds in zip(*(m.times.spread for m in line), strict=True))
         panel.fill_between(sizes, low, high, color=style[line[0].peer]["color"], alpha=0.15, linewidth=0)
-        _plot(panel, sizes, _microseconds(each.seconds for each in line), line, style)
-        copies |= {size: each.copy_seconds for size, each in zip(sizes, line, strict=True) if each.copy_seconds}
+        _plot(panel, sizes, [each.seconds * 1e6 for each in line], line[0].peer, style)
+        copies |= {size: each.copy.seconds * 1e6 for size, each in zip(sizes, line, strict=True) if each.copy}
     if copies:
-        seconds = _microseconds(copies[size] for size in sorted(copies))
-        panel.plot(sorted(copies), seconds, color=COPY_COLOUR, linestyle=":", label=COPY_LABEL)
+        times = [copies[size] for size in sorted(copies)]
+        panel.plot(sorted(copies), times, color=COPY_COLOUR, linestyle=":", label=COPY_LABEL)
 
 
-def _draw_shares(panel: Axes, of: Slice, dtype: Word | None, style: Mapping[str, Style]) -> None:
+def _draw_shares(panel: Axes, of: Operation, lines: list[list[Measurement]], style: Mapping[str, Style]) -> None:
     panel.set_ylabel("share of the copy's rate")
     panel.yaxis.set_major_formatter(FuncFormatter(_percent))
-    for line in of.lines(dtype):
-        with_copies = [each for each in line if each.copy_seconds]
-        _plot(panel, of.sizes_of(with_copies), [each.copy_share or 0.0 for each in with_copies], line, style)
+    for line in lines:
+        found = [each for each in line if each.copy]
+        _plot(panel, [_size(of, m) for m in found], [m.copy_share or 0.0 for m in found], line[0].peer, style)
 
 
-def _plot(
-    panel: Axes, sizes: Sequence[int], heights: Sequence[float], line: Sequence[Measurement], style: Mapping[str, Style]
-) -> None:
-    peer = line[0].peer
+def _plot(panel: Axes, sizes: Sequence[int], heights: Sequence[float], peer: str, style: Mapping[str, Style]) -> None:
     own = peer == OWN
     panel.plot(
         sizes,
@@ -187,21 +214,10 @@ def _plot(
     )
 
 
-def _microseconds(seconds: Iterable[float]) -> list[float]:
-    return [each * 1e6 for each in seconds]
-
-
-def _label(panel: Axes, of: Slice, *, left: bool, bottom: bool) -> None:
-    panel.set_xscale("log")
-    panel.set_xlabel(label(of.size) if bottom else "")
-    panel.set_ylabel(panel.get_ylabel() if left else "")
-    panel.tick_params(labelleft=left, labelbottom=bottom)
-
-
-def _set_ticks(times: Axes, of: Slice) -> None:
+def _set_ticks(times: Axes, sizes: Sequence[int]) -> None:
     """Sets those of all panels, which share them with this one."""
-    few = len(of.sizes) <= FEW_SIZES and of.sizes[-1] < 1e6
-    times.xaxis.set_major_locator(FixedLocator(of.sizes) if few else _powers(*times.get_xlim()))
+    few = len(sizes) <= FEW_SIZES and sizes[-1] < 1e6
+    times.xaxis.set_major_locator(FixedLocator(sizes) if few else _powers(*times.get_xlim()))
     times.xaxis.set_minor_locator(NullLocator())
     times.xaxis.set_major_formatter(FuncFormatter(_short))
     times.yaxis.set_major_locator(_powers(*times.get_ylim()))

@@ -1,0 +1,319 @@
+"""How measurements are put in tables: a line each with what it is compared with, or all peers side by side."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+from benchmarks import bars
+from benchmarks.measurement import OWN, Measurement, Rows, Word
+from benchmarks.timing import Timing
+from kvjax.table import markdown_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Something that measurements are about, or that was found out about them.
+
+    Attributes:
+      key: its name in files.
+      heading: its name in tables, with its unit.
+      is_text: whether it is words rather than a number.
+      words: how a value is formatted.
+    """
+
+    key: str
+    heading: str
+    is_text: bool = False
+    words: Callable[[Word], str] = lambda value: word(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table with a line for each of some measurements, which may look for others to compare it with."""
+
+    heading: str
+    words: Callable[[Measurement, Rows], str]
+    is_text: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """A table with a line for each measurement that `keep` chooses, sorted by `order`."""
+
+    title: str
+    columns: Sequence[Column]
+    note: str = ""
+    keep: Callable[[Measurement], bool] = lambda m: m.peer == OWN
+    order: Callable[[Measurement], tuple[int, ...]] = lambda m: ()
+
+    def chosen(self, rows: Rows) -> list[Measurement]:
+        return sorted(filter(self.keep, rows), key=self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What is known beforehand of an operation's measurements.
+
+    Attributes:
+      name: as files have it.
+      about: the fields that tell measurements apart, words before numbers.
+      found: facts that have a table of their own.
+      lines: the table of kvjax's times, with bars.
+      against: the size that times are drawn against, and summarized by.
+      along: sizes that vary with it.
+      short: the table of a page that has little room; else kvjax's times next to the others'.
+      is_headline: whether such a page has the operation.
+    """
+
+    name: str
+    about: Sequence[Field]
+    found: Sequence[Field] = ()
+    lines: Lines | None = None
+    against: str | None = None
+    along: Sequence[str] = ()
+    short: Lines | None = None
+    is_headline: bool = False
+
+    def field(self, key: str) -> Field:
+        return next(each for each in self.about if each.key == key)
+
+
+# Formatting.
+
+
+def microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:,.2f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.3g}"
+
+
+def nine_of_ten(times: Timing) -> str:
+    """Between which times nine of ten calls lie."""
+    return "-".join(map(microseconds, times.spread))
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def number(value: float) -> str:
+    """A time or a rate, in three digits or more."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:#.3g}"
+
+
+def short(seconds: float) -> str:
+    """Microseconds in three digits or more."""
+    return number(seconds * 1e6)
+
+
+def with_spread(times: Timing) -> str:
+    return f"{short(times.seconds)} ({'-'.join(map(short, times.spread))})"
+
+
+def rate(m: Measurement) -> str:
+    """GB/s and the share of the copy's rate."""
+    if m.bytes_per_second is None:
+        return "-"
+    part = m.copy_share
+    words = "" if part is None else f" ({part:.1%})" if part >= 0.01 else f" ({part:.2%})"
+    return f"{number(m.bytes_per_second / 1e9)}{words}"
+
+
+def escaped(words: object) -> str:
+    """What a file says, where Markdown would take some of it for its own."""
+    return html.escape(" ".join(str(words).split()), quote=False).replace("|", "\\|")
+
+
+def word(value: Word | None) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else escaped(value)
+
+
+def capitalized(words: str) -> str:
+    """The same as the beginning of a sentence."""
+    return words[:1].upper() + words[1:]
+
+
+def clocks(rows: Iterable[Measurement]) -> str:
+    """What these times were read from."""
+    return " and ".join(dict.fromkeys(each.clock.words for each in rows)) or "no clock"
+
+
+def calls(rows: Iterable[Measurement]) -> str:
+    """How often each was timed."""
+    counts = [len(each.times.samples) for each in rows]
+    least, most = min(counts), max(counts)
+    return f"{least} to {most} calls" if least < most else f"{most} calls" if most > 1 else "1 call"
+
+
+def table(header: Iterable[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A Markdown table, of which the first `left` columns are words."""
+    return markdown_table([*map(escaped, header)], rows, left=left)
+
+
+# A line for each measurement.
+
+
+def lines_table(of: Lines, rows: Rows) -> str:
+    """The table alone; empty where it has no line."""
+    cells = [[column.words(m, rows) for column in of.columns] for m in of.chosen(rows)]
+    left = sum(column.is_text for column in of.columns)
+    return table([column.heading for column in of.columns], cells, left=left) if cells else ""
+
+
+def bars_summary(of: Lines, rows: Rows) -> str:
+    """How many of the bars of a table hold."""
+    return bars.summary([verdict for m in of.chosen(rows) for verdict in bars.verdicts(m, rows)])
+
+
+# Peers side by side.
+
+
+def grouped[Key: Hashable](rows: Iterable[Measurement], key: Callable[[Measurement], Key]) -> dict[Key, Rows]:
+    """Measurements by a key, in the order in which the keys come first."""
+    groups: dict[Key, Rows] = {}
+    for each in rows:
+        groups.setdefault(key(each), Rows()).append(each)
+    return groups
+
+
+def by_case(rows: Iterable[Measurement]) -> dict[str, Rows]:
+    """Measurements by their case, `""` for those without one."""
+    return grouped(rows, lambda each: str(each.subject.get("case", "")))
+
+
+def peers(rows: Iterable[Measurement]) -> list[str]:
+    """Who did it, kvjax first, else in the order in which they come first."""
+    return sorted(dict.fromkeys(each.peer for each in rows), key=lambda peer: peer != OWN)
+
+
+def values(rows: Iterable[Measurement], key: str) -> list[Word | None]:
+    """The values of a field: numbers by size, words in the order in which they come first."""
+    found = dict.fromkeys(each.subject.get(key) for each in rows)
+    return sorted(found, key=lambda value: value if isinstance(value, int) else -1)
+
+
+def constants(of: Operation, rows: Sequence[Measurement]) -> dict[str, Word]:
+    """The fields that all of these have the same value of."""
+    subject = rows[0].subject
+    return {
+        each.key: subject[each.key] for each in of.about if len(values(rows, each.key)) == 1 and each.key in subject
+    }
+
+
+def fields(of: Operation, subject: Mapping[str, Word]) -> str:
+    """Fields and their values, a case without saying that it is one."""
+    pairs = [(of.field(key), value) for key, value in subject.items()]
+    return ", ".join(word(value) if each.key == "case" else f"{each.heading} {word(value)}" for each, value in pairs)
+
+
+ALWAYS = ("dtype", "num_tokens")
+"""Fields that are columns even where all measurements have one value."""
+
+
+def side_by_side(of: Operation, rows: Rows) -> list[str]:
+    """Every measurement of one case with the peers side by side: times, then rates where bytes were counted."""
+    same = constants(of, rows)
+    present = [each for each in of.about if any(each.key in m.subject for m in rows)]
+    columns = [each for each in present if each.key != "case" and (each.key not in same or each.key in ALWAYS)]
+    about = {key: value for key, value in same.items() if key != "case" and key not in ALWAYS}
+    ranks = {each.key: {value: rank for rank, value in enumerate(values(rows, each.key))} for each in columns}
+    groups = grouped(rows, lambda m: tuple(ranks[each.key][m.subject.get(each.key)] for each in columns))
+    lines = [{m.peer: m for m in groups[key]} for key in sorted(groups)]
+    who = peers(rows)
+    heads = [[word(next(iter(line.values())).subject.get(each.key)) for each in columns] for line in lines]
+
+    def made(header: Sequence[str], extra: Sequence[Sequence[str]], cell: Callable[[Measurement], str]) -> str:
+        cells = [[cell(line[peer]) if peer in line else "-" for peer in who] for line in lines]
+        whole = [[*head, *more, *found] for head, more, found in zip(heads, extra, cells, strict=True)]
+        left = sum(each.is_text for each in columns)
+        return table([*(each.heading for each in columns), *header, *who], whole, left=left)
+
+    nothing: list[list[str]] = [[]] * len(lines)
+    parts = [f"{capitalized(fields(of, about))}."] if about else []
+    parts += ["Microseconds:", made([], nothing, lambda m: with_spread(m.times))]
+    if any(m.bytes_moved for m in rows):
+        heading = "GB/s (share):" if any(m.copy for m in rows) else "GB/s:"
+        parts += [heading, made(["MB moved", "copy"], [moved(line.values()) for line in lines], rate)]
+    for fact in of.found:
+        if any(m.facts.get(fact.key) is not None for m in rows):
+            parts += [f"{capitalized(fact.heading)}:", made([], nothing, functools.partial(fact_words, fact))]
+    return parts
+
+
+def fact_words(of: Field, m: Measurement) -> str:
+    value = m.facts.get(of.key)
+    return "-" if value is None else of.words(value)
+
+
+def moved(line: Iterable[Measurement]) -> list[str]:
+    """Megabytes, and the microseconds of their copy; each once where it is the same for all peers."""
+    megabytes = dict.fromkeys(number(each.bytes_moved / 1e6) for each in line if each.bytes_moved)
+    copies = dict.fromkeys(short(each.copy.seconds) for each in line if each.copy)
+    return [" or ".join(megabytes) or "-", " or ".join(copies) or "-"]
+
+
+# kvjax next to the others.
+
+
+def drawn(of: Operation, rows: Rows) -> Rows:
+    """Those of one case that differ in dtype, peer and size alone, of the dtypes that were measured in most sizes.
+
+    Of other fields in which they differ, it takes what was measured first; none where there are no two sizes.
+    """
+    size, found = of.against, rows
+    if size is None:
+        return Rows()
+    for each in of.about:
+        if found and each.key not in (size, "dtype", *of.along):
+            first = found[0].subject.get(each.key)
+            found = Rows(m for m in found if m.subject.get(each.key) == first)
+    points = {(m.dtype, m.peer, m.subject[size]) for m in found}
+    counts = collections.Counter(dtype for dtype, _ in {(m.dtype, m.subject[size]) for m in found})
+    most = max(counts.values(), default=0)
+    if most < 2 or len(points) < len(found):
+        return Rows()
+    return Rows(m for m in found if counts[m.dtype] == most)
+
+
+def headline(rows: Rows) -> Rows:
+    """Those of the case that was measured most."""
+    return max(by_case(rows).values(), key=len)
+
+
+RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is faster."
+
+
+def summary(of: Operation, rows: Rows, num_sizes: int) -> list[str]:
+    """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes."""
+    shown = drawn(of, headline(rows))
+    who = peers(shown)
+    if of.against is None or OWN not in who or len(who) == 1:
+        return []
+    size, cells = of.field(of.against), []
+    for dtype in values(shown, "dtype"):
+        own = sorted((m for m in shown if (m.peer, m.dtype) == (OWN, dtype)), key=lambda m: m.subject[size.key])
+        for m in some(own, num_sizes):
+            others = [bars.over(other, m) if (other := shown.like(m, peer=peer)) else None for peer in who[1:]]
+            words = ["-" if each is None else f"{each:.2f}x" if each < 100 else f"{each:,.0f}x" for each in others]
+            cells.append([word(dtype), word(m.subject[size.key]), short(m.seconds), rate(m), *words])
+    about = {key: value for key, value in constants(of, shown).items() if key not in (size.key, "dtype", *of.along)}
+    caption = f"{capitalized(escaped(of.name))}: {fields(of, about)}; clock {escaped(shown[0].clock)}."
+    header = ["dtype", size.heading, f"{OWN}, microseconds", "GB/s (share)", *who[1:]]
+    return [f"{caption}\n{RATIOS}", table(header, cells)]
+
+
+def some[Value](of: Sequence[Value], count: int) -> list[Value]:
+    """At most so many of these, from the first to the last."""
+    if len(of) <= count:
+        return [*of]
+    return [of[round(place * (len(of) - 1) / (count - 1))] for place in range(count)]
