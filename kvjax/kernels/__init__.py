@@ -16,10 +16,10 @@ from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
-from kvjax.kernels.rotation import Rotation as Rotation
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
+from kvjax.kernels.write import Rotation as Rotation
 from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,12 @@ class RowMemory:
     dtype: np.dtype[Any]
     token_stride: int
     alignment: int
+
+    def argument(self, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
+        """The rows as an argument, in the elements that `as_rows` makes of `[num_tokens, token_stride]`."""
+        rows = jax.eval_shape(as_rows, jax.ShapeDtypeStruct((1, self.token_stride), self.dtype))
+        array = jax.ShapeDtypeStruct((MOST, *rows.shape[1:]), rows.dtype)
+        return Argument(array, array.dtype.itemsize * math.prod(array.shape[2:]))
 
 
 @dataclasses.dataclass(frozen=True)
