@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_arguments, scales_of
+from kvjax.kernels.memory import MOST, PAGES, AnyCount, Argument, Number, PageMemory, Pages, scale_arguments, scales_of
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -220,35 +220,37 @@ def any_count(
     `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the next.
     """
     config = GatherConfig.choose(spec, dtype)
-    index = Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), jnp.dtype(jnp.int32).itemsize)
+    indices = jax.ShapeDtypeStruct((MOST,), jnp.int32)
+    dense_names = "key", "value"
 
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
-        max_blocks, stride, last_block = counts
-        (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
-        scales, of_tokens = scales_of((k_scale, v_scale), scale_sizes, scale_pages)
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], _: Sequence[Any]) -> None:
+        scales, of_tokens = scales_of(arrays, scale_sizes, scale_pages)
         halves = [
-            Half(memory.pages(*source), scale, dense, of_token)
-            for memory, source, scale, (dense, _), of_token in zip(
-                pages, (key_pages, value_pages), scales, (key, value), of_tokens, strict=True
+            Half(memory.pages(*arrays[name]), scale, arrays[dense_name][0], of_token)
+            for memory, name, scale, dense_name, of_token in zip(
+                pages, PAGES, scales, dense_names, of_tokens, strict=True
             )
         ]
-        _gather_tokens(
-            Table(block_table, max_blocks, stride, last_block, start), Lengths(*seq_lens), halves, spec, config, dtype
-        )
+        block_table, start = arrays["block_table"]
+        table = Table(block_table, counts["max_blocks"], counts["table_stride"], counts["last_block"], start)
+        _gather_tokens(table, Lengths(*arrays["seq_lens"]), halves, spec, config, dtype)
 
     return AnyCount(
         body,
         functools.partial(_kernel, grid=MOST),
         ("max_blocks", "table_stride", "last_block"),
         (
-            index,
-            index,
+            Argument("block_table", indices, indices.dtype.itemsize),
+            Argument("seq_lens", indices, indices.dtype.itemsize),
             *scale_arguments(spec, scale_sizes, scale_pages),
-            *(memory.argument(_page_dtype(spec)) for memory in pages),
+            *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
             # The body takes results, which are new arrays, to begin where JAX's do, so that they begin nowhere else.
-            *(Argument(_result_type(MOST, spec, size, dtype), compat.BASE_ALIGNMENT) for size in _head_sizes(spec)),
+            *(
+                Argument(name, _result_type(MOST, spec, size, dtype), compat.BASE_ALIGNMENT)
+                for name, size in zip(dense_names, _head_sizes(spec), strict=True)
+            ),
         ),
-        written=(6, 7),
+        writes=dense_names,
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
     )
 

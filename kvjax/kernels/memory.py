@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,11 +60,11 @@ class RowMemory:
     token_stride: int
     alignment: int
 
-    def argument(self, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
+    def argument(self, name: str, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
         """The rows as an argument, in the elements that `as_rows` makes of `[num_tokens, token_stride]`."""
         rows = jax.eval_shape(as_rows, jax.ShapeDtypeStruct((1, self.token_stride), self.dtype))
         array = jax.ShapeDtypeStruct((MOST, *rows.shape[1:]), rows.dtype)
-        return Argument(array, array.dtype.itemsize * math.prod(array.shape[2:]))
+        return Argument(name, array, array.dtype.itemsize * math.prod(array.shape[2:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,9 @@ class PageMemory:
     page_stride: int
     alignment: int
 
-    def argument(self, dtype: np.dtype[Any]) -> Argument:
+    def argument(self, name: str, dtype: np.dtype[Any]) -> Argument:
         """The pages as an argument, in elements of `dtype`."""
-        return Argument(jax.ShapeDtypeStruct((MOST, self.page_stride // dtype.itemsize), dtype), dtype.itemsize)
+        return Argument(name, jax.ShapeDtypeStruct((MOST, self.page_stride // dtype.itemsize), dtype), dtype.itemsize)
 
     def pages(self, ref: Any, start: Number) -> Pages:
         """The pages in a kernel."""
@@ -94,10 +94,12 @@ class Argument(NamedTuple):
     """An array that a launch passes.
 
     Attributes:
+      name: its name.
       array: its shape and dtype, for tracing alone: nothing depends on the leading dimension, the number of rows.
       unit: for `with_numbers` alone, which is told how far into JAX's array this one begins: so many times these bytes.
     """
 
+    name: str
     array: jax.ShapeDtypeStruct
     unit: int
 
@@ -107,13 +109,13 @@ class AnyCount:
     """A kernel over memory that somebody else owns.
 
     Attributes:
-      body: what a program does: called with the counts, with `(reference, beginning)` of each array, and with what
-        `kernel` allocates.
+      body: what a program does: called with the counts by name, with `(reference, start)` of each argument by name, and
+        with the shared memory that `kernel` allocates.
       kernel: makes a Pallas kernel of a function of references alone; takes its `grid`, the number of programs.
       counts: what the counts are: int32, and not negative.
       arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch lie in one line of
         constant memory, and a program that waits for another line takes 0.1 us longer.
-      written: which of the arrays the kernel writes.
+      writes: names of the arguments that the kernel writes.
       num_programs: how many programs a launch takes along the last axis of its grid: for a write of the number of
         tokens, for a gather of that of entries in the block table, for a merge of that of sequences.
     """
@@ -122,8 +124,14 @@ class AnyCount:
     kernel: Callable[..., Callable[..., Any]]
     counts: tuple[str, ...]
     arguments: tuple[Argument, ...]
-    written: tuple[int, ...]
+    writes: tuple[str, ...]
     num_programs: Callable[[int], int]
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Indices of the arguments that the kernel writes."""
+        names = [argument.name for argument in self.arguments]
+        return tuple(map(names.index, self.writes))
 
     @property
     def args(self) -> list[jax.ShapeDtypeStruct]:
@@ -168,19 +176,23 @@ class AnyCount:
         return [jax.freeze(ref) for ref in refs.values()]
 
     def _run(self, counts: Sequence[Number], beginnings: Sequence[Number], refs: Sequence[Any]) -> None:
-        arrays = list(zip(refs, beginnings, strict=False))
-        self.body(counts, arrays, refs[len(arrays) :])
+        names = [argument.name for argument in self.arguments]
+        arrays, scratch = refs[: len(names)], refs[len(names) :]
+        by_name = dict(zip(names, zip(arrays, beginnings, strict=True), strict=True))
+        self.body(dict(zip(self.counts, counts, strict=True)), by_name, scratch)
 
 
-def scale_argument(size: int) -> Argument:
+PAGES = ("key_cache", "value_cache")
+"""Names of the arguments for pages."""
+
+SCALES = ("k_scale", "v_scale")
+"""Names of the arguments for scales."""
+
+
+def scale_argument(name: str, size: int) -> Argument:
     """One scale, or one for each head."""
     scales = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return Argument(scales, scales.dtype.itemsize)
-
-
-def scale_refs(arrays: Sequence[tuple[Any, Number]], sizes: Sequence[int]) -> list[Any]:
-    """The keys' and the values' scales, `[1]` or `[num_kv_heads]`, in a kernel."""
-    return [ref.at[pl.ds(start, size)] for (ref, start), size in zip(arrays, sizes, strict=True)]
+    return Argument(name, scales, scales.dtype.itemsize)
 
 
 def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[PageMemory] | None) -> list[Argument]:
@@ -192,17 +204,18 @@ def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[
     if spec.quant_mode.is_per_token_head is (memory is None):
         raise ValueError(f"{memory=} does not fit {spec.dtype}")
     if memory is None:
-        return [scale_argument(size) for size in sizes]
-    return [of_half.argument(spec.array_dtype) for of_half in memory]
+        return [scale_argument(name, size) for name, size in zip(SCALES, sizes, strict=True)]
+    return [each.argument(name, spec.array_dtype) for name, each in zip(SCALES, memory, strict=True)]
 
 
 def scales_of(
-    arrays: Sequence[tuple[Any, Number]], sizes: Sequence[int], memory: Sequence[PageMemory] | None
+    arrays: Mapping[str, tuple[Any, Number]], sizes: Sequence[int], memory: Sequence[PageMemory] | None
 ) -> tuple[list[Any], list[Pages | None]]:
     """The layer's scales in a kernel, of keys and of values, and the pages with those of each token and head."""
+    refs = [arrays[name] for name in SCALES]
     if memory is None:
-        return scale_refs(arrays, sizes), [None, None]
-    return [None, None], [of_half.pages(*array) for of_half, array in zip(memory, arrays, strict=True)]
+        return [ref.at[pl.ds(start, size)] for (ref, start), size in zip(refs, sizes, strict=True)], [None, None]
+    return [None, None], [each.pages(*ref) for each, ref in zip(memory, refs, strict=True)]
 
 
 def packed(counts: Sequence[int]) -> list[int]:

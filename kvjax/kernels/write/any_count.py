@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import numpy as np
 
 from kvjax.kernels.memory import (
     MOST,
+    PAGES,
+    SCALES,
     AnyCount,
     Argument,
     Number,
@@ -65,26 +67,24 @@ def any_count(
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
 
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], staged: Sequence[Any]) -> None:
-        num_tokens, last_slot = counts[:2]
-        (slots, start), key, value, key_pages, value_pages, *others = arrays
-        rotation_arrays, scale_arrays = others[: len(rotation_arguments)], others[len(rotation_arguments) :]
-        destinations = [memory.pages(*array) for memory, array in zip(pages, (key_pages, value_pages), strict=True)]
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], staged: Sequence[Any]) -> None:
+        num_tokens, (slots, start) = counts["num_tokens"], arrays["slot_mapping"]
+        destinations = [memory.pages(*arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
         step = None
         if rotated is not None:
             *staged, staged_keys = staged
-            step = rotated.step(rotation_arrays, counts[2], staged_keys)
-        scales, scale_destinations = scales_of(scale_arrays, scale_sizes, scale_pages)
+            step = rotated.step(arrays, counts["last_position"], staged_keys)
+        scales, scale_destinations = scales_of(arrays, scale_sizes, scale_pages)
         operands = [
-            KVOperand(Rows(*source, memory.alignment), scale, destination, scale_destination)
-            for source, memory, scale, destination, scale_destination in zip(
-                (key, value), rows, scales, destinations, scale_destinations, strict=True
+            KVOperand(Rows(*arrays[name], memory.alignment), scale, destination, scale_destination)
+            for name, memory, scale, destination, scale_destination in zip(
+                ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
             )
         ]
 
         def write_as(rung: Rung) -> None:
             num_searched = None if unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
-            own_slots = Slots(slots, words_per_slot, last_slot, num_searched, start)
+            own_slots = Slots(slots, words_per_slot, counts["last_slot"], num_searched, start)
             program.run(own_slots, operands, staged, spec, rung.config, num_tokens, rows[0].dtype, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
@@ -114,17 +114,17 @@ def any_count(
         ),
         ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
         (
-            Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), np.dtype(slot_dtype).itemsize),
-            rows[0].argument(as_rows if rotated is None else rotated.rotation.as_columns),
-            rows[1].argument(as_rows),
-            *(memory.argument(spec.array_dtype) for memory in pages),
+            Argument("slot_mapping", jax.ShapeDtypeStruct((MOST,), jnp.int32), np.dtype(slot_dtype).itemsize),
+            rows[0].argument("key", as_rows if rotated is None else rotated.rotation.as_columns),
+            rows[1].argument("value", as_rows),
+            *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),
             *rotation_arguments,
             *scale_arguments(spec, scale_sizes, scale_pages),
         ),
-        written=(
-            *(3, 4),
-            *([8] if rotated is not None else []),
-            *(range(5 + len(rotation_arguments), 7 + len(rotation_arguments)) if scale_pages else ()),
+        writes=(
+            *PAGES,
+            *(() if rotated is None else ("rotated_query",)),
+            *(() if scale_pages is None else SCALES),
         ),
         num_programs=num_programs,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,24 +61,24 @@ class RotatedMemory:
         table = jax.ShapeDtypeStruct((MOST, self.rotation.rot_dim), self.table_dtype)
         rotated_query = dataclasses.replace(self.query, token_stride=self.num_heads * self.rotation.head_size)
         return (
-            self.query.argument(self.rotation.as_columns),
-            Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), self.position_dtype.itemsize),
-            Argument(table, table.dtype.itemsize),
-            rotated_query.argument(self.rotation.as_columns),
+            self.query.argument("query", self.rotation.as_columns),
+            Argument("positions", jax.ShapeDtypeStruct((MOST,), jnp.int32), self.position_dtype.itemsize),
+            Argument("cos_sin_cache", table, table.dtype.itemsize),
+            rotated_query.argument("rotated_query", self.rotation.as_columns),
         )
 
     def step(
-        self, arrays: Sequence[tuple[Any, Number]], last_position: Number, staged_keys: tuple[Any, Any]
+        self, arrays: Mapping[str, tuple[Any, Number]], last_position: Number, staged_keys: tuple[Any, Any]
     ) -> RotationStep:
         """The step in a kernel, over the references of `arguments`."""
-        query, (positions, start), table, rotated_query = arrays
+        positions, start = arrays["positions"]
         words_per_position = self.position_dtype.itemsize // 4
         return RotationStep(
-            Rows(*query, self.query.alignment),
+            Rows(*arrays["query"], self.query.alignment),
             self.num_heads,
             Positions(positions, words_per_position, last_position, start),
-            Rows(*table),
-            Rows(*rotated_query),
+            Rows(*arrays["cos_sin_cache"]),
+            Rows(*arrays["rotated_query"]),
             staged_keys,
             self.rotation,
         )
