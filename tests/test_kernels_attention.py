@@ -307,6 +307,37 @@ def test_dtypes_that_it_cannot_serve_are_the_reason(dtype):
         ragged_paged_attention(query[:, 0], cache, table, lens, rows, implementation="mosaic")
 
 
+def lowered_for_cuda(implementation, num_seqs, *, ragged=False):
+    spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128, block_size=16)
+    args = (
+        jax.ShapeDtypeStruct((num_seqs, 64, 128), jnp.bfloat16),
+        jax.eval_shape(functools.partial(KVCache.allocate, spec, 64)),
+        jax.ShapeDtypeStruct((num_seqs, 4096), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    )
+    options = {"batch_invariant": True, "implementation": implementation}
+    run = functools.partial(paged_attention, **options)
+    if ragged:
+        args = *args, jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
+        run = functools.partial(ragged_paged_attention, max_q_len=1, **options)
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_batch_invariant_call_with_too_large_a_workspace_has_a_reason_and_xla():
+    """64 parts of each sequence, 64 heads of 128: int32 indexes the workspace of fewer than 4,096 sequences."""
+    reason = "'mosaic' cannot serve this call: with batch_invariant=True its workspace .* got 4096 sequences"
+    with pytest.raises(UnsupportedError, match=reason):
+        lowered_for_cuda("mosaic", 4096)
+    with pytest.raises(UnsupportedError, match=reason):
+        lowered_for_cuda("mosaic", 4096, ragged=True)
+    assert "mosaic_gpu" not in lowered_for_cuda(None, 4096)
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+def test_one_sequence_fewer_is_served():
+    assert "mosaic_gpu" in lowered_for_cuda(None, 4095)
+
+
 def test_queries_that_it_cannot_serve_have_a_reason():
     with pytest.raises(UnsupportedError, match="its query is float16 or bfloat16; got float32"):
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,27 @@ BATCHES = tuple(MERGE_WARPS)
 """Of so many sequences and more, up to the next number, calls are launched in the same way."""
 
 
-def why_not(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot read caches of a spec; None where it can."""
+class BatchSizes(NamedTuple):
+    """The sizes that the workspace of a batch-invariant call grows with.
+
+    Attributes:
+      num_seqs: sequences.
+      q_len: query tokens of each.
+      group: query heads of a KV head.
+      max_blocks: entries of the block table for each sequence.
+    """
+
+    num_seqs: int
+    q_len: int
+    group: int
+    max_blocks: int
+
+
+def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None) -> str | None:
+    """Why the kernel cannot read caches of a spec; None where it can.
+
+    `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
+    """
     if spec.quant_mode.is_per_token_head:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:
@@ -74,7 +93,44 @@ def why_not(spec: AttentionSpec) -> str | None:
         return (
             f"{WARPS * TILE} rows of head_size={spec.head_size} and head_size_v={spec.head_size_v} fill shared memory"
         )
+    return None if invariant_batch is None else _why_no_workspace(spec, invariant_batch)
+
+
+def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes) -> str | None:
+    """Why the kernel has no workspace for a batch-invariant call; None where it has."""
+    for heads, runs in passes(spec, batch.group, batch.q_len):
+        tokens = runs[0]  # no run of these heads has more
+        problem = Problem(
+            spec=spec,
+            memory=_array_memory(spec),
+            query_dtype=np.dtype(np.float16),
+            q_len=tokens.stop - tokens.start,
+            num_heads=(heads.stop - heads.start) * spec.num_kv_heads,
+            num_seqs=batch.num_seqs,
+            max_blocks=batch.max_blocks,
+            table_stride=batch.max_blocks,
+            query_strides=(0, 0),
+            num_blocks=0,
+            num_layers=1,
+            has_layer=False,
+            sm_scale=1.0,
+            window=None,
+            logits_soft_cap=None,
+            scale_sizes=(1, 1),
+            one_memory=True,
+            has_sinks=False,
+            batch_invariant=True,
+        )
+        if _num_parts(problem, choose(problem, Target())) * spec.head_size_v > np.iinfo(np.int32).max:
+            return _too_many_parts(batch.num_seqs)
     return None
+
+
+def _too_many_parts(num_seqs: Any) -> str:
+    return (
+        f"with batch_invariant=True its workspace is indexed in int32; got {num_seqs} sequences, whose parts have more"
+        " elements; expected fewer of them a call, or shorter block tables"
+    )
 
 
 def rows_a_pass(spec: AttentionSpec) -> int:
@@ -193,10 +249,9 @@ def decode(
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
     target = current()
-    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
     problem = Problem(
         spec=spec,
-        memory=(keys, values),
+        memory=_array_memory(spec),
         query_dtype=query.dtype,
         q_len=q_len,
         num_heads=num_heads,
@@ -230,6 +285,12 @@ def decode(
         v_scale,
         sinks,
     )
+
+
+def _array_memory(spec: AttentionSpec) -> tuple[PageMemory, PageMemory]:
+    """The pages of a JAX array."""
+    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
+    return keys, values
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
@@ -274,20 +335,24 @@ def restricting(window: int | None, q_len: int) -> int | None:
 
 def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a call takes besides its results, for the merge to read: `partial`, `partial_lse` and `spans`."""
-    parts = 2 * config.blocks
-    if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).most_parts(config.part))
-    parts *= problem.q_len * problem.num_heads
-    if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:
+    parts = _num_parts(problem, config)
+    if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:  # of a launcher, which has not asked `why_not`
         raise UnsupportedError(
-            f"paged_attention: got {problem.num_seqs} sequences with batch_invariant=True, whose parts have more"
-            " elements than int32 counts; expected fewer of them a call, or shorter block tables"
+            f"paged_attention: the kernel cannot serve this call: {_too_many_parts(problem.num_seqs)}"
         )
     return (
         jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
         jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
+
+
+def _num_parts(problem: Problem, config: DecodeConfig) -> int:
+    """Query rows of all parts that the workspace holds."""
+    parts = 2 * config.blocks
+    if config.part is not None:
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).most_parts(config.part))
+    return parts * problem.q_len * problem.num_heads
 
 
 def _stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
