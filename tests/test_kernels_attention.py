@@ -22,7 +22,7 @@ from jax import lax
 
 from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
 from kvjax.kernels import attention, placement
-from kvjax.kernels.attention import choose, lanes, rows_a_pass, schedule, scratch, why_not
+from kvjax.kernels.attention import choose, lanes, rows_per_pass, schedule, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.ring import Ring
@@ -84,7 +84,7 @@ def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
 def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
     """Of parts of two stages and of more, several to a sequence."""
     monkeypatch.setattr(attention, "PART_TOKENS", 64)
-    monkeypatch.setattr(schedule, "MOST_PARTS", 3)
+    monkeypatch.setattr(schedule, "MAX_PARTS", 3)
     run = functools.partial(attend, batch_invariant=True)
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(run))
@@ -112,7 +112,7 @@ def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatc
         sizes = np.asarray(sequences.part(jnp.asarray(counts), least)).tolist()
         parts = [range(0, count, size) for count, size in zip(counts, sizes, strict=True)]
         expected = [(seq, start) for seq, starts in enumerate(parts) for start in starts]
-        assert max(map(len, parts)) <= sequences.most_parts(least) <= schedule.MOST_PARTS
+        assert max(map(len, parts)) <= sequences.max_parts(least) <= schedule.MAX_PARTS
         taken = []
         for sequence, skipped, left in shares:
             while left > 0:
@@ -406,7 +406,7 @@ def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
         spec = simple_spec(dtype, **shape)
         if why_not(spec) is not None:
             continue
-        for max_blocks, rows in itertools.product((0, 8), {1, rows_a_pass(spec)}):
+        for max_blocks, rows in itertools.product((0, 8), {1, rows_per_pass(spec)}):
             problem = problem_of(spec, group=rows, max_blocks=max_blocks)
             config = choose(problem, Target())
             buffer, barriers = scratch(problem, config)

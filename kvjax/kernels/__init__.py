@@ -1,6 +1,6 @@
 """Pallas Mosaic GPU kernels, for sm_90 and later; each is held to its XLA form byte for byte.
 
-What is named here is for launchers of their own, which pass addresses instead of arrays.
+The names exported here are for launchers that pass addresses instead of JAX arrays.
 """
 
 from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES

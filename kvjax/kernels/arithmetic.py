@@ -91,7 +91,7 @@ def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def encode_nvfp4(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
@@ -100,33 +100,33 @@ def encode_nvfp4(
         the even elements and the odd ones.
       dtype: of the elements.
       scale: float32 scalar.
-      spread: from `[...]` to `[..., 8]`, in the registers of `pairs`.
+      broadcast: from `[...]` to `[..., 8]`, in the registers of `pairs`.
 
     Returns:
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
     inverse = reciprocal(E2M1_MAX * scale)
     bits, _, factor = _block_scales(_largest_magnitudes(pairs, dtype), inverse, scale)
-    return e2m1_pairs(*_halves(pairs, dtype), spread(factor)), bits
+    return e2m1_pairs(*_halves(pairs, dtype), broadcast(factor)), bits
 
 
 def encode_nvfp4_4over6(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
     amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
     candidates = []
     for largest in (E2M1_MAX, E2M1_SECOND):
         bits, step, factor = _block_scales(amax, reciprocal(largest * scale), scale)
-        eighth = spread(factor) * 0.125
+        eighth = broadcast(factor) * 0.125
         indices = [_e2m1_indices(half, eighth) for half in magnitudes]
-        error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, spread(step))
+        error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, broadcast(step))
         candidates.append((bits, indices, error))
     (bits, indices, error), (other_bits, other_indices, other_error) = candidates
     is_other = (other_error < error).astype(jnp.int32)
     bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
     low, high = _halves(pairs, dtype)
-    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, spread(is_other)), bits
+    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other)), bits
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,14 +144,14 @@ def _magnitudes(pairs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def encode_per_token_head(
-    x: jax.Array, dtype: KVCacheDType, spread: Callable[[jax.Array], jax.Array]
+    x: jax.Array, dtype: KVCacheDType, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_per_token_head` of rows.
 
     Args:
       x: float32 `[..., head_size]`.
       dtype: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
-      spread: from `[...]` to `[..., head_size]`, in the registers of `x`.
+      broadcast: from `[...]` to `[..., head_size]`, in the registers of `x`.
 
     Returns:
       The codes' bits, uint8 `[..., head_size]`, and those of the scales, int32 `[...]`.
@@ -162,9 +162,9 @@ def encode_per_token_head(
     # The reciprocal of infinity is 0, which the series that rounds it is not.
     inverse = jnp.where(scales == jnp.inf, jnp.zeros_like(scales), rounded_reciprocal(scales))
     if dtype is KVCacheDType.INT8_PER_TOKEN_HEAD:
-        codes = compat.ptx(_ptx_to_int8, _int8_codes, x, spread(inverse))
+        codes = compat.ptx(_ptx_to_int8, _int8_codes, x, broadcast(inverse))
     else:
-        codes = _float8_bits(x * spread(inverse), dtype.info.storage_dtype)
+        codes = _float8_bits(x * broadcast(inverse), dtype.info.storage_dtype)
     return codes, lax.bitcast_convert_type(scales, jnp.int32)
 
 

@@ -78,7 +78,7 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
     return loaded
 
 
-def wait_for_threads() -> None:
+def barrier() -> None:
     """A barrier behind which all threads see what any of them has stored in shared memory before it.
 
     `plgpu.commit_smem` would also make that visible to asynchronous copies, for a fence's time. No compiler moves loads
@@ -96,13 +96,13 @@ def wait_for_threads() -> None:
     plgpu.inline_mgpu()(wait)()
 
 
-def keep_rolled() -> None:
+def disable_unrolling() -> None:
     """Keeps ptxas from unrolling the loop in whose body this stands."""
     if not interpreting():
         plgpu.inline_mgpu()(lambda _: _statement('.pragma "nounroll";'))()
 
 
-def end_branch(name: str) -> None:
+def prevent_tail_merging(name: str) -> None:
     """Keeps the compiler from sharing the last instructions of a branch with others, which have other names.
 
     A program would jump there, and wait for instructions that it has not met yet.
@@ -120,7 +120,7 @@ def _statement(code: str, clobbered: str = "") -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, clobbered, has_side_effects=True)
 
 
-def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:
+def broadcast_columns(column: jax.Array, columns: int, layout: Any) -> jax.Array:
     """`[..., rows]` as `[..., rows, columns]` in `layout`, every column the same."""
     dims = tuple(range(column.ndim))
     return plgpu.layout_cast(lax.broadcast_in_dim(column, (*column.shape, columns), dims), layout)
@@ -193,7 +193,7 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
 
 
 def any_thread(mask: jax.Array, bits: int) -> jax.Array:
-    """The lowest `bits` bits of int32 `mask`, one element a thread, or-ed over all; also a `wait_for_threads`."""
+    """The lowest `bits` bits of int32 `mask`, one element a thread, or-ed over all; also a `barrier`."""
     if interpreting():
         plgpu.commit_smem()
         return lax.reduce(mask, np.int32(0), lax.bitwise_or, (0,))
@@ -215,7 +215,7 @@ def any_thread(mask: jax.Array, bits: int) -> jax.Array:
     return found
 
 
-# Barrier 1 is that of `wait_for_threads`.
+# Barrier 1 is that of `barrier`.
 _ANY_THREAD = """{
   .reg .pred %mine, %any;
   setp.ne.s32 %mine, $1, 0;

@@ -1,4 +1,4 @@
-"""Attention over memory that somebody else owns: the kernels of a call, for any number of sequences and of blocks."""
+"""Attention over caller-owned memory: the kernels of a call, for any number of sequences and blocks."""
 
 from __future__ import annotations
 
@@ -22,36 +22,45 @@ from kvjax.kernels.attention import (
     workspace,
 )
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
-from kvjax.kernels.memory import MOST, PAGES, SCALES, AnyCount, Argument, Number, PageMemory, scale_argument
+from kvjax.kernels.memory import (
+    ANY_LENGTH,
+    PAGES,
+    SCALES,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    scale_argument,
+)
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class AnyBatch:
-    """Attention over memory that somebody else owns: kernels for any number of sequences and blocks.
+    """Attention over caller-owned memory, for any number of sequences and blocks.
 
     Attributes:
-      problem: of the calls; its counts are those of none.
-      target: what they run on.
+      problem: the description of a call; its counts are 0, because they are known at launch.
+      target: the GPU.
     """
 
     problem: Problem
     target: Target
 
     def of(self, num_seqs: int, max_blocks: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The decode kernel and the merge of so many sequences, and the workspace that they share.
+        """The decode kernel and the merge for a number of sequences, and the workspace that they share.
 
-        Of `max_blocks`, the entries of the block table for each sequence, the workspace alone depends.
+        `max_blocks`, the entries of the block table for each sequence, determines the size of the workspace only.
 
-        Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
-        k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
-        counts those of the cache. Of the merge they are seq_lens, sinks if there are any, the workspace, out and lse;
-        it takes the number of sequences as its amount.
+        The arguments of the decode kernel are seq_lens, block_table (int32), query, the keys' and the values' pages,
+        k_scale, v_scale, sinks if there are any, and the results: out, lse and the workspace. Its `num_blocks` is that
+        of the cache. The arguments of the merge are seq_lens, sinks if there are any, the workspace, out and lse; its
+        amount is the number of sequences.
         """
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
         config = choose(problem, self.target)
-        # The merge alone knows how many warps take a row of it.
+        # The decode kernel does not depend on the merge's warps per row.
         decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
         sized = dataclasses.replace(problem, max_blocks=max_blocks)
         return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
@@ -72,7 +81,7 @@ def any_batch(
     batch_invariant: bool,
     target: Target,
 ) -> AnyBatch:
-    """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
+    """The attention of one of `passes`, over pages given for keys and for values."""
     problem = Problem(
         spec=spec,
         memory=pages,
@@ -156,7 +165,7 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
 
     return AnyCount(
         body,
-        lambda body, grid=MOST: merge_kernel(body, problem, config, grid),
+        lambda body, grid=ANY_LENGTH: merge_kernel(body, problem, config, grid),
         ("max_blocks",),
         arguments,
         writes=tuple(results),
@@ -165,7 +174,7 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
 
 
 def _vector(name: str, dtype: Any) -> Argument:
-    array = jax.ShapeDtypeStruct((MOST,), dtype)
+    array = jax.ShapeDtypeStruct((ANY_LENGTH,), dtype)
     return Argument(name, array, array.dtype.itemsize)
 
 

@@ -83,49 +83,49 @@ class Decode:
         share = sequences.share(block, self.config.blocks)
 
         def body(carry: Any) -> Any:
-            sequence, skipped, left, turn = carry
+            sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             num_stages = jnp.minimum(count - skipped, left)
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
-            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
+            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
             self.segments.finish(sequence, state, begins & ends, block * 2 + jnp.where(begins, 1, 0))
 
             @pl.when(begins)
             def _() -> None:
                 self.segments.store_span(sequence, block, last_block)
 
-            return sequence + 1, jnp.int32(0), left - num_stages, turn
+            return sequence + 1, jnp.int32(0), left - num_stages, cursor
 
-        turn = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
+        cursor = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
     def attend_to_parts(self, sequences: Sequences, least: int) -> None:
         """What a block does where sequences are divided at fixed tokens: each part by itself."""
         share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
-        most = sequences.most_parts(least)
+        most = sequences.max_parts(least)
 
         def body(carry: Any) -> Any:
-            sequence, skipped, left, turn = carry
+            sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             part = sequences.part(count, least)
             num_stages = jnp.minimum(count - skipped, part)
             ends = skipped + num_stages == count
-            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
+            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
             whole = (skipped == 0) & ends
             self.segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
             following = jnp.where(ends, 0, skipped + num_stages)
-            return sequence + ends.astype(jnp.int32), following, left - num_stages, turn
+            return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
 
-        turn = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
+        cursor = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, turn: Any) -> Any:
+    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
         """Stages `first` to `first + count` of a sequence.
 
-        `turn` is the slot of the first stage and its parity; returns the state and that of the stage after the last.
+        `cursor` is the slot of the first stage and its parity; returns the state and that of the stage after the last.
         """
         config, ring = self.config, self.ring
         span = Span.of(self.problem, length)
@@ -145,7 +145,7 @@ class Decode:
             return ring.next(slot, parity), blocks(stage + 1)
 
         ahead = jnp.minimum(ring.ahead, count)
-        filled = lax.fori_loop(0, ahead, fill, (turn, blocks(0)))
+        filled = lax.fori_loop(0, ahead, fill, (cursor, blocks(0)))
         lacks = ring.lacks_blocks(entries, jnp.maximum(span.start, position(0)), end)
         query, factor = operand_of(self.keys, self.refs, sequence)
 
@@ -165,10 +165,10 @@ class Decode:
             ring.release(slot)
             return filled, ring.next(slot, parity), state
 
-        _, turn, state = lax.fori_loop(
-            0, count, body, (filled, turn, State.empty(self.problem.tiles, self.values.products))
+        _, cursor, state = lax.fori_loop(
+            0, count, body, (filled, cursor, State.empty(self.problem.tiles, self.values.products))
         )
-        return state, turn
+        return state, cursor
 
     def stage(
         self,

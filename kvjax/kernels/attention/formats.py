@@ -15,7 +15,7 @@ pairs       (0, 4) (1, 5) (2, 6) (3, 7)     code i of both halves of the word
 
 **Values** are the operand of 16 dims by 16 tokens, so a register holds one dim of two neighbouring tokens. `ldmatrix`
 with `.trans` hands those out in units of 16 bits: thread `(g, c)` gets unit `g` of tokens `2c` and `2c + 1`, one
-element of 16 bits, two of 8, or four of 4 (`Format.elements_a_unit`). `Format.value_pairs` makes a register of each.
+element of 16 bits, two of 8, or four of 4 (`Format.elements_per_unit`). `Format.value_pairs` makes a register of each.
 
 e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
 has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`, code 1 a subnormal in both.
@@ -98,7 +98,7 @@ class Format:
         return max(16, self.bits) // 8
 
     @property
-    def elements_a_unit(self) -> int:
+    def elements_per_unit(self) -> int:
         """Elements of a unit of a value row."""
         return 8 * self.unit_bytes // self.bits
 

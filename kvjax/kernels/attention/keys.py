@@ -41,7 +41,7 @@ class Keys:
         """Four registers for each tile of query rows."""
         problem = self.problem
         data, unit = self.plan.keys[0], self.unit
-        start = self.warp.place(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
+        start = self.warp.offset(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
         zero = lanes.splat(0.0, jnp.float32)
         sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.units):
@@ -66,7 +66,7 @@ class Keys:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
         rows, size = self.plan.keys[1], self.unit
         steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
-        base = self.warp.place(self.plan, slot, rows)
+        base = self.warp.offset(self.plan, slot, rows)
         if size == 16:  # two blocks
             start = base + rows.offset(self.warp.row) + 2 * self.warp.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]

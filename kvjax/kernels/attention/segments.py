@@ -23,7 +23,7 @@ from kvjax.kernels.registers import LANES
 def state_registers(problem: Problem) -> int:
     """Registers of a warp's state: largest logits, totals and output."""
     fmt, size = problem.format, problem.spec.head_size_v
-    runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_a_unit  # of eight dims
+    runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_per_unit  # of eight dims
     return problem.tiles * (4 + 4 * -(-runs // 2))
 
 
@@ -89,19 +89,19 @@ class Segments:
         lane = self.warp.lane
         count, rows = len(registers), 2 * problem.tiles
 
-        def place(warp: Any, register: int) -> jax.Array:
+        def offset(warp: Any, register: int) -> jax.Array:
             return (((warp - config.heads) * count + register) * LANES + lane) * 4
 
         lanes.wait_for_block()  # all stages have been read
         others = self.warp.works & (self.warp.number >= config.heads)
         for i, x in enumerate(registers):
-            lanes.store_shared(self.buffer, place(self.warp.number, i), [x], 4, others)
+            lanes.store_shared(self.buffer, offset(self.warp.number, i), [x], 4, others)
         lanes.wait_for_block()
 
         def body(group: jax.Array, mine: list[jax.Array]) -> list[jax.Array]:
             warp = self.warp.head + group * config.heads
             other = [
-                lanes.bits(lanes.load_shared(self.buffer, place(warp, i), 4)[0], jnp.float32) for i in range(count)
+                lanes.bits(lanes.load_shared(self.buffer, offset(warp, i), 4)[0], jnp.float32) for i in range(count)
             ]
             result = list(mine)
             for row in range(rows):

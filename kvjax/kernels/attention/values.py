@@ -16,7 +16,7 @@ from kvjax.kernels.attention.stages import SharedRows, StagePlan
 from kvjax.kernels.attention.warp import Warp
 from kvjax.pages import swizzled_position
 
-MOST_RUNS_OF_TERMS = 16
+MAX_RUNS_OF_TERMS = 16
 """Runs of eight float32, at most and an even number, whose terms a thread has at once."""
 
 
@@ -54,11 +54,11 @@ class ValueRows:
     @functools.cached_property
     def products(self) -> int:
         """Products of 16 dims that a value row takes."""
-        return -(-self.tiles * self.problem.format.elements_a_unit // 2)
+        return -(-self.tiles * self.problem.format.elements_per_unit // 2)
 
     def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
         """Which dim row `8 * half + g` of a product is, and whether there is such a dim."""
-        each = self.problem.format.elements_a_unit
+        each = self.problem.format.elements_per_unit
         tile, element = divmod(2 * product + half, each)
         unit = 8 * tile + self.warp.row
         return unit * each + element, unit < self.units
@@ -66,7 +66,7 @@ class ValueRows:
     @functools.cached_property
     def pieces(self) -> list[range]:
         """Runs of eight units that are loaded together: all, but of float32, whose terms would take all registers."""
-        most = MOST_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
+        most = MAX_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
         return [range(start, min(start + most, self.tiles)) for start in range(0, self.tiles, most)]
 
     def load(self, slot: jax.Array, tile: int, piece: range) -> Values:
@@ -81,7 +81,7 @@ class ValueRows:
         products, done = self.products, 0
         for index, words in enumerate(values.words):
             if index % len(piece) == 0:  # a term begins
-                done = piece.start * self.problem.format.elements_a_unit // 2
+                done = piece.start * self.problem.format.elements_per_unit // 2
             pairs = [
                 self.problem.format.value_pairs(word, values.scales[index][half] if values.scales else None)
                 for half, word in enumerate(words)
@@ -101,7 +101,7 @@ class ValueRows:
         """Of each run of eight units two registers, of tokens 0 to 7 and of 8 to 15."""
         result = []
         rows = self.plan.values[0]
-        base, known = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride
+        base, known = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride
         if rows.alignment % 16 == 0 and rows.page.row_bytes % 16 == 0:
             lane = self.warp.lane
             start = base + rows.offset(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 16
@@ -128,7 +128,7 @@ class ValueRows:
         """What `words` returns, of a piece of each term of float32."""
         rows = self.plan.values[0]
         known = tile * rows.tile_stride
-        start = self.warp.place(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
+        start = self.warp.offset(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
         zero = lanes.splat(0, jnp.uint32)
         terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.format.value_terms)]
         for index in piece:
@@ -152,7 +152,7 @@ class ValueRows:
         A run has two blocks: that of the first four units and that of the others.
         """
         rows = self.plan.values[1]
-        base, known, count = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
+        base, known, count = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
         half_of_run = self.warp.row >> 2
         scales: list[list[jax.Array]] = []
         if rows.page.swizzled:  # the scales of four tokens lie side by side

@@ -56,7 +56,7 @@ class Warp:
         """The thread's number in its warp."""
         return self.thread & (LANES - 1)
 
-    def place(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
+    def offset(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
         """Where what the warp reads of a stage begins, of one kind of rows."""
         return slot * plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
 

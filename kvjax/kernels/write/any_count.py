@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.memory import (
-    MOST,
+    ANY_LENGTH,
     PAGES,
     SCALES,
     AnyCount,
@@ -109,12 +109,12 @@ def any_count(
             write_kernel,
             spec=spec,
             tokens=max(rung.config.tokens for rung in rungs),
-            grid=MOST,
+            grid=ANY_LENGTH,
             rotated_dtype=None if rotated is None else rows[0].dtype,
         ),
         ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
         (
-            Argument("slot_mapping", jax.ShapeDtypeStruct((MOST,), jnp.int32), np.dtype(slot_dtype).itemsize),
+            Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), np.dtype(slot_dtype).itemsize),
             rows[0].argument("key", as_rows if rotated is None else rotated.rotation.as_columns),
             rows[1].argument("value", as_rows),
             *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),

@@ -53,7 +53,7 @@ def row_encoder(spec: AttentionSpec, operand: KVOperand, copy: RowCopy) -> Calla
         return functools.partial(arithmetic.cast, dtype=spec.storage_dtype)
     if operand.scale.shape[0] > 1:
         by_head = arithmetic.reciprocal(compat.load(operand.scale, copy.layout.reduce(1)))
-        inverse = compat.spread(by_head, copy.columns, copy.layout)
+        inverse = compat.broadcast_columns(by_head, copy.columns, copy.layout)
     else:
         inverse = arithmetic.reciprocal(operand.scale[0])
     return functools.partial(arithmetic.encode_fp8, inverse=inverse, dtype=spec.dtype)
@@ -87,13 +87,13 @@ def load_heads(
 def encode_heads(rows: LoadedRows, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of each token and head."""
     [x] = rows.arrays
-    spread = functools.partial(compat.spread, columns=x.shape[-1], layout=rows.layout)
-    return arithmetic.encode_per_token_head(x.astype(jnp.float32), spec.dtype, spread)
+    broadcast = functools.partial(compat.broadcast_columns, columns=x.shape[-1], layout=rows.layout)
+    return arithmetic.encode_per_token_head(x.astype(jnp.float32), spec.dtype, broadcast)
 
 
 def encode_blocks(blocks: LoadedRows, scale: jax.Array, dtype: Any, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Codes and block scales of NVFP4."""
-    spread = functools.partial(compat.spread, columns=BLOCK_PAIRS, layout=blocks.layout)
+    broadcast = functools.partial(compat.broadcast_columns, columns=BLOCK_PAIRS, layout=blocks.layout)
     is_4over6 = spec.dtype is KVCacheDType.NVFP4_4OVER6
     encode = arithmetic.encode_nvfp4_4over6 if is_4over6 else arithmetic.encode_nvfp4
-    return encode(blocks.arrays, np.dtype(dtype), scale, spread)
+    return encode(blocks.arrays, np.dtype(dtype), scale, broadcast)

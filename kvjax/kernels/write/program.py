@@ -101,7 +101,7 @@ def branch(
     def named(name: str, run: Callable[[], None]) -> Callable[[], None]:
         def run_to_end() -> None:
             run()
-            compat.end_branch(name)
+            compat.prevent_tail_merging(name)
 
         return run_to_end
 
@@ -112,7 +112,7 @@ def _write_token(program: Program, operands: Sequence[KVOperand], rotation: Rota
     """Writes one token through registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     # The compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
-    compat.wait_for_threads()
+    compat.barrier()
     # The addresses of scales may be in another line of constant memory, for which the loads of rows need not wait.
     encoders = _row_encoders(program, operands, copies)
     _store_rows(program, operands, positions, copies, encoders, loaded)
@@ -122,7 +122,7 @@ def _write_tokens(program: Program, operands: Sequence[KVOperand], rotation: Rot
     """Writes several tokens through registers; scales are loaded before the barrier, which takes fewer registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     encoders = _row_encoders(program, operands, copies)
-    compat.wait_for_threads()  # as in `_write_token`
+    compat.barrier()  # as in `_write_token`
     _store_rows(program, operands, positions, copies, encoders, loaded)
 
 
@@ -189,7 +189,7 @@ def _rotated(
         rotate_queries()
     else:
         branch(which == 0, "rotated keys", rotate_keys, "rotated queries", rotate_queries)
-    compat.wait_for_threads()
+    compat.barrier()
     return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), values]
 
 
@@ -212,7 +212,7 @@ class _Staged(NamedTuple):
 def _write_token_staged(program: Program, operands: Sequence[StagedOperand]) -> None:
     """Writes one token through shared memory."""
     staged, loaded = _load_staged(program, operands)
-    compat.wait_for_threads()  # as in `_write_token`
+    compat.barrier()  # as in `_write_token`
     scales = _layer_scales(program, operands)
     # The search overlaps the loads of the rows.
     repeated = program.slots.repeated(program.first, program.tokens)
@@ -269,7 +269,7 @@ def _store_staged(
         for codes_or_scales, ref in zip(encoded, refs, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], codes_or_scales)
     if repeated is None:
-        compat.wait_for_threads()
+        compat.barrier()
     skipped = None if repeated is None else compat.any_thread(repeated, tokens)
     for operand, refs, scatters, positions in staged:
         for scatter, ref, (pages, _), position in zip(scatters, refs, operand.destinations, positions, strict=True):

@@ -44,14 +44,14 @@ class Rotation:
     table_itemsize: int
 
     @property
-    def elements_a_column(self) -> int:
+    def elements_per_column(self) -> int:
         """A column is an element, or a word of two."""
         return 1 if self.is_neox else 2
 
     @property
     def columns(self) -> int:
         """Of a head."""
-        return self.head_size // self.elements_a_column
+        return self.head_size // self.elements_per_column
 
     def as_columns(self, x: jax.Array) -> jax.Array:
         """`[num_tokens, heads, head_size]` as rows of columns."""
@@ -77,12 +77,12 @@ class Rotation:
 
         `table` holds a row of cosines and then sines for each position, of `rot_dim` elements.
         """
-        half, size = self.rot_dim // 2, self.elements_a_column
+        half, size = self.rot_dim // 2, self.elements_per_column
         column_bytes = size * self.dtype.itemsize
         run_bytes = math.gcd(source.alignment, self.columns * column_bytes, half * column_bytes, MAX_VECTOR_BYTES)
         table_bytes = math.gcd(half * self.table_itemsize, MAX_VECTOR_BYTES)
-        widest = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
-        layout = lane_layout((heads, half), widest)
+        max_vector = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
+        layout = lane_layout((heads, half), max_vector)
 
         def load(column: int, columns: int, layout: Any) -> jax.Array:
             rows = source.ref.at[token - source.first, pl.ds(source.start, heads * self.columns)]

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
-from kvjax.kernels.memory import MOST, Argument, Number, RowMemory, Rows
+from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
 from kvjax.kernels.write.rotation import Rotation, store_heads
 from kvjax.spec import AttentionSpec
 
@@ -58,11 +58,11 @@ class RotatedMemory:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """Queries, positions, the table, and rotated queries."""
-        table = jax.ShapeDtypeStruct((MOST, self.rotation.rot_dim), self.table_dtype)
+        table = jax.ShapeDtypeStruct((ANY_LENGTH, self.rotation.rot_dim), self.table_dtype)
         rotated_query = dataclasses.replace(self.query, token_stride=self.num_heads * self.rotation.head_size)
         return (
             self.query.argument("query", self.rotation.as_columns),
-            Argument("positions", jax.ShapeDtypeStruct((MOST,), jnp.int32), self.position_dtype.itemsize),
+            Argument("positions", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), self.position_dtype.itemsize),
             Argument("cos_sin_cache", table, table.dtype.itemsize),
             rotated_query.argument("rotated_query", self.rotation.as_columns),
         )

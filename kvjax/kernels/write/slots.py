@@ -91,7 +91,7 @@ class Slots(NamedTuple):
             return mask
 
         def search_rolled(step: jax.Array, mask: jax.Array) -> jax.Array:
-            compat.keep_rolled()
+            compat.disable_unrolling()
             return search(step, mask)
 
         empty = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
