@@ -16,11 +16,11 @@ from kvjax.kernels import compat
 from kvjax.kernels.arithmetic import cast as cast
 
 _HALF_FROM_E2M1 = 2.0**14
-"""What a float16 is multiplied by that has the fields of an e2m1 code: the biases, 15 and 1, differ by 14."""
+"""Factor from a float16 with the exponent and mantissa of an e2m1 code to its value: the biases are 15 and 1."""
 
 
 def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`x * factor`, NaN as the canonical one: what the instruction writes and XLA on CPU does not."""
+    """`x * factor` with the canonical NaN, which the GPU's instruction returns but XLA on CPU does not."""
     product = x * factor
     return quant.with_canonical_nan(product) if compat.interpreting() else product
 
@@ -56,9 +56,9 @@ def decode_nvfp4(
 ) -> list[jax.Array]:
     """`kvjax.quant.decode_nvfp4`, cast to `dtype`.
 
-    A code's magnitude has the fields of a small float, two bits of exponent above one of mantissa. Put where a float16
-    has them, it is the float16 that is `2**-14` times as much, code 1 a subnormal as it is in e2m1. Its product with
-    the block scale is exact, in whatever order the powers of two are taken.
+    The magnitude of a code is two exponent bits above one mantissa bit. Shifted to the position of these fields in a
+    float16, it is `2**-14` times its value; code 1 is subnormal in both. Its product with the block scale is exact, in
+    whatever order the powers of two are multiplied.
 
     Args:
       data: uint8 `[..., 8]`, a byte for each pair.
@@ -68,7 +68,7 @@ def decode_nvfp4(
       broadcast: from `[...]` to `[..., 8]`, in the registers of `data`.
 
     Returns:
-      What stands for each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
+      The elements of each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
       float32 arrays, the even elements and the odd ones.
     """
     factor = lax.bitcast_convert_type(block_scales, jnp.float8_e4m3fn).astype(jnp.float32)

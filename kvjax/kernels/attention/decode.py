@@ -1,13 +1,13 @@
-"""Attention of a few query tokens a sequence over its pages: the kernel.
+"""The decode kernel: attention of a few query tokens per sequence over its pages.
 
-A block of threads takes all KV heads of a group and a share of all tokens; its warps divide heads and tokens of each
-stage among themselves. A warp has one KV head, whose query rows (the heads that share it, of each query token) are the
-columns of its products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. So a stored
-row is decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the few
-query rows cost as little as the instruction allows.
+A thread block takes all KV heads of a group and a share of all tokens; its warps divide heads and tokens of each stage.
+A warp takes one KV head, whose query rows (its query heads, for each query token) are the columns of its matrix
+products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. Each stored row is
+decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the small
+dimension of the instruction holds the few query rows.
 
-This is the loop over stages. Its steps are `query`, `keys`, `seen`, `softmax` and `values`; `segments` is what comes
-after it.
+This module is the loop over stages. Its steps are `query`, `keys`, `seen`, `softmax` and `values`; the epilogue is
+`segments`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvjax.kernels.registers import THREADS
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """The body of the kernel; one object a trace."""
+    """The body of the kernel; one object per trace."""
 
     problem: Problem
     config: DecodeConfig
@@ -54,7 +54,7 @@ class Decode:
     def of(
         cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Any, barriers: Any
     ) -> Decode:
-        """The body, of its stages' plan and its shared memory."""
+        """The body, for a plan of its stages and its shared memory."""
         warp = Warp.of(config)
         layer, num_blocks = jnp.int32(0), jnp.int32(problem.num_blocks)
         if problem.has_layer:
@@ -73,7 +73,7 @@ class Decode:
         )  # fmt: skip
 
     def run(self) -> None:
-        """What a block does."""
+        """Runs the body."""
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         if self.config.part is not None:
@@ -102,7 +102,7 @@ class Decode:
         lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
     def attend_to_parts(self, sequences: Sequences, least: int) -> None:
-        """What a block does where sequences are divided at fixed tokens: each part by itself."""
+        """Runs the body of a batch-invariant call, one part after the other."""
         share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
         most = sequences.max_parts(least)
 
@@ -125,12 +125,12 @@ class Decode:
     def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
         """Stages `first` to `first + count` of a sequence.
 
-        `cursor` is the slot of the first stage and its parity; returns the state and that of the stage after the last.
+        `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
         """
         config, ring = self.config, self.ring
         span = Span.of(self.problem, length)
         entries = sequence * self.problem.table_stride
-        # Past the end nothing is looked for, nor copied.
+        # Nothing is looked up or copied past the end.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
         def position(stage: Any) -> jax.Array:
@@ -185,7 +185,7 @@ class Decode:
         config, cap = self.config, self.problem.logits_soft_cap
         logits = [self.keys.logits(slot, tile, query) for tile in range(config.tiles)]
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]
-        values = self.values.load(slot, 0, self.values.pieces[0])  # before they are needed
+        values = self.values.load(slot, 0, self.values.pieces[0])  # before their use, to hide the latency
 
         def masked(logits: Any) -> Any:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]

@@ -1,4 +1,4 @@
-"""Keys of a stage as the first operand of products, and their products with the query: logits."""
+"""Keys of a stage as the first matrix operand, and the logits: their products with the query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.kernels.attention.warp import Warp
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys that a warp reads of the stages in `buffer`."""
+    """The keys that a warp reads from the stages in `buffer`."""
 
     problem: Problem
     plan: StagePlan
@@ -27,18 +27,18 @@ class Keys:
 
     @functools.cached_property
     def unit(self) -> int:
-        """Bytes of a key row that a thread takes at once."""
+        """Bytes of a key row that a thread loads at once."""
         rows = self.plan.keys[0]
         share = rows.page.row_bytes // 4
         return min(16, share & -share, rows.alignment)
 
     @functools.cached_property
     def units(self) -> int:
-        """Units of a key row that a thread takes."""
+        """Units of a key row that a thread loads."""
         return self.plan.keys[0].page.row_bytes // 4 // self.unit
 
     def logits(self, slot: jax.Array, tile: int, query: list[list[list[jax.Array]]]) -> list[jax.Array]:
-        """Four registers for each tile of query rows."""
+        """The logits of a tile of tokens: four registers for each tile of query rows."""
         problem = self.problem
         data, unit = self.plan.keys[0], self.unit
         start = self.warp.offset(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit

@@ -48,7 +48,7 @@ def write_kernel(
 
 
 def _operand_staging(spec: AttentionSpec, tokens: int, data_bytes: int, scale_bytes: int) -> tuple[Any, Any]:
-    """Shared memory for rows of so many bytes of data and of scales; float32 scales are int32 words."""
+    """Shared memory for the data and the scales of rows, as bytes; float32 scales are int32 words."""
     heads = spec.num_kv_heads
     scales = ((tokens, heads * scale_bytes), jnp.uint8)
     if spec.quant_mode.is_per_token_head:

@@ -222,8 +222,8 @@ def _write_token_staged(program: Program, operands: Sequence[StagedOperand]) -> 
 def _write_tokens_staged(program: Program, operands: Sequence[StagedOperand]) -> None:
     """Writes several tokens through shared memory.
 
-    Repeated slots are searched for first: while rows are in registers, the search would need so many more that fewer
-    programs fit a multiprocessor.
+    Repeated slots are searched for first, because the search takes registers: with rows in registers too, fewer
+    programs would fit a multiprocessor.
     """
     repeated = program.slots.repeated(program.first, program.tokens)
     staged, loaded = _load_staged(program, operands)
