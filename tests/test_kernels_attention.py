@@ -22,7 +22,7 @@ from jax import lax
 
 from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
 from kvjax.kernels import attention, placement
-from kvjax.kernels.attention import choose, lanes, rows_a_pass, schedule, scratch, why_not
+from kvjax.kernels.attention import choose, lanes, rows_per_pass, schedule, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.ring import Ring
@@ -84,7 +84,7 @@ def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
 def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
     """Of parts of two stages and of more, several to a sequence."""
     monkeypatch.setattr(attention, "PART_TOKENS", 64)
-    monkeypatch.setattr(schedule, "MOST_PARTS", 3)
+    monkeypatch.setattr(schedule, "MAX_PARTS", 3)
     run = functools.partial(attend, batch_invariant=True)
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(run))
@@ -112,7 +112,7 @@ def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatc
         sizes = np.asarray(sequences.part(jnp.asarray(counts), least)).tolist()
         parts = [range(0, count, size) for count, size in zip(counts, sizes, strict=True)]
         expected = [(seq, start) for seq, starts in enumerate(parts) for start in starts]
-        assert max(map(len, parts)) <= sequences.most_parts(least) <= schedule.MOST_PARTS
+        assert max(map(len, parts)) <= sequences.max_parts(least) <= schedule.MAX_PARTS
         taken = []
         for sequence, skipped, left in shares:
             while left > 0:
@@ -307,6 +307,37 @@ def test_dtypes_that_it_cannot_serve_are_the_reason(dtype):
         ragged_paged_attention(query[:, 0], cache, table, lens, rows, implementation="mosaic")
 
 
+def lowered_for_cuda(implementation, num_seqs, *, ragged=False):
+    spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128, block_size=16)
+    args = (
+        jax.ShapeDtypeStruct((num_seqs, 64, 128), jnp.bfloat16),
+        jax.eval_shape(functools.partial(KVCache.allocate, spec, 64)),
+        jax.ShapeDtypeStruct((num_seqs, 4096), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    )
+    options = {"batch_invariant": True, "implementation": implementation}
+    run = functools.partial(paged_attention, **options)
+    if ragged:
+        args = *args, jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
+        run = functools.partial(ragged_paged_attention, max_q_len=1, **options)
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_batch_invariant_call_with_too_large_a_workspace_has_a_reason_and_xla():
+    """64 parts of each sequence, 64 heads of 128: int32 indexes the workspace of fewer than 4,096 sequences."""
+    reason = "'mosaic' cannot serve this call: with batch_invariant=True its workspace .* got 4096 sequences"
+    with pytest.raises(UnsupportedError, match=reason):
+        lowered_for_cuda("mosaic", 4096)
+    with pytest.raises(UnsupportedError, match=reason):
+        lowered_for_cuda("mosaic", 4096, ragged=True)
+    assert "mosaic_gpu" not in lowered_for_cuda(None, 4096)
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+def test_one_sequence_fewer_is_served():
+    assert "mosaic_gpu" in lowered_for_cuda(None, 4095)
+
+
 def test_queries_that_it_cannot_serve_have_a_reason():
     with pytest.raises(UnsupportedError, match="its query is float16 or bfloat16; got float32"):
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))
@@ -375,7 +406,7 @@ def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
         spec = simple_spec(dtype, **shape)
         if why_not(spec) is not None:
             continue
-        for max_blocks, rows in itertools.product((0, 8), {1, rows_a_pass(spec)}):
+        for max_blocks, rows in itertools.product((0, 8), {1, rows_per_pass(spec)}):
             problem = problem_of(spec, group=rows, max_blocks=max_blocks)
             config = choose(problem, Target())
             buffer, barriers = scratch(problem, config)

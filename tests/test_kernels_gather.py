@@ -69,12 +69,12 @@ def test_a_program_takes_a_token_at_least():
         GatherConfig(0)
 
 
-@pytest.mark.parametrize("widest", [1, 4, 8])
+@pytest.mark.parametrize("max_vector", [1, 4, 8])
 @pytest.mark.parametrize("shape", [(8, 8, 128), (16, 1, 80), (1, 5, 112), (784, 3, 6, 8), (4, 8, 8), (1, 1, 16), (3,)])
-def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(shape, widest):
-    layout = lane_layout(shape, widest).to_mgpu()
+def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(shape, max_vector):
+    layout = lane_layout(shape, max_vector).to_mgpu()
     elements = np.prod([size & -size for size in shape])
-    assert layout.vector_length <= widest
+    assert layout.vector_length <= max_vector
     assert all(size % tile == 0 for size, tile in zip(shape[::-1], layout.base_tile_shape[::-1], strict=False))
     assert THREADS // layout.replication_factor == min(THREADS, elements // layout.vector_length)
     assert layout.replication_factor == max(1, THREADS // elements)

@@ -36,11 +36,11 @@ class Kernel:
     """Slots, rows, lengths, and two halves of pages, which are written."""
 
     arguments = (
-        kernels.Argument(jax.ShapeDtypeStruct((1,), np.int32), 4),
-        kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 4),
-        kernels.Argument(jax.ShapeDtypeStruct((1,), np.int32), 4),
-        kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 4),
-        kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 4),
+        kernels.Argument("slots", jax.ShapeDtypeStruct((1,), np.int32), 4),
+        kernels.Argument("rows", jax.ShapeDtypeStruct((1, 16), np.float32), 4),
+        kernels.Argument("lengths", jax.ShapeDtypeStruct((1,), np.int32), 4),
+        kernels.Argument("key_cache", jax.ShapeDtypeStruct((1, 16), np.float32), 4),
+        kernels.Argument("value_cache", jax.ShapeDtypeStruct((1, 16), np.float32), 4),
     )
     written = (3, 4)
 
@@ -501,7 +501,7 @@ def test_the_rows_hold_the_whole_tensor(start, shape, strides):
     assert (rows - 1) * form.row_bytes < last - address <= rows * form.row_bytes
 
 
-WIDE = kernels.Argument(jax.ShapeDtypeStruct((1, 16), np.float32), 16)
+WIDE = kernels.Argument("wide", jax.ShapeDtypeStruct((1, 16), np.float32), 16)
 """Of numbers that a kernel reads four at a time."""
 
 

@@ -192,7 +192,7 @@ def held(memory: np.ndarray, tensor: torch.Tensor, start: int) -> np.ndarray:
 
 @each_case(KERNEL_CASES, few={"dtype": ["fp8_e4m3", "nvfp4"], "rotated": [0.5]})
 def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], monkeypatch):
-    monkeypatch.setattr(kvjax.kernels.write, "PROGRAMS", 2)  # so that a program of five tokens takes two
+    monkeypatch.setattr(kvjax.kernels.write.plan, "PROGRAMS", 2)  # so that a program of five tokens takes two
     call = Tokens(case)
     scales = [torch.tensor(scale) for scale in SCALES]
     calls._write_kernel.cache_clear()

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=65536, help="to write, or of 64 sequences to gather")
     parser.add_argument("--tokens", type=int, default=8, help="tokens that a program takes")
-    parser.add_argument("--halves-apart", action="store_true", help="a program takes keys or values")
+    parser.add_argument("--split-kv", action="store_true", help="separate programs write keys and values")
     parser.add_argument("--unique-slots", action="store_true", help="promise that no two tokens have one slot")
     parser.add_argument("--show", choices=["hlo", "ptx", "sass"], nargs="*", default=())
     args = parser.parse_args()
@@ -149,7 +149,7 @@ def main() -> None:
         rows = ShapeDtypeStruct((args.num_tokens, args.num_kv_heads, args.head_size), dense_dtype)
         slots = ShapeDtypeStruct((args.num_tokens,), jnp.int32)
         function = functools.partial(
-            write, spec=spec, config=WriteConfig(args.tokens, args.halves_apart), unique_slots=args.unique_slots
+            write, spec=spec, config=WriteConfig(args.tokens, args.split_kv), unique_slots=args.unique_slots
         )
         inspect(function, (pages, rows, rows, slots, scale, scale), args.target, donate_argnums=0, show=args.show)
     else:

@@ -1,6 +1,6 @@
 """Pallas Mosaic GPU kernels, for sm_90 and later; each is held to its XLA form byte for byte.
 
-What is named here is for launchers of their own, which pass addresses instead of arrays.
+The names exported here are for launchers that pass addresses instead of JAX arrays.
 """
 
 from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES
@@ -16,10 +16,10 @@ from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
-from kvjax.kernels.rotation import Rotation as Rotation
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
+from kvjax.kernels.write import Rotation as Rotation
 from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 

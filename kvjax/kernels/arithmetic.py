@@ -19,7 +19,7 @@ from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E2M1_SECOND, E2M1_VALUES, 
 def reciprocal(divisor: jax.Array) -> jax.Array:
     """`1 / divisor` in float64 within two units in the last place, for a normal float32 whose reciprocal is normal.
 
-    GPUs have an instruction for 23 bits of it; float64 they divide exactly but slowly. One step of the series
+    GPUs have an instruction for 23 bits of it, and divide float64 exactly but slowly. One step of the series
     `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, makes 69 of 23.
     """
     approximate = compat.ptx("rcp.approx.ftz.f32 $0, $1;", jnp.reciprocal, divisor)
@@ -32,9 +32,9 @@ def reciprocal(divisor: jax.Array) -> jax.Array:
 def rounded_reciprocal(divisor: jax.Array) -> jax.Array:
     """`1 / divisor` in float32, correctly rounded, for a divisor between `2**-124` and `2**124`.
 
-    What ptxas makes of `rcp.rn.f32`, but without the branch to what it does for other divisors: one step of the series
-    above, by fused multiply-adds. That this rounds right is a property of the approximations, one for each of 2**23
-    mantissas: tests try them all where there is a GPU, and see of other targets that ptxas relies on it there too.
+    What ptxas generates for `rcp.rn.f32`, without the branch for other divisors: one step of the series above, by fused
+    multiply-adds. That it rounds correctly is a property of the approximations for all 2**23 mantissas: tests check all
+    of them on a GPU, and check for other targets that ptxas relies on it too.
     """
     return compat.ptx(
         "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, y; fma.rn.f32 e, $1, e, 0f3F800000;"
@@ -65,12 +65,12 @@ def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
-    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and have other NaNs than the instructions
+    if compat.interpreting():  # XLA's conversions on CPU flush subnormals and return other NaNs
         return quant.cast(x, dtype)
     wide = x.astype(jnp.float32)
     if dtype != np.float32:
         return wide.astype(dtype)
-    # Widening bfloat16 is a shift, no conversion: a NaN keeps its bits.
+    # Widening bfloat16 is a shift, which keeps the bits of a NaN.
     bits = lax.bitcast_convert_type(wide, jnp.uint32)
     nan = jnp.full_like(bits, CANONICAL_NAN_BITS[dtype])
     return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
@@ -83,7 +83,7 @@ def encode_fp8(x: jax.Array, inverse: jax.Array, dtype: KVCacheDType) -> jax.Arr
 
 def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """float32 rounded to nearest even, clamped to the largest finite value, NaN kept, as bytes."""
-    if compat.interpreting():  # the instruction that converts saturates and has one NaN, XLA's conversion has neither
+    if compat.interpreting():  # the instruction saturates and has one NaN, XLA's conversion does neither
         largest = float(jnp.finfo(dtype).max)
         bits = lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8)
         return jnp.where(jnp.isnan(x), jnp.uint8(CANONICAL_NAN_BITS[dtype]), bits)
@@ -91,7 +91,7 @@ def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 
 def encode_nvfp4(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
@@ -100,37 +100,37 @@ def encode_nvfp4(
         the even elements and the odd ones.
       dtype: of the elements.
       scale: float32 scalar.
-      spread: from `[...]` to `[..., 8]`, in the registers of `pairs`.
+      broadcast: from `[...]` to `[..., 8]`, in the registers of `pairs`.
 
     Returns:
       uint8 `[..., 8]`, a byte for each pair, and uint8 `[...]`, the block scales' bits.
     """
     inverse = reciprocal(E2M1_MAX * scale)
     bits, _, factor = _block_scales(_largest_magnitudes(pairs, dtype), inverse, scale)
-    return e2m1_pairs(*_halves(pairs, dtype), spread(factor)), bits
+    return e2m1_pairs(*_halves(pairs, dtype), broadcast(factor)), bits
 
 
 def encode_nvfp4_4over6(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
     amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
     candidates = []
     for largest in (E2M1_MAX, E2M1_SECOND):
         bits, step, factor = _block_scales(amax, reciprocal(largest * scale), scale)
-        eighth = spread(factor) * 0.125
+        eighth = broadcast(factor) * 0.125
         indices = [_e2m1_indices(half, eighth) for half in magnitudes]
-        error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, spread(step))
+        error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, broadcast(step))
         candidates.append((bits, indices, error))
     (bits, indices, error), (other_bits, other_indices, other_error) = candidates
     is_other = (other_error < error).astype(jnp.int32)
     bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
     low, high = _halves(pairs, dtype)
-    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, spread(is_other)), bits
+    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other)), bits
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Bits of the block scales `amax * inverse`, what they stand for, and the inverse of that."""
+    """Bits of the block scales `amax * inverse`, their decoded values, and the inverses of these."""
     bits = _float8_bits(times(amax, inverse), np.dtype(jnp.float8_e4m3fn))
     step = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32) * scale
     return bits, step, jnp.where(step == 0.0, jnp.zeros_like(step), rounded_reciprocal(step))
@@ -144,14 +144,14 @@ def _magnitudes(pairs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def encode_per_token_head(
-    x: jax.Array, dtype: KVCacheDType, spread: Callable[[jax.Array], jax.Array]
+    x: jax.Array, dtype: KVCacheDType, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_per_token_head` of rows.
 
     Args:
       x: float32 `[..., head_size]`.
       dtype: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
-      spread: from `[...]` to `[..., head_size]`, in the registers of `x`.
+      broadcast: from `[...]` to `[..., head_size]`, in the registers of `x`.
 
     Returns:
       The codes' bits, uint8 `[..., head_size]`, and those of the scales, int32 `[...]`.
@@ -159,17 +159,17 @@ def encode_per_token_head(
     with jax.enable_x64(True):
         inverse_of_most = jnp.float64(1.0 / dtype.info.max)
     scales = jnp.maximum(times(_largest_magnitude(x), inverse_of_most), jnp.float32(LEAST_TOKEN_SCALE))
-    # The reciprocal of infinity is 0, which the series that rounds it is not.
+    # The reciprocal of infinity is 0, but the series returns NaN.
     inverse = jnp.where(scales == jnp.inf, jnp.zeros_like(scales), rounded_reciprocal(scales))
     if dtype is KVCacheDType.INT8_PER_TOKEN_HEAD:
-        codes = compat.ptx(_ptx_to_int8, _int8_codes, x, spread(inverse))
+        codes = compat.ptx(_ptx_to_int8, _int8_codes, x, broadcast(inverse))
     else:
-        codes = _float8_bits(x * spread(inverse), dtype.info.storage_dtype)
+        codes = _float8_bits(x * broadcast(inverse), dtype.info.storage_dtype)
     return codes, lax.bitcast_convert_type(scales, jnp.int32)
 
 
 def _largest_magnitude(x: jax.Array) -> jax.Array:
-    """The largest magnitude in each row, NaN ignored; by the instruction that `_largest_magnitudes` takes."""
+    """The largest magnitude in each row, NaN ignored; by the instruction that `_largest_magnitudes` uses."""
     if compat.interpreting():
         return jnp.max(jnp.fmax(jnp.abs(x), 0.0), axis=-1)
     largest = compat.ptx_reduce("max.xorsign.abs.f32 $0, $1, $2;", x)
@@ -177,7 +177,7 @@ def _largest_magnitude(x: jax.Array) -> jax.Array:
 
 
 def _ptx_to_int8(columns: int) -> str:
-    """Products and sums that say how they round are not contracted. The conversion has 0 for NaN, the packing none."""
+    """Explicit rounding prevents contraction of products and sums. The conversion returns 0 for NaN."""
     lines = [".reg .f32 x<4>, half; .reg .b32 sign, code<4>, codes;", "mov.b32 codes, 0;"]
     for i in range(columns):
         lines += [
@@ -188,7 +188,7 @@ def _ptx_to_int8(columns: int) -> str:
             f"add.rn.f32 x{i}, x{i}, half;",
             f"cvt.rzi.s32.f32 code{i}, x{i};",
         ]
-    for i in reversed(range(0, 4, 2)):  # each makes way for the next by a shift
+    for i in reversed(range(0, 4, 2)):  # each shifts those before it
         lines.append(f"cvt.pack.sat.s8.s32.b32 codes, code{(i + 1) % columns}, code{i % columns}, codes;")
     return "\n".join(["{", *lines, "mov.b32 $0, codes; }"])
 
@@ -215,8 +215,8 @@ def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array
 def _largest_magnitudes(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> jax.Array:
     """The largest magnitude in each row of pairs, NaN ignored, in float32.
 
-    The instruction takes the larger magnitude, whose sign is of no use, and of a NaN and a number the number; what is
-    left of a row of NaN alone is one more comparison with 0.
+    The instruction returns the larger magnitude, with a sign that is ignored, and of a NaN and a number the number. A
+    last maximum with 0 handles rows of NaN only.
     """
     if compat.interpreting():
         low, high = _halves(pairs, dtype)
@@ -239,13 +239,13 @@ def _larger_magnitude(x: jax.Array, y: jax.Array) -> jax.Array:
 def e2m1_pairs(low: jax.Array, high: jax.Array, inverse: jax.Array) -> jax.Array:
     """Bytes of two codes each, of `low * inverse` and `high * inverse`: NaN becomes 0, -0 keeps its sign.
 
-    `inverse` is not negative. From sm_100 on an instruction converts, earlier float32 and integer arithmetic.
+    `inverse` is not negative. Uses the conversion instruction from sm_100 on, float32 and integer arithmetic before.
     """
     return compat.ptx(_ptx_to_convert, _e2m1_pairs, low, high, inverse, since=(10, 0))
 
 
 def _ptx_to_convert(columns: int) -> str:
-    """The conversion rounds to nearest even, saturates, keeps signs, and makes 6 of NaN, which is hence cleared."""
+    """The conversion rounds to nearest even, saturates and keeps signs. NaN, which it converts to 6, is cleared."""
     lines = [".reg .pred number; .reg .f32 x<2>; .reg .b8 codes<4>;"]
     for i in range(columns):
         for half in range(2):
@@ -267,7 +267,7 @@ def _e2m1_pairs(low: jax.Array, high: jax.Array, inverse: jax.Array) -> jax.Arra
 def _ptx_to_join(columns: int) -> str:
     """Joins the indices of four pairs, saturated at 7, in four instructions, and the signs of eight elements in seven.
 
-    A conversion to e4m3 brings the signs of two elements together, and has none for NaN.
+    A conversion to e4m3 packs the signs of two elements, and drops that of NaN.
     """
     low_index, high_index, low, high = _operands(columns, 4)
     lines = [".reg .b32 codes;", *_ptx_to_pack("codes", low_index, high_index), *_ptx_to_add_signs(low, high)]
@@ -282,13 +282,13 @@ def _operands(columns: int, count: int) -> list[list[str]]:
 def _ptx_to_pack(codes: str, low_index: Sequence[str], high_index: Sequence[str]) -> list[str]:
     """Packs indices, saturated at 7."""
     lines = [f"mov.b32 {codes}, 0;"]
-    for low, high in reversed(list(zip(low_index, high_index, strict=True))):  # each makes way for the next by a shift
+    for low, high in reversed(list(zip(low_index, high_index, strict=True))):  # each shifts those before it
         lines.append(f"cvt.pack.sat.s4.s32.b32 {codes}, {high}, {low}, {codes};")
     return lines
 
 
 def _ptx_to_add_signs(low: Sequence[str], high: Sequence[str]) -> list[str]:
-    """Makes `$0` of `codes` and the signs of elements."""
+    """Combines `codes` and the signs of elements to `$0`."""
     columns = len(low)
     lines = [".reg .b16 half<2>; .reg .b32 even, odd;"]
     for signs, x in (("even", low), ("odd", high)):
@@ -314,7 +314,7 @@ def _join(low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax
 
 
 def _ptx_to_join_either(columns: int) -> str:
-    """The same of either of two pairs of indices: of the second where the last operand is not 0."""
+    """`_ptx_to_join` of one of two pairs of indices: the second where the last operand is not 0."""
     low_index, high_index, low, high, other_low, other_high, is_other = _operands(columns, 7)
     lines = [
         ".reg .b32 codes, other; .reg .pred is_other;",
@@ -341,14 +341,13 @@ def _join_either(
 
 
 _FLOAT16_BYTES = np.array(E2M1_VALUES, np.float16).view(np.uint16) >> 8
-"""Of e2m1 magnitudes as float16 the higher bytes; the lower ones are 0."""
+"""The upper bytes of e2m1 magnitudes as float16; the lower bytes are 0."""
 
 
 def _ptx_of_squared_errors(columns: int) -> str:
-    """The squared errors of so many pairs of elements, added up as `kvjax.quant` adds them.
+    """The sum of squared errors of `columns` pairs of elements, in the order of `kvjax.quant`.
 
-    Four indices, a nibble each, look up the higher bytes of four float16 at a time. An index of 8 to 15 is one of 7 by
-    then.
+    Four indices, a nibble each and saturated at 7, look up the upper bytes of four float16 at a time.
     """
     low_index, high_index, low, high, step = _operands(columns, 5)
     first, last = (int.from_bytes(bytes(_FLOAT16_BYTES[i : i + 4].tolist()), "little") for i in (0, 4))
@@ -397,7 +396,7 @@ def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
     and 1/2 from there; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between
     neighbouring values to the middle between their indices, hence rounding to the nearest value, of even index in a
     tie, is rounding `g` to the nearest even integer. Rounding is monotonic: the least of the rounded lines is the
-    rounded least line. Past 6 it is 7 or 8: who takes the index saturates it.
+    rounded least line. Past 6 it is 7 or 8: callers saturate the index.
 
     Subnormal float32 are the integers times `2**-149`, with these integers as their bits. So a fused multiply-add of
     constants that small rounds a line to an integer, once and to nearest even. The product with `inverse` is rounded

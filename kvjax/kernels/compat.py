@@ -1,4 +1,4 @@
-"""What differs between the JAX versions that the kernels run on, and what needs private parts of JAX, in one place."""
+"""Differences between supported JAX versions, and everything that needs private parts of JAX."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from kvjax.kernels.registers import lane_layout
 
-# Lanes, not warpgroups: the kernels say themselves which lane holds what. No kernel reads what another thread wrote
-# without a barrier of its own, and the ones that Mosaic would put around each store cost more than the store.
+# Lane semantics: kernels choose register layouts themselves. They also have their own barriers wherever a thread reads
+# what another wrote; those that Mosaic would put around each store cost more than the store.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 BASE_ALIGNMENT = 256
-"""Bytes that the address of each of JAX's arrays is a multiple of; where one is not, no Mosaic GPU kernel runs."""
+"""Alignment in bytes of JAX's arrays, which Mosaic GPU kernels require."""
 
 
 def interpreting() -> bool:
-    """Whether kernels traced now run in interpret mode (`plgpu.force_gpu_interpret_mode`)."""
+    """Whether kernels are traced for interpret mode (`plgpu.force_gpu_interpret_mode`)."""
     return getattr(config, "pallas_tpu_interpret_mode_context_manager").value is not None  # noqa: B009
 
 
 def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
-    """`body` with the name that profilers will show."""
+    """`body` with the name that profilers show."""
 
     def wrapper(*refs: Any) -> None:
         body(*refs)
@@ -49,10 +49,10 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
 
 def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
-    """The int32 that the lower and the upper half of the address of `ref` stand for.
+    """The lower and the upper half of the address of `ref` as int32.
 
-    How a launcher passes numbers to a kernel, whose arguments JAX takes for references: nothing has to be written to
-    the GPU beforehand, nor read there.
+    This is how a launcher passes numbers to a kernel whose arguments are references to JAX, without a copy to the GPU
+    or a load there.
     """
     number = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
 
@@ -68,7 +68,7 @@ def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Loads a reference, seen as `shape`, into registers in `layout`, whatever instructions that takes."""
+    """Loads a reference, reshaped to `shape`, into registers in `layout`; the loads need not be coalesced."""
     if shape is not None and interpreting():  # which knows no reshaped references
         whole: jax.Array = ref[...].reshape(shape)
         return whole
@@ -78,11 +78,11 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
     return loaded
 
 
-def wait_for_threads() -> None:
-    """A barrier behind which all threads see what any of them has stored in shared memory before it.
+def barrier() -> None:
+    """A barrier of the warpgroup, which makes stores to shared memory visible to all threads.
 
-    `plgpu.commit_smem` would also make that visible to asynchronous copies, for a fence's time. No compiler moves loads
-    past it either.
+    Compilers do not move loads across it. `plgpu.commit_smem` would also make the stores visible to asynchronous
+    copies, which takes a fence.
     """
     if interpreting():
         plgpu.commit_smem()
@@ -96,23 +96,23 @@ def wait_for_threads() -> None:
     plgpu.inline_mgpu()(wait)()
 
 
-def keep_rolled() -> None:
-    """Keeps ptxas from unrolling the loop in whose body this stands."""
+def disable_unrolling() -> None:
+    """Keeps ptxas from unrolling the loop whose body calls this."""
     if not interpreting():
         plgpu.inline_mgpu()(lambda _: _statement('.pragma "nounroll";'))()
 
 
-def end_branch(name: str) -> None:
-    """Keeps the compiler from sharing the last instructions of a branch with others, which have other names.
+def prevent_tail_merging(name: str) -> None:
+    """Keeps the compiler from merging the last instructions of a branch with those of branches with other names.
 
-    A program would jump there, and wait for instructions that it has not met yet.
+    A program would jump to the merged instructions, and wait for them to be fetched.
     """
     if not interpreting():
         plgpu.inline_mgpu()(lambda _: _statement(f"// {name}"))()
 
 
 def _forbid_moving() -> None:
-    """Nothing, but the compiler takes it to read and write memory."""
+    """No instruction, but one that the compiler assumes to read and write memory."""
     _statement("", "~{memory}")
 
 
@@ -120,8 +120,8 @@ def _statement(code: str, clobbered: str = "") -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, clobbered, has_side_effects=True)
 
 
-def spread(column: jax.Array, columns: int, layout: Any) -> jax.Array:
-    """`[..., rows]` as `[..., rows, columns]` in `layout`, every column the same."""
+def broadcast_columns(column: jax.Array, columns: int, layout: Any) -> jax.Array:
+    """Broadcasts `[..., rows]` to `[..., rows, columns]` in `layout`."""
     dims = tuple(range(column.ndim))
     return plgpu.layout_cast(lax.broadcast_in_dim(column, (*column.shape, columns), dims), layout)
 
@@ -138,10 +138,10 @@ else:  # before 0.12 there is no other store
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores registers to a whole reference, seen in their shape, whatever instructions that takes."""
+    """Stores registers to a whole reference, reshaped to their shape; the stores need not be coalesced."""
     if interpreting():
         ref[...] = value.reshape(ref.shape)
-    elif value.size == 1:  # Mosaic divides by the greatest common divisor of no strides
+    elif value.size == 1:  # Mosaic would divide by zero, the gcd of no strides
         only = functools.reduce(lambda x, _: jnp.max(x, axis=-1), ref.shape, value.astype(jnp.int32))
         ref[(0,) * len(ref.shape)] = only.astype(value.dtype)
     else:
@@ -149,7 +149,7 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
-    """`ref[indices]` of a one-dimensional reference to int32, every element by itself."""
+    """`ref[indices]` of a one-dimensional reference to int32, one load per element."""
     if interpreting():
         return jnp.stack([ref[index] for index in indices])
 
@@ -166,9 +166,9 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
 
 
 def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
-    """Words of four bytes, as int32, from byte `columns` on of a row of two-dimensional bytes.
+    """Loads four bytes as int32 from each byte offset in `columns` of a row of a two-dimensional uint8 reference.
 
-    `row` is an int32 scalar, `columns` int32 in `layout`, all multiples of `alignment`.
+    `row` is an int32 scalar; `columns` are int32 in `layout`, multiples of `alignment`.
     """
     if interpreting():
         starts = columns[..., None] + jnp.arange(4)
@@ -193,7 +193,7 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
 
 
 def any_thread(mask: jax.Array, bits: int) -> jax.Array:
-    """The lowest `bits` bits of int32 `mask`, one element a thread, or-ed over all; also a `wait_for_threads`."""
+    """The lowest `bits` bits of int32 `mask`, one element per thread, or-ed over all threads; also a `barrier`."""
     if interpreting():
         plgpu.commit_smem()
         return lax.reduce(mask, np.int32(0), lax.bitwise_or, (0,))
@@ -215,7 +215,7 @@ def any_thread(mask: jax.Array, bits: int) -> jax.Array:
     return found
 
 
-# Barrier 1 is that of `wait_for_threads`.
+# Barrier 1 is that of `barrier`.
 _ANY_THREAD = """{
   .reg .pred %mine, %any;
   setp.ne.s32 %mine, $1, 0;
@@ -234,10 +234,10 @@ def copy_each(
     size: int,
     layout: Any,
 ) -> None:
-    """Copies `size` bytes (up to 16) for each element whose condition holds, each by the thread that holds it.
+    """Copies `size` bytes (up to 16) for each element whose condition holds; each thread copies for its own elements.
 
-    From byte `starts` of `source`, shared memory of any elements, to byte `columns` of row `rows` of `destination`,
-    both multiples of `size`. Indices are int32; `destination` is two-dimensional, of bytes.
+    Copies from byte `starts` of `source`, shared memory of any dtype, to byte `columns` of row `rows` of `destination`,
+    a two-dimensional uint8 reference. `starts` and `columns` are multiples of `size`; indices are int32.
     """
     if interpreting():
         flat = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
@@ -274,7 +274,7 @@ def copy_each(
 
 
 def _per_scalar(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` of scalars for registers that may be vectors of one."""
+    """A function of registers, which may be vectors of one element, from a function of scalars."""
 
     def of_registers(*registers: Any) -> Any:
         result = run(*map(_scalar, registers))
@@ -300,17 +300,17 @@ def ptx(
     *operands: jax.Array,
     since: tuple[int, int] = (9, 0),
 ) -> jax.Array:
-    """Runs PTX on each element, where the GPU has its instructions; elsewhere, and in interpret mode, its model.
+    """Runs PTX on each element if the GPU supports it; otherwise, and in interpret mode, runs `model`.
 
-    A kernel is traced before it is known for which GPU: this is how it can use what only some of them have.
+    Kernels are traced before the GPU is known. This is how they use instructions that only some GPUs have.
 
     Args:
-      code: writes `$0`, reads `$1` and so on, and has no side effects. Where the result is bytes, a function of how
-        many columns (1, 2 or 4) the code is for: it reads those of the first operand, then those of the next, and
-        writes a word that holds their bytes, the first one lowest. What it leaves in other bytes of it is dropped.
-      model: what the code computes, elementwise in `jax.numpy`.
+      code: writes `$0`, reads `$1` and so on, and has no side effects. Where the result is bytes, a function from the
+        number of columns (1, 2 or 4) to code that reads these columns of the first operand, then of the next, and so
+        on, and writes a word with their bytes, the first one lowest. Other bytes of the word are ignored.
+      model: computes the same elementwise in `jax.numpy`.
       operands: arrays of one shape and layout, of elements of 32 bits; or scalars.
-      since: the first compute capability that has the instructions.
+      since: the first compute capability that supports the instructions.
 
     Returns:
       An array in the layout of the operands, of elements of 32 bits or of bytes.
@@ -322,20 +322,20 @@ def ptx(
 
 
 def ptx_reduce(code: str, x: jax.Array) -> jax.Array:
-    """Reduces the last dimension of `x`, of elements of 32 bits, by PTX that makes `$0` of `$1` and `$2`."""
+    """Reduces the last dimension of `x`, of 32-bit elements, by PTX that combines `$1` and `$2` to `$0`."""
     result: jax.Array = _ptx_reduce.bind(x, code=code)
     return result
 
 
 def ptx_sum(code: Callable[[int], str], model: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Sums over the last dimension, of a power of two columns: of neighbours, of neighbouring pairs, and so on.
+    """Sums over the last dimension, whose size is a power of two, pairwise: neighbours, neighbouring pairs, and so on.
 
-    So the result does not depend on which threads hold the columns.
+    The result thus does not depend on which threads hold the columns.
 
     Args:
-      code: for so many columns (1, 2 or 4) writes their sum to `$0`, float32, added up in that order; reads operands as
-        the code of bytes that `ptx` takes.
-      model: what the code computes of single columns, elementwise in `jax.numpy`.
+      code: a function from the number of columns (1, 2 or 4) to code that writes their float32 sum, added in that
+        order, to `$0`; reads operands as `ptx` describes for bytes.
+      model: computes the summand of a column elementwise in `jax.numpy`.
       operands: arrays of one shape and layout, of elements of 32 bits.
     """
     if interpreting():
@@ -395,7 +395,7 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
             sums = [add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
         return vector.broadcast(ir.VectorType.get((1,), f32), sums[0])
 
-    # A thread's columns are one from here on; `reduce` adds those of neighbouring threads first.
+    # Each thread has one column from here on; `reduce` adds those of neighbouring threads first.
     shape = (*operands[0].shape[:-1], operands[0].shape[-1] // columns)
     layout = lane_layout(shape, 1).to_mgpu()
     registers = [of_a_thread(*each) for each in zip(*(x.registers.flat for x in operands), strict=True)]
@@ -405,7 +405,7 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
 
 
 def _per_element(code: str, element: Any) -> Callable[..., Any]:
-    """What makes one register, or a vector of registers, of those of the operands."""
+    """A function from operand registers, or vectors of them, to a result register or vector."""
 
     def run(*registers: Any) -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
@@ -418,7 +418,7 @@ def _per_element(code: str, element: Any) -> Callable[..., Any]:
 
 
 def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
-    """What makes a vector of bytes of vectors of registers."""
+    """A function from vectors of operand registers to a vector of bytes."""
 
     def run(*registers: Any) -> Any:
         [columns] = registers[0].type.shape
@@ -463,21 +463,21 @@ def cudnn_attention(
     is_causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The attention of cuDNN: dense queries over dense keys and values, and its log-sum-exp.
+    """CuDNN's attention of dense queries over dense keys and values, and its log-sum-exp.
 
-    What `jax.nn.dot_product_attention(implementation="cudnn")` calls on one device, called here since that looks for
-    cuDNN when traced, on machines without a GPU too, needs to know the devices when lowered, and gives a log-sum-exp
-    of the query's dtype.
+    Calls what `jax.nn.dot_product_attention(implementation="cudnn")` calls on one device. That function itself looks
+    for cuDNN when traced, also on machines without a GPU, needs the devices when lowered, and returns the log-sum-exp
+    in the query's dtype.
 
     Args:
       query: float16 or bfloat16 `[batch, num_rows, num_heads, head_size]`.
       key: of the same dtype `[batch, num_tokens, num_kv_heads, head_size]`.
       value: likewise.
-      query_lens: int32 `[batch]`, at least 1: rows that there are. What stands in the others' results is undefined.
-      kv_lens: int32 `[batch]`, at least 1: tokens that there are.
+      query_lens: int32 `[batch]`, at least 1: the number of valid rows. Results of other rows are undefined.
+      kv_lens: int32 `[batch]`, at least 1: the number of valid tokens.
       sm_scale: factor of the logits.
-      is_causal: whether row `i` sees tokens 0 to `i` only.
-      window: of those the last so many only.
+      is_causal: whether row `i` attends to tokens 0 to `i` only.
+      window: attends to the last `window` of those only.
 
     Returns:
       `[batch, num_rows, num_heads, head_size]` of the query's dtype, and the natural logarithm of the sum of
@@ -507,7 +507,7 @@ def _cudnn(sm_scale: float, is_causal: bool, window: int | None) -> Any:
             mask_type=cudnn.MaskType.PADDING_CAUSAL if is_causal else cudnn.MaskType.PADDING,
             layout=cudnn.AttentionLayout.BTNH.value,
             sliding_window_length=window,
-            is_training=True,  # which is what has it return the log-sum-exp
+            is_training=True,  # returns the log-sum-exp
             **_SCORE_MOD,
         )
         return out, jnp.swapaxes(lse, 1, 2)
@@ -535,7 +535,7 @@ def cudnn_model(
     is_causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `cudnn_attention` computes, in XLA; NaN wherever its result is undefined."""
+    """`cudnn_attention` in XLA, with NaN where its result is undefined."""
     wide = [x.astype(jnp.float32) for x in (query, key, value)]
     out, lse = jax.nn.dot_product_attention(
         *wide,

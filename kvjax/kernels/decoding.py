@@ -16,11 +16,11 @@ from kvjax.kernels import compat
 from kvjax.kernels.arithmetic import cast as cast
 
 _HALF_FROM_E2M1 = 2.0**14
-"""What a float16 is multiplied by that has the fields of an e2m1 code: the biases, 15 and 1, differ by 14."""
+"""Factor from a float16 with the exponent and mantissa of an e2m1 code to its value: the biases are 15 and 1."""
 
 
 def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`x * factor`, NaN as the canonical one: what the instruction writes and XLA on CPU does not."""
+    """`x * factor` with the canonical NaN, which the GPU's instruction returns but XLA on CPU does not."""
     product = x * factor
     return quant.with_canonical_nan(product) if compat.interpreting() else product
 
@@ -32,7 +32,7 @@ def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: n
 
 
 def decode_per_token_head(
-    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any], spread: Callable[..., jax.Array]
+    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any], broadcast: Callable[..., jax.Array]
 ) -> jax.Array:
     """`kvjax.quant.decode_per_token_head`, cast to `dtype`.
 
@@ -41,10 +41,10 @@ def decode_per_token_head(
       scales: their bits, int32 `[...]`.
       stored: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
       dtype: of the elements.
-      spread: from `[...]` to `[..., head_size]`, in the registers of `codes`.
+      broadcast: from `[...]` to `[..., head_size]`, in the registers of `codes`.
     """
     values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
-    return cast(_product(values, spread(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
+    return cast(_product(values, broadcast(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
 
 
 def decode_nvfp4(
@@ -52,27 +52,27 @@ def decode_nvfp4(
     block_scales: jax.Array,
     scale: jax.Array,
     dtype: np.dtype[Any],
-    spread: Callable[[jax.Array], jax.Array],
+    broadcast: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
     """`kvjax.quant.decode_nvfp4`, cast to `dtype`.
 
-    A code's magnitude has the fields of a small float, two bits of exponent above one of mantissa. Put where a float16
-    has them, it is the float16 that is `2**-14` times as much, code 1 a subnormal as it is in e2m1. Its product with
-    the block scale is exact, in whatever order the powers of two are taken.
+    The magnitude of a code is two exponent bits above one mantissa bit. Shifted to the position of these fields in a
+    float16, it is `2**-14` times its value; code 1 is subnormal in both. Its product with the block scale is exact, in
+    whatever order the powers of two are multiplied.
 
     Args:
       data: uint8 `[..., 8]`, a byte for each pair.
       block_scales: the bits of the blocks' scales, uint8 `[...]`.
       scale: float32 scalar.
       dtype: of the elements.
-      spread: from `[...]` to `[..., 8]`, in the registers of `data`.
+      broadcast: from `[...]` to `[..., 8]`, in the registers of `data`.
 
     Returns:
-      What stands for each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
+      The elements of each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
       float32 arrays, the even elements and the odd ones.
     """
     factor = lax.bitcast_convert_type(block_scales, jnp.float8_e4m3fn).astype(jnp.float32)
-    factor = spread(factor * jnp.float32(_HALF_FROM_E2M1))
+    factor = broadcast(factor * jnp.float32(_HALF_FROM_E2M1))
     codes = data.astype(jnp.uint32)
     # The product with 0x1001 has the low code at the bottom of the low half and the high code at that of the high one.
     halves = codes * (0x1001 << 9) & 0x0E000E00 | codes * (0x1001 << 12) & jnp.uint32(0x80008000)

@@ -1,13 +1,13 @@
 """The gather kernel: pages of whole sequences as dense, dequantized keys and values.
 
-A program takes `tokens` neighbouring tokens of one block of one sequence. It loads what the page holds of them before
-it needs any of it, decodes in registers, and stores the tokens' rows, which are neighbours in the result; tokens
-past the sequence's length are zeros. What is past the length altogether is not read, nor is anything where the block
-table names no block of the cache: those tokens are zeros too.
+A program takes `tokens` neighbouring tokens of one block of one sequence. It issues all loads of their rows before it
+uses any, decodes in registers, and stores the rows, which are contiguous in the result. Tokens past the sequence's
+length are zeros, and so are tokens of entries of the block table that are no block of the cache; programs with only
+such tokens read nothing.
 
-Every array in registers has the axes of the result, tokens first, whatever the order in the page: a thread loads what
-it stores. An NVFP4 byte holds two elements: a result of 16 bits an element is then one of words that hold two, and a
-byte in, a word out is as elementwise as the other formats. Of float32 a byte gives two, which are stored one by one.
+Every array in registers has the axes of the result, tokens first, whatever the order in the page, so that each thread
+stores what it loaded. An NVFP4 byte holds two elements. For 16-bit results they become one uint32 word, which makes
+decoding elementwise as for other formats; for float32 the two elements are stored separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
 from kvjax.kernels import compat, decoding
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, Pages, scale_arguments, scales_of
+from kvjax.kernels.memory import (
+    ANY_LENGTH,
+    PAGES,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    Pages,
+    scale_arguments,
+    scales_of,
+)
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -37,11 +47,11 @@ BLOCK_BYTES = NVFP4_BLOCK_SIZE // 2
 """Bytes of one NVFP4 block's codes, and words of two elements that they decode to."""
 
 PROGRAM_BYTES = 32 << 10
-"""What a program stores: 16 vectors a thread, loads enough to be waiting for, and registers enough to hold them."""
+"""Bytes that a program stores: 16 vectors per thread, enough loads to hide their latency, in enough registers."""
 
 MAX_PIECES_LOADED = 9
-"""Of the many that swizzled values are taken in: the keys and half of the values, where those come in quarters of a
-row. More would not fit into the registers where odd numbers of heads leave threads idle."""
+"""Maximum number of pieces in registers at once. Swizzled values have many: this is the keys and half of the values
+where those are quarters of a row. More do not fit where odd numbers of heads leave threads idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +59,7 @@ class GatherConfig:
     """How the gather is launched.
 
     Attributes:
-      tokens: tokens a program takes; divides the block size, and is a multiple of 4 where V scales are swizzled.
+      tokens: tokens per program; divides the block size, and is a multiple of 4 where V scales are swizzled.
     """
 
     tokens: int
@@ -60,17 +70,21 @@ class GatherConfig:
 
     @classmethod
     def choose(cls, spec: AttentionSpec, dtype: np.dtype[Any]) -> GatherConfig:
-        """As many tokens as `PROGRAM_BYTES` hold, a power of two, for threads divide those."""
+        """As many tokens as `PROGRAM_BYTES` hold, rounded down to a power of two, which threads divide evenly."""
         token_bytes = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * np.dtype(dtype).itemsize
         least = SWIZZLE_TOKENS if spec.is_swizzled else 1
         most = max(least, PROGRAM_BYTES // token_bytes)
         return cls(math.gcd(spec.block_size, 1 << most.bit_length() - 1))
 
 
-class Half(NamedTuple):
-    """Keys or values of a call: their pages and scale, and the dense tokens, `ref[tokens, heads, ...]`.
+class KVOperand(NamedTuple):
+    """The keys or the values of a gather.
 
-    `scale_pages`: where the scales of each token and head are, if not behind the data in its pages.
+    Attributes:
+      pages: the pages to read.
+      scale: reference to their decode scale; None where each token and head has a scale.
+      dense: the result, `ref[tokens, heads, ...]`.
+      scale_pages: the pages of the scales of each token and head, where those are not in `pages`.
     """
 
     pages: Pages
@@ -80,16 +94,16 @@ class Half(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """How many tokens each sequence has: `ref[start + seq]`."""
+    """The number of tokens of each sequence: `ref[start + seq]`."""
 
     ref: Any
     start: Number = 0
 
 
 class Table(NamedTuple):
-    """Which blocks a sequence has: `max_blocks` entries of `ref`, `stride` after those of the one before.
+    """The block table: each sequence has `max_blocks` entries of `ref`, `stride` after those of the one before.
 
-    Of several layers' pages, those of a block one after the other, `layer` is the one that is read.
+    In a cache of several layers, whose pages lie next to each other in a block, `layer` is the layer to read.
     """
 
     ref: Any
@@ -101,7 +115,7 @@ class Table(NamedTuple):
     num_layers: int = 1
 
     def page(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page of a sequence's block, and whether the cache has it: the entry may be anything."""
+        """The page of a sequence's block, and whether it is in the cache; entries may be any number."""
         entry = self.ref[self.start + seq * self.stride + index]
         is_block = (entry >= 0) & (entry <= self.last_block)
         if isinstance(self.layer, int):
@@ -145,19 +159,19 @@ class Piece:
         """The layout of an array that has this one axis."""
         return self.layout.reduce(tuple(other for other in range(len(self.shape)) if other != axis))
 
-    def spread(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
         """`x`, which has these axes, along all of them."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
     def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array) -> None:
         """Stores what was decoded, but zeros for the program's tokens from `num_valid` on."""
         index = plgpu.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
-        is_valid = self.spread(index * self.token_step + self.first_token < num_valid, (0,))
+        is_valid = self.broadcast(index * self.token_step + self.first_token < num_valid, (0,))
         for dense, rows in zip(self.dense, decoded, strict=True):
             compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
 
     def store_zeros(self) -> None:
-        """Stores zeros, for tokens past the end of a sequence or in a block that the cache does not have."""
+        """Stores zeros, for tokens past the end of a sequence or of a block that is not in the cache."""
         for dense in self.dense:
             compat.store(dense, plgpu.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
 
@@ -186,14 +200,14 @@ def gather(
 
     def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
         dense = others[len(layers) :]
-        halves = [
-            Half(Pages(pages, regions, spec.page_size_bytes), scale, ref)
+        operands = [
+            KVOperand(Pages(pages, regions, spec.page_size_bytes), scale, ref)
             for regions, scale, ref in zip(spec.regions, (k_scale, v_scale), dense, strict=True)
         ]
         table = Table(block_table, max_blocks, max_blocks, last_block)
         if layers:
             table = table._replace(layer=others[0][0], num_layers=num_layers)
-        _gather_tokens(table, Lengths(seq_lens), halves, spec, config, dtype)
+        _gather_tokens(table, Lengths(seq_lens), operands, spec, config, dtype)
 
     outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
     kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
@@ -213,42 +227,44 @@ def any_count(
     scale_sizes: tuple[int, int],
     scale_pages: tuple[PageMemory, PageMemory] | None = None,
 ) -> AnyCount:
-    """The gather from memory that somebody else owns, given for keys and for values.
+    """The gather from caller-owned memory, given for keys and for values.
 
-    The arrays are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
+    The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
     dense keys and values. Where each token and head has a scale, k_scale and v_scale are the memory of these,
     `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the next.
     """
     config = GatherConfig.choose(spec, dtype)
-    index = Argument(jax.ShapeDtypeStruct((MOST,), jnp.int32), jnp.dtype(jnp.int32).itemsize)
+    indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
+    dense_names = "key", "value"
 
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], _: Sequence[Any]) -> None:
-        max_blocks, stride, last_block = counts
-        (block_table, start), seq_lens, k_scale, v_scale, key_pages, value_pages, key, value = arrays
-        scales, of_tokens = scales_of((k_scale, v_scale), scale_sizes, scale_pages)
-        halves = [
-            Half(memory.pages(*source), scale, dense, of_token)
-            for memory, source, scale, (dense, _), of_token in zip(
-                pages, (key_pages, value_pages), scales, (key, value), of_tokens, strict=True
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], _: Sequence[Any]) -> None:
+        scales, of_tokens = scales_of(arrays, scale_sizes, scale_pages)
+        operands = [
+            KVOperand(memory.pages(*arrays[name]), scale, arrays[dense_name][0], of_token)
+            for memory, name, scale, dense_name, of_token in zip(
+                pages, PAGES, scales, dense_names, of_tokens, strict=True
             )
         ]
-        _gather_tokens(
-            Table(block_table, max_blocks, stride, last_block, start), Lengths(*seq_lens), halves, spec, config, dtype
-        )
+        block_table, start = arrays["block_table"]
+        table = Table(block_table, counts["max_blocks"], counts["table_stride"], counts["last_block"], start)
+        _gather_tokens(table, Lengths(*arrays["seq_lens"]), operands, spec, config, dtype)
 
     return AnyCount(
         body,
-        functools.partial(_kernel, grid=MOST),
+        functools.partial(_kernel, grid=ANY_LENGTH),
         ("max_blocks", "table_stride", "last_block"),
         (
-            index,
-            index,
+            Argument("block_table", indices, indices.dtype.itemsize),
+            Argument("seq_lens", indices, indices.dtype.itemsize),
             *scale_arguments(spec, scale_sizes, scale_pages),
-            *(memory.argument(_page_dtype(spec)) for memory in pages),
-            # The body takes results, which are new arrays, to begin where JAX's do, so that they begin nowhere else.
-            *(Argument(_result_type(MOST, spec, size, dtype), compat.BASE_ALIGNMENT) for size in _head_sizes(spec)),
+            *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+            # The body assumes that results, which are new arrays, have no offset.
+            *(
+                Argument(name, _result_type(ANY_LENGTH, spec, size, dtype), compat.BASE_ALIGNMENT)
+                for name, size in zip(dense_names, _head_sizes(spec), strict=True)
+            ),
         ),
-        written=(6, 7),
+        writes=dense_names,
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
     )
 
@@ -265,7 +281,7 @@ def _kernel(body: Callable[..., None], grid: int, out_type: Any = ()) -> Callabl
 
 
 def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
-    """Of the references to pages: elements, but bytes where scales of another size lie among them."""
+    """The dtype of references to pages: elements, or bytes where pages also hold scales."""
     return spec.array_dtype if spec.stores_scales else spec.storage_dtype
 
 
@@ -274,7 +290,7 @@ def _head_sizes(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-    """What the kernel makes of keys or values; of NVFP4 a word, or two float32, for each byte of a block."""
+    """The kernel's result for keys or values; for NVFP4 a word, or two float32, for each byte of a block."""
     dims = num_tokens, spec.num_kv_heads
     if spec.quant_mode is not KVQuantMode.NVFP4:
         return jax.ShapeDtypeStruct((*dims, size), dtype)
@@ -287,27 +303,27 @@ def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtyp
 def _gather_tokens(
     table: Table,
     seq_lens: Lengths,
-    halves: Sequence[Half],
+    operands: Sequence[KVOperand],
     spec: AttentionSpec,
     config: GatherConfig,
     dtype: np.dtype[Any],
 ) -> None:
-    """What a program does."""
-    chunks_a_block = spec.block_size // config.tokens
-    seq, chunk = _divmod(lax.axis_index("program"), table.max_blocks * chunks_a_block)
-    index, part = _divmod(chunk, chunks_a_block)
+    """The body of the kernel."""
+    chunks_per_block = spec.block_size // config.tokens
+    seq, chunk = _divmod(lax.axis_index("program"), table.max_blocks * chunks_per_block)
+    index, part = _divmod(chunk, chunks_per_block)
     position = chunk * config.tokens
     page, is_page = table.page(seq, index)
     num_valid = jnp.where(is_page, jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position, 0)
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []
-    for pages, scale, dense, scale_pages in halves:
+    for pages, scale, dense, scale_pages in operands:
         data, *scales = pages.regions
         stored = [_tokens_of_page(pages, page, token, spec, config.tokens, data)]
         if spec.quant_mode.is_per_token_head:
-            place = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
-            stored.append(functools.partial(_load_token_scales, *place, page, token, spec, config.tokens))
+            source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
+            stored.append(functools.partial(_load_token_scales, *source, page, token, spec, config.tokens))
         else:
             stored += [_tokens_of_page(pages, page, token, spec, config.tokens, region) for region in scales]
         first = seq * (table.max_blocks * spec.block_size) + position
@@ -336,13 +352,13 @@ def _divmod(x: jax.Array, divisor: Number) -> tuple[jax.Array, jax.Array]:
 def _tokens_of_page(
     pages: Pages, number: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
 ) -> Any:
-    """A region's rows of so many tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
+    """A region's rows of `num_tokens` tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
     itemsize = jnp.dtype(pages.ref.dtype).itemsize
     heads_first = spec.num_kv_heads == 1 or (spec.block_size > 1 and region.head_stride > region.token_stride)
     strides, dims = (region.token_stride, region.head_stride), (spec.block_size, spec.num_kv_heads)
     (outer, inner), (length, width) = (strides[::-1], dims[::-1]) if heads_first else (strides, dims)
     base, outer, inner, row = (size // itemsize for size in (region.base, outer, inner, region.row_bytes))
-    # Rows lie a stride apart: their own size, or in a page that holds K and V side by side the size of both.
+    # The stride of rows is their own size or, in pages with K and V side by side, the size of both.
     start, offset = (base, 0) if inner == row else (0, base)
     outer = width * inner if length == 1 else outer
     page = pages.ref.at[number, pl.ds(pages.start + start, length * outer)]
@@ -363,7 +379,7 @@ def _load_token_scales(
     num_tokens: int,
     layout: Any,
 ) -> jax.Array:
-    """The scales of so many tokens of a page, from `token` on, int32 `[num_tokens, num_kv_heads]`."""
+    """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
     shape, start = (num_tokens, spec.num_kv_heads), pages.start + region.base + token * region.token_stride
     of_token, of_head = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
     columns = of_token * region.token_stride + of_head * region.head_stride + start
@@ -372,15 +388,15 @@ def _load_token_scales(
 
 
 def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
-    """What a program does of keys or values, given its tokens of each region and their place in the result."""
-    widest = _widest_vector(stored[0], dense, pages)
+    """The pieces of a program's keys or values, given its tokens in each region and in the result."""
+    max_vector = _max_vector(stored[0], dense, pages)
 
     def piece(stored: Sequence[Any], dense: Any, *tokens: int) -> Piece:
         shape = stored[0].shape
         if len(dense.shape) == len(shape):
-            return Piece(stored, [dense], lane_layout(shape, widest), *tokens)
-        halves = [dense.at[(*(slice(None),) * len(shape), half)] for half in range(2)]
-        return Piece(stored, halves, lane_layout(shape, widest=1), *tokens)  # neither half has neighbours
+            return Piece(stored, [dense], lane_layout(shape, max_vector), *tokens)
+        even_and_odd = [dense.at[(*(slice(None),) * len(shape), i)] for i in range(2)]
+        return Piece(stored, even_and_odd, lane_layout(shape, max_vector=1), *tokens)  # neither is contiguous
 
     if len(stored) == 1 or callable(stored[1]):
         yield piece(stored, dense)
@@ -408,8 +424,8 @@ def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
         yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
 
 
-def _widest_vector(stored: Any, dense: Any, pages: Pages) -> int:
-    """The most neighbours that a thread may load and store at once: 16 bytes, where everything is aligned to them."""
+def _max_vector(stored: Any, dense: Any, pages: Pages) -> int:
+    """Maximum number of elements of a vector load and store: 16 bytes, where everything is aligned to them."""
     itemsizes = [jnp.dtype(x.dtype).itemsize for x in (stored, dense)]
     region = pages.regions[0]
     alignment = math.gcd(MAX_VECTOR_BYTES, pages.alignment, region.base, region.token_stride, region.head_stride)
@@ -422,14 +438,14 @@ def _decode(
     match spec.quant_mode:
         case KVQuantMode.NVFP4:
             data, block_scales = stored
-            spread = functools.partial(piece.spread, axes=tuple(range(data.ndim - 1)))
-            return decoding.decode_nvfp4(data, block_scales, scale, dtype, spread)
+            broadcast = functools.partial(piece.broadcast, axes=tuple(range(data.ndim - 1)))
+            return decoding.decode_nvfp4(data, block_scales, scale, dtype, broadcast)
         case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
             codes, token_scales = stored
-            spread = functools.partial(piece.spread, axes=(0, 1))
-            return [decoding.decode_per_token_head(codes, token_scales, spec.dtype, dtype, spread)]
+            broadcast = functools.partial(piece.broadcast, axes=(0, 1))
+            return [decoding.decode_per_token_head(codes, token_scales, spec.dtype, dtype, broadcast)]
         case KVQuantMode.FP8_PER_TENSOR:
-            factor = piece.spread(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
+            factor = piece.broadcast(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
             return [decoding.decode_fp8(stored[0], factor, spec.dtype, dtype)]
         case _:
             return [decoding.cast(stored[0], dtype)]

@@ -1,7 +1,7 @@
-"""Whether a program may hold a Mosaic GPU kernel: its platform and devices are known only when it is lowered.
+"""Selection between a Mosaic GPU kernel and XLA when a program is lowered, when platform and devices are known.
 
-A program that is traced holds a primitive instead of either implementation. Its lowering rule traces the one that
-serves, so that nobody waits for a kernel to be traced on a CPU, nor for what stands in for it on a GPU.
+A traced program contains a primitive instead of either implementation. Its lowering rule traces the implementation that
+is used, so that kernels are not traced for a CPU, nor their XLA forms for a GPU.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def run(
     *args: Any,
     **static: Hashable,
 ) -> Any:
-    """Calls `mosaic` where the program, once lowered, can hold its kernel, else `otherwise`, with the same arguments.
+    """Calls `mosaic` if the lowered program can contain its kernel, otherwise `otherwise`, with the same arguments.
 
-    In interpret mode it always can. Otherwise that takes a CUDA device of compute capability 9.0, and one device: XLA
-    does not partition these kernels but gathers what they take. Inside `jax.shard_map`, if it does not check what
-    varies over the mesh (`check_vma=False`), each device has its own. What is differentiated is `otherwise`.
+    A program can contain a kernel in interpret mode, and on a single CUDA device of compute capability 9.0 or later:
+    XLA does not partition these kernels but gathers their operands. Inside `jax.shard_map` with `check_vma=False` each
+    device runs its own. Differentiation is that of `otherwise`.
 
     Args:
       required: whether to raise where the kernel cannot run.
-      mosaic: called with `args` and `static`, and hashable, as are the other two.
-      otherwise: likewise; both return arrays as `results` says.
-      results: called likewise, returns what has the shapes and dtypes of the results.
+      mosaic: called with `args` and `static`; hashable, as are the other two.
+      otherwise: likewise; both return arrays of the types of `results`.
+      results: called likewise; returns arrays or `jax.ShapeDtypeStruct`s of the results' shapes and dtypes.
       args: arrays, or pytrees of them.
       static: hashable.
 
     Raises:
-      UnsupportedError: when traced or lowered, if `required` and the program cannot; with the reason.
+      UnsupportedError: when traced or lowered, if `required` and the kernel cannot run; with the reason.
     """
     leaves, tree = jax.tree.flatten(args)
     call = functools.partial(_Call, tree=tree, static=tuple(static.items()), enable_x64=jax.config.jax_enable_x64)
@@ -68,9 +68,9 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function of the leaves of its arguments that returns those of its results.
+    """A function from the leaves of its arguments to those of its results.
 
-    It is traced when a program is lowered, and JAX's mode may be another one by then.
+    It is traced when the program is lowered, in the x64 mode of the time of the call.
     """
 
     function: Callable[..., Any]
@@ -85,7 +85,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """`jax.vmap` of a function, equal to another of the same one."""
+    """`jax.vmap` of a function; instances of equal functions are equal."""
 
     function: Callable[..., list[jax.Array]]
     in_axes: tuple[int | None, ...]
@@ -96,7 +96,7 @@ class _Mapped:
 
 @dataclasses.dataclass(frozen=True)
 class _For:
-    """A function that is traced for a target, equal to another of the same one for the same."""
+    """A function that is traced for a target; instances of equal functions and targets are equal."""
 
     target: Target
     function: Callable[..., list[jax.Array]]
@@ -107,7 +107,7 @@ class _For:
 
 
 def _target() -> Target:
-    """What a program lowered now is for: that of Mosaic GPU, which asks the mesh and the default device."""
+    """The target of a program lowered now, determined as Mosaic GPU does: by the mesh and the default device."""
     devices = [get_default_device(), *_visible_gpus()]
     if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         devices = [*(device for device in devices if device.device_kind == abstract.device_kind), abstract]
@@ -116,7 +116,7 @@ def _target() -> Target:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def implementation(function: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
-    """Calls it; programs that do so with arguments alike trace it once, and profilers show this name."""
+    """Calls `function`. jit traces it once for equal argument types, and profilers show this name."""
     return function(*leaves)
 
 
@@ -139,13 +139,13 @@ def _bind(
 
 
 def _is_spread(array: Any) -> bool:
-    """Whether a type says that its array differs by device: along a mesh's explicit axes, or in a checked shard_map."""
+    """Whether an array's type is sharded over explicit mesh axes, or varies in a checked shard_map."""
     aval = jax.typeof(array)
     return bool(aval.manual_axis_type.varying) or any(axis is not None for axis in aval.sharding.spec)
 
 
 def why_not(array: Any) -> str | None:
-    """Why no kernel can run on a concrete array where it is; `None` where one can, or before that is known."""
+    """Why no kernel can run on a concrete array's devices; `None` where one can, or where devices are unknown."""
     if isinstance(array, jax.core.Tracer) or compat.interpreting():
         return None
     devices = array.devices()
@@ -203,7 +203,7 @@ def _chosen(required: bool, mosaic: Any, otherwise: Any, reason: str | None) -> 
 _run_p.def_abstract_eval(_types)
 _run_p.def_impl(_run_here)
 mlir.register_lowering(_run_p, _lower)
-# By itself, so that a program for several platforms has a branch for this one.
+# Registered for CUDA too, so that a program for several platforms has a branch for it.
 mlir.register_lowering(_run_p, _lower, platform="cuda")
 
 
@@ -236,7 +236,7 @@ ad.primitive_jvps[_run_p] = _differentiate
 
 
 def _num_devices(axis_context: Any) -> int:
-    """Devices among which XLA would have to divide the program; within `shard_map` none but one's own."""
+    """Devices over which XLA would partition the program; inside `shard_map` only those of automatic axes."""
     if hasattr(axis_context, "manual_axes"):
         shape = dict(axis_context.mesh.shape)
         return math.prod(size for axis, size in shape.items() if axis not in axis_context.manual_axes)
@@ -246,5 +246,5 @@ def _num_devices(axis_context: Any) -> int:
 def _visible_gpus() -> list[Any]:
     try:
         return jax.local_devices(backend="cuda")
-    except RuntimeError:  # a program for a GPU that this machine has not
+    except RuntimeError:  # cross-compilation on a machine without GPUs
         return []

@@ -1,4 +1,4 @@
-"""How arrays are spread over the registers of a warpgroup, and how wide its loads and stores may be."""
+"""Register layouts: how a warpgroup's threads hold an array, and the width of vector loads and stores."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
 
 
-def lane_layout(shape: Sequence[int], widest: int, *, whole_rows: bool = False) -> Any:
-    """A register layout in which each thread holds runs along the last axis, of at most `widest` elements.
+def lane_layout(shape: Sequence[int], max_vector: int, *, whole_rows: bool = False) -> Any:
+    """A register layout in which each thread holds vectors of up to `max_vector` elements along the last axis.
 
-    Threads go along the last axis first and then along the ones before it, as far as powers of two divide them; runs
-    are shorter where threads would otherwise stay idle. Threads that there is still no use for hold, and store, what
-    others do. With `whole_rows` a row along the last axis is all in one warp, which can then reduce it by itself.
+    Threads are distributed over the last axis first and then over the ones before it, as far as powers of two divide
+    them. Vectors are shorter where threads would otherwise be idle. Threads that are left over hold, and store, copies
+    of what others hold. With `whole_rows` each row along the last axis is in one warp, which can reduce it alone.
     """
     parts = [size & -size for size in shape]
-    vector = min(parts[-1], widest, max(1, math.prod(parts) // THREADS))
+    vector = min(parts[-1], max_vector, max(1, math.prod(parts) // THREADS))
     parts[-1] //= vector
     lanes: list[int] = []
     warps: list[int] = []

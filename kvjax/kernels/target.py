@@ -1,4 +1,4 @@
-"""The GPU that kernels are made for: how many multiprocessors it has, and which instructions."""
+"""The GPU that kernels are compiled for: number of multiprocessors, and available instructions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of GPU; by default an H100 or H200, whose instructions later ones have too.
+    """A GPU model; by default an H100 or H200, whose instructions later GPUs support too.
 
     Attributes:
-      multiprocessors: how many it has.
+      multiprocessors: number of streaming multiprocessors.
       compute_capability: major and minor.
     """
 
@@ -23,7 +23,7 @@ class Target:
 
     @classmethod
     def of(cls, device: Any) -> Target:
-        """That of a `jax.Device` or `jax.sharding.AbstractDevice`; what it does not say is as by default."""
+        """The target of a `jax.Device` or `jax.sharding.AbstractDevice`; what it lacks has its default."""
         multiprocessors = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
         capability = getattr(device, "compute_capability", None)
         return cls(
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def converts_e2m1(self) -> bool:
-        """Whether an instruction makes two float16 of two e2m1 codes."""
+        """Whether an instruction converts two e2m1 codes to float16."""
         return self.compute_capability >= (10, 0)
 
 
@@ -46,13 +46,13 @@ _current: ContextVar[Target] = ContextVar("target", default=Target())  # noqa: B
 
 
 def current() -> Target:
-    """What kernels traced now are for."""
+    """The target of kernels traced now."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def tracing_for(target: Target) -> Iterator[None]:
-    """Kernels traced in this context are for `target`."""
+    """Traces kernels in this context for `target`."""
     token = _current.set(target)
     try:
         yield

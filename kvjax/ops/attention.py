@@ -28,7 +28,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
 from kvjax.ops.softmax import attend_pages, one_by_one
-from kvjax.partition import Signature
+from kvjax.partition import Signature, partition_of
 from kvjax.spec import AttentionSpec, as_bool
 
 
@@ -146,9 +146,10 @@ def paged_attention(
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), q_len, q_len)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
-    serve = select.choose(
-        "paged_attention", implementation, _candidates(jnp.dtype(rows.dtype), window_array is None), cache
-    )
+    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
+    candidates = _candidates(jnp.dtype(rows.dtype), window_array is None, sizes)
+    serve = select.choose("paged_attention", implementation, candidates, cache)
     attended, lse = serve(
         cache,
         rows,
@@ -158,7 +159,7 @@ def paged_attention(
         sm_scale=as_sm_scale(sm_scale, spec),
         window=window,
         logits_soft_cap=as_soft_cap(logits_soft_cap),
-        batch_invariant=as_bool("batch_invariant", batch_invariant),
+        batch_invariant=batch_invariant,
     )
     if not has_rows:
         attended, lse = attended[:, 0], lse[:, 0]
@@ -261,22 +262,37 @@ def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
     return out, jax.ShapeDtypeStruct(rows, np.dtype(np.float32))
 
 
-def why_not_mosaic(query_dtype: np.dtype[Any], is_window_static: bool, cache: KVCache) -> str | None:
-    """Why the kernel cannot serve queries of a dtype over a cache; None where it can."""
+def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: int) -> kernel.BatchSizes:
+    """The sizes of a batch-invariant call, of one device's share of the sequences, for `why_not_mosaic`."""
+    num_seqs, q_len, num_heads, _ = query_shape
+    if cache.sharding is not None:
+        num_seqs //= partition_of(cache.spec, cache.sharding, cache.num_layers).num_block_shares
+    return kernel.BatchSizes(num_seqs, q_len, num_heads // cache.spec.num_kv_heads, max_blocks)
+
+
+def why_not_mosaic(
+    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None, cache: KVCache
+) -> str | None:
+    """Why the kernel cannot serve queries of a dtype over a cache; None where it can.
+
+    `sizes` are those of a batch-invariant call, None for other calls.
+    """
     if not is_window_static:
         return "its sliding_window is an int; got an array"
     if query_dtype == np.float32:
         return "its query is float16 or bfloat16; got float32"
-    return kernel.why_not(cache.spec)
+    return kernel.why_not(cache.spec, sizes)
 
 
 @functools.cache
-def _candidates(query_dtype: np.dtype[Any], is_window_static: bool) -> select.Candidates:
+def _candidates(
+    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None
+) -> select.Candidates:
     return select.Candidates(
         xla=_attention_xla,
         mosaic=attention_mosaic,
         results=attended,
-        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype, is_window_static),
+        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype, is_window_static, sizes),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=(

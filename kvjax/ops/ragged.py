@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_seen_here
+from kvjax.kernels import attention as kernel
 from kvjax.ops import prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -28,7 +29,7 @@ from kvjax.ops.arguments import (
     check_devices,
     reach_of,
 )
-from kvjax.ops.attention import attended, attention_mosaic, why_not_mosaic
+from kvjax.ops.attention import attended, attention_mosaic, invariant_batch, why_not_mosaic
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
 from kvjax.ops.rows import why_not_whole_elements
 from kvjax.ops.softmax import attend_pages
@@ -185,8 +186,14 @@ def ragged_paged_attention(
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
+    decode = buckets["decode_q_len"]
     prompts_vary = batch_invariant and buckets["max_prompts"] > 0
-    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, prompts_vary)
+    sizes = None
+    if batch_invariant:
+        # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
+        decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
+        sizes = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
+    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, prompts_vary, sizes)
     serve = select.choose("ragged_paged_attention", implementation, candidates, cache)
     attended, lse = serve(
         cache,
@@ -432,24 +439,30 @@ def _own_sequences(
 
 
 def _why_not_mosaic(
-    query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, cache: KVCache
+    query_dtype: np.dtype[Any],
+    is_window_static: bool,
+    prompts_vary: bool,
+    sizes: kernel.BatchSizes | None,
+    cache: KVCache,
 ) -> str | None:
     if prompts_vary:
         return (
             "cuDNN promises no bits, and serves sequences of more than decode_q_len query tokens; with"
             " batch_invariant=True it takes max_prompts=0"
         )
-    return why_not_mosaic(query_dtype, is_window_static, cache) or why_not_whole_elements(cache)
+    return why_not_mosaic(query_dtype, is_window_static, sizes, cache) or why_not_whole_elements(cache)
 
 
 @functools.cache
-def _candidates(query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool) -> select.Candidates:
+def _candidates(
+    query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, sizes: kernel.BatchSizes | None
+) -> select.Candidates:
     sequences = ("sequences blocks_in_order", "sequences", "sequences", "sequences")
     return select.Candidates(
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,
-        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, prompts_vary),
+        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, prompts_vary, sizes),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),

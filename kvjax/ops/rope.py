@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 from kvjax import quant
 from kvjax.cache import KVCache, as_seen_here
 from kvjax.errors import KVCacheValueError
-from kvjax.kernels.rotation import Rotation
-from kvjax.kernels.write import Rotated
+from kvjax.kernels.write import Rotated, Rotation
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.rows import why_not_whole_elements

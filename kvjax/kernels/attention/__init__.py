@@ -1,17 +1,26 @@
-"""Attention over pages: the decode kernel and the one that merges its parts.
+"""Attention over pages: the decode kernel, and the kernel that merges its partial results.
 
-The parts, each by what it is: `lanes` (what threads of a warp do together), `formats` (from stored bytes to operands),
-`stages` (where rows of pages lie in shared memory), `ring` (how they get there), `schedule` (which block of threads
-attends to what), `problem` (what a call is), `warp` (which thread this is), `query`, `keys`, `seen`, `softmax` and
-`values` (the steps of a stage), `decode` (the loop over stages), `segments` (what comes after it), `merge`; `any_batch`
-is both kernels over memory that somebody else owns.
+Modules:
+
+- `lanes`: warp-level instructions.
+- `formats`: decoding of stored bytes to matrix operands.
+- `stages`: layout of rows in shared memory; a stage is the unit of the copy pipeline.
+- `ring`: the asynchronous copies that fill the pipeline.
+- `schedule`: division of the work among thread blocks.
+- `problem`: the description of a call, and its launch configuration.
+- `warp`: thread and warp indices.
+- `query`, `keys`, `seen` (the mask), `softmax`, `values`: the steps of a stage.
+- `decode`: the loop over stages.
+- `segments`: the epilogue, which stores results and partial results.
+- `merge`: the second kernel.
+- `any_batch`: both kernels over caller-owned memory.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +32,7 @@ from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
-from kvjax.kernels.attention.schedule import LEAST_STAGES, Sequences
+from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.memory import PageMemory
@@ -32,36 +41,55 @@ from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
 WIDE = 256
-"""Elements of a key and a value together from which on registers hold the output of one product's query rows alone."""
+"""Above this `head_size + head_size_v`, registers hold the output of one tile of query rows only."""
 
 SHARED_BYTES = 220 * 1024
-"""Shared memory that a ring may take."""
+"""Maximum bytes of shared memory of the pipeline."""
 
 MAX_WARPS = 8
-"""Warps of a block: two for each scheduler leave 255 registers to a thread, and several tiles at once keep it busy."""
+"""Maximum warps of a block: two per scheduler leave 255 registers per thread, and several tiles keep them busy."""
 
 MAX_TILES = 3
-"""Tiles of a warp in a stage: more would leave room for two stages only."""
+"""Maximum tiles of a warp in a stage: with more, only two stages fit."""
 
 SLOTS = 3
-"""Stages in shared memory, at least, where a block has several tiles."""
+"""Minimum number of stages in shared memory where warps have several tiles."""
 
 STAGES = 12
-"""Stages that a block should have; with fewer, smaller ones divide the work more evenly."""
+"""Stages that a block should process; below that, smaller stages balance the work better."""
 
 MERGE_WARPS = {1: 16, 4: WARPS, 33: 1}
-"""Warps that take each row of a merge, of so many sequences and more: the fewer there are, the more parts each has."""
+"""Warps per row of a merge, by minimum number of sequences: with fewer sequences, each has more parts."""
 
 PART_TOKENS = 512
-"""Tokens of a part where sequences are divided at fixed tokens: shorter parts are more work to merge, longer ones leave
-blocks idle where there are few sequences."""
+"""Tokens of a part of a batch-invariant call: shorter parts are more work to merge, longer ones leave thread blocks
+idle where there are few sequences."""
 
 BATCHES = tuple(MERGE_WARPS)
-"""Of so many sequences and more, up to the next number, calls are launched in the same way."""
+"""Numbers of sequences from which on calls are launched in another way."""
 
 
-def why_not(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot read caches of a spec; None where it can."""
+class BatchSizes(NamedTuple):
+    """The sizes that the workspace of a batch-invariant call grows with.
+
+    Attributes:
+      num_seqs: sequences.
+      q_len: query tokens of each.
+      group: query heads of a KV head.
+      max_blocks: entries of the block table for each sequence.
+    """
+
+    num_seqs: int
+    q_len: int
+    group: int
+    max_blocks: int
+
+
+def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None) -> str | None:
+    """Why the kernel cannot read caches of a spec; None where it can.
+
+    `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
+    """
     if spec.quant_mode.is_per_token_head:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:
@@ -69,57 +97,94 @@ def why_not(spec: AttentionSpec) -> str | None:
     if (row := spec.regions.v[0].row_bytes) % 2:
         return f"it reads values two bytes at once; got head_size_v={spec.head_size_v}, {row} bytes"
     memory = [PageMemory(regions, spec.page_size_bytes, 1) for regions in spec.regions]
-    most = StagePlan.of(spec, memory, 1, WARPS, one_memory=False).stage_bytes  # of pages at any address
-    if most > SHARED_BYTES:
+    stage_bytes = StagePlan.of(spec, memory, 1, WARPS, one_memory=False).stage_bytes  # of pages at any address
+    if stage_bytes > SHARED_BYTES:
         return (
             f"{WARPS * TILE} rows of head_size={spec.head_size} and head_size_v={spec.head_size_v} fill shared memory"
         )
+    return None if invariant_batch is None else _why_no_workspace(spec, invariant_batch)
+
+
+def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes) -> str | None:
+    """Why the kernel has no workspace for a batch-invariant call; None where it has."""
+    for heads, runs in passes(spec, batch.group, batch.q_len):
+        tokens = runs[0]  # no run of these heads has more
+        problem = Problem(
+            spec=spec,
+            memory=_array_memory(spec),
+            query_dtype=np.dtype(np.float16),
+            q_len=tokens.stop - tokens.start,
+            num_heads=(heads.stop - heads.start) * spec.num_kv_heads,
+            num_seqs=batch.num_seqs,
+            max_blocks=batch.max_blocks,
+            table_stride=batch.max_blocks,
+            query_strides=(0, 0),
+            num_blocks=0,
+            num_layers=1,
+            has_layer=False,
+            sm_scale=1.0,
+            window=None,
+            logits_soft_cap=None,
+            scale_sizes=(1, 1),
+            one_memory=True,
+            has_sinks=False,
+            batch_invariant=True,
+        )
+        if _num_parts(problem, choose(problem, Target())) * spec.head_size_v > np.iinfo(np.int32).max:
+            return _too_many_parts(batch.num_seqs)
     return None
 
 
-def rows_a_pass(spec: AttentionSpec) -> int:
-    """Query rows of a KV head that one pass over the pages takes; of more there are several passes."""
+def _too_many_parts(num_seqs: Any) -> str:
+    return (
+        f"with batch_invariant=True its workspace is indexed in int32; got {num_seqs} sequences, whose parts have more"
+        " elements; expected fewer of them a call, or shorter block tables"
+    )
+
+
+def rows_per_pass(spec: AttentionSpec) -> int:
+    """Maximum query rows of a KV head in one pass over the pages; more rows take several passes."""
     return COLUMNS if spec.head_size + spec.head_size_v > WIDE else 2 * COLUMNS
 
 
 def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, list[slice]]]:
-    """What one run of the kernel after another takes: heads of every group, and then query tokens with these heads."""
-    most, divided = rows_a_pass(spec), []
-    for first in range(0, group, most):
-        heads = slice(first, min(first + most, group))
-        tokens = most // (heads.stop - heads.start)
+    """The passes of a call: slices of each group's heads, and for each the slices of the query tokens."""
+    max_rows, divided = rows_per_pass(spec), []
+    for first in range(0, group, max_rows):
+        heads = slice(first, min(first + max_rows, group))
+        tokens = max_rows // (heads.stop - heads.start)
         divided.append((heads, [slice(start, min(start + tokens, q_len)) for start in range(0, q_len, tokens)]))
     return divided
 
 
 def choose(problem: Problem, target: Target) -> DecodeConfig:
-    """The configuration for a problem: as many heads a block as fit, then as many tiles a warp.
+    """The configuration for a problem: as many heads per block as fit, then as many tiles per warp.
 
-    Each multiprocessor has room for one block, and gets one.
+    Launches one block per multiprocessor, which has room for one.
     """
     spec, num_seqs, max_blocks = problem.spec, int(problem.num_seqs), int(problem.max_blocks)
-    if problem.batch_invariant:  # what goes by the batch would show in the bits
+    if problem.batch_invariant:  # the configuration must not depend on the batch
         num_seqs, max_blocks = 1, 0
-    most = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode knows no barrier of several warpgroups
+    max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
     num_blocks = 2 if compat.interpreting() else target.multiprocessors
     merge_warps = min(_merge_warps(num_seqs), WARPS if compat.interpreting() or problem.batch_invariant else LANES)
-    for heads in range(min(spec.num_kv_heads, most), 0, -1):
+    for heads in range(min(spec.num_kv_heads, max_warps), 0, -1):
         if spec.num_kv_heads % heads:
             continue
         tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
         warps = -(-heads // WARPS) * WARPS
         if warps // heads * tile_bytes * (2 if heads > 1 else 1) > SHARED_BYTES:
             continue
-        while warps + WARPS <= most and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
+        while warps + WARPS <= max_warps and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
             warps += WARPS
         groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
         tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS))
-        if max_blocks:  # 0 where a launch brings it, and may bring long sequences
+        if max_blocks:  # 0 where it is known at launch only; then sequences may be long
             tokens = num_seqs * max_blocks * spec.block_size // blocks
             tiles = min(tiles, tokens // (groups * TILE * STAGES))
         tiles = max(1, tiles)
         slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
-        part = max(LEAST_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
+        part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
         return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_warps)
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
 
@@ -182,7 +247,7 @@ def decode(
         for heads, runs in divided:
             parts = []
             own_sinks = None if sinks is None else sinks.reshape(-1, group)[:, heads].reshape(-1)
-            for tokens in runs:  # earlier tokens stand at the end of shorter sequences
+            for tokens in runs:  # earlier query tokens are the last tokens of a shorter sequence
                 rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
                 lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
                 arrays = rows, pages, block_table, lens, layer, k_scale, v_scale, own_sinks
@@ -193,10 +258,9 @@ def decode(
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
     target = current()
-    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
     problem = Problem(
         spec=spec,
-        memory=(keys, values),
+        memory=_array_memory(spec),
         query_dtype=query.dtype,
         q_len=q_len,
         num_heads=num_heads,
@@ -216,7 +280,7 @@ def decode(
         batch_invariant=batch_invariant,
         converts_e2m1=target.converts_e2m1,
     )
-    # Of a layer or sinks that there are not nothing is read.
+    # Placeholders for an absent layer and absent sinks, which the kernel does not read.
     number, sinks = seq_lens if layer is None else layer.reshape(1), k_scale.reshape(-1) if sinks is None else sinks
     return _attend(
         problem,
@@ -230,6 +294,12 @@ def decode(
         v_scale,
         sinks,
     )
+
+
+def _array_memory(spec: AttentionSpec) -> tuple[PageMemory, PageMemory]:
+    """The pages of a JAX array."""
+    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
+    return keys, values
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
@@ -268,20 +338,16 @@ def _attend(
 
 
 def restricting(window: int | None, q_len: int) -> int | None:
-    """A window, or None for one that no sequence is longer than, so that sums with it stay within int32."""
+    """A window, or None for one that no sequence exceeds, so that sums with it stay within int32."""
     return None if window is not None and window > np.iinfo(np.int32).max - q_len else window
 
 
 def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a call takes besides its results, for the merge to read: `partial`, `partial_lse` and `spans`."""
-    parts = 2 * config.blocks
-    if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).most_parts(config.part))
-    parts *= problem.q_len * problem.num_heads
-    if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:
+    """The workspace of a call, which the merge reads: `partial`, `partial_lse` and `spans`."""
+    parts = _num_parts(problem, config)
+    if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:  # for launchers, which do not ask `why_not`
         raise UnsupportedError(
-            f"paged_attention: got {problem.num_seqs} sequences with batch_invariant=True, whose parts have more"
-            " elements than int32 counts; expected fewer of them a call, or shorter block tables"
+            f"paged_attention: the kernel cannot serve this call: {_too_many_parts(problem.num_seqs)}"
         )
     return (
         jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
@@ -290,18 +356,26 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
     )
 
 
+def _num_parts(problem: Problem, config: DecodeConfig) -> int:
+    """Query rows of all parts that the workspace holds."""
+    parts = 2 * config.blocks
+    if config.part is not None:
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).max_parts(config.part))
+    return parts * problem.q_len * problem.num_heads
+
+
 def _stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
     return StagePlan.of(problem.spec, problem.memory, heads, tiles, one_memory=problem.one_memory)
 
 
 def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, barriers: Any) -> None:
-    """What a block of the decode kernel does; the last two are its shared memory."""
+    """The body of the decode kernel; `buffer` and `barriers` are shared memory."""
     plan = _stage_plan(problem, config.heads, config.groups * config.tiles)
     Decode.of(problem, config, plan, refs, buffer, barriers).run()
 
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:
-    """Bytes of the decode kernel's shared memory: of what the stages and then the warps' states lie in, of barriers."""
+    """Bytes of the decode kernel's shared memory: of the buffer for stages and then warp states, and of barriers."""
     joined = (config.groups - 1) * config.heads * state_registers(problem) * LANES * 4
     ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
     return max(ring, joined), 16 * config.slots
@@ -310,7 +384,7 @@ def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:
 def decode_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
 ) -> Callable[..., Any]:
-    """A kernel of `body`, which attends: it stores whole sequences' results, and parts for the merge."""
+    """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
     buffer, barriers = scratch(problem, config)
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("paged_attention", body),
@@ -329,26 +403,26 @@ def decode_kernel(
 
 
 def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
-    """What a block of the merge does; `shared` is the shared memory of one whose warps share rows."""
+    """The body of the merge; `shared` is shared memory, where warps share rows."""
     Merge(problem, config, refs, shared[0] if shared else None).run()
 
 
 def merge_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
 ) -> Callable[..., Any]:
-    """A kernel of `body`, which changes rows of results of sequences that several blocks of threads had a part of."""
-    warps_a_row = config.merge_warps
-    several = warps_a_row > 1
+    """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
+    warps_per_row = config.merge_warps
+    several = warps_per_row > 1
     registers = 2 + -(-problem.spec.head_size_v // LANES)
     rows = problem.q_len * problem.num_heads
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("merge_paged_attention", body),
         out_type=(),
-        scratch_types=[plgpu.SMEM((warps_a_row * registers * LANES * 4,), jnp.uint8)] if several else [],
-        # CUDA has room for as many as anybody could want along the last axis alone.
+        scratch_types=[plgpu.SMEM((warps_per_row * registers * LANES * 4,), jnp.uint8)] if several else [],
+        # Only the last axis of a grid may be long.
         grid=(rows if several else -(-rows // WARPS), num_seqs),
         grid_names=("rows", "sequence"),
-        num_threads=max(1, warps_a_row // WARPS),
+        num_threads=max(1, warps_per_row // WARPS),
         thread_name="warpgroup",
         compiler_params=compat.COMPILER_PARAMS,
     )

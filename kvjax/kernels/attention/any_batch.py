@@ -1,10 +1,10 @@
-"""Attention over memory that somebody else owns: the kernels of a call, for any number of sequences and of blocks."""
+"""Attention over caller-owned memory: the kernels of a call, for any number of sequences and blocks."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,36 +22,45 @@ from kvjax.kernels.attention import (
     workspace,
 )
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
-from kvjax.kernels.memory import MOST, AnyCount, Argument, Number, PageMemory, scale_argument
+from kvjax.kernels.memory import (
+    ANY_LENGTH,
+    PAGES,
+    SCALES,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    scale_argument,
+)
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class AnyBatch:
-    """Attention over memory that somebody else owns: kernels for any number of sequences and blocks.
+    """Attention over caller-owned memory, for any number of sequences and blocks.
 
     Attributes:
-      problem: of the calls; its counts are those of none.
-      target: what they run on.
+      problem: the description of a call; its counts are 0, because they are known at launch.
+      target: the GPU.
     """
 
     problem: Problem
     target: Target
 
     def of(self, num_seqs: int, max_blocks: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
-        """The decode kernel and the merge of so many sequences, and the workspace that they share.
+        """The decode kernel and the merge for a number of sequences, and the workspace that they share.
 
-        Of `max_blocks`, the entries of the block table for each sequence, the workspace alone depends.
+        `max_blocks`, the entries of the block table for each sequence, determines the size of the workspace only.
 
-        Of the decode kernel the arrays are seq_lens, block_table (int32), query, the keys' and the values' pages,
-        k_scale, v_scale, sinks if there are any, and what it writes: out, lse and the workspace. Its `num_blocks`
-        counts those of the cache. Of the merge they are seq_lens, sinks if there are any, the workspace, out and lse;
-        it takes the number of sequences as its amount.
+        The arguments of the decode kernel are seq_lens, block_table (int32), query, the keys' and the values' pages,
+        k_scale, v_scale, sinks if there are any, and the results: out, lse and the workspace. Its `num_blocks` is that
+        of the cache. The arguments of the merge are seq_lens, sinks if there are any, the workspace, out and lse; its
+        amount is the number of sequences.
         """
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
         config = choose(problem, self.target)
-        # The merge alone knows how many warps take a row of it.
+        # The decode kernel does not depend on the merge's warps per row.
         decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge_warps=1))
         sized = dataclasses.replace(problem, max_blocks=max_blocks)
         return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
@@ -72,7 +81,7 @@ def any_batch(
     batch_invariant: bool,
     target: Target,
 ) -> AnyBatch:
-    """The attention of as many query rows as one of `passes` has, over pages given for keys and for values."""
+    """The attention of one of `passes`, over pages given for keys and for values."""
     problem = Problem(
         spec=spec,
         memory=pages,
@@ -100,84 +109,77 @@ def any_batch(
 
 COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
 
+WORKSPACE = {"partial": jnp.float32, "partial_lse": jnp.float32, "spans": jnp.int32}
+"""Names and dtypes of the workspace."""
+
 
 @functools.cache
 def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     spec = problem.spec
-    keys, values = (memory.argument(spec.array_dtype) for memory in problem.memory)
-    arguments = {
-        "seq_lens": _vector(jnp.int32),
-        "table": _vector(jnp.int32),
-        "query": _vector(problem.query_dtype),
-        "keys": keys,
-        "values": values,
-        "k_scale": scale_argument(problem.scale_sizes[0]),
-        "v_scale": scale_argument(problem.scale_sizes[1]),
-        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
-        "out": _vector(problem.query_dtype),
-        "lse": _vector(jnp.float32),
-        "partial": _vector(jnp.float32),
-        "partial_lse": _vector(jnp.float32),
-        "spans": _vector(jnp.int32),
-    }
+    results = {"out": problem.query_dtype, "lse": jnp.float32, **WORKSPACE}
+    arguments = (
+        _vector("seq_lens", jnp.int32),
+        _vector("table", jnp.int32),
+        _vector("query", problem.query_dtype),
+        *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
+        *(scale_argument(name, size) for name, size in zip(SCALES, problem.scale_sizes, strict=True)),
+        *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
+        *(_vector(name, dtype) for name, dtype in results.items()),
+    )
 
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
-        num_seqs, max_blocks, num_blocks, table_stride, a_sequence, a_token = counts
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], scratch: Sequence[Any]) -> None:
         known = dataclasses.replace(
             problem,
-            num_seqs=num_seqs,
-            max_blocks=max_blocks,
-            num_blocks=num_blocks,
-            table_stride=table_stride,
-            query_strides=(a_sequence, a_token),
+            num_seqs=counts["num_seqs"],
+            max_blocks=counts["max_blocks"],
+            num_blocks=counts["num_blocks"],
+            table_stride=counts["table_stride"],
+            query_strides=(counts["query_stride_of_sequence"], counts["query_stride_of_token"]),
         )
-        refs = _whole(arguments, arrays)
-        pages = refs.pop("keys"), refs.pop("values")
-        run_decode(known, config, Refs(pages=pages, **refs), *scratch)
+        refs = _refs(arrays)
+        keys, values = (refs.pop(name) for name in PAGES)
+        run_decode(known, config, Refs(pages=(keys, values), **refs), *scratch)
 
     return AnyCount(
         body,
-        lambda body, **_: decode_kernel(body, problem, config),  # as many programs whatever the counts
+        lambda body, **_: decode_kernel(body, problem, config),  # the grid does not depend on the counts
         COUNTS,
-        tuple(arguments.values()),
-        written=tuple(range(len(arguments) - 5, len(arguments))),
+        arguments,
+        writes=tuple(results),
         num_programs=lambda _: spec.num_kv_heads // config.heads,
     )
 
 
 @functools.cache
 def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
-    arguments = {
-        "seq_lens": _vector(jnp.int32),
-        **({"sinks": _vector(jnp.float32)} if problem.has_sinks else {}),
-        "partial": _vector(jnp.float32),
-        "partial_lse": _vector(jnp.float32),
-        "spans": _vector(jnp.int32),
-        "out": _vector(problem.query_dtype),
-        "lse": _vector(jnp.float32),
-    }
+    results = {"out": problem.query_dtype, "lse": jnp.float32}
+    arguments = (
+        _vector("seq_lens", jnp.int32),
+        *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
+        *(_vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
+    )
 
-    def body(counts: Sequence[Number], arrays: Sequence[tuple[Any, Number]], scratch: Sequence[Any]) -> None:
-        known = dataclasses.replace(problem, max_blocks=counts[0])
-        run_merge(known, config, Refs(**_whole(arguments, arrays)), scratch)
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+        known = dataclasses.replace(problem, max_blocks=counts["max_blocks"])
+        run_merge(known, config, Refs(**_refs(arrays)), scratch)
 
     return AnyCount(
         body,
-        lambda body, grid=MOST: merge_kernel(body, problem, config, grid),
+        lambda body, grid=ANY_LENGTH: merge_kernel(body, problem, config, grid),
         ("max_blocks",),
-        tuple(arguments.values()),
-        written=(len(arguments) - 2, len(arguments) - 1),
+        arguments,
+        writes=tuple(results),
         num_programs=lambda num_seqs: num_seqs,
     )
 
 
-def _vector(dtype: Any) -> Argument:
-    array = jax.ShapeDtypeStruct((MOST,), dtype)
-    return Argument(array, array.dtype.itemsize)
+def _vector(name: str, dtype: Any) -> Argument:
+    array = jax.ShapeDtypeStruct((ANY_LENGTH,), dtype)
+    return Argument(name, array, array.dtype.itemsize)
 
 
-def _whole(names: Iterable[str], arrays: Sequence[tuple[Any, Number]]) -> dict[str, Any]:
-    """References by name, of arrays that begin where their references do: the kernels know no others."""
-    if late := [name for name, (_, start) in zip(names, arrays, strict=True) if not isinstance(start, int) or start]:
+def _refs(arrays: Mapping[str, tuple[Any, Number]]) -> dict[str, Any]:
+    """References by name. The kernels do not support arrays that start inside their references."""
+    if late := [name for name, (_, start) in arrays.items() if not isinstance(start, int) or start]:
         raise UnsupportedError(f"got {', '.join(late)} that begin after JAX's arrays, expected their addresses")
-    return {name: ref for name, (ref, _) in zip(names, arrays, strict=True)}
+    return {name: ref for name, (ref, _) in arrays.items()}

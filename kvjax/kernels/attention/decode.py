@@ -1,13 +1,13 @@
-"""Attention of a few query tokens a sequence over its pages: the kernel.
+"""The decode kernel: attention of a few query tokens per sequence over its pages.
 
-A block of threads takes all KV heads of a group and a share of all tokens; its warps divide heads and tokens of each
-stage among themselves. A warp has one KV head, whose query rows (the heads that share it, of each query token) are the
-columns of its products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. So a stored
-row is decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the few
-query rows cost as little as the instruction allows.
+A thread block takes all KV heads of a group and a share of all tokens; its warps divide heads and tokens of each stage.
+A warp takes one KV head, whose query rows (its query heads, for each query token) are the columns of its matrix
+products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. Each stored row is
+decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the small
+dimension of the instruction holds the few query rows.
 
-This is the loop over stages. Its steps are `query`, `keys`, `seen`, `softmax` and `values`; `segments` is what comes
-after it.
+This module is the loop over stages. Its steps are `query`, `keys`, `seen`, `softmax` and `values`; the epilogue is
+`segments`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvjax.kernels.registers import THREADS
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """The body of the kernel; one object a trace."""
+    """The body of the kernel; one object per trace."""
 
     problem: Problem
     config: DecodeConfig
@@ -54,7 +54,7 @@ class Decode:
     def of(
         cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Any, barriers: Any
     ) -> Decode:
-        """The body, of its stages' plan and its shared memory."""
+        """The body, for a plan of its stages and its shared memory."""
         warp = Warp.of(config)
         layer, num_blocks = jnp.int32(0), jnp.int32(problem.num_blocks)
         if problem.has_layer:
@@ -73,7 +73,7 @@ class Decode:
         )  # fmt: skip
 
     def run(self) -> None:
-        """What a block does."""
+        """Runs the body."""
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         if self.config.part is not None:
@@ -83,54 +83,54 @@ class Decode:
         share = sequences.share(block, self.config.blocks)
 
         def body(carry: Any) -> Any:
-            sequence, skipped, left, turn = carry
+            sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             num_stages = jnp.minimum(count - skipped, left)
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
-            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
+            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
             self.segments.finish(sequence, state, begins & ends, block * 2 + jnp.where(begins, 1, 0))
 
             @pl.when(begins)
             def _() -> None:
                 self.segments.store_span(sequence, block, last_block)
 
-            return sequence + 1, jnp.int32(0), left - num_stages, turn
+            return sequence + 1, jnp.int32(0), left - num_stages, cursor
 
-        turn = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
+        cursor = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
     def attend_to_parts(self, sequences: Sequences, least: int) -> None:
-        """What a block does where sequences are divided at fixed tokens: each part by itself."""
+        """Runs the body of a batch-invariant call, one part after the other."""
         share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
-        most = sequences.most_parts(least)
+        most = sequences.max_parts(least)
 
         def body(carry: Any) -> Any:
-            sequence, skipped, left, turn = carry
+            sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             part = sequences.part(count, least)
             num_stages = jnp.minimum(count - skipped, part)
             ends = skipped + num_stages == count
-            state, turn = self.attend(sequence, length, first + skipped, num_stages, turn)
+            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
             whole = (skipped == 0) & ends
             self.segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
             following = jnp.where(ends, 0, skipped + num_stages)
-            return sequence + ends.astype(jnp.int32), following, left - num_stages, turn
+            return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
 
-        turn = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, turn))
+        cursor = jnp.int32(0), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, turn: Any) -> Any:
+    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
         """Stages `first` to `first + count` of a sequence.
 
-        `turn` is the slot of the first stage and its parity; returns the state and that of the stage after the last.
+        `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
         """
         config, ring = self.config, self.ring
         span = Span.of(self.problem, length)
         entries = sequence * self.problem.table_stride
-        # Past the end nothing is looked for, nor copied.
+        # Nothing is looked up or copied past the end.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
         def position(stage: Any) -> jax.Array:
@@ -145,7 +145,7 @@ class Decode:
             return ring.next(slot, parity), blocks(stage + 1)
 
         ahead = jnp.minimum(ring.ahead, count)
-        filled = lax.fori_loop(0, ahead, fill, (turn, blocks(0)))
+        filled = lax.fori_loop(0, ahead, fill, (cursor, blocks(0)))
         lacks = ring.lacks_blocks(entries, jnp.maximum(span.start, position(0)), end)
         query, factor = operand_of(self.keys, self.refs, sequence)
 
@@ -165,10 +165,10 @@ class Decode:
             ring.release(slot)
             return filled, ring.next(slot, parity), state
 
-        _, turn, state = lax.fori_loop(
-            0, count, body, (filled, turn, State.empty(self.problem.tiles, self.values.products))
+        _, cursor, state = lax.fori_loop(
+            0, count, body, (filled, cursor, State.empty(self.problem.tiles, self.values.products))
         )
-        return state, turn
+        return state, cursor
 
     def stage(
         self,
@@ -185,7 +185,7 @@ class Decode:
         config, cap = self.config, self.problem.logits_soft_cap
         logits = [self.keys.logits(slot, tile, query) for tile in range(config.tiles)]
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]
-        values = self.values.load(slot, 0, self.values.pieces[0])  # before they are needed
+        values = self.values.load(slot, 0, self.values.pieces[0])  # before their use, to hide the latency
 
         def masked(logits: Any) -> Any:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]

@@ -1,7 +1,7 @@
-"""From stored bytes to operands of `lanes.mma`, for each storage dtype.
+"""Decoding of stored bytes to operands of `lanes.mma`, for each storage dtype.
 
-Attention does not care about the order of dims as long as query and keys agree, nor about that of tokens. So a thread
-takes neighbouring bytes of a row, decodes them where they are, and the query is laid out to match, once.
+The order of dims does not matter to attention as long as query and keys agree, nor does that of tokens. So a thread
+takes contiguous bytes of a row and decodes them in place, and the query is permuted to match, once.
 
 **Keys** are the operand of 16 tokens by 16 dims. The four threads of row `g` share the rows of tokens `g` and `g + 8`:
 thread `c` has *units* `c`, `c + 4`, ... of each row, runs of up to 16 bytes. `Format.key_pairs` makes of a unit's words
@@ -15,7 +15,7 @@ pairs       (0, 4) (1, 5) (2, 6) (3, 7)     code i of both halves of the word
 
 **Values** are the operand of 16 dims by 16 tokens, so a register holds one dim of two neighbouring tokens. `ldmatrix`
 with `.trans` hands those out in units of 16 bits: thread `(g, c)` gets unit `g` of tokens `2c` and `2c + 1`, one
-element of 16 bits, two of 8, or four of 4 (`Format.elements_a_unit`). `Format.value_pairs` makes a register of each.
+element of 16 bits, two of 8, or four of 4 (`Format.elements_per_unit`). `Format.value_pairs` makes a register of each.
 
 e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
 has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`, code 1 a subnormal in both.
@@ -41,31 +41,31 @@ from kvjax.dtypes import KVCacheDType, KVQuantMode
 from kvjax.kernels.attention import lanes
 
 NVFP4_FACTOR = 2.0**14
-"""What decoded NVFP4 elements have to be multiplied by."""
+"""Factor of decoded NVFP4 elements."""
 
 CONVERTED_WORDS = (1, 3)
 """Words of a unit of NVFP4 keys that are decoded by conversions from e4m3.
 
-The pipe that shifts and masks bounds the kernel. Conversions have another."""
+Conversions use another pipe than shifts and masks, whose pipe bounds the kernel."""
 
 _CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
 
 CONVERTED_FACTOR = 2.0**-8
-"""What those have to be multiplied by to have the factor of the others."""
+"""Factor of these words relative to the others."""
 
 KEY_TERMS, VALUE_TERMS = 3, 2
-"""Terms of an element of float32."""
+"""Number of terms of a float32 element."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How one storage dtype becomes operands.
+    """Decoding of one storage dtype.
 
     Attributes:
       dtype: the storage dtype.
       operand: element type of the operands, float16 or bfloat16.
-      bits: of a stored element.
-      converts_e2m1: whether an instruction converts e2m1.
+      bits: bits of a stored element.
+      converts_e2m1: whether the GPU has an instruction that converts e2m1.
     """
 
     dtype: KVCacheDType
@@ -75,7 +75,7 @@ class Format:
 
     @classmethod
     def of(cls, dtype: KVCacheDType, *, converts_e2m1: bool = False) -> Format:
-        """The format of a storage dtype, on a GPU with such an instruction or without."""
+        """The format of a storage dtype."""
         dtype = dtype.byte_format
         is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32)
         operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
@@ -89,7 +89,7 @@ class Format:
 
     @property
     def factor(self) -> float:
-        """What decoded elements have to be multiplied by, beside their scales."""
+        """Factor of decoded elements, in addition to their scales."""
         return NVFP4_FACTOR if self.has_block_scales and not self.converts_e2m1 else 1.0
 
     @property
@@ -98,13 +98,13 @@ class Format:
         return max(16, self.bits) // 8
 
     @property
-    def elements_a_unit(self) -> int:
+    def elements_per_unit(self) -> int:
         """Elements of a unit of a value row."""
         return 8 * self.unit_bytes // self.bits
 
     @property
     def value_terms(self) -> int:
-        """How many operands a value is the sum of."""
+        """Number of operands that a value is the sum of."""
         return VALUE_TERMS if self.bits == 32 else 1
 
     def key_dims(self, unit_bytes: int) -> list[tuple[int, int]]:
@@ -121,7 +121,7 @@ class Format:
         return dims
 
     def key_factors(self, unit_bytes: int) -> list[float]:
-        """What each of `key_pairs` has to be multiplied by, beside `factor`: the query is, instead."""
+        """Factor of each of `key_pairs`, in addition to `factor`; it is applied to the query."""
         if self.bits != 4 or unit_bytes == 2 or self.converts_e2m1:
             return [1.0] * len(self.key_dims(unit_bytes))
         words = range(unit_bytes // 4)
@@ -130,7 +130,7 @@ class Format:
     def key_terms(
         self, words: Sequence[jax.Array], unit_bytes: int, scales: Sequence[jax.Array]
     ) -> list[list[jax.Array]]:
-        """`key_pairs` of each term that a key is the sum of: of one, but for float32."""
+        """`key_pairs` of each term that a key is the sum of: one, except for float32."""
         if self.bits != 32:
             return [self.key_pairs(words, unit_bytes, scales)]
         pairs = [in_terms(x, y, KEY_TERMS) for x, y in zip(words[::2], words[1::2], strict=True)]
@@ -200,9 +200,9 @@ class Format:
 
 
 def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:
-    """Two float32 as pairs of bfloat16 whose sum they are, the largest first; the last is rounded.
+    """Splits two float32 into pairs of bfloat16 terms, the largest first; the last is rounded.
 
-    The upper half of a float32 is a bfloat16, and what it leaves a float32 of as many fewer bits.
+    The upper half of a float32 is a bfloat16, and the remainder is a float32 with fewer significant bits.
     """
     terms = []
     for _ in range(count - 1):
@@ -231,7 +231,7 @@ def _from_e4m3(word: jax.Array, half: int) -> jax.Array:
 
 
 _SHIFTS = {0: (9, 12), 1: (5, 8), 2: (1, 4), 3: (-3, 0)}
-"""How far left a code's magnitude and its sign have to go, by its number in a half of a word."""
+"""Left shifts of a code's magnitude and sign, by its index in a half of a word."""
 
 
 def _from_e2m1(word: jax.Array, index: int) -> jax.Array:

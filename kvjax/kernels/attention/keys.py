@@ -1,4 +1,4 @@
-"""Keys of a stage as the first operand of products, and their products with the query: logits."""
+"""Keys of a stage as the first matrix operand, and the logits: their products with the query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.kernels.attention.warp import Warp
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys that a warp reads of the stages in `buffer`."""
+    """The keys that a warp reads from the stages in `buffer`."""
 
     problem: Problem
     plan: StagePlan
@@ -27,21 +27,21 @@ class Keys:
 
     @functools.cached_property
     def unit(self) -> int:
-        """Bytes of a key row that a thread takes at once."""
+        """Bytes of a key row that a thread loads at once."""
         rows = self.plan.keys[0]
         share = rows.page.row_bytes // 4
         return min(16, share & -share, rows.alignment)
 
     @functools.cached_property
     def units(self) -> int:
-        """Units of a key row that a thread takes."""
+        """Units of a key row that a thread loads."""
         return self.plan.keys[0].page.row_bytes // 4 // self.unit
 
     def logits(self, slot: jax.Array, tile: int, query: list[list[list[jax.Array]]]) -> list[jax.Array]:
-        """Four registers for each tile of query rows."""
+        """The logits of a tile of tokens: four registers for each tile of query rows."""
         problem = self.problem
         data, unit = self.plan.keys[0], self.unit
-        start = self.warp.place(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
+        start = self.warp.offset(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
         zero = lanes.splat(0.0, jnp.float32)
         sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.units):
@@ -66,7 +66,7 @@ class Keys:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
         rows, size = self.plan.keys[1], self.unit
         steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
-        base = self.warp.place(self.plan, slot, rows)
+        base = self.warp.offset(self.plan, slot, rows)
         if size == 16:  # two blocks
             start = base + rows.offset(self.warp.row) + 2 * self.warp.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]

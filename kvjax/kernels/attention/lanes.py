@@ -1,10 +1,10 @@
-"""One register of every thread as an array: what a kernel that is written thread by thread is made of.
+"""Warp-level programming: one register of every thread as an array.
 
 A `[128]` array of 32-bit elements in `LANES` is one register of each thread of a warpgroup. Arithmetic on such arrays
-is `jax.numpy`'s; this module adds what threads of a warp do together (matrix products, shuffles, transposes) and their
-loads and stores of shared memory at addresses of their own. Each has a model in `jax.numpy`, which interpret mode runs.
+is `jax.numpy`'s; this module adds warp-level instructions (matrix products, shuffles, transposes), and loads and stores
+at per-thread addresses. Each has a model in `jax.numpy`, which interpret mode runs.
 
-Threads of a warp are numbered as the matrix instructions number them. Thread `4 * g + c` of a warp is row `g` (0 to 7)
+Threads of a warp are numbered as in the matrix instructions. Thread `4 * g + c` of a warp is row `g` (0 to 7)
 and column `c` (0 to 3) of an 8 by 4 grid; `_grid` shows a register in that form.
 """
 
@@ -46,11 +46,11 @@ def splat(value: Any, dtype: Any) -> jax.Array:
 
 
 def bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """The register as another 32-bit type."""
+    """A bitcast of a register to another 32-bit type."""
     if x.dtype == dtype:
         return x
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer):
-        return x.astype(dtype)  # a bitcast between them would keep Mosaic's note of the sign
+        return x.astype(dtype)  # a bitcast would not change the signedness that Mosaic tracks
     return lax.bitcast_convert_type(x, dtype)
 
 
@@ -65,10 +65,10 @@ def asm(
 
     Args:
       code: writes `$0` and so on, one for each of `results`, and reads the operands after them.
-      model: what the code computes of whole registers, in `jax.numpy`: a list of registers.
+      model: computes the same in `jax.numpy`: from registers to a list of registers.
       registers: operands.
       results: dtypes of the results.
-      convergent: whether threads of a warp exchange data in it.
+      convergent: whether the threads of a warp exchange data.
     """
     if compat.interpreting():
         return list(model(*registers))
@@ -96,7 +96,7 @@ def _register(value: Any, dtype: Any) -> Any:
 def _inline_asm(
     code: str, operands: Sequence[Any], types: Sequence[ir.Type], *, side_effects: bool = False, clobber: str = ""
 ) -> list[Any]:
-    """Inline PTX; a shared memory address travels as an i32, an address in global memory as an i64."""
+    """Inline PTX; shared memory addresses are i32, global memory addresses i64."""
     letters = {"i32": "r", "f32": "f", "i64": "l", "i16": "h", "i1": "b"}
     constraints = [f"={letters[str(t)]}" for t in types] + [letters[str(x.type)] for x in operands]
     if clobber:
@@ -123,7 +123,7 @@ def _grid(x: jax.Array) -> jax.Array:
 
 
 def shuffle_xor(x: jax.Array, mask: int) -> jax.Array:
-    """What the thread whose number differs by `mask` has in its warp."""
+    """The register of the thread whose lane number is this one's xor `mask`."""
 
     def model(x: jax.Array) -> list[jax.Array]:
         return [lax.rev(x.reshape(-1, 2, mask), (1,)).reshape(-1)]
@@ -133,7 +133,7 @@ def shuffle_xor(x: jax.Array, mask: int) -> jax.Array:
 
 
 def shuffle_up(x: jax.Array, distance: int) -> jax.Array:
-    """What the thread `distance` before it has in its warp, 0 where there is none."""
+    """The register of the thread `distance` lanes before this one; 0 where there is none."""
 
     def model(x: jax.Array) -> list[jax.Array]:
         lanes = x.reshape(WARPS, LANES)
@@ -149,7 +149,7 @@ def shuffle_up(x: jax.Array, distance: int) -> jax.Array:
 
 
 def max_over_rows(x: jax.Array) -> jax.Array:
-    """The largest of the eight threads of a column, in float32, in all of them."""
+    """The float32 maximum over the eight threads of a column, in all of them."""
     for mask in (4, 8, 16):
         x = jnp.maximum(x, shuffle_xor(x, mask))
     return x
@@ -163,9 +163,9 @@ def sum_over_rows(x: jax.Array) -> jax.Array:
 
 
 def transpose(x: jax.Array) -> jax.Array:
-    """The 8 by 8 matrix of 16-bit elements that a register is over a warp, transposed.
+    """Transposes the 8 by 8 matrix of 16-bit elements that a register holds across a warp.
 
-    Row `g` is in the threads of row `g`, two elements a thread.
+    Row `g` is in the threads of row `g`, two elements per thread.
     """
 
     def model(x: jax.Array) -> list[jax.Array]:
@@ -221,7 +221,7 @@ def mma(acc: Sequence[jax.Array], a: Sequence[jax.Array], b: Sequence[jax.Array]
 def any_in_warp(mask: jax.Array) -> jax.Array:
     """Whether a bool register holds in any thread of the warp: a scalar, which may differ from warp to warp.
 
-    Interpret mode has one for all warps of a warpgroup: what depends on it must be right wherever it holds.
+    In interpret mode it is the same for all warps of a warpgroup: a true result must be safe for every warp.
     """
     if compat.interpreting():
         return mask.any()
@@ -281,8 +281,8 @@ def load_shared(ref: Any, offsets: jax.Array, size: int, immediate: int = 0) -> 
 def load_transposed(ref: Any, offsets: jax.Array, count: int, immediate: int = 0) -> list[jax.Array]:
     """Loads `count` (1, 2 or 4) 8 by 8 matrices of 16-bit elements from shared memory, transposed.
 
-    Thread `8 * i + j` of a warp gives the offset of row `j` of matrix `i`: 16 bytes, at a multiple of 16. Of each
-    matrix the thread in row `g` and column `c` gets elements `(2c, g)` and `(2c + 1, g)`.
+    Thread `8 * i + j` of a warp provides the offset of row `j` of matrix `i`: 16 bytes, 16-byte aligned. The thread in
+    row `g` and column `c` receives elements `(2c, g)` and `(2c + 1, g)` of each matrix.
     """
     if compat.interpreting():
         data = _bytes_of(ref, offsets + immediate, 16).astype(jnp.uint32)
@@ -353,7 +353,7 @@ def _statement(code: str) -> None:
 
 
 def wait_for_warp() -> None:
-    """Orders what threads of a warp have stored in shared memory before what they load from it afterwards."""
+    """A barrier of the warp, which orders its stores to shared memory before later loads."""
     if not compat.interpreting():
         _statement("bar.warp.sync 0xffffffff;")
 
@@ -367,9 +367,9 @@ def wait_for_block() -> None:
 
 
 def wait_before_copies() -> None:
-    """`wait_for_block` behind which bulk copies may go where threads have stored something in shared memory.
+    """`wait_for_block`, after which bulk copies may overwrite shared memory that threads have accessed.
 
-    Stores of threads and bulk copies go through different proxies: no barrier alone orders them.
+    Threads and bulk copies access memory through different proxies, which a barrier alone does not order.
     """
     if compat.interpreting():
         plgpu.commit_smem()
@@ -394,7 +394,7 @@ def exp2(x: jax.Array) -> jax.Array:
 
 
 def permute(x: jax.Array, y: jax.Array, selector: int | jax.Array) -> jax.Array:
-    """Bytes of `x` (numbers 0 to 3) and `y` (4 to 7): nibble `i` of the selector says which becomes byte `i`."""
+    """Selects bytes of `x` (numbers 0 to 3) and `y` (4 to 7): nibble `i` of the selector is the number of byte `i`."""
     dynamic = [] if isinstance(selector, int) else [selector]
 
     def model(x: jax.Array, y: jax.Array, *dynamic: jax.Array) -> list[jax.Array]:
@@ -412,7 +412,7 @@ def permute(x: jax.Array, y: jax.Array, selector: int | jax.Array) -> jax.Array:
 
 
 def both_halves(x: jax.Array, half: int) -> jax.Array:
-    """The lower or the upper half of each register, twice; instructions on pairs take it as an operand as it is."""
+    """The lower or the upper half of each register in both halves, as instructions on pairs take it."""
 
     def model(x: jax.Array) -> list[jax.Array]:
         part = x >> 16 * half & 0xFFFF
@@ -425,7 +425,7 @@ def both_halves(x: jax.Array, half: int) -> jax.Array:
 def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, otherwise: int = 0) -> jax.Array:
     """Loads element `index` of a one-dimensional reference in global memory, of 2 or 4 bytes, where `condition` holds.
 
-    Returns uint32, of 2 bytes in the lower half; `otherwise` where `condition` does not hold.
+    Returns uint32, with elements of 2 bytes in the lower half; `otherwise` where `condition` does not hold.
     """
     dtype = np.dtype(ref.dtype)
     if compat.interpreting():
@@ -489,7 +489,7 @@ def _global_address(ref: Any, index: Any, itemsize: int) -> Any:
 
 
 def shuffle(x: jax.Array, lane: jax.Array) -> jax.Array:
-    """What thread `lane` of the warp has."""
+    """The register of thread `lane` of the warp."""
 
     def model(x: jax.Array, lane: jax.Array) -> list[jax.Array]:
         source = lax.iota(jnp.int32, THREADS) // LANES * LANES + lane.astype(jnp.int32)
@@ -500,16 +500,16 @@ def shuffle(x: jax.Array, lane: jax.Array) -> jax.Array:
 
 
 class Copy(NamedTuple):
-    """A copy from global to shared memory, of each thread or of one thread of each warp.
+    """A copy from global to shared memory, by each thread or by one thread of each warp.
 
     Attributes:
-      source: which of the references it reads.
-      to: byte of shared memory where it goes, without `to_immediate`.
-      to_immediate: what has to be added to that.
-      row: row of global memory.
-      row_bytes: bytes from a row to the next.
-      offset: byte of the row, without `immediate`.
-      immediate: what has to be added to that.
+      source: index of the reference to read.
+      to: destination byte in shared memory, without `to_immediate`.
+      to_immediate: constant to add to `to`.
+      row: row in global memory.
+      row_bytes: bytes between rows.
+      offset: byte in the row, without `immediate`.
+      immediate: constant to add to `offset`.
       size: bytes.
       condition: whether anything is copied.
     """
@@ -526,7 +526,7 @@ class Copy(NamedTuple):
 
 
 def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
-    """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; those of 1 or 2 bytes are done at once."""
+    """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; copies of 1 or 2 bytes are synchronous."""
     which, to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
     source = sources[which]
     if not isinstance(size, int):
@@ -561,17 +561,17 @@ def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
 
 
 def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) -> None:
-    """Makes barriers in shared memory (int32, two words each) that complete when so many have arrived.
+    """Initializes barriers in shared memory (int32, two words each), each with its number of arrivals.
 
     `thread`: each thread's number in the block; all of them call this.
     """
-    if compat.interpreting():  # one warpgroup, and copies that are done at once: nothing waits
+    if compat.interpreting():  # one warpgroup and synchronous copies: no barrier is needed
         return
 
     def run(_: Any, ref: Any, thread: Any) -> None:
         address = _shared_address(ref)
         inits = " ".join(f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals))
-        # Copies arrive at them through another proxy than threads do, for which it takes the fence.
+        # Copies arrive through another proxy than threads, which requires the fence.
         fence = "@p fence.mbarrier_init.release.cluster;"
         code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} {fence} bar.sync 0; }}"
         _inline_asm(code, [address, _scalar(thread)], [], clobber="~{memory}")
@@ -580,7 +580,7 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
 
 
 def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
-    """Runs PTX whose `$0` is the address of barrier `index`, and whose other operands are numbers."""
+    """Runs PTX with the address of barrier `index` as `$0`, and numbers as other operands."""
 
     def run(_: Any, ref: Any, index: Any, *operands: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
@@ -594,7 +594,7 @@ def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
 
 
 def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
-    """Waits until a barrier has completed the phase of a parity, 0 for its first; that before it counts as done."""
+    """Waits until a barrier has completed the phase of a parity: 0 for its first; the one before that is complete."""
     code = (
         "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
         " @done bra OUT; bra AGAIN; OUT: }"
@@ -603,9 +603,9 @@ def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
 
 
 def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: Any, copies: Sequence[Copy]) -> None:
-    """One thread of each warp starts copies, and arrives at a barrier that then waits for their bytes too.
+    """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
-    All threads of a warp have the same copies.
+    All threads of a warp pass the same copies.
     """
     if compat.interpreting():
         for copy in copies:
@@ -636,7 +636,7 @@ def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: An
                 " @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                 f" [{target}], [{origin}], {bytes_}, [$0];"
             )
-        # ptxas knows that `elect` leaves one thread. Of other predicates it makes a loop over threads.
+        # ptxas knows that `elect` selects one thread. For other predicates it generates a loop over threads.
         begin = (
             "{ .reg .pred p, q; .reg .b64 state; elect.sync _|p, 0xffffffff;"
             " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
@@ -664,7 +664,7 @@ def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:
 
 
 def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
-    """Each thread arrives at a barrier when its copies have; at once, after waiting for them, if not `asynchronous`."""
+    """Each thread arrives at a barrier when its copies have completed; it waits for them unless `asynchronous`."""
     if asynchronous:
         code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
     else:
@@ -673,7 +673,7 @@ def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
 
 
 def arrive_as_warp(ref: Any, index: Any) -> None:
-    """One thread of each warp arrives at a barrier, for all of them."""
+    """One thread of each warp arrives at a barrier, after all threads of the warp."""
     code = (
         "{ .reg .pred p; .reg .u32 lane; .reg .b64 state; bar.warp.sync 0xffffffff;"
         " mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p mbarrier.arrive.shared::cta.b64 state, [$0]; }"

@@ -1,7 +1,7 @@
-"""Putting together what several blocks of threads have of one sequence, by log-sum-exp: the second kernel of a call.
+"""The merge kernel, the second of a call: combines the partial results of a sequence by log-sum-exp.
 
-A row is one query head of one query token. `warps_a_row` warps take its parts by turns, several loads at once, and the
-first of them joins what they have.
+A row is one query head of one query token. Its parts are distributed round-robin over `warps_per_row` warps, each with
+several loads in flight, and the first warp combines their results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
 AT_ONCE, AT_ONCE_OF_MANY = 4, 9
-"""Parts that a warp loads before it needs any; the second where several warps have a row: of a sequence that is divided
-among 132 blocks, 16 warps then load all at once."""
+"""Parts that a warp loads before it uses any; the second where several warps share a row: 16 warps then load all parts
+of a sequence that is divided among 132 thread blocks at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Merge:
       problem: of the decode kernel before.
       config: likewise.
       refs: likewise.
-      shared: shared memory, float32, where several warps have a row.
+      shared: shared memory, float32, where several warps share a row.
     """
 
     problem: Problem
@@ -44,7 +44,7 @@ class Merge:
     shared: Any
 
     def run(self) -> None:
-        """What a block does."""
+        """The body of the kernel."""
         problem = self.problem
         thread = lanes.thread_index()
         lane = thread & (LANES - 1)
@@ -53,29 +53,31 @@ class Merge:
         length = self.refs.seq_lens[sequence]
         _, count = self.sequences.stages(length)
         rows = problem.q_len * problem.num_heads
-        if self.warps_a_row == 1:
-            row, turn = lax.axis_index("rows") * WARPS + warp, thread * 0
+        if self.warps_per_row == 1:
+            row, warp_index = lax.axis_index("rows") * WARPS + warp, thread * 0
         else:
-            row, turn = lanes.splat(lax.axis_index("rows"), jnp.int32), warp
+            row, warp_index = lanes.splat(lax.axis_index("rows"), jnp.int32), warp
         is_row = row < rows
         index = sequence * rows + jnp.minimum(row, rows - 1)
-        num_parts, place = self.parts(sequence, count)
+        num_parts, part_index = self.parts(sequence, count)
 
         @pl.when(count == 0)
         def nothing_stored() -> None:
             zero = lanes.splat(0.0, jnp.float32)
-            self.store(index, row, lane, zero + LOWEST, zero, [zero] * self.parts_a_row, is_row & (turn == 0))
+            self.store(
+                index, row, lane, zero + LOWEST, zero, [zero] * self.elements_per_thread, is_row & (warp_index == 0)
+            )
 
         @pl.when((count > 0) & (num_parts > 1))
         def several_parts() -> None:
-            largest, total, output = self.sums(num_parts, place, row, lane, turn, is_row)
-            if self.warps_a_row > 1:
+            largest, total, output = self.sums(num_parts, part_index, row, lane, warp_index, is_row)
+            if self.warps_per_row > 1:
                 largest, total, output = self.joined(largest, total, output, lane, warp)
-            self.store(index, row, lane, largest, total, output, is_row & (turn == 0))
+            self.store(index, row, lane, largest, total, output, is_row & (warp_index == 0))
 
     @property
-    def warps_a_row(self) -> int:
-        """Warps that have a row: 1, or all of a block."""
+    def warps_per_row(self) -> int:
+        """Warps that share a row: 1, or all of a block."""
         return self.config.merge_warps
 
     @property
@@ -84,53 +86,56 @@ class Merge:
         return Sequences(self.problem, self.config.rows, self.refs.seq_lens)
 
     def parts(self, sequence: jax.Array, count: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """How many parts a sequence of `count` stages has, and which of all parts each of them is."""
+        """The number of parts of a sequence of `count` stages, and a function to the index of each in the workspace."""
         if (least := self.config.part) is not None:
             part = self.sequences.part(count, least)
-            start = sequence * self.sequences.most_parts(least)
+            start = sequence * self.sequences.max_parts(least)
             return lax.div(count + (part - 1), part), lambda number: number + start
         first, last = self.refs.spans[2 * sequence], self.refs.spans[2 * sequence + 1]
         return last - first + 1, lambda number: 2 * (first + number) + jnp.where(number == 0, 1, 0)
 
     @property
     def at_once(self) -> int:
-        """Parts that a warp loads at once."""
-        return AT_ONCE if self.warps_a_row == 1 else AT_ONCE_OF_MANY
+        """Parts that a warp loads before it uses any."""
+        return AT_ONCE if self.warps_per_row == 1 else AT_ONCE_OF_MANY
 
     @property
-    def parts_a_row(self) -> int:
-        """Elements of a row that a thread has."""
+    def elements_per_thread(self) -> int:
+        """Elements of a row that a thread holds."""
         return -(-self.problem.spec.head_size_v // LANES)
 
     def sums(
         self,
         num_parts: jax.Array,
-        place_of: Callable[[jax.Array], jax.Array],
+        part_index: Callable[[jax.Array], jax.Array],
         row: jax.Array,
         lane: jax.Array,
-        turn: jax.Array,
+        warp_index: jax.Array,
         is_row: jax.Array,
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """A warp's parts of a row."""
-        problem, step = self.problem, self.warps_a_row * self.at_once
+        """The combined parts of a row that a warp takes: every `warps_per_row`-th from `warp_index` on."""
+        problem, step = self.problem, self.warps_per_row * self.at_once
         rows, size = problem.q_len * problem.num_heads, problem.spec.head_size_v
 
         def body(i: jax.Array, carry: Any) -> Any:
             largest, total, output = carry
             loaded = []
             for k in range(self.at_once):
-                part = i * step + k * self.warps_a_row + turn
+                part = i * step + k * self.warps_per_row + warp_index
                 is_part = is_row & (part < num_parts)
-                place = place_of(part) * rows + row
+                offset = part_index(part) * rows + row
                 pair = [
-                    lanes.load_global(self.refs.partial_lse, 2 * place, is_part, _bits(LOWEST)),
-                    lanes.load_global(self.refs.partial_lse, 2 * place + 1, is_part, 0),
+                    lanes.load_global(self.refs.partial_lse, 2 * offset, is_part, _bits(LOWEST)),
+                    lanes.load_global(self.refs.partial_lse, 2 * offset + 1, is_part, 0),
                 ]
                 values = [
                     lanes.load_global(
-                        self.refs.partial, place * size + lane + LANES * j, is_part & (lane + LANES * j < size), 0
+                        self.refs.partial,
+                        offset * size + lane + LANES * j,
+                        is_part & (lane + LANES * j < size),
+                        0,
                     )
-                    for j in range(self.parts_a_row)
+                    for j in range(self.elements_per_thread)
                 ]
                 loaded.append([lanes.bits(x, jnp.float32) for x in (*pair, *values)])
             new = largest
@@ -146,12 +151,12 @@ class Merge:
 
         zero = lanes.splat(0.0, jnp.float32)
         steps = lax.div(num_parts + (step - 1), jnp.int32(step))
-        return lax.fori_loop(0, steps, body, (zero + LOWEST, zero, [zero] * self.parts_a_row))
+        return lax.fori_loop(0, steps, body, (zero + LOWEST, zero, [zero] * self.elements_per_thread))
 
     def joined(
         self, largest: jax.Array, total: jax.Array, output: list[jax.Array], lane: jax.Array, warp: jax.Array
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """The sums of all warps, in each of them."""
+        """The combined sums of all warps, in each of them."""
         registers = [largest, total, *output]
         count = len(registers)
         for i, x in enumerate(registers):
@@ -163,7 +168,7 @@ class Merge:
                 lanes.bits(lanes.load_shared(self.shared, lane * 4, 4, (other * count + i) * 4 * LANES)[0], jnp.float32)
                 for i in range(count)
             ]
-            for other in range(self.warps_a_row)
+            for other in range(self.warps_per_row)
         ]
         for other in loaded:
             largest = jnp.maximum(largest, other[0])

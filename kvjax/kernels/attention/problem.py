@@ -1,4 +1,4 @@
-"""What a call of the attention kernels is: the problem, how it is launched, and the arrays."""
+"""The description of a call of the attention kernels: the problem, the launch configuration, and the arrays."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class DecodeConfig:
     """How the kernel is launched.
 
     Attributes:
-      heads: KV heads of a block.
+      heads: KV heads of a thread block.
       warps: warps of a block, a multiple of 4.
-      tiles: runs of 16 tokens that a warp takes of each stage.
-      slots: stages in shared memory.
-      blocks: blocks of threads that share the work.
-      part: where sequences are divided at fixed tokens, the stages of a part, of which long sequences have a multiple;
-        None where a sequence's parts end with the shares of blocks.
-      merge_warps: warps that take the parts of one row by turns when they are merged: 1, or a multiple of 4.
+      tiles: runs of 16 tokens per warp in each stage.
+      slots: stages of the pipeline in shared memory.
+      blocks: thread blocks that share the work.
+      part: for batch-invariant calls the stages of a part, of which long sequences take a multiple; None where the
+        shares of thread blocks divide sequences into parts.
+      merge_warps: warps per row of the merge: 1, or a multiple of 4.
     """
 
     heads: int
@@ -39,7 +39,7 @@ class DecodeConfig:
 
     @property
     def groups(self) -> int:
-        """Warps that take one head's tokens by turns."""
+        """Warps that share the tokens of one head."""
         return self.warps // self.heads
 
     @property
@@ -49,7 +49,7 @@ class DecodeConfig:
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes, one-dimensional but for the pages: those of keys and those of values."""
+    """The kernels' references: pages are a pair for keys and values, all others are one-dimensional."""
 
     query: Any = None
     pages: Any = None
@@ -68,29 +68,29 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is the same for every call that a kernel serves; of memory that somebody else owns a launch brings counts.
+    """What a kernel is compiled for. For caller-owned memory, counts are values in the kernel.
 
     Attributes:
       spec: the cache's.
-      memory: where the rows of keys and of values lie in its pages.
+      memory: layout of the rows of keys and of values in its pages.
       query_dtype: float16 or bfloat16.
       q_len: query tokens of a sequence.
       num_heads: query heads.
       num_seqs: sequences.
       max_blocks: entries of the block table for each sequence.
-      table_stride: entries from a sequence's first to the next's.
-      query_strides: elements from a sequence's first query token to the next's, and from a query token to the next.
+      table_stride: entries between sequences.
+      query_strides: elements between sequences and between query tokens.
       num_blocks: blocks.
       num_layers: pages of a block, one for each layer.
-      has_layer: whether a call says which layer.
+      has_layer: whether a call selects a layer.
       sm_scale: factor of the logits.
       window: tokens that a query token sees, or None.
       logits_soft_cap: or None.
       scale_sizes: scales of keys and of values, 1 or one for each KV head.
-      one_memory: whether keys and values are one array, so that a copy may bring bytes of both.
+      one_memory: whether keys and values are one array, so that a copy may contain bytes of both.
       has_sinks: whether heads have sinks.
-      batch_invariant: whether the bits of a sequence's results are to depend on nothing but that sequence.
-      converts_e2m1: whether the GPU has an instruction for that.
+      batch_invariant: whether the bits of a sequence's results must depend on that sequence only.
+      converts_e2m1: whether the GPU has an instruction that converts e2m1.
     """
 
     spec: AttentionSpec
@@ -131,5 +131,5 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        """Products that all query rows of a KV head take."""
+        """Matrix products for all query rows of a KV head."""
         return -(-self.rows // COLUMNS)

@@ -1,4 +1,4 @@
-"""The query of a sequence as the second operand of products with keys."""
+"""The query of a sequence as the second matrix operand of products with keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.kernels.attention.softmax import LOG2_E
 
 
 def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
-    """The query as the other operand of the keys, and what logits have to be multiplied by, in powers of two.
+    """The query as a matrix operand, and the factor of the logits, in units of the binary logarithm.
 
-    Returns registers by tile, by term and by pair of dims; the sum of the terms is the query.
+    The operand is registers by tile, by term and by pair of dims; the sum of the terms is the query.
     """
     problem, fmt = keys.problem, keys.problem.format
     loaded = _loaded(keys, refs.query, sequence)
@@ -38,7 +38,7 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
 
 
 def _loaded(keys: Keys, ref: Any, sequence: jax.Array) -> list[list[jax.Array]]:
-    """By tile of query rows the elements that a thread has, each in the lower half of a register."""
+    """By tile of query rows the elements that a thread holds, each in the lower half of a register."""
     problem, warp = keys.problem, keys.warp
     unit_elements = keys.unit * 8 // keys.problem.format.bits
     dims = [
@@ -63,7 +63,7 @@ def _loaded(keys: Keys, ref: Any, sequence: jax.Array) -> list[list[jax.Array]]:
 def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> tuple[list[list[jax.Array]], jax.Array]:
     """The values times the factors of their pairs, divided by a power of two, and that power.
 
-    bfloat16 reaches further than float16: the power brings the largest of the warp to 2**14 or more.
+    bfloat16 has a larger range than float16: the power scales the largest value of the warp to 2**14 or more.
     """
     largest = functools.reduce(jnp.maximum, (jnp.abs(x) for xs in values for x in xs))
     for mask in (1, 2, 4, 8, 16):
@@ -76,7 +76,7 @@ def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> 
 
 
 def _in_two_terms(values: list[jax.Array], dtype: np.dtype[Any]) -> list[list[jax.Array]]:
-    """Pairs that nearly are the values, and pairs of what is left: float16 has three bits more than bfloat16."""
+    """Pairs of the rounded values, and pairs of the remainders: float16 has three bits more than bfloat16."""
     high = _pairs(values, dtype)
     halves = [high[i // 2] >> 16 if i % 2 else high[i // 2] & 0xFFFF for i in range(len(values))]
     rest = [x - _to_float(half, dtype) for x, half in zip(values, halves, strict=True)]

@@ -1,7 +1,7 @@
-"""Rows of pages on their way through shared memory: a ring of stages that all warps of a block fill and read.
+"""The copy pipeline: a ring buffer of stages in shared memory that all warps of a block fill and read.
 
-Each slot has two barriers. One counts what has arrived, the other the warps that are done with the stage. So warps may
-be several stages apart.
+Each slot has two barriers: one completes when the copies of a stage have arrived, the other when all warps have
+released the stage. Warps may thus be several stages apart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvjax.pages import SWIZZLE_TOKENS
 
 
 class Digit(NamedTuple):
-    """An int32 that is in part known when the kernel is traced: `varying + known`, with `0 <= varying < bound`."""
+    """An int32 that is partly known when the kernel is traced: `varying + known`, with `0 <= varying < bound`."""
 
     varying: jax.Array
     bound: int
@@ -65,19 +65,19 @@ def _chosen(index: Digit, values: Sequence[int]) -> Digit:
 
 
 class Copy(NamedTuple):
-    """What one instruction copies, of each thread or warp its own piece.
+    """One copy instruction, with which each thread or warp copies its own piece.
 
     Attributes:
       tile: the tile.
-      to: byte of the stage.
-      source: byte of the page, without what depends on where the tile is in it.
-      token: the token of the tile that lies there, where rows of a tile are in several pages.
-      token_stride: bytes from a token to the next in the page.
+      to: destination byte in the stage.
+      source: source byte in the page, without the offset of the tile in the page.
+      token: the token in the tile, where the rows of a tile are in several pages.
+      token_stride: bytes between tokens in the page.
       size: bytes.
-      is_one: whether there is anything to copy; None where every thread or warp has something.
-      block: which of `Ring.blocks` is the token's.
-      half: 0 of the pages of keys, 1 of those of values.
-      page_stride: bytes from a page to the next.
+      is_one: whether the thread or warp has a piece; None where all have.
+      block: index of the token's block in `Ring.blocks`.
+      half: 0 for the pages of keys, 1 for those of values.
+      page_stride: bytes between pages.
     """
 
     tile: Digit
@@ -93,7 +93,7 @@ class Copy(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a stage that are in one block: a tile, or of each thread one token."""
+    """Tokens of a stage that are in one block: a tile, or one token per thread."""
 
     tile: Digit
     token: Digit | None
@@ -101,19 +101,19 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of a block of threads.
+    """The ring of a thread block.
 
     Attributes:
       plan: what a stage holds.
       warps: warps of the block.
-      slots: stages of the ring; with one, each is copied after the one before it was read.
+      slots: stages of the ring; with one, copies do not overlap with reads.
       buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
-      barriers: shared memory, `int32 [4 * slots]`: of each slot a barrier for what arrives, then one for its readers.
+      barriers: shared memory, `int32 [4 * slots]`: a barrier per slot for arrivals, then one per slot for readers.
       pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
-      num_blocks: blocks from 0 to less than this exist: a uint32 register.
+      num_blocks: number of blocks of the cache, a uint32 register.
       num_layers: pages of a block.
-      layer: which of them.
+      layer: the layer to read.
       first_head: the block's first KV head.
       thread: the thread's number in the block, a register.
     """
@@ -133,8 +133,8 @@ class Ring:
 
     @property
     def ahead(self) -> int:
-        """Stages that are on their way while one is read; fewer than there are slots."""
-        return min(self.slots - 1, max(1, self.slots - 2))  # with one between, no warp waits for the slowest
+        """Stages that are prefetched while one is read; fewer than there are slots."""
+        return min(self.slots - 1, max(1, self.slots - 2))  # with a free slot, no warp waits for the slowest
 
     @property
     def rows(self) -> int:
@@ -142,14 +142,14 @@ class Ring:
         return TILE * self.plan.tiles
 
     def begin(self) -> None:
-        """Sets up the barriers; all threads of the block call it, once."""
+        """Initializes the barriers; all threads of the block call it once."""
         _ = self.copies  # traced once, here, and used within loops
         arrivals = self.warps if self.plan.chunks else self.warps * LANES
         lanes.initialize_barriers(self.barriers, self.thread, [arrivals] * self.slots + [self.warps] * self.slots)
 
     @functools.cached_property
     def copies(self) -> tuple[list[Copy], list[Tokens]]:
-        """The copies of a stage, and the tokens whose blocks they need."""
+        """The copies of a stage, and the tokens whose blocks they read."""
         return self._bulk_copies() if self.plan.chunks else self._thread_copies()
 
     def _bulk_copies(self) -> tuple[list[Copy], list[Tokens]]:
@@ -165,8 +165,9 @@ class Ring:
                 is_one = None if first + self.warps <= count else warp + first < count
                 source = Digit(source.value + self.first_head * head.value, 0, 0)
                 to = tile.times(rows.tile_stride).plus(to)
-                place = to, source, None, token.value, size.value
-                copies.append(Copy(tile, *place, is_one, len(tokens), half, rows.page_stride))
+                copies.append(
+                    Copy(tile, to, source, None, token.value, size.value, is_one, len(tokens), half, rows.page_stride)
+                )
                 tokens.append(Tokens(tile, None))
         return copies, tokens
 
@@ -188,7 +189,7 @@ class Ring:
                     rest, token = rest.split(TILE)
                     tile, head = rest.split(plan.heads)
                 is_one = None if first + threads <= count else self.thread + first < count
-                # What several copies need is looked up once.
+                # Blocks that several copies read are looked up once.
                 same = (tile.known,) if tile.bound == 1 and plan.has_whole_tiles else (count, rows.by_token, first)
                 if same not in tokens:
                     tokens[same] = len(looked_up)
@@ -201,29 +202,29 @@ class Ring:
                 if plan.has_whole_tiles:
                     source = source.plus(token.times(rows.page.token_stride))
                 in_pages = None if plan.has_whole_tiles else token
-                place = to, source, in_pages, rows.page.token_stride, rows.unit
-                copies.append(Copy(tile, *place, is_one, tokens[same], half, rows.page_stride))
+                piece_of = in_pages, rows.page.token_stride, rows.unit
+                copies.append(Copy(tile, to, source, *piece_of, is_one, tokens[same], half, rows.page_stride))
         return copies, looked_up
 
     def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
-        """The pages that the copies of a stage read, of each of their tokens; -1 where nothing is to be copied.
+        """The pages that the copies of a stage read, for each of `copies[1]`; -1 where nothing is to be copied.
 
         Args:
-          entries: where the sequence's entries begin in the table.
+          entries: index of the sequence's first entry in the table.
           position: of the stage's first token.
-          start: the first position that is seen.
-          end: nothing is seen from there on.
+          start: the first visible position.
+          end: the end of the visible positions.
         """
         found = []
         for tile, token in self.copies[1]:
             first, size = position + tile.value * TILE, TILE
             if token is not None:
-                # A swizzled row holds scales of four tokens: they travel together, and are in one block.
+                # A swizzled row holds the scales of four tokens, which are copied together and are in one block.
                 size = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
                 first = (first + token.value) // size * size
             wanted = (first + (size - 1) >= start) & (first < end)
             block = lanes.load_global(self.table, entries + divided(first, self.plan.block_size), wanted, -1)
-            exists = block < self.num_blocks  # one comparison: negative numbers are large ones
+            exists = block < self.num_blocks  # as unsigned: negative entries are large
             page = lanes.bits(block, jnp.int32)
             if self.num_layers > 1:
                 page = page * self.num_layers + self.layer
@@ -231,7 +232,7 @@ class Ring:
         return found
 
     def lacks_blocks(self, entries: Any, start: Any, end: Any) -> jax.Array:
-        """Whether any block of the positions from `start` to `end` does not exist: a scalar, the same in all warps."""
+        """Whether a block of the positions from `start` to `end` is not in the cache: a scalar, equal in all warps."""
         size = self.plan.block_size
         first, last = start // size, jnp.maximum(end - 1, 0) // size
         lane = self.thread & (LANES - 1)
@@ -246,9 +247,9 @@ class Ring:
         return lanes.any_in_warp(lacks != 0)
 
     def fill(self, slot: Any, parity: Any, position: Any, blocks: list[jax.Array]) -> None:
-        """Starts the copies of a stage, as soon as all warps are done with what was in the slot.
+        """Starts the copies of a stage when all warps have released the slot.
 
-        `parity`: of how often the slot was filled before.
+        `parity` is that of the number of times the slot has been filled before.
         """
         plan = self.plan
         lanes.wait_for_barrier(self.barriers, self.slots + slot, 1 - parity)
@@ -275,11 +276,11 @@ class Ring:
             lanes.arrive_with_copies(self.barriers, slot, asynchronous=plan.copies_asynchronously)
 
     def wait(self, slot: Any, parity: Any) -> None:
-        """Waits until a stage has arrived in the slot, filled as often before as `parity` says."""
+        """Waits until the stage in a slot has arrived; `parity` is as in `fill`."""
         lanes.wait_for_barrier(self.barriers, slot, parity)
 
     def release(self, slot: Any) -> None:
-        """Says that this warp is done with the stage in a slot."""
+        """Releases the stage in a slot for this warp."""
         lanes.arrive_as_warp(self.barriers, self.slots + slot)
 
     def next(self, slot: jax.Array, parity: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -289,10 +290,10 @@ class Ring:
 
 
 def divided(x: Any, divisor: int) -> Any:
-    """The quotient of int32 that are not negative."""
+    """The quotient of non-negative int32."""
     return lanes.bits(lax.div(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)
 
 
 def remainder(x: Any, divisor: int) -> Any:
-    """The remainder of int32 that are not negative."""
+    """The remainder of non-negative int32."""
     return lanes.bits(lax.rem(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)

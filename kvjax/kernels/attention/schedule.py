@@ -1,12 +1,12 @@
-"""Which block of threads attends to what: all stages of all sequences, in order, divided evenly among the blocks.
+"""Division of the work: all stages of all sequences, in order, are divided evenly among the thread blocks.
 
-A block's share begins and ends anywhere in a sequence. So blocks are equally busy whatever the lengths are, and one
-long sequence occupies all of them. Each warp finds its block's share by itself, from the lengths; the parts of a
-sequence that several blocks have are put together by `merge`.
+The share of a block starts and ends anywhere in a sequence, so that blocks are equally busy whatever the lengths are,
+and one long sequence occupies all of them. Each warp computes its block's share from the lengths. `merge` combines the
+parts of a sequence that several blocks process.
 
-So where a sequence is divided depends on the lengths of the others, and the order of its sums with it. Where results
-are to be batch-invariant each sequence has parts of its own, by its length alone, and a block attends to the parts that
-begin in its share, one by one.
+The division of a sequence, and the order of its sums, thus depends on the lengths of the others. In batch-invariant
+calls each sequence is divided into parts by its own length, and a block processes the parts that start in its share,
+one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jax import lax
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.registers import LANES
 
-LEAST_STAGES = 2
-"""Stages that a block has at least, while there are any."""
+MIN_STAGES = 2
+"""Minimum number of stages of a block's share, unless fewer are left."""
 
-MOST_PARTS = 64
-"""Parts of a sequence, at most, that is divided at fixed tokens: what bounds the workspace."""
+MAX_PARTS = 64
+"""Maximum number of parts of a sequence in a batch-invariant call, which bounds the workspace."""
 
 
 class Share(NamedTuple):
-    """What a block has: `num_stages` stages from `skipped` stages into `sequence` on.
+    """The share of a block: `num_stages` stages, starting `skipped` stages into `sequence`.
 
-    `end` is where it ends, counted in stages over all sequences, and `size` that of every share but the last.
+    `end` is its end, counted in stages over all sequences; `size` is the size of every share but the last.
     """
 
     sequence: jax.Array
@@ -56,7 +56,7 @@ class Sequences:
     seq_lens: Any
 
     def stages(self, length: Any) -> tuple[Any, Any]:
-        """The first stage of a sequence of that length that holds something seen, and how many there are."""
+        """The first stage of a sequence of a length that contains a visible token, and the number of such stages."""
         problem = self.problem
         length = jnp.maximum(length, 0)
         start = length * 0
@@ -68,22 +68,22 @@ class Sequences:
         return first, jnp.where(stored > start, count, 0)
 
     def part(self, count: jax.Array, least: int) -> jax.Array:
-        """Stages of each part but the last of a sequence of `count` stages that is divided at fixed tokens.
+        """Stages per part of a sequence of `count` stages in a batch-invariant call; the last part may have fewer.
 
-        As few times `least` as make no more than `MOST_PARTS` parts.
+        The smallest multiple of `least` that makes at most `MAX_PARTS` parts.
         """
-        return least * jnp.maximum(lax.div(count + (least * MOST_PARTS - 1), jnp.int32(least * MOST_PARTS)), 1)
+        return least * jnp.maximum(lax.div(count + (least * MAX_PARTS - 1), jnp.int32(least * MAX_PARTS)), 1)
 
-    def most_parts(self, least: int) -> Any:
-        """Parts, at most, of a sequence that is divided at fixed tokens."""
+    def max_parts(self, least: int) -> Any:
+        """Maximum number of parts of a sequence in a batch-invariant call."""
         problem = self.problem
         last = problem.max_blocks * problem.spec.block_size - 1
         if isinstance(last, int):
-            return min(last // (least * self.rows) + 1, MOST_PARTS)
-        return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MOST_PARTS)
+            return min(last // (least * self.rows) + 1, MAX_PARTS)
+        return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MAX_PARTS)
 
     def _counts(self, first: Any) -> jax.Array:
-        """Stages of 32 sequences, one a thread of each warp."""
+        """Stages of 32 sequences, one per thread of each warp."""
         lane = lanes.thread_index() & (LANES - 1)
         index = lane + first
         is_one = index < self.problem.num_seqs
@@ -91,7 +91,7 @@ class Sequences:
         return self.stages(length)[1]
 
     def share(self, block: jax.Array, num_blocks: int) -> Share:
-        """The share of a block of threads, in stages."""
+        """The share of a thread block, in stages."""
         num_seqs = self.problem.num_seqs
         chunks = (
             -(-num_seqs // LANES) if isinstance(num_seqs, int) else lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
@@ -105,7 +105,7 @@ class Sequences:
         for mask in (1, 2, 4, 8, 16):
             total = total + lanes.shuffle_xor(total, mask)
         all_stages = lanes.of_first_thread(total)
-        size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), LEAST_STAGES)
+        size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), MIN_STAGES)
         start = jnp.minimum(block * size, all_stages)
         count = jnp.minimum(all_stages - start, size)
         where = lanes.splat(start, jnp.int32)
@@ -119,7 +119,7 @@ class Sequences:
             end = end + before
             lane = lanes.thread_index() & (LANES - 1)
             has = (end - mine <= where) & (where < end)
-            # One thread of one chunk has it; others add nothing.
+            # One thread of one chunk finds it; the others contribute 0.
             found = jnp.where(has, i * LANES + lane + 1, 0)
             into = jnp.where(has, where - (end - mine), 0)
             last = end
@@ -139,7 +139,7 @@ class Sequences:
         )
 
     def share_of_parts(self, block: jax.Array, num_blocks: int, least: int) -> Share:
-        """The share of a block of threads, from the first part on that begins in it; sequences have fixed parts."""
+        """The share of a thread block in a batch-invariant call: from the first part that starts in it."""
         share = self.share(block, num_blocks)
         _, count = self.stages(jnp.maximum(self.seq_lens[share.sequence], 0))
         part = self.part(count, least)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence its query rows see, and the removal of what they do not."""
+"""The mask: the tokens that query rows see, and masking of logits and values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvjax.kernels.attention.warp import Warp
 
 
 class Span(NamedTuple):
-    """Which positions of a sequence are seen.
+    """The visible positions of a sequence.
 
     Attributes:
-      length: the sequence's: its query tokens stand at the last positions before it.
-      start: the first that any query row sees.
-      end: from there on nothing is stored.
-      sees_all_from: from there on all query rows see what any sees ...
-      sees_all_to: ... up to there.
+      length: the sequence's length; query tokens are at its last positions.
+      start: the first position that any query row sees.
+      end: the end of the stored positions.
+      sees_all_from: start of the positions that all query rows see.
+      sees_all_to: their end.
     """
 
     length: jax.Array
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, length: jax.Array) -> Span:
-        """What is seen of a sequence of that length."""
+        """The visible positions of a sequence of a length."""
         q_len, window = problem.q_len, problem.window
         start = jnp.int32(0) if window is None else jnp.maximum(length - (q_len - 1 + window), 0)
         all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
@@ -45,14 +45,14 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a warp's query rows see.
+    """The mask of a warp's query rows.
 
     Attributes:
       problem: the call's.
-      plan: says which tokens of a tile a thread has.
+      plan: maps rows of a tile to tokens.
       warp: the warp.
       table: reference to the block table, flat.
-      num_blocks: blocks from 0 to less than this exist: a uint32 register.
+      num_blocks: number of blocks of the cache, a uint32 register.
     """
 
     problem: Problem
@@ -70,7 +70,7 @@ class Seen:
         return position, block < self.num_blocks
 
     def logits(self, start: jax.Array, entries: jax.Array, span: Span, logits: list[jax.Array]) -> list[jax.Array]:
-        """Logits of a tile with -inf where a query row does not see a token."""
+        """Logits of a tile, -inf where a query row does not see a token."""
         problem = self.problem
         none = lanes.splat(-jnp.inf, jnp.float32)
         logits = list(logits)
@@ -88,10 +88,10 @@ class Seen:
         return logits
 
     def values(self, start: jax.Array, entries: jax.Array, span: Span, values: Values) -> Values:
-        """Values of a tile with zeros where no query row sees a token.
+        """Values of a tile, zero where no query row sees a token.
 
-        They may be NaN there, which a weight of 0 does not remove. Of NVFP4 block scales are cleared: a code is always
-        finite.
+        They may be NaN there, which a weight of 0 would not mask. For NVFP4 the block scales are cleared, since codes
+        are always finite.
         """
         zero = lanes.splat(0, jnp.uint32)
         masks = []

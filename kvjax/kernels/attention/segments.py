@@ -1,4 +1,4 @@
-"""The end of a segment, which is what a block has of one sequence: its warps are joined, and the state is stored."""
+"""The epilogue of a segment, a thread block's share of one sequence: combines its warps, and stores the result."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvjax.kernels.registers import LANES
 
 
 def state_registers(problem: Problem) -> int:
-    """Registers of a warp's state: largest logits, totals and output."""
+    """Number of registers of a warp's state: largest logits, totals and output."""
     fmt, size = problem.format, problem.spec.head_size_v
-    runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_a_unit  # of eight dims
+    runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_per_unit  # of eight dims
     return problem.tiles * (4 + 4 * -(-runs // 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """What stores a warp's segments.
+    """Stores a warp's segments.
 
     Attributes:
       problem: the call's.
-      config: how it is launched.
-      refs: its arrays.
+      config: the launch configuration.
+      refs: the references.
       warp: the warp.
-      rows: says which dims the output's registers are.
-      buffer: shared memory, free once all warps have read the last stage.
+      rows: maps the output's registers to dims.
+      buffer: shared memory, reused after all warps have read the last stage.
     """
 
     problem: Problem
@@ -54,7 +54,7 @@ class Segments:
         whole: jax.Array,
         part: jax.Array,
     ) -> None:
-        """Joins what warps of a head have, and stores it: the result if it is `whole`, else as a `part` for `merge`."""
+        """Combines the states of a head's warps, and stores the result if it is `whole`, else as `part` for `merge`."""
         problem, config = self.problem, self.config
         total = [lanes.sum_over_rows(x) for x in state.total]
         registers = [*state.largest, *total, *state.output]
@@ -77,31 +77,31 @@ class Segments:
             self.store_part(part, largest, total, output, stores)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
-        """Stores which blocks of threads have parts of a sequence."""
+        """Stores the range of thread blocks that have parts of a sequence."""
         is_one = (self.warp.thread == 0) & (lax.axis_index("warpgroup") == 0) & (lax.axis_index("heads") == 0)
         for i, value in enumerate((first, last)):
             index = self.warp.thread * 0 + (2 * sequence + i)
             lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), is_one)
 
     def joined(self, registers: list[jax.Array]) -> list[jax.Array]:
-        """The state of all warps of a head, in the first of them."""
+        """The combined state of all warps of a head, in the first of them."""
         problem, config = self.problem, self.config
         lane = self.warp.lane
         count, rows = len(registers), 2 * problem.tiles
 
-        def place(warp: Any, register: int) -> jax.Array:
+        def offset(warp: Any, register: int) -> jax.Array:
             return (((warp - config.heads) * count + register) * LANES + lane) * 4
 
         lanes.wait_for_block()  # all stages have been read
         others = self.warp.works & (self.warp.number >= config.heads)
         for i, x in enumerate(registers):
-            lanes.store_shared(self.buffer, place(self.warp.number, i), [x], 4, others)
+            lanes.store_shared(self.buffer, offset(self.warp.number, i), [x], 4, others)
         lanes.wait_for_block()
 
         def body(group: jax.Array, mine: list[jax.Array]) -> list[jax.Array]:
             warp = self.warp.head + group * config.heads
             other = [
-                lanes.bits(lanes.load_shared(self.buffer, place(warp, i), 4)[0], jnp.float32) for i in range(count)
+                lanes.bits(lanes.load_shared(self.buffer, offset(warp, i), 4)[0], jnp.float32) for i in range(count)
             ]
             result = list(mine)
             for row in range(rows):
@@ -117,14 +117,14 @@ class Segments:
         return list(registers)
 
     def registers_of_row(self, row: int) -> list[int]:
-        """Which of a state's registers are output of one of its two rows a tile."""
+        """Indices of the state's output registers for one of its rows, of which it has two per tile."""
         start = 4 * self.problem.tiles
         tile, i = divmod(row, 2)
         products = self.rows.products
         return [start + 4 * (tile * products + product) + j for product in range(products) for j in (i, i + 2)]
 
     def query_rows(self) -> Iterator[tuple[int, jax.Array, jax.Array, jax.Array]]:
-        """Of each row of the state: its number, the query row, whether there is one, and its query head and token."""
+        """For each row of the state: its number, whether it is a query row, and its query token and head."""
         problem = self.problem
         for row in range(2 * problem.tiles):
             query_row = row // 2 * COLUMNS + 2 * self.warp.column + row % 2
@@ -149,7 +149,7 @@ class Segments:
             self.store_row(self.refs.out, index, row, [x * inverse for x in self.of_row(output, row)], here)
 
     def of_row(self, output: list[jax.Array], row: int) -> list[jax.Array]:
-        """The registers of the output that are of a row of the state."""
+        """The output registers of a row of the state."""
         return [output[i - 4 * self.problem.tiles] for i in self.registers_of_row(row)]
 
     def store_row(self, ref: Any, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
@@ -168,7 +168,7 @@ class Segments:
         output: list[jax.Array],
         stores: jax.Array,
     ) -> None:
-        """Stores a part of a sequence: the output before it is normalized, the largest logit and the total."""
+        """Stores a part of a sequence: the unnormalized output, the largest logit and the total."""
         problem = self.problem
         for row, is_row, token, head in self.query_rows():
             index = (part * problem.q_len + token) * problem.num_heads + head

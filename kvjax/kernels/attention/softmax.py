@@ -1,7 +1,7 @@
-"""The softmax of a warp's query rows while their tokens pass: its state, and what is made of it in the end.
+"""The online softmax of a warp's query rows, and its normalization.
 
-It runs in the registers of the logits. Its largest logit is raised only where one is more than `HEADROOM` above it, for
-then no weight is past what float16 holds and the output need not be scaled again at every step.
+It runs in the registers of the logits. The largest logit is raised only where another exceeds it by more than
+`HEADROOM`: weights then stay within float16, and the output is rescaled rarely instead of at every step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvjax.kernels.attention.problem import Problem, Refs
 LOG2_E = math.log2(math.e)
 
 HEADROOM = 8.0
-"""How far a logit may be above the largest that weights are relative to, in powers of two."""
+"""How far logits may exceed the largest logit that weights are relative to, as a binary logarithm."""
 
 LOWEST = -1e30
-"""Stands for the largest logit of a row that has seen nothing: lower than any, and finite, for differences of it."""
+"""The largest logit of a row that has seen no token: below all logits, and finite, so that differences are defined."""
 
 
 class State(NamedTuple):
@@ -40,13 +40,13 @@ class State(NamedTuple):
 
     @classmethod
     def empty(cls, tiles: int, products: int) -> State:
-        """The state of rows that have seen nothing, of so many tiles of query rows and products of 16 dims."""
+        """The state of rows that have seen no token, for a number of query row tiles and of products of 16 dims."""
         zero = lanes.splat(0.0, jnp.float32)
         return cls([lanes.splat(LOWEST, jnp.float32)] * 2 * tiles, [zero] * 2 * tiles, [zero] * 4 * tiles * products)
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """`cap * tanh(x / cap)` where there is a cap; logits are in powers of two, as the cap then is."""
+    """`cap * tanh(x / cap)` where there is a cap; logits are binary logarithms, and the cap is converted."""
     if cap is None:
         return x
     # tanh(y) = 1 - 2 / (e**(2 y) + 1), with y = x / (cap * log2(e)) and so e**(2 y) = 2 ** (2 x / cap).
@@ -55,7 +55,7 @@ def capped(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def raised(state: State, logits: list[list[jax.Array]]) -> State:
-    """The state with its largest logits raised where one is too far above them."""
+    """The state with its largest logits raised where a logit exceeds them too far."""
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
@@ -87,7 +87,7 @@ def raised(state: State, logits: list[list[jax.Array]]) -> State:
 def weights(
     logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array], dtype: Any
 ) -> list[list[jax.Array]]:
-    """A tile's weights as operands, by tile of query rows; adds them to `total`.
+    """The weights of a tile as matrix operands, by tile of query rows; adds them to `total`.
 
     Column `j` of a tile of query rows has registers j and j + 2 of the tile's four.
     """
@@ -103,17 +103,17 @@ def weights(
 
 
 def sink(problem: Problem, refs: Refs, head: jax.Array, is_row: jax.Array) -> jax.Array:
-    """The sinks of rows of these heads, -inf where there are none."""
+    """The sinks of the rows' heads; -inf without sinks."""
     if not problem.has_sinks:
         return lanes.splat(-jnp.inf, jnp.float32)
     return lanes.bits(lanes.load_global(refs.sinks, head, is_row), jnp.float32)
 
 
 def normalized(largest: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a row's output has to be multiplied by, and its log-sum-exp, of its largest logit and total.
+    """The factor that normalizes a row's output, and its log-sum-exp, from its largest logit and total.
 
-    Logits are in powers of two, but for the sink; the log-sum-exp is natural. A row that has seen nothing is 0 and has
-    the sink's logit, -inf without one.
+    Logits are binary logarithms, except for the sink; the log-sum-exp is natural. For a row that has seen no token the
+    factor is 0 and the log-sum-exp the sink's logit, -inf without one.
     """
     sink = sink * np.float32(LOG2_E)
     raised = jnp.maximum(largest, sink)

@@ -1,13 +1,12 @@
-"""What a stage holds, and where it lies in shared memory: the plan of a ring of stages.
+"""The layout of stages in shared memory.
 
-A stage is `tiles` runs of 16 tokens of one sequence, of all KV heads of the block. Where a page's bytes allow, its
-tiles travel in bulk copies, each as long as the layout has contiguous bytes; elsewhere all threads copy together, up to
-16 bytes at a time. Memory serves bulk copies at a higher rate: they pass no caches, and take an instruction for
-kilobytes.
+A stage is `tiles` runs of 16 tokens of one sequence, for all KV heads of the thread block. Where alignment allows, its
+tiles are copied by bulk copies, one for each contiguous run of bytes; otherwise all threads copy together, up to 16
+bytes at a time. Bulk copies reach a higher memory rate: they bypass the caches, and one instruction copies kilobytes.
 
-Rows are `pitch` bytes apart in shared memory. `ldmatrix` reads eight rows of 16 bytes at once, which should start at
-eight different multiples of 16 bytes modulo 128: rows of values are padded to that where it costs least, which is where
-they are small and conflicts would otherwise bound the kernel.
+Rows are `pitch` bytes apart in shared memory. `ldmatrix` reads eight rows of 16 bytes at once; to avoid bank conflicts
+these should start at eight different multiples of 16 bytes modulo 128. Rows of values are padded to that where they are
+small, where padding costs least and conflicts would bound the kernel.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ TILE = 16
 """Tokens of one product."""
 
 COPY_BYTES = 16
-"""Bytes that a thread copies at once, at most, and that bulk copies and their addresses are multiples of."""
+"""Maximum bytes of a thread's copy, and alignment of sizes and addresses of bulk copies."""
 
 PADDED_BYTES = 256
-"""Values of a token, of all heads, from which on padding them is worth a bulk copy for each pair of tokens."""
+"""Bytes of a token's values, over all heads, from which on padding is worth one bulk copy per pair of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedRows:
     """Rows of one kind in a stage.
 
-    The 16 tokens of a tile are two halves of the eight rows of a matrix (`StagePlan.token`).
+    The 16 tokens of a tile are the eight rows of two matrices, its halves (`StagePlan.token`).
 
     Attributes:
-      page: where they are in a page.
-      page_stride: bytes from a page to the next.
-      start: where they begin in their tile.
-      pitch: bytes from a row to the next of its half.
-      half_pitch: bytes from a row to that of the other half.
-      head_stride: bytes from a head to the next.
-      tile_stride: bytes from a tile to the next.
-      unit: bytes that a thread copies; of bulk copies what all their addresses are multiples of.
+      page: their layout in a page.
+      page_stride: bytes between pages.
+      start: their offset in a tile.
+      pitch: bytes between rows of a half.
+      half_pitch: bytes from a row to the same row of the other half.
+      head_stride: bytes between heads.
+      tile_stride: bytes between tiles.
+      unit: bytes of a thread's copy; for bulk copies the alignment of all addresses.
     """
 
     page: PageRegion
@@ -59,29 +58,29 @@ class SharedRows:
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's heads are nearer to each other than a head's tokens."""
+        """Whether the heads of a token are closer together than the tokens of a head."""
         return self.page.token_stride >= self.page.head_stride
 
     @property
     def alignment(self) -> int:
-        """Bytes that each row's offset is a multiple of, up to 16."""
+        """Alignment of all row offsets in bytes, up to 16."""
         return math.gcd(self.start, self.pitch, self.half_pitch, self.head_stride, self.tile_stride, 16)
 
     def offset(self, row: Any, half: Any = 0) -> Any:
-        """Where a row begins, counted from its head's part of its tile."""
+        """Offset of a row in its head's part of its tile."""
         return self.start + row * self.pitch + half * self.half_pitch
 
 
 class Chunk(NamedTuple):
-    """A run of bytes that a bulk copy brings for a tile.
+    """A contiguous run of bytes that a bulk copy copies for a tile.
 
     Attributes:
-      source: byte of the page, for the page's first tile and the block's first head.
-      to: byte of the tile in shared memory.
+      source: source byte in the page, for the page's first tile and the thread block's first head.
+      to: destination byte in the tile.
       size: bytes.
-      token_stride: bytes from a token to the next in the page.
-      head_stride: bytes from a head to the next in the page.
-      half: 0 in the pages of keys, 1 in those of values; 0 where these are one array.
+      token_stride: bytes between tokens in the page.
+      head_stride: bytes between heads in the page.
+      half: 0 for the pages of keys, 1 for those of values; 0 where these are one array.
     """
 
     source: int
@@ -94,17 +93,17 @@ class Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What a stage holds.
+    """The contents of a stage.
 
     Attributes:
       block_size: tokens of a page.
-      heads: KV heads of the block of threads.
+      heads: KV heads of the thread block.
       tiles: runs of 16 tokens.
       keys: data and, for NVFP4, block scales.
       values: the same.
       stage_bytes: bytes of the stage.
-      interleaved: whether the halves of a tile are its even and its odd tokens, or else its first eight and its last.
-      chunks: the bulk copies of a tile; none where threads copy.
+      interleaved: whether the halves of a tile are its even and odd tokens; otherwise its first and last eight.
+      chunks: the bulk copies of a tile; empty where threads copy.
     """
 
     block_size: int
@@ -120,7 +119,7 @@ class StagePlan:
     def of(
         cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
     ) -> StagePlan:
-        """The plan for caches of `spec`, whose keys and values lie in `memory`: in one array if `one_memory`."""
+        """The plan for caches of `spec` with keys and values in `memory`, which is one array if `one_memory`."""
         in_bulk = cls._in_bulk(spec, memory, heads, tiles, one_memory=one_memory)
         return in_bulk or cls._by_threads(spec, memory, heads, tiles)
 
@@ -128,7 +127,7 @@ class StagePlan:
     def _in_bulk(
         cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
     ) -> StagePlan | None:
-        """Rows in the order of the page, but for 16 bytes after each pair of tokens of values; None if unaligned."""
+        """Rows in the order of the page, with 16 bytes of padding after pairs of values; None if unaligned."""
         if spec.block_size % TILE or _divides_words(memory):
             return None
         values = memory[1].regions[0]
@@ -156,7 +155,7 @@ class StagePlan:
 
     @classmethod
     def _by_threads(cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int) -> StagePlan:
-        """A head's rows together, padded to an odd multiple of 16 bytes where that helps."""
+        """Rows of a head contiguous, padded to an odd multiple of 16 bytes where that avoids bank conflicts."""
         start = 0
         placed: list[SharedRows] = []
         for is_values, half in enumerate(memory):
@@ -168,7 +167,7 @@ class StagePlan:
                 )  # fmt: skip
                 padded = not is_scales and row % (2 * COPY_BYTES) == 0 and (is_values or row > 4 * COPY_BYTES)
                 pitch = row + (COPY_BYTES if padded else 0)
-                # An odd multiple of 64: what heads beside each other in a page are stored in different banks.
+                # An odd multiple of 64, so that rows of neighbouring heads are in different banks.
                 head_stride = (TILE * pitch + 63) // 128 * 128 + 64
                 placed.append(
                     SharedRows(
@@ -183,7 +182,7 @@ class StagePlan:
         )  # fmt: skip
 
     def token(self, row: Any, half: Any) -> Any:
-        """Which token of its tile a row of a half is."""
+        """The token in its tile of a row of a half."""
         return 2 * row + half if self.interleaved else row + 8 * half
 
     @property
@@ -193,7 +192,7 @@ class StagePlan:
 
     @property
     def copies_asynchronously(self) -> bool:
-        """Whether rows are copied in units that asynchronous copies have, of 4 bytes or more."""
+        """Whether all copies are of 4 bytes or more, which asynchronous copies require."""
         return all(rows.unit >= 4 for rows in (*self.keys, *self.values))
 
     @property
@@ -203,7 +202,7 @@ class StagePlan:
 
 
 def _divides_words(memory: Sequence[PageMemory]) -> bool:
-    """Whether the scales of four tokens, which the swizzled layout has side by side, may lie in two of its rows."""
+    """Whether the scales of four tokens, contiguous in the swizzled layout, may extend over two of its rows."""
     regions = [region for half in memory for region in half.regions]
     return any(region.swizzled and region.row_bytes % SWIZZLE_TOKENS for region in regions)
 
@@ -211,9 +210,9 @@ def _divides_words(memory: Sequence[PageMemory]) -> bool:
 def _in_order(
     region: PageRegion, page_stride: int, start: int, heads: int, pad: int, *, interleaved: bool
 ) -> tuple[SharedRows, int]:
-    """Rows from `start` of a tile on in the order of the page, `pad` bytes after each pair of tokens; and their end.
+    """Rows from `start` of a tile in the order of the page, with `pad` bytes between pairs of tokens; and their end.
 
-    There is no padding after the last pair, which then is contiguous with what follows.
+    There is no padding after the last pair, so that it is contiguous with what follows.
     """
     by_token = region.token_stride >= region.head_stride
     token = heads * region.row_bytes if by_token else region.row_bytes
@@ -225,7 +224,7 @@ def _in_order(
 
 
 def _chunks(rows: SharedRows, heads: int, half: int, *, interleaved: bool) -> list[Chunk]:
-    """A chunk for each run of rows of one token that is contiguous in the page: all heads', or else one head's."""
+    """A chunk for each contiguous run of rows of one token: of all heads, or of one."""
     region = rows.page
     is_run = rows.by_token and region.head_stride == region.row_bytes
     chunks: list[Chunk] = []
@@ -240,7 +239,7 @@ def _chunks(rows: SharedRows, heads: int, half: int, *, interleaved: bool) -> li
 
 
 def _are_aligned(chunks: Sequence[Chunk], spec: AttentionSpec, memory: Sequence[PageMemory], heads: int) -> bool:
-    """Whether all that bulk copies are given is a multiple of 16 bytes, for every page, tile of it and first head."""
+    """Whether sizes and addresses of bulk copies are multiples of 16 bytes, for every page, tile and first head."""
     numbers = [number for half in memory for number in (half.page_stride, half.alignment)]
     for chunk in chunks:
         numbers += [chunk.source, chunk.to, chunk.size]
@@ -250,7 +249,7 @@ def _are_aligned(chunks: Sequence[Chunk], spec: AttentionSpec, memory: Sequence[
 
 
 def _merged(chunks: list[Chunk], *, across: bool) -> list[Chunk]:
-    """The chunks with those joined that follow each other in the page and in the tile; `across` regions too."""
+    """Merges chunks that are contiguous both in the page and in the tile; also across regions with `across`."""
     merged: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: (chunk.half, chunk.source)):
         if merged:

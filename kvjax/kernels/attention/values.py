@@ -1,4 +1,4 @@
-"""Values of a stage as the first operand of products, and their products with the weights: the output."""
+"""Values of a stage as the first matrix operand, and the output: their products with the weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from kvjax.kernels.attention.stages import SharedRows, StagePlan
 from kvjax.kernels.attention.warp import Warp
 from kvjax.pages import swizzled_position
 
-MOST_RUNS_OF_TERMS = 16
-"""Runs of eight float32, at most and an even number, whose terms a thread has at once."""
+MAX_RUNS_OF_TERMS = 16
+"""Maximum number of runs of eight float32 whose terms a thread holds at once; even."""
 
 
 class Values(NamedTuple):
-    """Values of a tile: of each run of eight units of a row a register for tokens 0 to 7 and one for 8 to 15.
+    """Values of a tile: for each run of eight units of a row, a register for tokens 0 to 7 and one for 8 to 15.
 
-    Where values are sums of terms, `words` has all runs of the first term before those of the next.
-
-    `scales`: NVFP4: their block scales, each two tokens' as a float16 pair.
+    Where values are sums of terms, `words` has all runs of the first term before those of the next. For NVFP4, `scales`
+    are their block scales, those of two tokens as a float16 pair.
     """
 
     words: list[list[jax.Array]]
@@ -34,7 +33,7 @@ class Values(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ValueRows:
-    """The values that a warp reads of the stages in `buffer`."""
+    """The values that a warp reads from the stages in `buffer`."""
 
     problem: Problem
     plan: StagePlan
@@ -53,12 +52,12 @@ class ValueRows:
 
     @functools.cached_property
     def products(self) -> int:
-        """Products of 16 dims that a value row takes."""
-        return -(-self.tiles * self.problem.format.elements_a_unit // 2)
+        """Matrix products of 16 dims that cover a value row."""
+        return -(-self.tiles * self.problem.format.elements_per_unit // 2)
 
     def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
-        """Which dim row `8 * half + g` of a product is, and whether there is such a dim."""
-        each = self.problem.format.elements_a_unit
+        """The dim of row `8 * half + g` of a product, and whether it exists."""
+        each = self.problem.format.elements_per_unit
         tile, element = divmod(2 * product + half, each)
         unit = 8 * tile + self.warp.row
         return unit * each + element, unit < self.units
@@ -66,22 +65,22 @@ class ValueRows:
     @functools.cached_property
     def pieces(self) -> list[range]:
         """Runs of eight units that are loaded together: all, but of float32, whose terms would take all registers."""
-        most = MOST_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
-        return [range(start, min(start + most, self.tiles)) for start in range(0, self.tiles, most)]
+        size = MAX_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
+        return [range(start, min(start + size, self.tiles)) for start in range(0, self.tiles, size)]
 
     def load(self, slot: jax.Array, tile: int, piece: range) -> Values:
-        """A piece of a tile's values: as they are stored, or as terms of float32."""
+        """Loads a piece of a tile's values: as stored, or as terms of float32."""
         words = self.terms(slot, tile, piece) if self.problem.format.bits == 32 else self.words(slot, tile)
         return Values(words, self.scales(slot, tile) if self.problem.format.has_block_scales else [])
 
     def accumulate(self, values: Values, piece: range, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
-        """Adds a piece of a tile's values, weighted, to `output`."""
+        """Adds the products of a piece of a tile's values with the weights to `output`."""
         zero = lanes.splat(0, jnp.uint32)
         rows: list[list[jax.Array]] = []  # by run of eight dims: tokens 0 to 7, tokens 8 to 15
         products, done = self.products, 0
         for index, words in enumerate(values.words):
             if index % len(piece) == 0:  # a term begins
-                done = piece.start * self.problem.format.elements_a_unit // 2
+                done = piece.start * self.problem.format.elements_per_unit // 2
             pairs = [
                 self.problem.format.value_pairs(word, values.scales[index][half] if values.scales else None)
                 for half, word in enumerate(words)
@@ -98,10 +97,10 @@ class ValueRows:
                 done += 1
 
     def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
-        """Of each run of eight units two registers, of tokens 0 to 7 and of 8 to 15."""
+        """For each run of eight units two registers: for tokens 0 to 7 and for 8 to 15."""
         result = []
         rows = self.plan.values[0]
-        base, known = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride
+        base, known = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride
         if rows.alignment % 16 == 0 and rows.page.row_bytes % 16 == 0:
             lane = self.warp.lane
             start = base + rows.offset(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 16
@@ -125,10 +124,10 @@ class ValueRows:
         return result
 
     def terms(self, slot: jax.Array, tile: int, piece: range) -> list[list[jax.Array]]:
-        """What `words` returns, of a piece of each term of float32."""
+        """As `words`, for a piece of each term of float32."""
         rows = self.plan.values[0]
         known = tile * rows.tile_stride
-        start = self.warp.place(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
+        start = self.warp.offset(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
         zero = lanes.splat(0, jnp.uint32)
         terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.format.value_terms)]
         for index in piece:
@@ -147,15 +146,15 @@ class ValueRows:
         return [run for runs in terms for run in runs]
 
     def scales(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
-        """By run of eight units, of tokens 0 to 7 and of 8 to 15: the block scales of two tokens as a pair.
+        """For each run of eight units, for tokens 0 to 7 and 8 to 15: the block scales of two tokens as a pair.
 
-        A run has two blocks: that of the first four units and that of the others.
+        A run has two blocks: the first four units and the others.
         """
         rows = self.plan.values[1]
-        base, known, count = self.warp.place(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
+        base, known, count = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
         half_of_run = self.warp.row >> 2
         scales: list[list[jax.Array]] = []
-        if rows.page.swizzled:  # the scales of four tokens lie side by side
+        if rows.page.swizzled:  # the scales of four tokens are contiguous
             return [self.swizzled_scales(base, known, rows, 2 * index + half_of_run) for index in range(self.tiles)]
         start = base + rows.offset(2 * self.warp.column)
         steps = [known + i * rows.pitch + half * rows.half_pitch for half in range(2) for i in range(2)]
@@ -178,7 +177,7 @@ class ValueRows:
         return scales
 
     def swizzled_scales(self, base: jax.Array, known: int, rows: SharedRows, block: jax.Array) -> list[jax.Array]:
-        """The scales of a block, of tokens of the first and of the other half."""
+        """The scales of a block, for tokens of the first and of the second half."""
         count = rows.page.row_bytes
         block = jnp.minimum(block, count - 1)
 

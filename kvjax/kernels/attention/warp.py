@@ -1,4 +1,4 @@
-"""Which thread this is, and what its warp has of a block's work."""
+"""Thread and warp indices, and the warp's share of a thread block's work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.kernels.registers import LANES, WARPS
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """Registers that say which thread of which warp this is; `of` traces them once, for use within loops.
+    """Registers of thread and warp indices; `of` traces them once, for use inside loops.
 
     Attributes:
       thread: the thread's number in its warpgroup.
@@ -26,8 +26,8 @@ class Warp:
       row: the thread's row in its warp, `g`.
       column: the thread's column in its warp, `c`.
       head: the warp's KV head in the block's group.
-      first_tile: the stage's first tile that is this warp's; a warp that has none of its own reads another's.
-      works: whether there is anything for this warp.
+      first_tile: the warp's first tile in a stage; a warp without work reads another's.
+      works: whether the warp has work.
       kv_head: the warp's KV head.
     """
 
@@ -42,7 +42,7 @@ class Warp:
 
     @classmethod
     def of(cls, config: DecodeConfig) -> Warp:
-        """The warp that runs this."""
+        """The indices of the executing warp."""
         thread = lanes.thread_index()
         number = lax.axis_index("warpgroup") * WARPS + (thread >> 5)
         row, column = (thread >> 2) & 7, thread & 3
@@ -56,12 +56,12 @@ class Warp:
         """The thread's number in its warp."""
         return self.thread & (LANES - 1)
 
-    def place(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
-        """Where what the warp reads of a stage begins, of one kind of rows."""
+    def offset(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
+        """Offset in the buffer of the rows of one kind that the warp reads from a stage."""
         return slot * plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
 
     def scale(self, problem: Problem, ref: Any, size: int) -> jax.Array:
-        """A decode scale of the warp's head, float32; 1 where the layer is not quantized and so has none."""
+        """The float32 decode scale of the warp's head; 1 where the layer is not quantized."""
         if problem.spec.quant_mode is KVQuantMode.NONE:
             return lanes.splat(1.0, jnp.float32)
         return lanes.bits(lanes.load_global(ref, self.kv_head if size > 1 else self.thread * 0), jnp.float32)

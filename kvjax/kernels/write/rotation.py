@@ -1,8 +1,8 @@
-"""Rotary position embedding as a part of the write kernel: rows of queries and keys, rotated before they are stored.
+"""Rotary position embedding in registers.
 
-A thread holds runs of pairs of elements, of all heads of a token, and the cosines and sines that all heads share. NeoX
-pairs element `i` of a head with `i + rot_dim / 2`: both are runs, loaded by themselves. GPT-J pairs neighbours: the two
-are the halves of a word, and rows are ones of words.
+A thread holds vectors of element pairs of all heads of a token, and the cosines and sines that the heads share. NeoX
+pairs element `i` of a head with `i + rot_dim / 2`, which are loaded separately. GPT-J pairs neighbours, which are
+loaded as the halves of uint32 words.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """What is rotated, and how.
+    """Parameters of the rotation.
 
     Attributes:
       dtype: of queries and keys, float16 or bfloat16.
       head_size: elements of a head.
-      rot_dim: of those, how many are rotated, the first; even.
-      is_neox: whether pairs are of halves, else of neighbours.
-      table_itemsize: bytes of a cosine.
+      rot_dim: the number of leading elements of a head that are rotated; even.
+      is_neox: whether elements `rot_dim / 2` apart form pairs (NeoX), or neighbours (GPT-J).
+      table_itemsize: bytes of a table element.
     """
 
     dtype: np.dtype[Any]
@@ -44,14 +44,14 @@ class Rotation:
     table_itemsize: int
 
     @property
-    def elements_a_column(self) -> int:
-        """A column is an element, or a word of two."""
+    def elements_per_column(self) -> int:
+        """Elements of a column: one, or two in a uint32 word."""
         return 1 if self.is_neox else 2
 
     @property
     def columns(self) -> int:
-        """Of a head."""
-        return self.head_size // self.elements_a_column
+        """Columns of a head."""
+        return self.head_size // self.elements_per_column
 
     def as_columns(self, x: jax.Array) -> jax.Array:
         """`[num_tokens, heads, head_size]` as rows of columns."""
@@ -73,20 +73,20 @@ class Rotation:
         position: jax.Array,
         store: Callable[[jax.Array, int], None],
     ) -> None:
-        """Rotates the heads of a token; `store` is given `[heads, columns]` and the column where they begin.
+        """Rotates the heads of a token; `store` is called with `[heads, columns]` and the index of the first column.
 
-        `table` holds a row of cosines and then sines for each position, of `rot_dim` elements.
+        `table` has a row of `rot_dim` elements for each position, cosines then sines.
         """
-        half, size = self.rot_dim // 2, self.elements_a_column
+        half, size = self.rot_dim // 2, self.elements_per_column
         column_bytes = size * self.dtype.itemsize
         run_bytes = math.gcd(source.alignment, self.columns * column_bytes, half * column_bytes, MAX_VECTOR_BYTES)
         table_bytes = math.gcd(half * self.table_itemsize, MAX_VECTOR_BYTES)
-        widest = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
-        layout = lane_layout((heads, half), widest)
+        max_vector = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
+        layout = lane_layout((heads, half), max_vector)
 
         def load(column: int, columns: int, layout: Any) -> jax.Array:
             rows = source.ref.at[token - source.first, pl.ds(source.start, heads * self.columns)]
-            if compat.interpreting():  # which knows no reshaped references
+            if compat.interpreting():  # which does not support reshaped references
                 return compat.load(rows, layout).reshape(heads, self.columns)[:, column : column + columns]
             return compat.load(rows.reshape(heads, self.columns).at[:, pl.ds(column, columns)], layout)
 
@@ -104,24 +104,24 @@ class Rotation:
             x, y = (each.astype(jnp.float32) for each in loaded)
         else:
             x, y = _halves(loaded[0], self.dtype)
-        turned = compat.ptx(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
+        rotated = compat.ptx(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
         other = compat.ptx(_SUM, quant.rotated_second, x, y, cos, sin)
         if self.is_neox:
-            store(_narrow(turned, self.dtype), 0)
+            store(_narrow(rotated, self.dtype), 0)
             store(_narrow(other, self.dtype), half)
         else:
-            store(_joined(turned, other, self.dtype), 0)
+            store(_joined(rotated, other, self.dtype), 0)
         if unrotated is not None:
             store(unrotated, self.columns - rest)
 
 
-# No compiler fuses these products with what follows, as it might where they were not PTX.
+# In PTX with explicit rounding, so that no compiler contracts products and sums to fused multiply-adds.
 _DIFFERENCE = "{ .reg .f32 p, q; mul.rn.ftz.f32 p, $1, $3; mul.rn.ftz.f32 q, $2, $4; sub.rn.ftz.f32 $0, p, q; }"
 _SUM = "{ .reg .f32 p, q; mul.rn.ftz.f32 p, $2, $3; mul.rn.ftz.f32 q, $1, $4; add.rn.ftz.f32 $0, p, q; }"
 
 
 def store_heads(rows: Rows, token: Number, columns: int, values: jax.Array, column: int) -> None:
-    """Stores `[heads, ...]` from `column` on of each head of a token, of so many columns, in `rows`."""
+    """Stores `[heads, ...]` from `column` on of each head of a token, where a head has `columns` columns."""
     (heads, count), (ref, start) = values.shape, rows[:2]
     if compat.interpreting():
         for head in range(heads):

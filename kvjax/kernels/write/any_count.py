@@ -1,0 +1,130 @@
+"""The write into caller-owned memory."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.memory import (
+    ANY_LENGTH,
+    PAGES,
+    SCALES,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    RowMemory,
+    Rows,
+    scale_arguments,
+    scales_of,
+)
+from kvjax.kernels.write import plan, program
+from kvjax.kernels.write.encoding import token_rows
+from kvjax.kernels.write.launch import write_kernel
+from kvjax.kernels.write.plan import MAX_ROTATED_TOKENS, RUNG_TOKENS, Rung
+from kvjax.kernels.write.rotation_step import RotatedMemory
+from kvjax.kernels.write.slots import Slots
+from kvjax.kernels.write.transfer import KVOperand
+from kvjax.spec import AttentionSpec
+
+
+def any_count(
+    spec: AttentionSpec,
+    rows: tuple[RowMemory, RowMemory],
+    pages: tuple[PageMemory, PageMemory],
+    slot_dtype: np.dtype[Any],
+    scale_sizes: tuple[int, int],
+    *,
+    unique_slots: bool,
+    scale_pages: tuple[PageMemory, PageMemory] | None = None,
+    rotated: RotatedMemory | None = None,
+) -> AnyCount:
+    """The write into caller-owned memory, for any number of tokens and blocks.
+
+    Args:
+      spec: the cache's.
+      rows: memory of keys and of values.
+      pages: memory of the keys' and of the values' pages.
+      slot_dtype: int32 or int64.
+      scale_sizes: elements of k_scale and v_scale, 1 or `num_kv_heads`.
+      unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be.
+      scale_pages: where each token and head has a scale, the memory these are written to, as its only region. It is
+        passed instead of k_scale and v_scale.
+      rotated: memory of queries and positions, to rotate keys and queries first.
+
+    Returns:
+      A kernel of slots, keys, values, the keys' and values' pages, those of `rotated`, k_scale, v_scale.
+    """
+    words_per_slot = np.dtype(slot_dtype).itemsize // 4
+    rungs = plan.rungs(spec, unique_slots, RUNG_TOKENS[-1] if rotated is None else MAX_ROTATED_TOKENS)
+    thresholds = [rung.min_tokens for rung in rungs]
+    rotation_arguments = () if rotated is None else rotated.arguments
+
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], staged: Sequence[Any]) -> None:
+        num_tokens, (slots, start) = counts["num_tokens"], arrays["slot_mapping"]
+        destinations = [memory.pages(*arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
+        step = None
+        if rotated is not None:
+            *staged, staged_keys = staged
+            step = rotated.step(arrays, counts["last_position"], staged_keys)
+        scales, scale_destinations = scales_of(arrays, scale_sizes, scale_pages)
+        operands = [
+            KVOperand(Rows(*arrays[name], memory.alignment), scale, destination, scale_destination)
+            for name, memory, scale, destination, scale_destination in zip(
+                ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
+            )
+        ]
+
+        def write_as(rung: Rung) -> None:
+            num_searched = None if unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
+            own_slots = Slots(slots, words_per_slot, counts["last_slot"], num_searched, start)
+            program.run(own_slots, operands, staged, spec, rung.config, num_tokens, rows[0].dtype, step)
+
+        def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
+            name, later_name = (f"from {each.min_tokens} tokens on" for each in (rung, later))
+            is_later = num_tokens >= later.min_tokens
+            program.branch(is_later, later_name, write_later, name, functools.partial(write_as, rung))
+
+        # Nested branches rather than one after the other: a program that has written its tokens ends.
+        write = functools.partial(write_as, rungs[-1])
+        for rung, later in reversed(list(itertools.pairwise(rungs))):
+            write = functools.partial(select, rung, later, write)
+        write()
+
+    as_rows = functools.partial(token_rows, spec=spec)
+
+    def num_programs(num_tokens: int) -> int:
+        return rungs[bisect.bisect_right(thresholds, num_tokens) - 1].config.num_programs(num_tokens)
+
+    return AnyCount(
+        body,
+        functools.partial(
+            write_kernel,
+            spec=spec,
+            tokens=max(rung.config.tokens for rung in rungs),
+            grid=ANY_LENGTH,
+            rotated_dtype=None if rotated is None else rows[0].dtype,
+        ),
+        ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
+        (
+            Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), np.dtype(slot_dtype).itemsize),
+            rows[0].argument("key", as_rows if rotated is None else rotated.rotation.as_columns),
+            rows[1].argument("value", as_rows),
+            *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),
+            *rotation_arguments,
+            *scale_arguments(spec, scale_sizes, scale_pages),
+        ),
+        writes=(
+            *PAGES,
+            *(() if rotated is None else ("rotated_query",)),
+            *(() if scale_pages is None else SCALES),
+        ),
+        num_programs=num_programs,
+    )

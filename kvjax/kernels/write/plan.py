@@ -1,0 +1,99 @@
+"""Launch configurations: how many tokens a program takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.spec import AttentionSpec
+
+PROGRAMS = 264
+"""Minimum number of programs of a launch, given enough tokens: two for each multiprocessor of an H200."""
+
+ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
+ELEMENTS |= dict.fromkeys((KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT8_PER_TOKEN_HEAD), 2048)
+"""Maximum number of key (or value) elements of a program. With NVFP4 that is 2,048 where the elements of a token are a
+power of two, and more for head sizes such as 96. Measured on an H200 (docs/notes/kernels.md): smaller programs leave
+threads idle or repeat computations that a larger program shares between tokens; larger ones use so many registers that
+fewer programs fit a multiprocessor. The values for per-token-head scales are not measured but those of fp8."""
+
+SEARCHED = 16 * PROGRAMS
+"""Writes of fewer tokens find repeated slots themselves: every program reads all slots that follow its own. At 4,096
+tokens the search takes 1.4 to 4.5 us. For this many tokens and more the caller makes the slots unique."""
+
+RUNG_TOKENS = (1, 2, 4, 16, 64)
+"""Tokens per program that a kernel for any number of tokens selects from. More than the last are never needed."""
+
+MAX_ROTATED_TOKENS = 4
+"""Maximum tokens per program of a kernel for any number of tokens that rotates: its code is unrolled over tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteConfig:
+    """How the write is launched.
+
+    Attributes:
+      tokens: tokens per program.
+      split_kv: whether separate programs write the keys and the values of these tokens.
+    """
+
+    tokens: int
+    split_kv: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"{self.tokens=} must be positive")
+
+    @classmethod
+    def by_min_tokens(cls, spec: AttentionSpec) -> dict[int, WriteConfig]:
+        """Maps the smallest number of tokens for which a configuration is used to that configuration.
+
+        A program takes up to `ELEMENTS` elements if the launch still has `PROGRAMS` programs. For few tokens, formats
+        that compute scales split keys and values: a warp encodes them one after the other, and no other work hides the
+        latency.
+        """
+        max_tokens = ELEMENTS[spec.quant_mode] // elements_per_token(spec)
+        smallest = cls(1, split_kv=spec.stores_scales)
+        larger = [cls(1 << i) for i in range(1, max(1, max_tokens).bit_length())] or [cls(1)]
+        return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
+        """The configuration for a known number of tokens."""
+        configs = cls.by_min_tokens(spec)
+        return configs[max(least for least in configs if least <= max(num_tokens, 1))]
+
+    def num_programs(self, num_tokens: int) -> int:
+        """Programs of a launch."""
+        return -(-num_tokens // self.tokens) * (2 if self.split_kv else 1)
+
+
+def elements_per_token(spec: AttentionSpec) -> int:
+    """Elements of a token's keys or values, whichever are more."""
+    return spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
+
+
+class Rung(NamedTuple):
+    """A configuration that a kernel for any number of tokens uses from `min_tokens` tokens up to the next rung's."""
+
+    min_tokens: int
+    config: WriteConfig
+
+
+def rungs(spec: AttentionSpec, unique_slots: bool, max_tokens: int = RUNG_TOKENS[-1]) -> list[Rung]:
+    """The configurations that a kernel for any number of tokens selects from, each of at most `max_tokens` tokens.
+
+    Selects those of `WriteConfig.by_min_tokens` that `RUNG_TOKENS` lists, and the largest. Unless slots are unique,
+    a rung at `SEARCHED` switches the search for repeated slots off. fp8 of 1,024 elements per token and more has one
+    configuration: saving the selection for few tokens gains more than it costs for very many (docs/notes/kernels.md).
+    """
+    configs = {
+        least: config for least, config in WriteConfig.by_min_tokens(spec).items() if config.tokens <= max_tokens
+    }
+    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and elements_per_token(spec) >= ELEMENTS[KVQuantMode.NONE]:
+        configs = {1: configs[1]}
+    [*_, largest] = configs.values()
+    selected = {least: config for least, config in configs.items() if config.tokens in RUNG_TOKENS or config is largest}
+    thresholds = sorted(selected if unique_slots else {*selected, SEARCHED})
+    return [Rung(least, selected[max(below for below in selected if below <= least)]) for least in thresholds]

@@ -1,0 +1,276 @@
+"""What one program of the write kernel does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.kernels import compat
+from kvjax.kernels.memory import Number
+from kvjax.kernels.write.encoding import (
+    LoadedRows,
+    encode_blocks,
+    encode_heads,
+    load_blocks,
+    load_heads,
+    row_copy,
+    row_encoder,
+)
+from kvjax.kernels.write.plan import WriteConfig
+from kvjax.kernels.write.rotation_step import RotationStep
+from kvjax.kernels.write.slots import Position, Slots
+from kvjax.kernels.write.transfer import KVOperand, RowCopy, Scatter
+from kvjax.spec import AttentionSpec
+
+StagedOperand = tuple[KVOperand, Sequence[Any]]
+"""Keys or values, and the shared memory for their data and scales."""
+
+
+class Program(NamedTuple):
+    """The tokens of a program.
+
+    Attributes:
+      spec: the cache's.
+      dtype: dtype of keys and values.
+      slots: slots of the call.
+      tokens: tokens of the program.
+      first: the first of them.
+      first_owned: the first that the program writes. The last program starts early instead of reading past the end;
+        the tokens before `first_owned` belong to the program before it.
+    """
+
+    spec: AttentionSpec
+    dtype: Any
+    slots: Slots
+    tokens: int
+    first: jax.Array
+    first_owned: jax.Array
+
+
+def run(
+    slots: Slots,
+    operands: Sequence[KVOperand],
+    staged: Sequence[Any],
+    spec: AttentionSpec,
+    config: WriteConfig,
+    num_tokens: Number,
+    dtype: Any,
+    rotation: RotationStep | None = None,
+) -> None:
+    """The body of the kernel.
+
+    `operands` are the keys and the values; `staged` is shared memory for data and scales of each, empty where pages
+    hold no scales.
+    """
+    index = lax.axis_index("program")
+    which = lax.rem(index, jnp.int32(2)) if config.split_kv else None
+    first_owned = (lax.div(index, jnp.int32(2)) if config.split_kv else index) * config.tokens
+    first = first_owned if config.tokens == 1 else jnp.minimum(first_owned, num_tokens - config.tokens)
+    program = Program(spec, dtype, slots, config.tokens, first, first_owned)
+    if not staged:
+        write = _write_token if config.tokens == 1 else _write_tokens
+        write(program, operands, rotation)
+        return
+    if rotation is not None:
+        operands = _rotated(program, operands, rotation, which)
+    both = list(zip(operands, itertools.batched(staged, 2), strict=True))
+    write_staged = functools.partial(_write_token_staged if config.tokens == 1 else _write_tokens_staged, program)
+    if which is None:
+        write_staged(both)
+    else:
+        keys, values = both
+        branch(which == 0, "keys", lambda: write_staged([keys]), "values", lambda: write_staged([values]))
+
+
+def branch(
+    condition: bool | jax.Array, name: str, then: Callable[[], None], other_name: str, otherwise: Callable[[], None]
+) -> None:
+    """Runs one of two functions; their names keep the compiler from merging the ends of the branches."""
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+        return
+
+    def named(name: str, run: Callable[[], None]) -> Callable[[], None]:
+        def run_to_end() -> None:
+            run()
+            compat.prevent_tail_merging(name)
+
+        return run_to_end
+
+    lax.cond(condition, named(name, then), named(other_name, otherwise))
+
+
+def _write_token(program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None) -> None:
+    """Writes one token through registers."""
+    positions, copies, loaded = _load_rows(program, operands, rotation)
+    # The compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
+    compat.barrier()
+    # The addresses of scales may be in another line of constant memory, for which the loads of rows need not wait.
+    encoders = _row_encoders(program, operands, copies)
+    _store_rows(program, operands, positions, copies, encoders, loaded)
+
+
+def _write_tokens(program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None) -> None:
+    """Writes several tokens through registers; scales are loaded before the barrier, which takes fewer registers."""
+    positions, copies, loaded = _load_rows(program, operands, rotation)
+    encoders = _row_encoders(program, operands, copies)
+    compat.barrier()  # as in `_write_token`
+    _store_rows(program, operands, positions, copies, encoders, loaded)
+
+
+def _load_rows(
+    program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None
+) -> tuple[list[Position], list[RowCopy], list[list[jax.Array]]]:
+    """Loads slots and rows: a position per token, a copy per operand, and the rows of each token and operand."""
+    slots, spec = program.slots, program.spec
+    tokens = [program.first + i for i in range(program.tokens)]
+    positions = [
+        slots.position(lambda word: slots.ref[word], token, token >= program.first_owned, spec) for token in tokens
+    ]
+    copies = [row_copy(spec, operand, program.dtype) for operand in operands]
+    if rotation is None:
+        both = list(zip(copies, operands, strict=True))
+        return positions, copies, [[copy.load(operand.rows, token) for copy, operand in both] for token in tokens]
+    # Values are loaded first, so that these loads overlap the rotation of the keys.
+    key_copy, value_copy = copies
+    values = [value_copy.load(operands[1].rows, token) for token in tokens]
+    keys, _ = _rotated(program, operands, rotation, None)
+    loaded = [[key_copy.load(keys.rows, token), value] for token, value in zip(tokens, values, strict=True)]
+    return positions, copies, loaded
+
+
+def _row_encoders(
+    program: Program, operands: Sequence[KVOperand], copies: Sequence[RowCopy]
+) -> list[Callable[[jax.Array], jax.Array]]:
+    return [row_encoder(program.spec, operand, copy) for operand, copy in zip(operands, copies, strict=True)]
+
+
+def _store_rows(
+    program: Program,
+    operands: Sequence[KVOperand],
+    positions: Sequence[Position],
+    copies: Sequence[RowCopy],
+    encoders: Sequence[Callable[[jax.Array], jax.Array]],
+    loaded: Sequence[Sequence[jax.Array]],
+) -> None:
+    """Encodes the rows of each token, and stores those of tokens that are written."""
+    repeated = program.slots.repeated(program.first, program.tokens)
+    encoded = [[encode(row) for encode, row in zip(encoders, rows, strict=True)] for rows in loaded]
+    skipped = 0 if repeated is None else compat.any_thread(repeated, program.tokens)
+    for i, (position, rows) in enumerate(zip(positions, encoded, strict=True)):
+
+        @pl.when(position.written & ((skipped >> i) & 1 == 0))
+        def _(position: Position = position, rows: list[jax.Array] = rows) -> None:
+            for copy, operand, row in zip(copies, operands, rows, strict=True):
+                copy.store(row, operand.pages, position)
+
+
+def _rotated(
+    program: Program, operands: Sequence[KVOperand], rotation: RotationStep, which: jax.Array | None
+) -> list[KVOperand]:
+    """Rotates keys and queries, and returns the operands with the rotated keys.
+
+    With `which`, a program that writes keys (0) rotates keys, and one that writes values (1) rotates queries.
+    """
+    keys, values = operands
+    tokens, first, first_owned = program.tokens, program.first, program.first_owned
+    rotate_keys = functools.partial(rotation.rotate_keys, keys.rows, program.spec, tokens, first)
+    rotate_queries = functools.partial(rotation.rotate_queries, tokens, first, first_owned)
+    if which is None:
+        rotate_keys()
+        rotate_queries()
+    else:
+        branch(which == 0, "rotated keys", rotate_keys, "rotated queries", rotate_queries)
+    compat.barrier()
+    return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), values]
+
+
+class _Staged(NamedTuple):
+    """An operand on its way through shared memory.
+
+    Attributes:
+      operand: keys or values.
+      refs: shared memory for data and for scales.
+      scatters: their way from there into pages.
+      positions: of each scatter, where its chunks go.
+    """
+
+    operand: KVOperand
+    refs: Sequence[Any]
+    scatters: Sequence[Scatter]
+    positions: Sequence[Position]
+
+
+def _write_token_staged(program: Program, operands: Sequence[StagedOperand]) -> None:
+    """Writes one token through shared memory."""
+    staged, loaded = _load_staged(program, operands)
+    compat.barrier()  # as in `_write_token`
+    scales = _layer_scales(program, operands)
+    # The search overlaps the loads of the rows.
+    repeated = program.slots.repeated(program.first, program.tokens)
+    _store_staged(program, staged, loaded, scales, repeated)
+
+
+def _write_tokens_staged(program: Program, operands: Sequence[StagedOperand]) -> None:
+    """Writes several tokens through shared memory.
+
+    Repeated slots are searched for first, because the search takes registers: with rows in registers too, fewer
+    programs would fit a multiprocessor.
+    """
+    repeated = program.slots.repeated(program.first, program.tokens)
+    staged, loaded = _load_staged(program, operands)
+    _store_staged(program, staged, loaded, _layer_scales(program, operands), repeated)
+
+
+def _load_staged(program: Program, operands: Sequence[StagedOperand]) -> tuple[list[_Staged], list[LoadedRows]]:
+    """Loads slots and rows."""
+    spec, tokens, first = program.spec, program.tokens, program.first
+    scatters = [
+        [Scatter(RowCopy.of(spec, pages, which, 1), tokens) for pages, which in operand.destinations]
+        for operand, _ in operands
+    ]
+    positions = [
+        [scatter.positions(program.slots, first, program.first_owned, spec) for scatter in pair] for pair in scatters
+    ]
+    load = load_blocks if spec.quant_mode is KVQuantMode.NVFP4 else load_heads
+    loaded = [load(operand.rows, first, tokens, refs, spec, program.dtype) for operand, refs in operands]
+    staged = [
+        _Staged(operand, refs, pair, where)
+        for (operand, refs), pair, where in zip(operands, scatters, positions, strict=True)
+    ]
+    return staged, loaded
+
+
+def _layer_scales(program: Program, operands: Sequence[StagedOperand]) -> list[jax.Array | None]:
+    """The decode scales of NVFP4; None where each token and head has one."""
+    has_scales = program.spec.quant_mode is KVQuantMode.NVFP4
+    return [operand.scale[0] if has_scales else None for operand, _ in operands]
+
+
+def _store_staged(
+    program: Program,
+    staged: Sequence[_Staged],
+    loaded: Sequence[LoadedRows],
+    scales: Sequence[jax.Array | None],
+    repeated: jax.Array | None,
+) -> None:
+    """Encodes rows into shared memory, and scatters them from there into pages."""
+    spec, tokens = program.spec, program.tokens
+    for rows, scale, (_, refs, *_) in zip(loaded, scales, staged, strict=True):
+        encoded = encode_heads(rows, spec) if scale is None else encode_blocks(rows, scale, program.dtype, spec)
+        for codes_or_scales, ref in zip(encoded, refs, strict=True):
+            compat.store(ref.at[pl.ds(0, tokens)], codes_or_scales)
+    if repeated is None:
+        compat.barrier()
+    skipped = None if repeated is None else compat.any_thread(repeated, tokens)
+    for operand, refs, scatters, positions in staged:
+        for scatter, ref, (pages, _), position in zip(scatters, refs, operand.destinations, positions, strict=True):
+            scatter.store(ref, pages, position, skipped)

@@ -1,0 +1,156 @@
+"""Rotary position embedding as a step of the write: rotates queries and keys before the keys are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.dtypes import KVQuantMode
+from kvjax.kernels import compat
+from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
+from kvjax.kernels.write.rotation import Rotation, store_heads
+from kvjax.spec import AttentionSpec
+
+
+class Rotated(NamedTuple):
+    """What a write of JAX arrays rotates before it stores keys; it returns the rotated queries.
+
+    Attributes:
+      query: `[num_tokens, num_heads, head_size]`, of the dtype of the keys.
+      positions: int32 `[num_tokens]`, each clipped to the rows of `table`.
+      table: `[max_position, rot_dim]`, cosines then sines.
+      rotation: how to rotate.
+    """
+
+    query: jax.Array
+    positions: jax.Array
+    table: jax.Array
+    rotation: Rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedMemory:
+    """What a write into caller-owned memory rotates before it stores keys.
+
+    Attributes:
+      rotation: how to rotate.
+      num_heads: query heads.
+      query: memory of the queries. Rotated queries go to a contiguous array of `rotation.dtype`.
+      position_dtype: int32 or int64; positions are clipped to the rows of the table.
+      table_dtype: dtype of cosines and sines. The table is contiguous and starts at a multiple of 16 bytes.
+    """
+
+    rotation: Rotation
+    num_heads: int
+    query: RowMemory
+    position_dtype: np.dtype[Any]
+    table_dtype: np.dtype[Any]
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """Queries, positions, the table, and rotated queries."""
+        table = jax.ShapeDtypeStruct((ANY_LENGTH, self.rotation.rot_dim), self.table_dtype)
+        rotated_query = dataclasses.replace(self.query, token_stride=self.num_heads * self.rotation.head_size)
+        return (
+            self.query.argument("query", self.rotation.as_columns),
+            Argument("positions", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), self.position_dtype.itemsize),
+            Argument("cos_sin_cache", table, table.dtype.itemsize),
+            rotated_query.argument("rotated_query", self.rotation.as_columns),
+        )
+
+    def step(
+        self, arrays: Mapping[str, tuple[Any, Number]], last_position: Number, staged_keys: tuple[Any, Any]
+    ) -> RotationStep:
+        """The step in a kernel, over the references of `arguments`."""
+        positions, start = arrays["positions"]
+        words_per_position = self.position_dtype.itemsize // 4
+        return RotationStep(
+            Rows(*arrays["query"], self.query.alignment),
+            self.num_heads,
+            Positions(positions, words_per_position, last_position, start),
+            Rows(*arrays["cos_sin_cache"]),
+            Rows(*arrays["rotated_query"]),
+            staged_keys,
+            self.rotation,
+        )
+
+
+class Positions(NamedTuple):
+    """The positions of a call in `ref`, as int32 words, low word first; that of token `t` is number `start + t`."""
+
+    ref: Any
+    words_per_position: int
+    last: Number
+    start: Number = 0
+
+    def table_row(self, token: jax.Array) -> jax.Array:
+        """The row of the table for a token: its position clipped to 0 and `last`."""
+        word = (self.start + token) * self.words_per_position
+        position = self.ref[word]
+        if self.words_per_position == 2:
+            high = self.ref[word + 1]
+            exceeds_int32 = (high > 0) | ((high == 0) & (position < 0))
+            position = jnp.where(exceeds_int32, self.last, jnp.where(high < 0, 0, position))
+        return jnp.clip(position, 0, self.last)
+
+
+class RotationStep(NamedTuple):
+    """The rotation in a kernel.
+
+    `staged_keys` are two views of the shared memory that rotated keys go to: of uint32 words, and of elements.
+    """
+
+    query: Rows
+    num_heads: int
+    positions: Positions
+    table: Rows
+    rotated_query: Rows
+    staged_keys: tuple[Any, Any]
+    rotation: Rotation
+
+    def rotated_keys(self, spec: AttentionSpec, first: jax.Array) -> Rows:
+        """The rotated keys of a program's tokens, as the encoding reads them."""
+        return Rows(self.staged_keys[0 if spec.quant_mode is KVQuantMode.NVFP4 else 1], first=first)
+
+    def rotate_keys(self, key: Rows, spec: AttentionSpec, tokens: int, first: jax.Array) -> None:
+        """Rotates the keys of a program's tokens into shared memory."""
+        rotation, heads = self.rotation, spec.num_kv_heads
+        for i in range(tokens):
+
+            def store(values: jax.Array, column: int, i: int = i) -> None:
+                store_heads(Rows(self.staged_keys[rotation.is_neox]), i, rotation.columns, values, column)
+
+            rotation.rotate(key, first + i, heads, self.table, self.positions.table_row(first + i), store)
+        if compat.interpreting():  # where the two views are separate memory
+            staged = self.staged_keys[rotation.is_neox][:tokens]
+            pairs = staged.reshape(tokens, -1, 2) if rotation.is_neox else staged
+            other = lax.bitcast_convert_type(pairs, jnp.uint32 if rotation.is_neox else rotation.dtype)
+            self.staged_keys[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
+
+    def rotate_queries(self, tokens: int, first: jax.Array, first_owned: jax.Array) -> None:
+        """Rotates the queries of the tokens that the program owns."""
+        rotation = self.rotation
+        for i in range(tokens):
+
+            @pl.when(first + i >= first_owned)
+            def _(token: jax.Array = first + i) -> None:
+                store = functools.partial(store_heads, self.rotated_query, token, rotation.columns)
+                row = self.positions.table_row(token)
+                rotation.rotate(self.query, token, self.num_heads, self.table, row, store)
+
+
+def key_staging(spec: AttentionSpec, tokens: int, dtype: np.dtype[Any]) -> Any:
+    """Shared memory for rotated keys of `dtype`, 16 bits wide, as words and as elements."""
+    row = spec.num_kv_heads * spec.head_size
+    views = plgpu.SMEM((tokens, row // 2), jnp.uint32), plgpu.SMEM((tokens, row), dtype)
+    # The interpreter cannot read through another view than was written.
+    return views if compat.interpreting() else plgpu.RefUnion(*views)
