@@ -6,6 +6,7 @@ imports these two.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -241,6 +242,14 @@ class KvjaxLayer(CacheLayerMixin):
         self.block_table = block_table
         self._config = config
         self._model_dtype = model_dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvjaxLayer:
+        """A copy with pages of its own for the same model, whose configuration it shares: that says which attention."""
+        memo[id(self._config)] = self._config
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the pages, of zeros, on the device of `key_states`.
