@@ -20,10 +20,13 @@ import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dense, dlpack, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
-from kvjax_torch.plan import AttentionPlan, GatherPlan
+from kvjax_torch.plan import AttentionPlan, GatherPlan, WritePlan
 from kvjax_torch.rotation import rotate
 
 MIN_COMPUTE_CAPABILITY = 9
+
+_MOST_ROW_ALIGNMENT = calls.ROW_ALIGNMENTS[0]
+_PAGE_ALIGNMENT = calls.PAGE_ALIGNMENT
 
 _REMEMBERED = 4096
 """Kinds of calls; a model has a few, and one more for each size of cache."""
@@ -67,9 +70,8 @@ def write(
     v_scale_layout: str,
     unique_slots: bool,
 ) -> None:
-    """`reshape_and_cache_flash` of CUDA tensors."""
-    device = key_cache.get_device()
-    num_tokens = slot_mapping.numel()
+    """`reshape_and_cache_flash` of CUDA tensors; a write of a known kind is launched without being checked again."""
+    device, num_tokens = key_cache.get_device(), slot_mapping.numel()
     try:
         key_shape, value_shape = key.shape, value.shape
         addresses = (
@@ -81,37 +83,23 @@ def write(
             k_scale.data_ptr(),
             v_scale.data_ptr(),
         )
-        kind = (
+        kind = _write_kind(
             device,
+            key_shape,
+            value_shape,
+            addresses,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
             kv_cache_dtype,
+            k_scale,
+            v_scale,
             v_scale_layout,
             unique_slots,
-            key.dtype,
-            key_shape[-2],
-            key_shape[-1],
-            key.stride(),
-            addresses[1] % calls.ROW_ALIGNMENTS[0],
-            value.dtype,
-            value_shape[-2],
-            value_shape[-1],
-            value.stride(),
-            addresses[2] % calls.ROW_ALIGNMENTS[0],
-            key_cache.dtype,
-            key_cache.shape,
-            key_cache.stride(),
-            addresses[3] % calls.PAGE_ALIGNMENT,
-            value_cache.dtype,
-            value_cache.shape,
-            value_cache.stride(),
-            addresses[4] % calls.PAGE_ALIGNMENT,
-            slot_mapping.dtype,
-            slot_mapping.stride(),
-            k_scale.dtype,
-            k_scale.stride(),
-            v_scale.dtype,
-            v_scale.stride(),
         )
-    except IndexError:  # too few dimensions, which the checks will say
+    except IndexError:  # too few dimensions, which planning refuses
         kind = None
     except RuntimeError:  # no address or no shape, as of sparse and nested tensors
         check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
@@ -140,16 +128,86 @@ def write(
     _check_capability(device)
     tensors = key, value, key_cache, value_cache, slot_mapping
     plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    # Where the scales of each token and head lie is no part of a kind.
-    has_one_scale = k_scale.numel() == v_scale.numel() == 1 and not plan.cache.spec.quant_mode.is_per_token_head
+    _write_planned(plan, kind, addresses, *tensors, k_scale, v_scale, unique_slots)
+
+
+def _write_kind(
+    device: int,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    addresses: tuple[int, ...],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    unique_slots: bool,
+) -> tuple[Any, ...]:
+    """All that planning a write depends on except the devices of other tensors than `key_cache`, and counts."""
+    return (
+        device,
+        kv_cache_dtype,
+        v_scale_layout,
+        unique_slots,
+        key.dtype,
+        key_shape[-2],
+        key_shape[-1],
+        key.stride(),
+        addresses[1] % _MOST_ROW_ALIGNMENT,
+        value.dtype,
+        value_shape[-2],
+        value_shape[-1],
+        value.stride(),
+        addresses[2] % _MOST_ROW_ALIGNMENT,
+        key_cache.dtype,
+        key_cache.shape,
+        key_cache.stride(),
+        addresses[3] % _PAGE_ALIGNMENT,
+        value_cache.dtype,
+        value_cache.shape,
+        value_cache.stride(),
+        addresses[4] % _PAGE_ALIGNMENT,
+        slot_mapping.dtype,
+        slot_mapping.stride(),
+        k_scale.dtype,
+        k_scale.stride(),
+        v_scale.dtype,
+        v_scale.stride(),
+    )
+
+
+def _write_planned(
+    plan: WritePlan,
+    kind: Any,
+    addresses: tuple[int, ...],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    unique_slots: bool,
+) -> None:
+    """Runs a write that `plan` describes, and remembers its kind if the next of the kind needs only a launch.
+
+    That holds if the kernel was launched on the caller's tensors themselves, none of them copied.
+    """
     with _one_at_a_time:
-        call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
+        call = calls.write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, unique_slots)
     slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-    is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
-    is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
-    launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
-    # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
-    if launcher is not None and is_taken_as_it_comes and slot_mapping.stride() == (1,):
+    # A kind says nothing of where the scales of each token and head lie.
+    has_one_scale = k_scale.numel() == v_scale.numel() == 1 and not plan.cache.spec.quant_mode.is_per_token_head
+    is_uncopied = has_one_scale and others_taken == [*addresses[1:]]
+    is_same_run = is_uncopied and slots_taken == addresses[0]
+    launcher = _run(call, known_as=(kind, call.amount, addresses) if is_same_run else None)
+    # The slots of a large write are searched, hence other memory. A single slot is contiguous whatever its stride, but
+    # more slots with that stride would not be.
+    if launcher is not None and is_uncopied and slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
         _, last_slot = call.counts
