@@ -24,6 +24,7 @@ from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa
 from kvjax_torch import dlpack, loan  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
+from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
 
 ALIGNMENT = 64
 """Bytes at a multiple of which JAX borrows memory of the host; kernels on a GPU take it at multiples of 256."""
@@ -538,9 +539,11 @@ def test_tensors_may_begin_anywhere(dtype, layout, start):
     key, value = (late_rows(spec, size, start) for size in (spec.head_size, spec.head_size_v))
     slots, scales = torch.arange(5), [torch.ones(4)[i:][:1] for i in (0, 1)]
     halves, options = (cache.key, cache.value), (dtype, *scales, "linear")
-    traced(write_call(write_plan(key, value, *halves, slots, *options), key, value, *halves, slots, *scales, False))
+    plan = write_plan(key, value, *halves, slots, *options)
+    traced(write_call(plan, WriteTensors(key, value, *halves, slots, *scales), False))
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    traced(gather_call(gather_plan(*halves, table, lengths, *options, None), *halves, table, lengths, *scales))
+    plan = gather_plan(*halves, table, lengths, *options, None)
+    traced(gather_call(plan, ReadTensors(*halves, table, lengths, *scales)))
 
 
 def test_what_is_no_block_is_none_in_the_kernels_table():
@@ -549,7 +552,8 @@ def test_what_is_no_block_is_none_in_the_kernels_table():
     cache, lengths = torch_cache(random_pages(spec, 4), spec), torch.zeros(1, dtype=torch.int64)
     table = torch.tensor([[3, 4, -1, 2**32, 1 - 2**32, 2**63 - 1, -(2**63), 0]])
     arguments, scales = (cache.key, cache.value, table, lengths), (torch.ones(1), torch.ones(1))
-    call = gather_call(gather_plan(*arguments, "bfloat16", *scales, "linear", None), *arguments, *scales)
+    plan = gather_plan(*arguments, "bfloat16", *scales, "linear", None)
+    call = gather_call(plan, ReadTensors(*arguments, *scales))
     given, last_block = call.tensors[0], call.counts[-1]
     assert ((given >= 0) & (given <= last_block)).tolist() == [[True, *[False] * 6, True]]
 
@@ -561,7 +565,7 @@ def test_results_of_a_gather_begin_where_jaxs_arrays_do():
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     arguments = cache.key, cache.value, table, lengths
     plan = gather_plan(*arguments, "bfloat16", torch.ones(1), torch.ones(1), "linear", None)
-    gather = gather_call(plan, *arguments, torch.ones(1), torch.ones(1))
+    gather = gather_call(plan, ReadTensors(*arguments, torch.ones(1), torch.ones(1)))
     for form in dlpack._forms(gather.kernel)[-2:]:
         result = late_rows(spec, 128, 0)
         form.place(result)

@@ -18,6 +18,7 @@ from torch_helpers import nested  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
 from kvjax_torch import calls, cuda, dlpack, ops  # noqa: E402
+from kvjax_torch.plan import WriteTensors  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -125,7 +126,9 @@ def test_other_counts_and_addresses_are_launched_without_a_plan(recorder: Record
     for num_tokens in (5, 1000, 1 << 16, 7):
         call = arguments(num_tokens)
         cuda.write(**call)
-        kernel = calls.write_call(cuda.write_plan(*planned(call)), *tensors(call), *scales(call), True).kernel
+        kernel = calls.write_call(
+            cuda.write_plan(*planned(call)), WriteTensors(*tensors(call), *scales(call)), True
+        ).kernel
         assert recorder.launches[-1] == (entries(call), kernel.num_programs(num_tokens))
     assert recorder.planned == 1 + 4  # the first write, and the four above
 

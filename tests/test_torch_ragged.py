@@ -37,6 +37,7 @@ from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, Uns
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
 from kvjax_torch import cuda, host, launch, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
+from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
 from kvjax_torch.ragged_arguments import buckets  # noqa: E402
 
 
@@ -217,9 +218,9 @@ def test_memory_is_bounded(case, monkeypatch):
     use_stand_ins(monkeypatch)
     gathered = []
 
-    def gather(plan: Any, key_cache: Any, value_cache: Any, table: Any, *args: Any) -> Any:
-        gathered.append(tuple(table.shape))
-        return host.gather(plan, key_cache, value_cache, table, *args)
+    def gather(plan: GatherPlan, tensors: ReadTensors) -> Any:
+        gathered.append(tuple(tensors.block_table.shape))
+        return host.gather(plan, tensors)
 
     monkeypatch.setattr(cuda, "gather_planned", gather)
     monkeypatch.setattr(prompts, "DENSE_BYTES", 1)

@@ -10,7 +10,16 @@ import torch
 
 from kvjax import AttentionSpec, UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RopePlan, StridedRows, WritePlan
+from kvjax_torch.plan import (
+    AttentionPlan,
+    CachePlan,
+    GatherPlan,
+    ReadTensors,
+    RopePlan,
+    StridedRows,
+    WritePlan,
+    WriteTensors,
+)
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Bytes that kernels are compiled for rows to begin at a multiple of."""
@@ -48,37 +57,21 @@ class Call:
         return self.tensors[-1].device
 
 
-def write_call(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    unique_slots: bool,
-) -> Call:
+def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Call:
     """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
-    return _write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, unique_slots, None)
+    return _write_call(plan, tensors, unique_slots, None)
 
 
 def rope_call(
     plan: RopePlan,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    tensors: WriteTensors,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
     unique_slots: bool,
 ) -> tuple[Call, torch.Tensor]:
     """The one run of a `rope_and_cache` call that `plan` describes and `has_rope` of; and its rotated queries."""
-    num_tokens, head_size = slot_mapping.shape[0], query.shape[2]
+    num_tokens, head_size = tensors.slot_mapping.shape[0], query.shape[2]
     query, alignment = _runs(query, num_tokens)
     rotation = kernels.Rotation(
         numpy_dtype(plan.write.dtype), head_size, plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
@@ -95,8 +88,7 @@ def rope_call(
         table = table.clone()
     result = query.new_empty(query.shape)
     turned = _Turned(rotated, (query, positions.contiguous(), table, result), cos_sin_cache.shape[0] - 1)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    return _write_call(plan.write, *tensors, k_scale, v_scale, unique_slots, turned), result
+    return _write_call(plan.write, tensors, unique_slots, turned), result
 
 
 def has_rope(plan: RopePlan, query: torch.Tensor) -> bool:
@@ -119,22 +111,12 @@ class _Turned(NamedTuple):
     last_position: int
 
 
-def _write_call(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    unique_slots: bool,
-    turned: _Turned | None,
-) -> Call:
+def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, turned: _Turned | None) -> Call:
+    key, value, key_cache, value_cache, slot_mapping, _, _ = tensors
     num_tokens = slot_mapping.shape[0]
     key, key_alignment = _runs(key, num_tokens)
     value, value_alignment = _runs(value, num_tokens)
-    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
+    scales = plan.cache.scale_tensors(tensors)
     kernel = _write_kernel(
         plan.cache,
         plan.dtype,
@@ -168,17 +150,10 @@ def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor
     return torch.where(last_token[index] == token, slot_mapping, -1)
 
 
-def gather_call(
-    plan: GatherPlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> Call:
+def gather_call(plan: GatherPlan, tensors: ReadTensors) -> Call:
     """The read of the sequences of a `gather_kv` call that `plan` describes; the last two tensors are its results."""
-    spec, last_block = plan.cache.spec, key_cache.shape[0] - 1
+    key_cache, value_cache, block_table, seq_lens, _, _ = tensors
+    spec, last_block = plan.cache.spec, tensors.num_blocks - 1
     num_seqs, max_blocks = block_table.shape
     max_len = max_blocks * spec.block_size
     keys, values = (
@@ -188,7 +163,7 @@ def gather_call(
     # A number out of range stays out of range: clipped to just before the first block or just past the last.
     block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
-    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
+    scales = plan.cache.scale_tensors(tensors)
     scale_alignments = _scale_alignments(plan.cache, scales)
     kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments, scale_alignments)
     arrays = (block_table, seq_lens, *_scales(plan.cache, scales), key_cache, value_cache, keys, values)
@@ -260,22 +235,15 @@ def attention_kernels(
 
 
 def attention_calls(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[Call, Call]:
     """The attention of a `paged_attention` call that `plan` describes and that is one part, as two runs in this order.
 
     The last two tensors of the second are its results: of the query's dtype `[num_seqs, q_len, num_heads, head_size_v]`
     and float32 `[num_seqs, q_len, num_heads]`. Their memory and the workspace's is new, of torch's current stream.
     """
-    spec, num_blocks = plan.cache.spec, key_cache.shape[0]
+    key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
+    spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
     # Of more entries than positions that a length can name none is looked for.
     max_blocks = min(width, MOST // spec.block_size)

@@ -20,7 +20,7 @@ import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dense, dlpack, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
-from kvjax_torch.plan import AttentionPlan, GatherPlan, WritePlan
+from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.rotation import rotate
 
 MIN_COMPUTE_CAPABILITY = 9
@@ -126,9 +126,9 @@ def write(
                 if dlpack.run_again(device, (kind, num_tokens, addresses)):
                     return
     _check_capability(device)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    _write_planned(plan, kind, addresses, *tensors, k_scale, v_scale, unique_slots)
+    tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    plan = write_plan(*tensors[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    _write_planned(plan, kind, addresses, tensors, unique_slots)
 
 
 def _write_kind(
@@ -181,33 +181,24 @@ def _write_kind(
 
 
 def _write_planned(
-    plan: WritePlan,
-    kind: Any,
-    addresses: tuple[int, ...],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    unique_slots: bool,
+    plan: WritePlan, kind: Any, addresses: tuple[int, ...], tensors: WriteTensors, unique_slots: bool
 ) -> None:
     """Runs a write that `plan` describes, and remembers its kind if the next of the kind needs only a launch.
 
     That holds if the kernel was launched on the caller's tensors themselves, none of them copied.
     """
     with _one_at_a_time:
-        call = calls.write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, unique_slots)
+        call = calls.write_call(plan, tensors, unique_slots)
     slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
     # A kind says nothing of where the scales of each token and head lie.
-    has_one_scale = k_scale.numel() == v_scale.numel() == 1 and not plan.cache.spec.quant_mode.is_per_token_head
+    is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
+    has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
     is_uncopied = has_one_scale and others_taken == [*addresses[1:]]
     is_same_run = is_uncopied and slots_taken == addresses[0]
     launcher = _run(call, known_as=(kind, call.amount, addresses) if is_same_run else None)
     # The slots of a large write are searched, hence other memory. A single slot is contiguous whatever its stride, but
     # more slots with that stride would not be.
-    if launcher is not None and is_uncopied and slot_mapping.stride() == (1,):
+    if launcher is not None and is_uncopied and tensors.slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
         _, last_slot = call.counts
@@ -244,7 +235,8 @@ def rotate_and_write(
         write(*written, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
         return turned[0]
     with _one_at_a_time:
-        call, rotated = calls.rope_call(plan, *tensors, k_scale, v_scale, unique_slots)
+        write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        call, rotated = calls.rope_call(plan, query, write_tensors, positions, cos_sin_cache, unique_slots)
     _run(call)
     return rotated
 
@@ -262,61 +254,51 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_kv` of CUDA tensors."""
     _check_capability(key_cache.get_device())
-    tensors = key_cache, value_cache, block_table, seq_lens
-    plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return gather_planned(plan, *tensors, k_scale, v_scale)
+    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    plan = gather_plan(*tensors[:4], kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    return gather_planned(plan, tensors)
 
 
-def gather_planned(plan: GatherPlan, *arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_kv` of CUDA tensors that `plan` describes: both caches, the table, the lengths and both scales."""
+def gather_planned(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CUDA tensors that `plan` describes."""
     with _one_at_a_time:
-        call = calls.gather_call(plan, *arrays)
+        call = calls.gather_call(plan, tensors)
     _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
 
 def attend(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CUDA tensors that `plan` describes.
 
     Kernels attend to the pages where there are any for such a call and they can be launched; they cannot for a float32
     query, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
     """
-    _check_capability(key_cache.get_device())
-    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, block_table) else ()
-    arrays = key_cache, value_cache, block_table, seq_lens, k_scale, v_scale
-    if not parts or not all(_can_attend(part.plan, key_cache, value_cache) for part in parts):
-        if plan.batch_invariant and query.numel() and block_table.numel():
+    _check_capability(tensors.key_cache.get_device())
+    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, tensors.block_table) else ()
+    if not parts or not all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts):
+        if plan.batch_invariant and query.numel() and tensors.block_table.numel():
             raise UnsupportedError(
                 f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
                 " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
             )
-        return _attend_to_gathered(plan, query, *arrays, sinks)
+        return _attend_to_gathered(plan, query, tensors, sinks)
     if len(parts) == 1:
-        return _attend_to_pages(plan, query, *arrays, sinks)
+        return _attend_to_pages(plan, query, tensors, sinks)
     # More query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
     spec = plan.cache.spec
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
-    lengths = seq_lens.clamp(0, calls.MOST).to(torch.int32)
+    lengths = tensors.seq_lens.clamp(0, calls.MOST).to(torch.int32)
     for part, heads, tokens in parts:
         # Earlier tokens stand at the end of shorter sequences.
-        ends = lengths - (plan.q_len - tokens.stop)
-        arrays = key_cache, value_cache, block_table, ends, k_scale, v_scale
+        part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
         own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
-        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), *arrays, own_sinks)
+        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), part_tensors, own_sinks)
         for whole, result in zip((outs, lses), results, strict=True):
             whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
     return out, lse
@@ -344,8 +326,10 @@ def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch
     return True
 
 
-def _attend_to_pages(plan: AttentionPlan, query: torch.Tensor, *arrays: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    decode, merge = calls.attention_calls(plan, query, *arrays)
+def _attend_to_pages(
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    decode, merge = calls.attention_calls(plan, query, tensors, sinks)
     _run(decode)
     _run(merge)
     out, lse = merge.tensors[-2:]
@@ -353,19 +337,11 @@ def _attend_to_pages(plan: AttentionPlan, query: torch.Tensor, *arrays: Any) -> 
 
 
 def _attend_to_gathered(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather_planned(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
+    keys, values = gather_planned(gathered, tensors)
+    return dense.attend(plan, query, keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, sinks)
 
 
 def _lock(device: int) -> threading.Lock:

@@ -23,7 +23,17 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
 from kvjax_torch import dense
 from kvjax_torch.borrow import to_jax, to_torch
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RaggedPlan, RopePlan, StridedRows, WritePlan
+from kvjax_torch.plan import (
+    AttentionPlan,
+    CachePlan,
+    GatherPlan,
+    RaggedPlan,
+    ReadTensors,
+    RopePlan,
+    StridedRows,
+    WritePlan,
+    WriteTensors,
+)
 
 CHUNK_TOKENS = 16
 """Tokens that JAX encodes or decodes at a time: few, for the last chunk is filled up with zeros."""
@@ -32,17 +42,9 @@ TILE_ROWS = 64
 """Query tokens of a sequence that are attended with at once, so that their logits are never all there."""
 
 
-def write(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
+def write(plan: WritePlan, tensors: WriteTensors) -> None:
     """Writes the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
+    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
     token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
     staged = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
@@ -51,23 +53,18 @@ def write(
         encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale, spec), _scale(v_scale, spec)))
         staged[part] = _page_bytes(encoded, part)
     # Nothing may fail from here on: a call that raises leaves the cache as it was.
-    _store(plan, staged, key_cache, value_cache, slot, k_scale, v_scale)
+    _store(plan, tensors, staged, slot)
 
 
 def rotate_and_write(
     plan: RopePlan,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    tensors: WriteTensors,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
 ) -> torch.Tensor:
     """Rotates and writes as a `rope_and_cache` call that `plan` describes; returns rotated queries."""
+    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
     spec = plan.write.cache.spec
     pages, num_tokens = _one_token_pages(spec), slot_mapping.shape[0]
     angles = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
@@ -81,20 +78,13 @@ def rotate_and_write(
         rotated[part] = to_torch(turned)[: part.stop - part.start]
         staged[part] = _page_bytes(to_torch(encoded), part)
     token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
-    _store(plan.write, staged[token], key_cache, value_cache, slot, k_scale, v_scale)
+    _store(plan.write, tensors, staged[token], slot)
     return rotated
 
 
-def gather(
-    plan: GatherPlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads the sequences of a `gather_kv` call that `plan` describes."""
+    key_cache, _, block_table, seq_lens, k_scale, v_scale = tensors
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     is_block = (block_table >= 0) & (block_table < key_cache.shape[0])
@@ -104,7 +94,7 @@ def gather(
     block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
     staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
-    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
+    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, stored_rows, spec, slot)
         _view(staged, staged_rows, pages)[:, 0] = view[index]
     gathered = [
@@ -122,20 +112,12 @@ def gather(
 
 
 def attend(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends as a `paged_attention` call that `plan` describes, over what a gather reads in float32."""
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    num_blocks = key_cache.shape[0]
+    keys, values = gather(gathered, tensors)
+    block_table, seq_lens, num_blocks = tensors.block_table, tensors.seq_lens, tensors.num_blocks
     if not plan.batch_invariant or not query.shape[0]:
         return dense.attend(plan, query, keys, values, block_table, seq_lens, num_blocks, sinks)
     # Each sequence by itself, over as many tokens as it has: sums go by the shapes of what is summed.
@@ -152,13 +134,8 @@ def attend(
 def attend_ragged(
     plan: RaggedPlan,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends as a `ragged_paged_attention` call that `plan` describes, one sequence after the other.
@@ -173,15 +150,15 @@ def attend_ragged(
         lse.copy_(sinks)
     bounds = cu_q_lens.clamp(0, num_tokens).tolist()
     for seq, (first, end) in enumerate(itertools.pairwise(bounds)):
-        length = seq_lens[seq : seq + 1]
-        table = block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
+        length = tensors.seq_lens[seq : seq + 1]
+        table = tensors.block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
         if first >= end or not table.numel():
             continue
-        keys, values = gather(gathered, key_cache, value_cache, table, length, k_scale, v_scale)
+        keys, values = gather(gathered, tensors._replace(block_table=table, seq_lens=length))
         for start in range(first, end, TILE_ROWS):
             rows = slice(start, min(start + TILE_ROWS, end))
             ends = length - (end - rows.stop)
-            tile = query[None, rows], keys, values, table, ends, key_cache.shape[0], sinks
+            tile = query[None, rows], keys, values, table, ends, tensors.num_blocks, sinks
             for whole, part in zip((out, lse), dense.attend(plan.attention, *tile), strict=True):
                 whole[rows] = part[0]
     return out, lse
@@ -256,19 +233,11 @@ def _page_bytes(pages: torch.Tensor, part: slice) -> torch.Tensor:
     return pages.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
 
 
-def _store(
-    plan: WritePlan,
-    staged: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
+def _store(plan: WritePlan, tensors: WriteTensors, staged: torch.Tensor, slot: torch.Tensor) -> None:
     """Carries the pages of tokens into their slots, each of which is there once."""
     spec = plan.cache.spec
     pages = _one_token_pages(spec)
-    for cache, into, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
+    for cache, into, staged_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, into, spec, slot)
         view[index] = _view(staged, staged_rows, pages)[:, 0]
 
@@ -307,22 +276,17 @@ def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
 
 
 def _row_pairs(
-    plan: CachePlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    pages: AttentionSpec,
+    plan: CachePlan, tensors: WriteTensors | ReadTensors, pages: AttentionSpec
 ) -> Iterator[tuple[torch.Tensor, StridedRows, StridedRows]]:
     """For data and scales of keys and values: the tensor with them, its rows, and the same of one-token pages."""
     halves = (
-        (key_cache, k_scale, plan.key_rows, pages.regions.k),
-        (value_cache, v_scale, plan.value_rows, pages.regions.v),
+        (tensors.key_cache, tensors.k_scale, plan.key_rows, pages.regions.k),
+        (tensors.value_cache, tensors.v_scale, plan.value_rows, pages.regions.v),
     )
     for cache, scale, cache_rows, regions in halves:
         page_rows = StridedRows.of_regions(regions, pages.page_size_bytes, start=0)
-        tensors = cache, scale if plan.scales_apart else cache
-        yield from zip(tensors, cache_rows, page_rows, strict=False)
+        held_by = cache, scale if plan.scales_apart else cache
+        yield from zip(held_by, cache_rows, page_rows, strict=False)
 
 
 def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch.Tensor:

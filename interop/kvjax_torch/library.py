@@ -19,6 +19,7 @@ from kvjax_torch.arguments import (
     write_plan,
 )
 from kvjax_torch.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
+from kvjax_torch.plan import ReadTensors, WriteTensors
 from kvjax_torch.ragged_arguments import ragged_plan
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -105,7 +106,7 @@ def _write(
         cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-        host.write(plan, *tensors, k_scale, v_scale)
+        host.write(plan, WriteTensors(*tensors, k_scale, v_scale))
 
 
 def _rope(
@@ -130,7 +131,8 @@ def _rope(
     if key_cache.is_cuda:
         return cuda.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
     plan = rope_plan(*tensors, *stored_as, is_neox)
-    return host.rotate_and_write(plan, *tensors, k_scale, v_scale)
+    write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return host.rotate_and_write(plan, query, write_tensors, positions, cos_sin_cache)
 
 
 def _gather(
@@ -149,7 +151,7 @@ def _gather(
     if key_cache.is_cuda:
         return cuda.gather(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return host.gather(plan, *tensors, k_scale, v_scale)
+    return host.gather(plan, ReadTensors(*tensors, k_scale, v_scale))
 
 
 def _attend(
@@ -174,7 +176,7 @@ def _attend(
     plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks, batch_invariant)
     rows = query if query.ndim == 4 else query[:, None]
     serve = cuda.attend if key_cache.is_cuda else host.attend
-    out, lse = serve(plan, rows, *tensors[1:], k_scale, v_scale, sinks)
+    out, lse = serve(plan, rows, ReadTensors(*tensors[1:], k_scale, v_scale), sinks)
     return out.view(*query.shape[:-1], out.shape[-1]), lse.view(query.shape[:-1])
 
 
@@ -204,7 +206,8 @@ def _attend_ragged(
     options = v_scale_layout, *numbers, sinks, batch_invariant
     plan = ragged_plan(*tensors, kv_cache_dtype, k_scale, v_scale, *options, max_q_len, max_prompts, decode_q_len)
     serve = ragged.attend if key_cache.is_cuda else host.attend_ragged
-    return serve(plan, *tensors, k_scale, v_scale, sinks)
+    read_tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    return serve(plan, query, read_tensors, cu_q_lens, sinks)
 
 
 def _write_fake(

@@ -7,11 +7,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import kvjax
+
+
+class WriteTensors(NamedTuple):
+    """The tensors of a `reshape_and_cache_flash` call."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+class ReadTensors(NamedTuple):
+    """The tensors of a `gather_kv` call: a cache and the sequences to read. Attention reads the same."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.key_cache.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +90,14 @@ class CachePlan:
     value_rows: tuple[StridedRows, ...]
     scales_apart: bool = False
 
-    def scale_tensors(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What holds the scales of keys and of values, of `(key_cache, value_cache, k_scale, v_scale)`.
+    def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors that hold the scales of keys and of values.
 
-        Of a layer's scales that is k_scale and v_scale; of those of blocks, or of each token and head, the caches.
+        These are the caches where their rows hold a scale for each token and head, else `k_scale` and `v_scale`.
         """
-        key_cache, value_cache, k_scale, v_scale = tensors
         if self.spec.quant_mode.is_per_token_head and not self.scales_apart:
-            return key_cache, value_cache
-        return k_scale, v_scale
+            return tensors.key_cache, tensors.value_cache
+        return tensors.k_scale, tensors.v_scale
 
 
 @dataclasses.dataclass(frozen=True)
