@@ -1,9 +1,11 @@
-"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where that is unavailable.
+"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where the launcher is unavailable.
 
-A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
-has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
-differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them, addresses and
-the number of tokens have to be the same too.
+A serving loop repeats the same write with other contents, and its kernel takes a microsecond, so the host has to keep
+up. After a write was checked, planned and launched, writes of the same kind, which differ from it only in addresses and
+in the number of tokens, are launched without either.
+
+The host never waits for the GPU, with two exceptions: in `kvjax.checked()` every call reads values back, and the first
+use of a float scale on a device copies it there (`ops`).
 """
 
 from __future__ import annotations
@@ -29,26 +31,26 @@ _MOST_ROW_ALIGNMENT = calls.ROW_ALIGNMENTS[0]
 _PAGE_ALIGNMENT = calls.PAGE_ALIGNMENT
 
 _REMEMBERED = 4096
-"""Kinds of calls; a model has a few, and one more for each size of cache."""
+"""The most kinds of calls that are remembered; a model has a few, and one more for each size of cache."""
 
 _one_at_a_time = threading.Lock()
-"""Held by calls that may have to compile, so that threads that make the same first call compile it once."""
+"""Held by calls that may compile, so that threads that make the same first call compile once."""
 
 _locks: dict[int, threading.Lock] = {}
-"""Of each GPU, held by calls that JAX runs there. They may wait for their GPU, which may wait for what another thread
-is about to put on another GPU."""
+"""For each GPU, the lock of calls that JAX runs there. There is one for each because a call may wait for its GPU, which
+may wait for work that another thread is about to enqueue on another GPU."""
 
 _through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
 
 
 class _KnownWrite(NamedTuple):
-    """A kind of write that needs no more than to be launched.
+    """The launch of a kind of write.
 
     Attributes:
-      kernel: what is launched.
-      num_programs: how many programs it takes, by the number of tokens.
-      counts: its counts as an entry, with no token yet, which the lower half counts.
+      kernel: the compiled kernel.
+      num_programs: the number of programs as a function of the number of tokens.
+      counts: the kernel's packed counts, whose lower half is to hold the number of tokens and is 0.
       num_slots: slots of the cache.
     """
 
@@ -224,7 +226,7 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """`rope_and_cache` of CUDA tensors; returns rotated queries.
 
-    Of float32 and of odd head sizes torch rotates, and the write's kernel writes.
+    For float32 and odd head sizes, torch rotates and the kernel of `reshape_and_cache_flash` writes.
     """
     _check_capability(key_cache.get_device())
     tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
@@ -273,8 +275,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CUDA tensors that `plan` describes.
 
-    Kernels attend to the pages where there are any for such a call and they can be launched; they cannot for a float32
-    query, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
+    Kernels attend to the pages if there are kernels for such a call and the launcher is available. There are none for a
+    float32 query, for example. Otherwise torch attends to gathered keys and values.
     """
     _check_capability(tensors.key_cache.get_device())
     parts = calls.attention_parts(plan) if calls.has_attention(plan, query, tensors.block_table) else ()
@@ -287,7 +289,7 @@ def attend(
         return _attend_to_gathered(plan, query, tensors, sinks)
     if len(parts) == 1:
         return _attend_to_pages(plan, query, tensors, sinks)
-    # More query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
+    # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
     spec = plan.cache.spec
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -295,7 +297,7 @@ def attend(
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
     lengths = tensors.seq_lens.clamp(0, calls.MOST).to(torch.int32)
     for part, heads, tokens in parts:
-        # Earlier tokens stand at the end of shorter sequences.
+        # A part's tokens are the last ones of sequences that end with the part.
         part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
         own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
         results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), part_tensors, own_sinks)
@@ -305,11 +307,11 @@ def attend(
 
 
 _attends: set[Any] = set()
-"""Plans, alignments and devices whose kernels are compiled."""
+"""The plans, alignments and devices whose kernels are compiled."""
 
 
 def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether kernels of a call that is one part are launched; compiles them for batches of every size."""
+    """Whether the kernels of a call of one part can be launched; compiles them for batches of every size."""
     if _through_jax:
         return False
     alignments, device = calls.attention_alignments(key_cache, value_cache), key_cache.device
@@ -349,9 +351,9 @@ def _lock(device: int) -> threading.Lock:
 
 
 def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
-    """Runs a call; returns what was launched for it, if anything was.
+    """Runs a call; returns what was launched, or None if nothing was or JAX ran it.
 
-    `known_as` is what names it where JAX runs it and is to run it again.
+    `known_as` is the key under which JAX remembers the call, if it is to.
     """
     if not call.amount:
         return None
@@ -365,7 +367,7 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
 
 
 def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | None:
-    """What launches a kernel; None where JAX has to run it."""
+    """The launcher of a kernel; None if JAX has to run it."""
     global _through_jax
     if _through_jax:
         return None
@@ -390,13 +392,13 @@ def _compiled(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel, and how many programs it takes."""
+    """A compiled kernel, and its number of programs as a function of a call's amount."""
 
     kernel: launch.Kernel
     num_programs: Callable[[int], int]
 
     def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
-        """Launches it for arrays that begin at these addresses."""
+        """Launches the kernel on arrays at these addresses."""
         self.kernel((*kernels.packed(counts), *addresses), self.num_programs(amount))
 
 
