@@ -1,7 +1,6 @@
-"""`torch.ops.kvjax.*`: the operations as torch knows them, with what they mutate and what they return.
+"""`torch.ops.kvjax.*`: the operations as registered with torch, with schemas and fake implementations.
 
-They are defined and implemented through a `torch.library.Library`, whose calls cost a third of those of
-`torch.library.custom_op`.
+They are registered with `torch.library.Library`, whose calls cost a third of those of `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _write_with_given_scales(
     v_scale_layout: str = "linear",
     unique_slots: bool = False,
 ) -> None:
-    """`_write`, whose schema says that scales stay as they are."""
+    """`_write` under a schema that does not mutate scales."""
     dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     if has_scale_tensors(k_scale) and dtype.info.quant_mode.is_per_token_head:
         raise KVCacheTypeError(
@@ -223,7 +222,7 @@ def _write_fake(
     v_scale_layout: str = "linear",
     unique_slots: bool = False,
 ) -> None:
-    refuse_gradient(key=key, value=value)  # compiled code runs without autograd: it could not say so later
+    refuse_gradient(key=key, value=value)  # compiled code runs without autograd and cannot raise this later
     check_devices(
         key_cache,
         value_cache=value_cache,
@@ -371,7 +370,7 @@ def _attended(
     kv_cache_dtype: str,
     v_scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty results of attention."""
+    """Uninitialized results of attention."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     row_bytes, apart = value_cache.shape[3] * value_cache.dtype.itemsize, has_scale_tensors(v_scale)
     head_size_v = row_head_size("value_cache", row_bytes, stored, scales_apart=apart)
