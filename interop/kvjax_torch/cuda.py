@@ -116,17 +116,13 @@ def write(
         and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
         and not (key.requires_grad or value.requires_grad)
         and not kvjax.is_checked()
+        and (known := _known_writes.get(kind)) is not None
     ):
-        if (known := _known_writes.get(kind)) is not None:
-            if num_tokens >= kernels.SEARCHED and not unique_slots:
-                slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
-                addresses = slot_mapping.data_ptr(), *addresses[1:]
-            known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
-            return
-        if _through_jax:
-            with _lock(device):
-                if dlpack.run_again(device, (kind, num_tokens, addresses)):
-                    return
+        if num_tokens >= kernels.SEARCHED and not unique_slots:
+            slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
+            addresses = slot_mapping.data_ptr(), *addresses[1:]
+        known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
+        return
     _check_capability(device)
     tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     plan = write_plan(*tensors[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
@@ -191,15 +187,13 @@ def _write_planned(
     """
     with _one_at_a_time:
         call = calls.write_call(plan, tensors, unique_slots)
-    slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-    # A kind says nothing of where the scales of each token and head lie.
+    launcher = _run(call)
+    # A kind does not say where the scales of each token and head are.
     is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
     has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
-    is_uncopied = has_one_scale and others_taken == [*addresses[1:]]
-    is_same_run = is_uncopied and slots_taken == addresses[0]
-    launcher = _run(call, known_as=(kind, call.amount, addresses) if is_same_run else None)
-    # The slots of a large write are searched, hence other memory. A single slot is contiguous whatever its stride, but
-    # more slots with that stride would not be.
+    # Slots are left out: those of a large write are searched, which makes others of them.
+    is_uncopied = has_one_scale and [tensor.data_ptr() for tensor in call.tensors[1:]] == [*addresses[1:]]
+    # A single slot is contiguous whatever its stride, but more slots with that stride would not be.
     if launcher is not None and is_uncopied and tensors.slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
@@ -350,11 +344,8 @@ def _lock(device: int) -> threading.Lock:
     return _locks.setdefault(device, threading.Lock())
 
 
-def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
-    """Runs a call; returns what was launched, or None if nothing was or JAX ran it.
-
-    `known_as` is the key under which JAX remembers the call, if it is to.
-    """
+def _run(call: calls.Call) -> _Launcher | None:
+    """Runs a call; returns what was launched, or None if nothing was or JAX ran it."""
     if not call.amount:
         return None
     if (launcher := _launcher(call.kernel, call.device)) is not None:
@@ -362,7 +353,7 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
         launcher.launch(call.counts, addresses, call.amount)
         return launcher
     with _lock(call.tensors[-1].get_device()):
-        dlpack.run(call, known_as)
+        dlpack.run(call)
     return None
 
 
@@ -381,7 +372,7 @@ def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | Non
             " results; that costs the host more time and a compilation for each number of tokens, and"
             " torch.cuda.graph cannot record it. Attention gathers first.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
 

@@ -1,7 +1,7 @@
-"""What JAX has of torch's memory, and the end of Python, which waits for it to come back.
+"""Tracks memory that torch has lent to JAX, so that the interpreter's exit can wait until JAX has released it.
 
-JAX gives memory back when the last program that reads it has ended, on a thread of its own, and torch takes it back in
-Python. Where that thread wants Python while Python ends, the process aborts.
+JAX releases memory when the last program that reads it has ended, on a thread of its own, where torch's deleter needs
+the GIL. If that thread asks for the GIL while the interpreter exits, the process aborts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Iterator
 import jax
 
 _LONGEST_END = 2
-"""Seconds at most that the end of Python waits. Nothing that came back long after it has been seen to abort."""
+"""The most seconds that the exit waits. No memory released long after the exit has been seen to abort."""
 
 _TO_TAKE_BACK = 0.02
-"""Seconds that a thread is given to end with what it takes back: it may want Python once more."""
+"""Seconds for a thread to finish releasing memory: it may need the GIL once more."""
 
 
 class Loan:
-    """Memory that torch has lent. What lends it holds this, and nothing else does: it lives until JAX gives it back.
+    """Memory that torch has lent. Only the lent tensor refers to it, so it lives until JAX releases the memory.
 
     Attributes:
-      address: where it begins.
-      platform: JAX's name of the device that it is on, which is torch's too.
+      address: address of the memory.
+      platform: the platform of its device, by the name that JAX and torch share.
     """
 
     was_made = False
@@ -35,16 +35,16 @@ class Loan:
     def __init__(self, address: int, platform: str) -> None:
         self.address, self.platform = address, platform
         Loan.was_made = True
-        # Not a WeakSet: it runs Python where memory is taken back, and cannot be read while another thread lends.
+        # Not a WeakSet: that runs Python code when memory is released, and cannot be read while another thread lends.
         _loans.add(weakref.ref(self, _loans.discard))
 
 
 _loans: set[weakref.ref[Loan]] = set()
 
 
-@atexit.register  # before what JAX has registered, which may let go of its devices: it was imported earlier
+@atexit.register  # runs before JAX's exit handlers, registered earlier, which may release devices
 def _wait() -> None:
-    """Waits for memory that only programs have. Arrays keep theirs until after the end, where none has aborted."""
+    """Waits for memory that only programs hold. Arrays hold theirs until after the exit, which aborts nothing."""
     if not Loan.was_made:
         return
     end = time.monotonic() + _LONGEST_END
@@ -54,7 +54,7 @@ def _wait() -> None:
 
 
 def _is_coming_back() -> bool:
-    """Whether JAX has more loans of some memory than arrays."""
+    """Whether some memory has been lent more often than live arrays hold it."""
     loans = [loan for reference in _loans.copy() if (loan := reference()) is not None]
     lent = collections.Counter(loan.address for loan in loans)
     held = collections.Counter(
@@ -66,6 +66,6 @@ def _is_coming_back() -> bool:
 def _addresses_of_arrays(platform: str) -> Iterator[int]:
     for array in jax.live_arrays(platform):
         with contextlib.suppress(RuntimeError):  # deleted, or its program has failed
-            # Shares are arrays too from when they are first asked for, so an array that is not divided is not asked.
+            # Asking an array for its shards makes arrays of them, so only arrays on several devices are asked.
             shares = [shard.data for shard in array.addressable_shards] if len(array.devices()) > 1 else [array]
             yield from (share.unsafe_buffer_pointer() for share in shares)
