@@ -613,10 +613,10 @@ def test_jax_keeps_nothing_of_torchs_memory(through_jax):
 def test_python_ends_while_jax_writes_torchs_memory():
     code = """
 import atexit, os, jax
-atexit.register(lambda: end.query() and not loan._loans or os._exit(3))  # runs after what is registered from here on
+atexit.register(lambda: end.query() and not exports._exports or os._exit(3))  # runs after all registered later
 import torch, kvjax_torch
-from kvjax_torch import cuda, loan
-cuda._through_jax, loan._LONGEST_END = True, 1000  # longer than this test
+from kvjax_torch import cuda, exports
+cuda._through_jax, exports._MAX_WAIT = True, 1000  # longer than this test
 cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
 rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
 for cycles in (0, 2_000_000_000):  # a second, in which Python ends
@@ -625,7 +625,7 @@ for cycles in (0, 2_000_000_000):  # a second, in which Python ends
     kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
 end = torch.cuda.Event()
 end.record()
-assert loan._loans and not end.query()
+assert exports._exports and not end.query()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

@@ -22,7 +22,7 @@ from helpers import simple_spec  # noqa: E402
 from torch_helpers import random_pages, torch_cache  # noqa: E402
 
 from kvjax import AttentionSpec, KVCacheDType, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import dlpack, loan  # noqa: E402
+from kvjax_torch import dlpack, exports  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import Call, gather_call, write_call  # noqa: E402
 from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
@@ -83,7 +83,7 @@ class Host:
         forms = [dlpack._Form.of(argument) for argument in Kernel.arguments]
         monkeypatch.setattr(dlpack, "_forms", lambda _: forms)
         monkeypatch.setattr(dlpack, "_program", lambda _, *numbers: functools.partial(self.program, *numbers))
-        monkeypatch.setattr(loan, "_loans", set())
+        monkeypatch.setattr(exports, "_exports", set())
         monkeypatch.setattr(dlpack, "_ALIGNMENT", ALIGNMENT)
         monkeypatch.setattr(dlpack, "_bytes_at", self.bytes_at)
         monkeypatch.setattr(torch.cuda, "device", self.current)
@@ -172,14 +172,14 @@ def values_of(tensors: list[torch.Tensor]) -> int:
 def test_nothing_is_lent_after_a_call(host, tensors):
     """Programs have ended on the host. What an error still refers to is given back with it."""
     dlpack.run(call(*tensors))
-    assert not loan._loans
+    assert not exports._exports
     host.fails = True
     with pytest.raises(RuntimeError, match="no kernel") as caught:
         dlpack.run(call(*tensors))
-    assert len(loan._loans) == len(tensors)
+    assert len(exports._exports) == len(tensors)
     del caught
     gc.collect()
-    assert not loan._loans
+    assert not exports._exports
 
 
 def test_torchs_default_stream_waits_by_the_name_that_the_protocol_has_for_it(host, tensors, monkeypatch):
@@ -303,9 +303,9 @@ def test_nothing_is_lent_to_jax_if_it_names_no_stream():
 def test_the_rows_hold_the_whole_tensor(start, shape, strides):
     form = dlpack._Form.of(Kernel.arguments[3])
     tensor = memory(128).as_strided(shape, strides, start)
-    address, rows, beginning = form.place(tensor)
+    address, rows, offset = form.aligned_rows(tensor)
     assert address % dlpack._ALIGNMENT == 0
-    assert address + beginning * form.unit == tensor.data_ptr()
+    assert address + offset * form.unit == tensor.data_ptr()
     last = tensor[(-1,) * tensor.dim()].data_ptr() + tensor.element_size()
     assert (rows - 1) * form.row_bytes < last - address <= rows * form.row_bytes
 
@@ -328,8 +328,8 @@ def traced(call: Call) -> None:
     numbers, arrays = list(call.counts), []
     for tensor, argument, form in zip(call.tensors, call.kernel.arguments, dlpack._forms(call.kernel), strict=True):
         is_result = form.unit == kernels.BASE_ALIGNMENT
-        _, rows, beginning = (0, tensor.nbytes // form.row_bytes, 0) if is_result else form.place(tensor)
-        numbers.append(beginning)
+        _, rows, offset = (0, tensor.nbytes // form.row_bytes, 0) if is_result else form.aligned_rows(tensor)
+        numbers.append(offset)
         arrays.append(jax.ShapeDtypeStruct((rows, *argument.array.shape[1:]), argument.array.dtype))
     dlpack._program(call.kernel, tuple(numbers), call.amount).trace(*arrays)
 
@@ -375,10 +375,10 @@ def test_results_of_a_gather_begin_where_jaxs_arrays_do():
     gather = gather_call(plan, ReadTensors(*arguments, torch.ones(1), torch.ones(1)))
     for form in dlpack._forms(gather.kernel)[-2:]:
         result = late_rows(spec, 128, 0)
-        form.place(result)
+        form.aligned_rows(result)
         for start in (16, 64, 128):
             with pytest.raises(UnsupportedError, match="expected a multiple of 256 bytes"):
-                form.place(late_rows(spec, 128, start))
+                form.aligned_rows(late_rows(spec, 128, start))
 
 
 def late_rows(spec: AttentionSpec, size: int, start: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
 from kvjax_torch.arguments import check_strided, for_cache, kind_of
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.loan import Loan
+from kvjax_torch.exports import Export
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
@@ -81,7 +81,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
     address = array.unsafe_buffer_pointer()
     _check_same_memory("tensor", lent.numel(), lent.data_ptr(), address)
-    lent._kvjax_loan = Loan(address, lent.device.type)  # type: ignore[attr-defined]
+    lent._kvjax_export = Export(address, lent.device.type)  # type: ignore[attr-defined]
     return array
 
 

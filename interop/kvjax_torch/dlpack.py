@@ -24,7 +24,7 @@ from kvjax import UnsupportedError, kernels
 from kvjax_torch.calls import Call
 from kvjax_torch.driver import start_jax
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.loan import Loan
+from kvjax_torch.exports import Export
 
 _COPYING = ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")
 """Options of JAX under which it does not donate, or reads results on the host and uses arguments again."""
@@ -48,16 +48,16 @@ def run(call: Call) -> None:
     start_jax()
     with torch.cuda.device(device):  # lending synchronizes with the current stream of the current device
         forms = _forms(call.kernel)
-        places = [form.place(tensor) for form, tensor in zip(forms, call.tensors, strict=True)]
-        program = _program(call.kernel, (*call.counts, *(place.beginning for place in places)), call.amount)
-        views = (form.view(place.address, place.rows, device) for form, place in zip(forms, places, strict=True))
+        lent = [form.aligned_rows(tensor) for form, tensor in zip(forms, call.tensors, strict=True)]
+        program = _program(call.kernel, (*call.counts, *(rows.offset for rows in lent)), call.amount)
+        views = (form.view(rows.address, rows.num_rows, device) for form, rows in zip(forms, lent, strict=True))
         results = program(*(jax.dlpack.from_dlpack(_Lender(view), copy=False) for view in views))
         try:
             for i, result in zip(call.kernel.written, results, strict=True):
-                if (address := result.unsafe_buffer_pointer()) != places[i].address:
+                if (address := result.unsafe_buffer_pointer()) != lent[i].address:
                     raise UnsupportedError(
                         f"JAX {jax.__version__} has not written in place: got a result at {address:#x}, expected"
-                        f" {places[i].address:#x}"
+                        f" {lent[i].address:#x}"
                     )
         finally:
             # Makes torch's stream wait for the program, also if the check fails.
@@ -89,7 +89,7 @@ class _Lender:
         return self._tensor.__dlpack_device__()
 
 
-class _Memory(Loan):
+class _Memory(Export):
     """Bytes on a GPU, from which torch makes a tensor that does not own them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -106,18 +106,18 @@ def _bytes_at(address: int, nbytes: int, device: int) -> torch.Tensor:
     return torch.as_tensor(_Memory(address, nbytes), device=torch.device("cuda", device))
 
 
-class _Place(NamedTuple):
+class _AlignedRows(NamedTuple):
     """The aligned rows that hold a tensor.
 
     Attributes:
-      address: where they begin.
-      rows: how many they are.
-      beginning: where in them the tensor begins, in units of its argument.
+      address: address of the first row.
+      num_rows: number of rows.
+      offset: offset of the tensor from there, in units of its argument.
     """
 
     address: int
-    rows: int
-    beginning: int
+    num_rows: int
+    offset: int
 
 
 class _Form(NamedTuple):
@@ -135,7 +135,7 @@ class _Form(NamedTuple):
         row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         return cls(torch_dtype(array.dtype), array.shape[1:], row_bytes, argument.unit)
 
-    def place(self, tensor: torch.Tensor) -> _Place:
+    def aligned_rows(self, tensor: torch.Tensor) -> _AlignedRows:
         """The rows that hold a tensor. The last may reach past its end; kernels do not read what is there.
 
         Raises:
@@ -145,10 +145,10 @@ class _Form(NamedTuple):
         before = address % _ALIGNMENT
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         nbytes = before + (last + 1) * tensor.element_size()
-        beginning, rest = divmod(before, self.unit)
+        offset, rest = divmod(before, self.unit)
         if rest:
             raise UnsupportedError(f"got an array at address {address:#x}, expected a multiple of {self.unit} bytes")
-        return _Place(address - before, -(-nbytes // self.row_bytes), beginning)
+        return _AlignedRows(address - before, -(-nbytes // self.row_bytes), offset)
 
     def view(self, address: int, rows: int, device: int) -> torch.Tensor:
         """A tensor of rows that begin at an address, which does not own them."""

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 import jax
 
-_LONGEST_END = 2
+_MAX_WAIT = 2
 """The most seconds that the exit waits. No memory released long after the exit has been seen to abort."""
 
-_TO_TAKE_BACK = 0.02
+_RELEASE_TIME = 0.02
 """Seconds for a thread to finish releasing memory: it may need the GIL once more."""
 
 
-class Loan:
+class Export:
     """Memory that torch has lent. Only the lent tensor refers to it, so it lives until JAX releases the memory.
 
     Attributes:
@@ -34,31 +34,31 @@ class Loan:
 
     def __init__(self, address: int, platform: str) -> None:
         self.address, self.platform = address, platform
-        Loan.was_made = True
+        Export.was_made = True
         # Not a WeakSet: that runs Python code when memory is released, and cannot be read while another thread lends.
-        _loans.add(weakref.ref(self, _loans.discard))
+        _exports.add(weakref.ref(self, _exports.discard))
 
 
-_loans: set[weakref.ref[Loan]] = set()
+_exports: set[weakref.ref[Export]] = set()
 
 
 @atexit.register  # runs before JAX's exit handlers, registered earlier, which may release devices
 def _wait() -> None:
     """Waits for memory that only programs hold. Arrays hold theirs until after the exit, which aborts nothing."""
-    if not Loan.was_made:
+    if not Export.was_made:
         return
-    end = time.monotonic() + _LONGEST_END
-    while _is_coming_back() and time.monotonic() < end:
+    end = time.monotonic() + _MAX_WAIT
+    while _is_pending() and time.monotonic() < end:
         time.sleep(0.001)
-    time.sleep(_TO_TAKE_BACK)
+    time.sleep(_RELEASE_TIME)
 
 
-def _is_coming_back() -> bool:
-    """Whether some memory has been lent more often than live arrays hold it."""
-    loans = [loan for reference in _loans.copy() if (loan := reference()) is not None]
-    lent = collections.Counter(loan.address for loan in loans)
+def _is_pending() -> bool:
+    """Whether some memory has more exports than live arrays hold, so that programs hold the others."""
+    exports = [export for reference in _exports.copy() if (export := reference()) is not None]
+    lent = collections.Counter(export.address for export in exports)
     held = collections.Counter(
-        address for platform in {loan.platform for loan in loans} for address in _addresses_of_arrays(platform)
+        address for platform in {export.platform for export in exports} for address in _addresses_of_arrays(platform)
     )
     return not lent <= held
 
