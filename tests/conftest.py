@@ -92,8 +92,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def through_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has JAX run torch's calls on a GPU, as where the launcher's parts are missing."""
-    from kvjax_torch import cuda, dlpack
+    from kvjax_torch import cuda
 
     monkeypatch.setattr(cuda, "_through_jax", True)
     monkeypatch.setattr(cuda, "_known_writes", {})
-    monkeypatch.setattr(dlpack, "_loans", {})

@@ -291,17 +291,22 @@ def test_layers(attend, layer):
 
 @pytest.mark.parametrize("hole", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (0, 3, 5))])
 def test_a_block_that_was_given_back_is_not_seen(attend, hole):
-    """Behind a chunk, and of its own tokens."""
-    problem = build(ragged((20,), (48,), dtype="bfloat16", block_size=8))
-    query, cache, table, lens = problem.args
+    check_hole(attend, hole)
+
+
+def check_hole(attend: Attend, hole: int, window: int | None = None) -> None:
+    """Checks a chunk of 20 tokens after 28 cached ones where one of the six blocks is not in the table."""
+    problem = build(ragged((20,), (48,), dtype="bfloat16", block_size=8, window=window))
+    [query], cache, table, lens = problem.args
     table = np.where(np.arange(table.shape[1]) == hole, -1, table)
-    out, lse = attend(query[0], cache, table, lens, np.int32([0, 20]), **problem.options)
+    out, lse = attend(query, cache, table, lens, np.int32([0, 20]), **problem.options)
     kept = np.arange(48) // 8 != hole
     for row in range(20):
-        seen = kept & (np.arange(48) <= 28 + row)
+        seen = kept & (np.arange(48) <= 28 + row) & (np.arange(48) > 28 + row - (window or 48))
         one = dataclasses.replace(
             problem,
-            args=([query[0][row : row + 1]], *problem.args[1:]),
+            case=dataclasses.replace(problem.case, window=None),
+            args=([query[row : row + 1]], *problem.args[1:]),
             keys=[problem.keys[0][seen]],
             values=[problem.values[0][seen]],
         )

@@ -22,7 +22,16 @@ import attention_suite as suite  # noqa: E402
 from attention_suite import Attend, Case  # noqa: E402
 from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
 from interpret_mode import interpret_mode  # noqa: E402
-from torch_helpers import A_WHILE, FORMS, capture, from_numpy, to_numpy, torch_cache  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    FORMS,
+    assert_same,
+    assert_torch_sees_no_wait,
+    assert_waits_for_its_stream_alone,
+    capture,
+    from_numpy,
+    to_numpy,
+    torch_cache,
+)
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -413,11 +422,6 @@ def on_gpu(case: Case, **how: Any) -> dict[str, Any]:
     return given("cuda", *problem.args, **problem.options, **how)
 
 
-def assert_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    for each, wanted in zip(got, expected, strict=True):
-        assert torch.equal(each.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8))
-
-
 @ON_GPU
 @matrix({"form": FORMS, "layout": ["NHD", "HND"], "dtype": DTYPES})
 def test_pages_may_lie_anywhere(form, layout, dtype):
@@ -471,23 +475,8 @@ def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
 @pytest.mark.parametrize(("dtype", "q_len"), [("bfloat16", 1), ("nvfp4", 8)])
 @pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype, q_len):
-    """On a stream that is busy for a while before the query is there: a call on another would come too early."""
     call = on_gpu(Case(dtype, group=4, q_len=q_len, lengths=(1328, 17, 400)))
-    source, stream, idle = call["query"].clone(), new_stream(), torch.cuda.Event()
-    expected = kvjax_torch.paged_attention(**call)
-    torch.cuda.synchronize()
-    for _ in range(5):
-        call["query"].zero_()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(A_WHILE)
-            call["query"].copy_(source)
-            used = [each.clone() for each in kvjax_torch.paged_attention(**call)]
-            call["query"].zero_()
-            idle.record()
-        assert not idle.query(), "the host waited for the stream"
-        stream.synchronize()
-        assert_same(tuple(used), expected)
+    assert_waits_for_its_stream_alone(kvjax_torch.paged_attention, call, new_stream(), repeats=5)
 
 
 @ON_GPU
@@ -495,14 +484,7 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype, q_l
 @pytest.mark.parametrize("q_len", [1, 8])
 def test_torch_sees_nothing_that_waits(q_len):
     call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed"))
-    expected = kvjax_torch.paged_attention(**call)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results = kvjax_torch.paged_attention(**call)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    assert_same(results, expected)
+    assert_torch_sees_no_wait(kvjax_torch.paged_attention, call)
 
 
 @ON_GPU

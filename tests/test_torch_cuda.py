@@ -24,7 +24,7 @@ from torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax_torch import cuda, dlpack, driver, launch  # noqa: E402
+from kvjax_torch import cuda, driver, launch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -535,7 +535,7 @@ def test_tensors_may_begin_anywhere(dtype: str, start: int, either_path):
                 key.cpu(), value.cpu(), on_cpu[:, 0], on_cpu[:, 1], slots[:num_tokens].cpu(), dtype, *SCALES
             )
             halves = cache[:, 0], cache[:, 1]
-            for _ in range(2):  # not known, and known
+            for _ in range(2):  # planned, and of a known kind
                 kvjax_torch.reshape_and_cache_flash(key, value, *halves, slots[:num_tokens], dtype, *scales)
                 assert_same(cache, on_cpu)
             slots += 1
@@ -558,7 +558,7 @@ def late(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through_jax):
-    """What JAX has borrowed is kept by address, so addresses come back with other owners, contents and sizes."""
+    """Addresses come back with other owners, contents and sizes."""
     scales = torch.tensor([0.0, *SCALES, 0.0], device="cuda")[1:3]  # neither begins where JAX's arrays may
     addresses, calls = set(), 0
     for _ in range(3):
@@ -579,7 +579,6 @@ def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through
             calls += 1
             del cache, halves
     assert len(addresses) < calls
-    assert 0 < len(borrowed_by_jax()) <= dlpack._KEPT
 
 
 def record(call: Callable[[], None]) -> None:
@@ -592,7 +591,7 @@ def test_jax_refuses_to_be_recorded(through_jax):
     cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(9, 8), new_slots(9, 4)
     expected = written(rows, cache, slots, "nvfp4")
     write(rows, cache.clone(), slots, "nvfp4")  # compiled, and its scales are on the GPU
-    for _ in range(2):  # not known, and known
+    for _ in range(2):
         cache.view(torch.uint8).fill_(0xAB)
         torch.cuda.synchronize()
         with pytest.raises(UnsupportedError, match=r"got a stream that torch\.cuda\.graph records"):
@@ -603,31 +602,21 @@ def test_jax_refuses_to_be_recorded(through_jax):
         assert_same(cache, expected)
 
 
-def borrowed_by_jax() -> list[dlpack._Borrowed]:
-    [loans] = dlpack._loans.values()
-    return list(loans.borrowed.values())
+def test_jax_keeps_nothing_of_torchs_memory(through_jax):
+    before = len(jax.live_arrays())
+    cache, rows, slots = new_cache("bfloat16", 8, 4), new_rows(2, 8), new_slots(2, 4)
+    for _ in range(3):
+        write(rows, cache, slots, "bfloat16")
+        assert len(jax.live_arrays()) == before
 
 
-def test_jax_keeps_no_more_than_so_many_arrays(monkeypatch, through_jax):
-    monkeypatch.setattr(dlpack, "_KEPT", 20)
-    cache = new_cache("bfloat16", 8, 4)
-    for seed in range(6):
-        rows, slots = new_rows(2, 8, seed), new_slots(2, 4, seed)
-        caches = [cache.clone() for _ in range(3)]
-        expected = written(rows, cache, slots, "bfloat16")
-        for each in caches:
-            write(rows, each, slots, "bfloat16")
-            assert_same(each, expected)
-            assert len(borrowed_by_jax()) <= 20
-
-
-def test_python_ends_while_jax_has_arrays_of_torchs_memory():
+def test_python_ends_while_jax_writes_torchs_memory():
     code = """
 import atexit, os, jax
-atexit.register(lambda: end.query() and not dlpack._loans or os._exit(3))  # runs after what is registered from here on
+atexit.register(lambda: end.query() and not exports._exports or os._exit(3))  # runs after all registered later
 import torch, kvjax_torch
-from kvjax_torch import cuda, dlpack, loan
-cuda._through_jax, loan._LONGEST_END = True, 1000  # longer than this test
+from kvjax_torch import cuda, exports
+cuda._through_jax, exports._MAX_WAIT = True, 1000  # longer than this test
 cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
 rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
 for cycles in (0, 2_000_000_000):  # a second, in which Python ends
@@ -636,7 +625,7 @@ for cycles in (0, 2_000_000_000):  # a second, in which Python ends
     kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
 end = torch.cuda.Event()
 end.record()
-assert dlpack._loans[0].borrowed and not end.query()
+assert exports._exports and not end.query()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

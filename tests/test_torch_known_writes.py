@@ -18,6 +18,7 @@ from torch_helpers import nested  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
 from kvjax_torch import calls, cuda, dlpack, ops  # noqa: E402
+from kvjax_torch.plan import WriteTensors  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -55,24 +56,13 @@ class JaxRecorder(Recorder):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        self.known: dict[Any, tuple[list[int], int]] = {}
         monkeypatch.setattr(cuda, "_through_jax", True)
         monkeypatch.setattr(dlpack, "run", self.run)
-        monkeypatch.setattr(dlpack, "run_again", self.run_again)
 
-    def run(self, call: calls.Call, known_as: Any) -> None:
+    def run(self, call: calls.Call) -> None:
         assert is_locked_alone(HOST)
         addresses = [tensor.data_ptr() for tensor in call.tensors]
         self.launches.append(([*kernels.packed(call.counts), *addresses], call.kernel.num_programs(call.amount)))
-        if known_as is not None:
-            self.known[known_as] = self.launches[-1]
-
-    def run_again(self, device: int, known_as: Any) -> bool:
-        assert device == HOST
-        assert is_locked_alone(HOST)
-        if known_as in self.known:
-            self.launches.append(self.known[known_as])
-        return known_as in self.known
 
 
 def is_locked_alone(device: int) -> bool:
@@ -125,7 +115,9 @@ def test_other_counts_and_addresses_are_launched_without_a_plan(recorder: Record
     for num_tokens in (5, 1000, 1 << 16, 7):
         call = arguments(num_tokens)
         cuda.write(**call)
-        kernel = calls.write_call(cuda.write_plan(*planned(call)), *tensors(call), *scales(call), True).kernel
+        kernel = calls.write_call(
+            cuda.write_plan(*planned(call)), WriteTensors(*tensors(call), *scales(call)), True
+        ).kernel
         assert recorder.launches[-1] == (entries(call), kernel.num_programs(num_tokens))
     assert recorder.planned == 1 + 4  # the first write, and the four above
 
@@ -191,20 +183,30 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_a_kernel_depends_on_is_planned_for(name: str, either_recorder: Recorder):
+def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
     one, other = (arguments(**changes) for changes in OTHERS[name])
     for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
-        assert either_recorder.planned == planned_before
+        assert recorder.planned == planned_before
         cuda.write(**call)
-        assert either_recorder.launches[-1][0][1:6] == entries(call)[1:6]
+        assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
-def test_in_checked_mode_every_write_is_looked_at(either_recorder: Recorder):
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_jax_runs_is_planned_for_each_time(name: str, jax_recorder: JaxRecorder):
+    one, other = (arguments(**changes) for changes in OTHERS[name])
+    for planned_before, call in enumerate((one, one, other, one)):
+        assert jax_recorder.planned == planned_before
+        cuda.write(**call)
+        assert jax_recorder.launches[-1][0][1:6] == entries(call)[1:6]
+    assert not cuda._known_writes
+
+
+def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
     call = arguments()
     cuda.write(**call)
     with kvjax.checked():
         cuda.write(**call)
-    assert either_recorder.planned == 2
+    assert recorder.planned == 2
 
 
 def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch: pytest.MonkeyPatch):
@@ -318,37 +320,6 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
     assert recorder.planned == 1
 
 
-def test_what_jax_runs_is_planned_for_each_count_and_address(jax_recorder: JaxRecorder):
-    one, other = halves_of(*PAGES, ROW), halves_of(*PAGES, ROW)
-    call = arguments(**one)
-    others = [
-        call | {"slot_mapping": call["slot_mapping"][:4]},
-        *(call | {name: call[name].clone()} for name in ("slot_mapping", "k_scale", "v_scale")),
-        call | {"key": call["key"][1:], "slot_mapping": call["slot_mapping"][:4]},
-        call | {"value": call["value"][1:], "slot_mapping": call["slot_mapping"][:4]},
-        *(call | {name: other[name]} for name in other),
-    ]
-    for number, each in enumerate([call, *others], start=1):
-        for _ in range(2):
-            cuda.write(**each)
-            assert jax_recorder.launches[-1][0] == entries(each)
-            assert jax_recorder.planned == number
-
-
-def test_what_jax_runs_is_planned_for_each_kind_on_the_same_memory(jax_recorder: JaxRecorder):
-    call = arguments(**FP8, unique_slots=True)
-    others = [
-        call | {"kv_cache_dtype": "fp8_e5m2"},
-        call | {"unique_slots": False},
-        call | {name: call[name].view(torch.float16) for name in ("key", "value")},
-        call | {"key": call["key"].as_strided(call["key"].shape, (2 * NUM_HEADS * HEAD_SIZE, HEAD_SIZE, 1))},
-        call | {name: call[name][:-1] for name in ("key_cache", "value_cache")},
-    ]
-    for number, each in enumerate([call, *others, *others, call], start=1):
-        cuda.write(**each)
-        assert jax_recorder.planned == min(number, 1 + len(others))
-
-
 def test_what_is_launched_goes_on_being_launched_where_jax_runs_the_rest(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ):
@@ -357,41 +328,8 @@ def test_what_is_launched_goes_on_being_launched_where_jax_runs_the_rest(
     cuda.write(**call)
     monkeypatch.setattr(cuda, "_through_jax", True)
     monkeypatch.delattr(dlpack, "run")
-    monkeypatch.delattr(dlpack, "run_again")
     cuda.write(**call)
     assert [launched for launched, _ in recorder.launches] == [entries(call)] * 2
-
-
-def test_rows_without_a_slot_make_no_difference_to_jax(jax_recorder: JaxRecorder):
-    call = arguments(9)
-    for rows_given in (9, 6, 5, 8):
-        fewer = {name: call[name][:rows_given] for name in ("key", "value")}
-        cuda.write(**call | fewer | {"slot_mapping": call["slot_mapping"][:5]})
-    assert jax_recorder.planned == 1
-    assert len(jax_recorder.launches) == 4
-
-
-def test_scales_of_heads_are_never_taken_for_one_that_jax_knows(jax_recorder: JaxRecorder):
-    cache = halves_of(*PAGES, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
-    call, of_heads = arguments(**cache), torch.full((NUM_HEADS,), 0.5)
-    for num_scales in (NUM_HEADS, 1, NUM_HEADS, 1):
-        cuda.write(**call | {"k_scale": of_heads[:num_scales], "v_scale": of_heads[:num_scales]})
-    assert jax_recorder.planned == 3  # that of one scale is known the second time
-
-
-def test_what_the_last_token_of_each_slot_was_is_not_known_to_jax(jax_recorder: JaxRecorder):
-    for num_tokens, unique_slots, planned_for in (
-        (kernels.SEARCHED - 1, False, 1),
-        (kernels.SEARCHED, True, 1),
-        (kernels.SEARCHED, False, 2),
-    ):
-        call = arguments(num_tokens, unique_slots=unique_slots)
-        planned_before = jax_recorder.planned
-        for _ in range(2):
-            cuda.write(**call)
-            # Slots of tokens that are not the last of theirs are taken out, in other memory.
-            assert (jax_recorder.launches[-1][0] == entries(call)) is (planned_for == 1)
-        assert jax_recorder.planned - planned_before == planned_for
 
 
 def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):

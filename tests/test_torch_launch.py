@@ -76,7 +76,7 @@ def test_without_a_client_of_the_host_nothing_is_launched(error: type[Exception]
 
     monkeypatch.setattr(launch.xla_client, "make_cpu_client", make_cpu_client)
     monkeypatch.setattr(launch, "_host_device", functools.cache(launch._host_device.__wrapped__))
-    with pytest.raises(launch.LaunchUnavailableError, match=r"has no client of the host.*it is taken away"):
+    with pytest.raises(launch.LaunchUnavailableError, match=r"has no CPU client.*it is taken away"):
         launch._host_device()
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from helpers import matrix
 
-from kvjax_torch import loan
-from kvjax_torch.loan import Loan
+from kvjax_torch import exports
+from kvjax_torch.exports import Export
 
 
 class Clock:
@@ -45,8 +45,8 @@ class Clock:
 def arrays(monkeypatch) -> list[jax.Array]:
     """JAX's, all that it has of a GPU; it has none of the CPU, and torch has lent nothing yet."""
     arrays = []
-    monkeypatch.setattr(loan, "_loans", set())
-    monkeypatch.setattr(Loan, "was_made", False)
+    monkeypatch.setattr(exports, "_exports", set())
+    monkeypatch.setattr(Export, "was_made", False)
     monkeypatch.setattr(jax, "live_arrays", lambda platform: {"cuda": arrays, "cpu": []}[platform])
     return arrays
 
@@ -54,16 +54,16 @@ def arrays(monkeypatch) -> list[jax.Array]:
 @pytest.fixture
 def clock(monkeypatch, arrays) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(loan, "time", clock)
+    monkeypatch.setattr(exports, "time", clock)
     return clock
 
 
-def lent(*arrays: jax.Array) -> list[Loan]:
-    return [Loan(array.unsafe_buffer_pointer(), "cuda") for array in arrays]
+def lent(*arrays: jax.Array) -> list[Export]:
+    return [Export(array.unsafe_buffer_pointer(), "cuda") for array in arrays]
 
 
-def alive() -> list[Loan]:
-    return [reference() for reference in loan._loans]
+def alive() -> list[Export]:
+    return [reference() for reference in exports._exports]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def waited(clock):
     """For how long the end waited until this is asked, without what it always adds."""
 
     def waited() -> float:
-        assert clock.slept[-1] == loan._TO_TAKE_BACK
+        assert clock.slept[-1] == exports._RELEASE_TIME
         return pytest.approx(sum(clock.slept[:-1]), abs=0.002)
 
     return waited
@@ -79,50 +79,50 @@ def waited(clock):
 
 def test_where_nothing_was_lent_nothing_waits(clock, monkeypatch):
     monkeypatch.setattr(jax, "live_arrays", lambda _: pytest.fail("JAX is asked, which may start it"))
-    loan._wait()
+    exports._wait()
     assert clock.slept == []
 
 
 def test_where_everything_is_back_jax_is_not_asked(clock, waited, monkeypatch):
     """The thread that took it back may want Python once more all the same: a loan goes before all that goes with it."""
     monkeypatch.setattr(jax, "live_arrays", lambda _: pytest.fail("JAX is asked, which may start it"))
-    Loan(256, "cuda")
-    loan._wait()
+    Export(256, "cuda")
+    exports._wait()
     assert waited() == 0
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_what_only_programs_read_is_waited_for(platform: str, clock, waited):
-    both = [Loan(256, platform), Loan(512, platform)]
+    both = [Export(256, platform), Export(512, platform)]
     clock.happens = {0.5: both.pop, 0.7: both.pop}
-    loan._wait()
+    exports._wait()
     assert both == alive() == []
     assert waited() == 0.7
 
 
 def test_a_thread_takes_back_while_python_waits(arrays):
-    given_back = [Loan(256, "cuda")]
+    given_back = [Export(256, "cuda")]
     threading.Timer(0.05, given_back.clear).start()
-    loan._wait()
+    exports._wait()
     assert alive() == []
 
 
 def test_nobody_waits_for_ever(clock, waited):
-    kept = Loan(256, "cuda")
-    loan._wait()
+    kept = Export(256, "cuda")
+    exports._wait()
     assert alive() == [kept]
-    assert waited() == loan._LONGEST_END
+    assert waited() == exports._MAX_WAIT
 
 
 def test_what_arrays_hold_is_not_waited_for(clock, waited, arrays):
     arrays += [jnp.zeros(4), jnp.ones(4), jnp.ones(5)]
     kept = lent(*arrays[:2])
-    loan._wait()
+    exports._wait()
     assert waited() == 0
     del arrays[0]  # of whose memory a program still reads
     clock.slept.clear()
     clock.happens = {0.5: lambda: kept.pop(0)}
-    loan._wait()
+    exports._wait()
     assert waited() == 0.5
     assert alive() == kept
 
@@ -131,7 +131,7 @@ def test_memory_lent_twice_is_held_by_two_arrays(clock, waited, arrays):
     arrays.append(jnp.zeros(4))
     kept = lent(arrays[0], arrays[0])
     clock.happens = {0.5: kept.pop}
-    loan._wait()
+    exports._wait()
     assert waited() == 0.5
     assert alive() == kept
 
@@ -140,7 +140,7 @@ def test_a_share_of_an_array_holds_what_was_lent(clock, waited, arrays):
     shares = [types.SimpleNamespace(data=jnp.zeros(4)) for _ in range(2)]
     arrays.append(types.SimpleNamespace(devices=lambda: {0, 1}, addressable_shards=shares))
     kept = lent(*(share.data for share in shares))
-    loan._wait()
+    exports._wait()
     assert waited() == 0
     assert len(kept) == len(alive()) == 2
 
@@ -150,26 +150,26 @@ def test_an_array_that_is_gone_holds_nothing(clock, waited, arrays):
     kept = lent(*arrays)
     arrays[0].delete()
     clock.happens = {0.3: lambda: kept.pop(0)}
-    loan._wait()
+    exports._wait()
     assert waited() == 0.3
     assert alive() == kept
 
 
 def test_other_threads_may_lend_meanwhile(arrays, monkeypatch):
     """One that Python does not wait for, say: it goes on to the very end."""
-    lending, ended = [Loan(256, "cuda")], threading.Event()
+    lending, ended = [Export(256, "cuda")], threading.Event()
 
     def lend():
         while not ended.is_set():
-            lending[1:] = [Loan(number, "cuda") for number in range(20)]
+            lending[1:] = [Export(number, "cuda") for number in range(20)]
 
-    monkeypatch.setattr(loan, "_LONGEST_END", 0.2)
+    monkeypatch.setattr(exports, "_MAX_WAIT", 0.2)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     thread = threading.Thread(target=lend)
     thread.start()
     try:
-        loan._wait()
+        exports._wait()
     finally:
         ended.set()
         thread.join()
@@ -207,9 +207,9 @@ import atexit, os, jax, jax.numpy as jnp
 atexit.register(lambda: {so} or os._exit(3))  # runs after what is registered from here on
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from kvjax_torch import loan, to_jax
+from kvjax_torch import exports, to_jax
 
-loan._LONGEST_END = 1000  # longer than this test
+exports._MAX_WAIT = 1000  # longer than this test
 program = jax.jit(lambda array, rounds: {PROGRAMS[device]})
 
 def new():

@@ -17,6 +17,7 @@ from torch_helpers import from_numpy, to_numpy  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import gather_call, write_call  # noqa: E402
+from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
 
 DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
 LAYOUTS = ("interleaved", "halves", "apart", "HND", "padded")
@@ -259,14 +260,13 @@ def test_kernels_are_told_of_scales_where_they_lie():
     assert [(rows.offset, rows.block_stride, rows.token_stride, rows.head_stride) for rows in plan.cache.key_rows] == [
         (0, 16 * 3 * row, 3 * row, row)
     ] * 2
-    call = write_call(plan, key, value, *pages.tensors, slots, *pages.scales, False)
+    call = write_call(plan, WriteTensors(key, value, *pages.tensors, slots, *pages.scales), False)
     addresses = [tensor.data_ptr() - pages.bytes.data_ptr() for tensor in call.tensors[3:]]
     assert addresses == [0, 68, 64, 68 + 48]
     assert call.kernel.written == (3, 4, 5, 6)
     table, lengths = torch.from_numpy(TABLE), torch.from_numpy(LENGTHS)
-    read = gather_call(
-        gather_plan(*pages.tensors, table, lengths, *options, None), *pages.tensors, table, lengths, *pages.scales
-    )
+    plan = gather_plan(*pages.tensors, table, lengths, *options, None)
+    read = gather_call(plan, ReadTensors(*pages.tensors, table, lengths, *pages.scales))
     assert [tensor.data_ptr() for tensor in read.tensors[2:6]] == [
         tensor.data_ptr() for tensor in (*pages.scales, *pages.tensors)
     ]

@@ -21,7 +21,15 @@ import test_ragged_attention as ragged_suite  # noqa: E402
 from attention_suite import Attend, Case  # noqa: E402
 from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
 from test_ragged_attention import GRID, ragged  # noqa: E402
-from torch_helpers import A_WHILE, capture, from_numpy, to_numpy, torch_cache  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    assert_same,
+    assert_torch_sees_no_wait,
+    assert_waits_for_its_stream_alone,
+    capture,
+    from_numpy,
+    to_numpy,
+    torch_cache,
+)
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -29,6 +37,7 @@ from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, Uns
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
 from kvjax_torch import cuda, host, launch, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
+from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
 from kvjax_torch.ragged_arguments import buckets  # noqa: E402
 
 
@@ -209,9 +218,9 @@ def test_memory_is_bounded(case, monkeypatch):
     use_stand_ins(monkeypatch)
     gathered = []
 
-    def gather(plan: Any, key_cache: Any, value_cache: Any, table: Any, *args: Any) -> Any:
-        gathered.append(tuple(table.shape))
-        return host.gather(plan, key_cache, value_cache, table, *args)
+    def gather(plan: GatherPlan, tensors: ReadTensors) -> Any:
+        gathered.append(tuple(tensors.block_table.shape))
+        return host.gather(plan, tensors)
 
     monkeypatch.setattr(cuda, "gather_planned", gather)
     monkeypatch.setattr(prompts, "DENSE_BYTES", 1)
@@ -307,24 +316,7 @@ def each_alone(attend: Attend, query: np.ndarray, cache: KVCache, table: np.ndar
 @pytest.mark.parametrize("window", [None, pytest.param(30, marks=pytest.mark.full)])
 @pytest.mark.parametrize("hole", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (0, 3, 5))])
 def test_a_block_that_was_given_back_is_not_seen(attend, hole, window):
-    """Behind a chunk, and of its own tokens."""
-    problem = ragged_suite.build(ragged((20,), (48,), dtype="bfloat16", block_size=8, window=window))
-    [query], cache, table, lens = problem.args
-    table = np.where(np.arange(table.shape[1]) == hole, -1, table)
-    out, lse = attend(query, cache, table, lens, np.int32([0, 20]), **problem.options)
-    kept = np.arange(48) // 8 != hole
-    for row in range(20):
-        seen = kept & (np.arange(48) <= 28 + row) & (np.arange(48) > 28 + row - (window or 48))
-        one = dataclasses.replace(
-            problem,
-            case=dataclasses.replace(problem.case, window=None),
-            args=([query[row : row + 1]], *problem.args[1:]),
-            keys=[problem.keys[0][seen]],
-            values=[problem.values[0][seen]],
-        )
-        want = suite.expected(one, 0)
-        np.testing.assert_allclose(np.float32(out[row]), want.out[0], atol=4 * want.out_max)
-        np.testing.assert_allclose(lse[row], want.lse[0], atol=1e-4)
+    ragged_suite.check_hole(attend, hole, window)
 
 
 def test_rows_of_one_prefix_are_rows_of_one_sequence(attend):
@@ -509,11 +501,6 @@ def on_cuda(case: Case, **options: Any) -> dict[str, Any]:
     return given("cuda", rows, cache, table, lens, bounds, **problem.options)
 
 
-def assert_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    for each, wanted in zip(got, expected, strict=True):
-        assert torch.equal(each.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8))
-
-
 @pytest.mark.gpu
 @matrix(
     {"form": ["one_allocation", "two_tensors", "padded_pages", "offset"], "layout": ["NHD", "HND"], "dtype": DTYPES}
@@ -603,24 +590,9 @@ def test_a_graph_of_a_mixed_step_replays_with_other_lengths(dtype, window, cap):
 @pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype):
-    """On a stream that is busy for a while before the query is there: a call on another would come too early."""
     call = on_cuda(dataclasses.replace(STEP, dtype=dtype))
     call["query"].nan_to_num_()
-    source, stream, idle = call["query"].clone(), new_stream(), torch.cuda.Event()
-    expected = kvjax_torch.ragged_paged_attention(**call)
-    torch.cuda.synchronize()
-    for _ in range(3):
-        call["query"].zero_()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(A_WHILE)
-            call["query"].copy_(source)
-            used = [each.clone() for each in kvjax_torch.ragged_paged_attention(**call)]
-            call["query"].zero_()
-            idle.record()
-        assert not idle.query(), "the host waited for the stream"
-        stream.synchronize()
-        assert_same(tuple(used), expected)
+    assert_waits_for_its_stream_alone(kvjax_torch.ragged_paged_attention, call, new_stream(), repeats=3)
 
 
 @pytest.mark.gpu
@@ -628,14 +600,7 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype):
 @pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True}, {"cap": 30.0}], ids=str)
 def test_torch_sees_nothing_that_waits(options):
     call = on_cuda(dataclasses.replace(STEP, dtype="nvfp4", **options))
-    expected = kvjax_torch.ragged_paged_attention(**call)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results = kvjax_torch.ragged_paged_attention(**call)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    assert_same(results, expected)
+    assert_torch_sees_no_wait(kvjax_torch.ragged_paged_attention, call)
 
 
 @pytest.mark.gpu

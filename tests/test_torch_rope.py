@@ -34,6 +34,7 @@ from kvjax import (  # noqa: E402
 )
 from kvjax_torch import calls, launch, rotation  # noqa: E402
 from kvjax_torch.arguments import rope_plan  # noqa: E402
+from kvjax_torch.plan import WriteTensors  # noqa: E402
 
 DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
 SCALES = (0.37, 0.52)
@@ -198,7 +199,8 @@ def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], 
     calls._write_kernel.cache_clear()
     plan = rope_plan(*call.arguments, call.dtype, *scales, "linear", call.is_neox)
     assert calls.has_rope(plan, call.arguments[0])
-    run, rotated = calls.rope_call(plan, *call.arguments, *scales, False)
+    query, *written, positions, table = call.arguments
+    run, rotated = calls.rope_call(plan, query, WriteTensors(*written, *scales), positions, table, False)
     rotated.view(torch.uint8).fill_(0xFF)
     run_interpreted(run)
     calls._write_kernel.cache_clear()

@@ -16,6 +16,7 @@ import kvjax_torch  # noqa: E402
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402
 from kvjax_torch import calls, host, launch  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
+from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
 
 NUM_BLOCKS = 40
 
@@ -103,11 +104,11 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
 
     def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor, unique_slots: bool = False) -> object:
         plan = write_plan(*rows, *halves, slots, *stored_as)
-        return calls.write_call(plan, *rows, *halves, slots, one, one, unique_slots).kernel
+        return calls.write_call(plan, WriteTensors(*rows, *halves, slots, one, one), unique_slots).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
         plan = gather_plan(*halves, table, lengths, *stored_as, None)
-        return calls.gather_call(plan, *halves, table, lengths, one, one).kernel
+        return calls.gather_call(plan, ReadTensors(*halves, table, lengths, one, one)).kernel
 
     slots = torch.arange(6)
     assert write_kernel(packed, slots) is write_kernel(apart, slots) is write_kernel(packed, slots[:3])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,45 @@ def nested(rows: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which says that these are a prototype
         return torch.nested.nested_tensor([*rows])
+
+
+def assert_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Checks that tensors have the same bytes."""
+    for each, wanted in zip(got, expected, strict=True):
+        assert torch.equal(each.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8))
+
+
+def assert_waits_for_its_stream_alone(
+    operation: Callable[..., Sequence[torch.Tensor]], call: dict[str, Any], stream: torch.cuda.Stream, repeats: int
+) -> None:
+    """Checks that an operation reads its query on `stream`, which writes it late, and that the host does not wait."""
+    query, source, idle = call["query"], call["query"].clone(), torch.cuda.Event()
+    expected = operation(**call)
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        query.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(A_WHILE)
+            query.copy_(source)
+            used = [each.clone() for each in operation(**call)]
+            query.zero_()
+            idle.record()
+        assert not idle.query(), "the host waited for the stream"
+        stream.synchronize()
+        assert_same(used, expected)
+
+
+def assert_torch_sees_no_wait(operation: Callable[..., Sequence[torch.Tensor]], call: dict[str, Any]) -> None:
+    """Checks that an operation makes no call that synchronizes, as torch's debug mode sees it."""
+    expected = operation(**call)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = operation(**call)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert_same(results, expected)
 
 
 def random_pages(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> np.ndarray:

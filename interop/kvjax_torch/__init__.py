@@ -1,4 +1,4 @@
-"""kvjax's paged KV cache for torch: the same kernels, writing into torch's own memory."""
+"""The paged KV cache of kvjax for torch: the same kernels, on memory that torch owns."""
 
 from kvjax_torch.borrow import to_jax as to_jax
 from kvjax_torch.borrow import to_torch as to_torch

@@ -1,7 +1,7 @@
-"""Reading what callers of the operations hand over: tensors as they come, checked and turned into a plan.
+"""Checks the arguments of the operations and turns them into plans.
 
-What depends only on dtypes, shapes and strides is checked once for each plan; counts, addresses, devices and the values
-of scales that lie on the host are checked at every call.
+Dtypes, shapes and strides are checked once for each plan. Counts, addresses, devices and the values of scales on the
+host are checked in every call. In `kvjax.checked()` values on a GPU are checked too, for which the host waits.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from kvjax_torch.dtypes import (
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RopePlan, WritePlan
 
 MAX_WINDOW = 2**31 - 1
-"""No sequence is longer: a window beyond it restricts nothing."""
+"""The longest sequence; a larger window restricts nothing."""
 
 IndexFacts = tuple[torch.dtype, int]
-"""Of a tensor of slots, blocks or lengths: dtype and number of dimensions."""
+"""Dtype and number of dimensions of a tensor of slots, blocks or lengths."""
 
 ScaleFacts = Facts
-"""Of a scale; its strides where it is one of each token and head, `[num_blocks, block_size, num_kv_heads]`."""
+"""Facts of a scale; it has strides only if it is a tensor `[num_blocks, block_size, num_kv_heads]`."""
 
 
 def write_plan(
@@ -60,7 +60,7 @@ def write_plan(
     """The plan of a `reshape_and_cache_flash` call.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
     refuse_gradient(key=key, value=value)
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
@@ -110,7 +110,7 @@ def rope_plan(
     """The plan of a `rope_and_cache` call.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
       UnsupportedError: scales of each token and head in tensors of their own.
     """
     is_apart = has_scale_tensors(k_scale) or has_scale_tensors(v_scale)
@@ -153,12 +153,13 @@ def gather_plan(
     dtype: torch.dtype | None,
     last_tokens: int | torch.Tensor | None = None,
 ) -> GatherPlan:
-    """The plan of a `gather_kv` call; where only `last_tokens` of a sequence count, their blocks alone are checked.
+    """The plan of a `gather_kv` call.
 
-    They may be a tensor on the host, of each sequence's.
+    If only the `last_tokens` of each sequence are read, checked mode checks only their blocks. The number may be a
+    tensor on the host with one for each sequence.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
     tensors = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -211,7 +212,7 @@ def attention_plan(
     """The plan of a `paged_attention` call.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
     refuse_gradient("attention over a cache", query=query)
     check_devices(key_cache, query=query)
@@ -253,12 +254,12 @@ def plan_of_query(
     sinks: torch.Tensor | None,
     batch_invariant: bool,
 ) -> AttentionPlan:
-    """The plan of attention with `query [..., num_heads, head_size]` over what a gather of that plan would read.
+    """The plan of attention with `query [..., num_heads, head_size]` over the cache of a gather's plan.
 
-    The numbers are as `attention_numbers` returns them.
+    `sm_scale`, `window` and `logits_soft_cap` are as `attention_numbers` returns them.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a query or sinks that do not fit.
+      KVCacheValueError, KVCacheTypeError: an invalid query or sinks.
     """
     spec = gathered.cache.spec
     num_heads, head_size = query.shape[-2:]
@@ -293,10 +294,10 @@ def plan_of_query(
 def attention_numbers(
     sm_scale: object, sliding_window: object, logits_soft_cap: object
 ) -> tuple[float | None, int | None, float | None]:
-    """The numbers of a `paged_attention` call as torch's dispatcher takes them; a window that holds all is None.
+    """The numbers of a `paged_attention` call in the types of torch's dispatcher; None for a window over `MAX_WINDOW`.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: one of another type, or one that is not finite in float32 or not positive.
+      KVCacheValueError, KVCacheTypeError: a number of another type, not finite in float32, or not positive.
     """
     scale, cap = _as_float("sm_scale", sm_scale), _as_float("logits_soft_cap", logits_soft_cap)
     if cap is not None and cap < torch.finfo(torch.float32).tiny:
@@ -327,19 +328,19 @@ def _as_float(what: str, number: object) -> float | None:
 
 
 def as_bool(name: str, value: object) -> bool:
-    """`value` as Python's bool. Raises `KVCacheTypeError` where it is something else than one, or than NumPy's."""
+    """`value` as Python's bool. Raises `KVCacheTypeError` unless it is a bool of Python or of NumPy."""
     if not isinstance(value, (bool, np.bool_)):
         raise KVCacheTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
     return bool(value)
 
 
 def kind_of(value: object) -> str:
-    """What something is, for a message; of JAX's arrays the public name."""
+    """The type of a value, for an error message; JAX's arrays have a public name."""
     return "a jax.Array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
 def for_cache(value: object) -> str:
-    """The end of a message about what is no tensor: how torch gets at a cache, if it is one."""
+    """The end of an error message about a value that is not a tensor: how to pass it if it is a `KVCache`."""
     if not isinstance(value, KVCache):
         return ""
     return (
@@ -349,7 +350,7 @@ def for_cache(value: object) -> str:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises `KVCacheTypeError` where something is no tensor, or none whose elements lie in memory as they are."""
+    """Raises `KVCacheTypeError` for anything but dense tensors that are not quantized by torch."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise KVCacheTypeError(f"{name}: got {kind_of(tensor)}, expected a torch.Tensor{for_cache(tensor)}")
@@ -366,7 +367,7 @@ def check_strided(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_gradient(what: str = "a write into a cache", /, **tensors: torch.Tensor) -> None:
-    """Raises `KVCacheTypeError` where autograd would look for a gradient through stored values, which are rounded."""
+    """Raises `KVCacheTypeError` if autograd would need a gradient; rounding to a cache's dtype has none."""
     for name, tensor in tensors.items():
         if tensor.requires_grad and torch.is_grad_enabled():
             raise KVCacheTypeError(
@@ -376,7 +377,7 @@ def refuse_gradient(what: str = "a write into a cache", /, **tensors: torch.Tens
 
 
 def check_devices(key_cache: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Raises `KVCacheValueError` where a tensor is on another device than the cache."""
+    """Raises `KVCacheValueError` if a tensor is on another device than the cache."""
     device = key_cache.device
     for name, tensor in tensors.items():
         if tensor.device != device:
@@ -470,8 +471,8 @@ def _gather_plan(
 
 def _row_facts(rows: torch.Tensor) -> Facts:
     if not rows.numel() and 0 in rows.stride():
-        rows = rows.new_empty(rows.shape)  # empty numpy arrays come with strides of 0
-    return Facts(rows.dtype, rows.shape[1:], rows.stride())  # how many rows there are is no part of a plan
+        rows = rows.new_empty(rows.shape)  # empty numpy arrays have strides of 0
+    return Facts(rows.dtype, rows.shape[1:], rows.stride())  # a plan does not depend on the number of rows
 
 
 def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...], heads: str = "num_kv_heads") -> None:
@@ -488,7 +489,7 @@ def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...], heads: 
 
 
 def check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
-    """Raises where slots, blocks or lengths are of another dtype than int32 or int64, or of other dimensions."""
+    """Raises unless slots, blocks or lengths are int32 or int64 and have the dimensions `dims`."""
     dtype, ndim = index
     if dtype not in INDEX_DTYPES:
         raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected {' or '.join(map(str, INDEX_DTYPES))}")
@@ -501,7 +502,7 @@ def _scale_facts(scale: torch.Tensor) -> ScaleFacts:
 
 
 def _scale_tensors(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
-    """The facts of the tensors that hold the scales of each token and head; None where the caches do, or none do."""
+    """The facts of the tensors with the scales of each token and head; None if there are no such tensors."""
     if not (dtype.info.quant_mode.is_per_token_head and (k_scale.strides or v_scale.strides)):
         return None
     for name, facts in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -538,9 +539,9 @@ def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
-    """Raises `KVCacheValueError` where a scale that lies on the host is none that `kvjax.check_scale` takes.
+    """Raises `KVCacheValueError` if `kvjax.check_scale` rejects a scale.
 
-    In `kvjax.checked` also one that lies on a GPU; to read it makes the host wait.
+    Scales on a GPU are read only in `kvjax.checked()`; the host waits for them.
     """
     for name, scale in scales.items():
         if scale.device.type == "cpu" or kvjax.is_checked():
@@ -548,7 +549,7 @@ def check_scale_values(scales: Mapping[str, torch.Tensor]) -> None:
 
 
 def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for a check of its values, which the host waits for. Raises `UnsupportedError` in a capture."""
+    """A tensor on the host, to check its values; the host waits for it. Raises `UnsupportedError` in a capture."""
     if not tensor.is_cuda:
         return tensor
     if torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
-"""Which blocks of a paged cache hold which tokens, for a batch of sequences that grow together.
+"""Block tables of a paged cache, for a batch of sequences that grow together.
 
-Sequences may share blocks, as the beams of a beam search do. A full block is shared for good, since nobody writes it
-again; one that is still being filled is copied before a second sequence writes into it.
+Sequences may share blocks, as the beams of a beam search do. Full blocks stay shared, since they are not written again;
+a partly filled block is copied before a second sequence writes into it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NO_SLOT = -1
 
 
 class Step(NamedTuple):
-    """What every layer needs in order to append tokens to each sequence and to read them all back.
+    """What every layer needs to append tokens to each sequence and to read all of them back.
 
     Attributes:
       block_table: int32 `[num_seqs, max_blocks]`; -1 past a sequence's last block, and for blocks given back.
       slot_mapping: int64 `[num_seqs * num_new_tokens]`, the new tokens of the first sequence before those of the next;
         -1 for padding, which is not stored.
       seq_lens: int32 `[num_seqs]`, the new tokens included.
-      copy_from: int32 `[num_copies]`: blocks to copy, whole, before anything is written.
-      copy_to: int32 `[num_copies]`: where to.
+      copy_from: int32 `[num_copies]`: blocks to copy, before anything is written.
+      copy_to: int32 `[num_copies]`: the blocks to copy them to.
       cu_q_lens: int32 `[num_seqs + 1]`: where each sequence's new tokens begin, padding left out.
       stored: int64 `[num_stored]`: which of the new tokens, counted as in `slot_mapping`, are stored; `None` for all.
     """
@@ -41,26 +41,26 @@ class Step(NamedTuple):
     stored: torch.Tensor | None
 
     def to(self, device: torch.device) -> Step:
-        """The same on another device; the host does not wait."""
+        """The step on another device; the host does not wait."""
         moved = self._asdict()
         moved.update((name, x.to(device, non_blocking=True)) for name, x in moved.items() if x is not None)
         return Step(**moved)
 
 
 class BlockTable:
-    """The blocks of sequences that grow side by side, taken from `num_blocks` blocks of `block_size` tokens.
+    """The blocks of sequences that grow together, taken from a pool of `num_blocks` blocks of `block_size` tokens.
 
-    Positions are those of the batch, padding included: `start` and `end` are the same for every sequence. What is
-    stored of a sequence are its tokens alone, one after the other.
+    Positions are those of the batch, padding included: `start` and `end` are the same for every sequence. Only tokens
+    are stored, one after the other, and no padding.
 
     Args:
       num_blocks: blocks of the pool.
       block_size: tokens in a block.
       sliding_window: tokens that a query of these layers sees, its own included; `None` for all.
-      option: what errors call `num_blocks`.
+      option: the name of `num_blocks` in error messages.
 
     Raises:
-      KVCacheValueError: no blocks, or blocks of no tokens.
+      KVCacheValueError: `num_blocks` or `block_size` is not positive.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BlockTable:
 
     @property
     def has_padding(self) -> bool:
-        """Whether some positions of the batch were padding, of which nothing is stored."""
+        """Whether some positions of the batch were padding, which is not stored."""
         return self._is_token is not None
 
     def grow(
@@ -109,19 +109,19 @@ class BlockTable:
         is_token: np.ndarray | None = None,
         free_passed: bool = False,
     ) -> Step:
-        """Makes room for the tokens from `start` to `end` of every sequence; one step for all layers that ask for it.
+        """Allocates blocks for the positions from `start` to `end` of every sequence; layers share the step.
 
         Args:
-          num_seqs: sequences that grow: all there are, or any number where `start` is 0.
+          num_seqs: the number of sequences; it may change only where `start` is 0.
           start: positions that each sequence keeps.
-          end: positions that each will have.
-          device: where the result's tensors lie.
+          end: positions that each sequence will have.
+          device: the device of the result's tensors.
           is_token: bool `[num_seqs, end]`: False for padding; `None` where there is none.
-          free_passed: whether blocks that the window has passed before position `start` are given back first.
+          free_passed: whether to free first the blocks that the window has passed at position `start`.
 
         Raises:
-          KVCacheValueError: another number of sequences, padding that is another before `start` than it was, or no
-            blocks left; each sequence then holds its first `start` positions.
+          KVCacheValueError: another number of sequences, padding before `start` that differs from before, or too few
+            free blocks; each sequence then holds its first `start` positions.
         """
         on_host = torch.device("cpu")
         if self._planned != (num_seqs, start, end):
@@ -132,7 +132,7 @@ class BlockTable:
         return self._steps[device]
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of every sequence and gives back the blocks behind them.
+        """Keeps the first `length` positions of every sequence and frees the blocks after them.
 
         Raises:
           KVCacheValueError: as `check_length`.
@@ -145,10 +145,10 @@ class BlockTable:
         self._planned = None
 
     def check_length(self, length: int) -> None:
-        """Checks that the sequences can go on from their first `length` positions.
+        """Checks that the sequences can continue from their first `length` positions.
 
         Raises:
-          KVCacheValueError: blocks that the window still reaches from there were given back.
+          KVCacheValueError: blocks that the window reaches from there are already freed.
         """
         if self._window is None:
             return
@@ -156,7 +156,7 @@ class BlockTable:
             self._check_window(sequence, num_kept, self._window)
 
     def select(self, sequences: np.ndarray) -> None:
-        """Puts the numbered (or marked) sequences in place of all; those named twice share their blocks."""
+        """Replaces all sequences by those with these indices (or marked by a bool array); copies share their blocks."""
         if not self.num_seqs:
             return
         is_token = self._is_token

@@ -1,4 +1,4 @@
-"""Lending memory between torch and JAX: `to_jax` and `to_torch`. Nothing is copied; what cannot be lent raises."""
+"""Sharing memory between torch and JAX: `to_jax` and `to_torch`. They never copy; what would need a copy raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch import driver
 from kvjax_torch.arguments import check_strided, for_cache, kind_of
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.loan import Loan
+from kvjax_torch.exports import Export
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,
@@ -38,35 +38,36 @@ LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-"""Element types that torch and JAX both have; those of 64 bits only where JAX's x64 mode is on."""
+"""Element types that torch and JAX both have; those of 64 bits only with JAX's x64 mode on."""
 
-# XLA on CPU copies what it cannot load with vectors; its GPU programs refuse such an argument only when they run.
+# XLA on CPU copies arrays that are not aligned for vector loads; on GPUs, a program fails when it gets such an array.
 ALIGNMENT = MappingProxyType({"cpu": 64, "cuda": 16})
-"""Bytes that the address of lent memory must be a multiple of, for each type of device."""
+"""The alignment, in bytes, that shared memory must have on each type of device."""
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """A JAX array over the memory of `tensor`, of its shape, dtype and device.
 
-    Either may be deleted first: the memory lives as long as the longer of the two. A CPU tensor's storage can no
-    longer be resized, as after `tensor.numpy()`; resizing a CUDA storage pulls the memory from under the array.
+    Either may be deleted first: the memory lives as long as one of the two does. A CPU tensor's storage can no longer
+    be resized, as after `tensor.numpy()`. Resizing a CUDA storage frees the memory that the array reads: do not.
 
-    JAX takes arrays to be constant. Write into the tensor only where nothing that JAX still has to run reads the array.
-    Where the array is donated on CPU, XLA copies it and the tensor stays as it was: write through kvjax_torch instead.
-    On CUDA the array waits for what is queued on torch's current stream at this call, and the host does not.
+    JAX assumes that arrays are constant. Write into the tensor only when no pending JAX program reads the array. If the
+    array is donated on CPU, XLA copies it and the tensor does not change: write through kvjax_torch instead. On CUDA,
+    programs that read the array wait for what is queued on torch's current stream at this call; the host does not.
 
     Args:
-      tensor: a dense CPU or CUDA tensor whose elements lie side by side, in any order of dimensions, at any storage
+      tensor: a dense CPU or CUDA tensor without gaps or repeated elements, in any order of dimensions, at any storage
         offset that keeps the device's alignment (64 bytes on CPU, 16 on CUDA). A `torch.float4_e2m1fn_x2` tensor
         becomes a uint8 array of its bytes, two codes each.
 
     Raises:
-      KVCacheTypeError: not a plain dense tensor, or of a dtype that JAX has not, or has not now (64 bits without x64).
-      KVCacheValueError: it needs a copy (strides, alignment, conjugation), has a gradient, or JAX lacks its device.
+      KVCacheTypeError: not a plain dense tensor, or a dtype that JAX does not support (64 bits without x64, for
+        example).
+      KVCacheValueError: it needs a copy (strides, alignment, conjugation), requires grad, or JAX lacks its device.
     """
     _check_lendable(tensor)
     driver.start_jax()
-    # A tensor of its own: the lender's may be given other storage (`set_`, `.data =`) while JAX reads this one.
+    # The caller's tensor may get another storage (`set_`, `.data =`) while JAX reads this one.
     lent = tensor.detach()
     if lent.dtype is torch.float4_e2m1fn_x2:
         lent = lent.view(torch.uint8)
@@ -74,34 +75,34 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         _forbid_resizing(lent)
     device = torch.cuda.device(lent.device) if lent.is_cuda else contextlib.nullcontext()
     try:
-        with device:  # torch lends of the current one
+        with device:  # torch synchronizes with the current stream of the current device
             array = jax.dlpack.from_dlpack(lent, copy=False)
     except (BufferError, RuntimeError, ValueError) as error:
         raise KVCacheValueError(f"tensor: JAX cannot borrow a tensor on {tensor.device}: {error}") from error
     address = array.unsafe_buffer_pointer()
     _check_same_memory("tensor", lent.numel(), lent.data_ptr(), address)
-    lent._kvjax_loan = Loan(address, lent.device.type)  # type: ignore[attr-defined]
+    lent._kvjax_export = Export(address, lent.device.type)  # type: ignore[attr-defined]
     return array
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
     """A torch tensor over the memory of `array`, of its shape, dtype and device.
 
-    Either may be deleted first. JAX takes arrays to be constant: write into the tensor only where JAX reads the array
-    no more, and donate the array only where torch reads the tensor no more. On CUDA torch's current stream waits for
-    the array, and the host does not; on CPU this call waits. JAX knows nothing of torch's streams: on CUDA keep the
-    tensor or the array until what torch has queued has read it, for without either JAX gives the memory out again.
+    Either may be deleted first. JAX assumes that arrays are constant: write into the tensor only when JAX no longer
+    reads the array, and donate the array only when torch no longer reads the tensor. On CUDA torch's current stream
+    waits for the array, and the host does not; on CPU this call waits. JAX does not track torch's streams: on CUDA keep
+    the tensor or the array until torch's queued work has read it, or JAX may reuse the memory.
 
     Raises:
-      KVCacheTypeError: not a JAX array, one that is being traced, or of a dtype that torch has not (float4 and int4,
-        of which JAX keeps one a byte: pack them into uint8).
-      KVCacheValueError: the array is deleted or donated, lies on several devices, or torch lacks its device.
+      KVCacheTypeError: not a JAX array, a traced one, or a dtype that torch does not support (float4 and int4, of which
+        JAX stores one a byte: pack them into uint8).
+      KVCacheValueError: the array is deleted or donated, is on several devices, or torch lacks its device.
     """
     _check_exportable(array)
     is_on_gpu = driver.library() is not None and all(device.platform == "gpu" for device in array.devices())
     context = driver.unchanged_context() if is_on_gpu else contextlib.nullcontext()
     try:
-        with context:  # JAX makes that of the array current to have torch's stream wait for it
+        with context:  # JAX makes the array's context current to have torch's stream wait
             tensor = torch.utils.dlpack.from_dlpack(array)
     except (BufferError, RuntimeError, ValueError) as error:
         raise KVCacheValueError(f"array: torch cannot borrow an array on {array.sharding}: {error}") from error
@@ -155,7 +156,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _check_compact(tensor: torch.Tensor) -> None:
-    """JAX reads a permuted buffer where it lies; it has no arrays with gaps between or repetition of elements."""
+    """Raises for gaps or repeated elements, which JAX arrays cannot have; permuted dimensions they can."""
     dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
     expected = 1
     for stride, size in dims:
@@ -169,7 +170,7 @@ def _check_compact(tensor: torch.Tensor) -> None:
 
 
 def _forbid_resizing(tensor: torch.Tensor) -> None:
-    # numpy's arrays pin what they borrow; DLPack's capsules keep the storage alive and still let it free its memory.
+    # A numpy array pins the storage's memory. A DLPack capsule keeps the storage alive, but lets it be resized.
     torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
 
 

@@ -1,4 +1,4 @@
-"""Reading `key_cache` and `value_cache` as they come: layout and byte positions from their shapes and strides."""
+"""Layout and byte positions of `key_cache` and `value_cache`, from their shapes and strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax_torch.plan import CachePlan, StridedRows
 
 
 class Facts(NamedTuple):
-    """A tensor less its contents and its address: what plans are made from, and looked up by."""
+    """The properties of a tensor that plans are made from and looked up by: not its contents, nor its address."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
 
 
 def check_caches(key_cache: Facts, value_cache: Facts) -> None:
-    """Raises where the two are no halves of one paged cache, whatever they hold."""
+    """Raises unless the two can be halves of one paged cache, whatever their dtype."""
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if len(cache.shape) != 4:
             raise KVCacheValueError(
@@ -69,11 +69,11 @@ def cache_plan(
 ) -> CachePlan:
     """The plan of checked caches that hold `dtype`, with heads of `head_sizes` elements (key, value).
 
-    `scale_tensors`: those of keys and of values that hold the scales of each token and head.
+    `scale_tensors` are the tensors of each token's and head's scales, of keys and of values.
 
     Raises:
-      KVCacheValueError: sizes that no cache can have, rows that do not hold them, halves of different layouts, or
-        pages that are not laid out as pages that hold scales are.
+      KVCacheValueError: sizes that no cache can have, rows of another size, halves of different layouts, or pages that
+        hold scales in another arrangement.
     """
     spec = FullAttentionSpec(
         key_cache.shape[1],
@@ -108,7 +108,7 @@ def cache_plan(
     if not spec.stores_scales:
         return CachePlan(spec, (_strided_rows(key_cache),), (_strided_rows(value_cache),))
     for name, cache, _ in halves:
-        _check_one_run(name, cache, spec)
+        _check_contiguous_blocks(name, cache, spec)
     of_keys, of_values = (
         StridedRows.of_regions(regions, cache.strides[0], start=regions[0].base)
         for regions, cache in zip(spec.regions, (key_cache, value_cache), strict=True)
@@ -117,7 +117,7 @@ def cache_plan(
 
 
 def _layout(cache: Facts) -> CacheLayout:
-    """The layout that the strides show; NHD where there is but one head or one token, and the two are the same."""
+    """The layout that the strides show; NHD with one head or one token, where both layouts are the same."""
     _, block_size, num_heads, _ = cache.shape
     _, token_stride, head_stride, _ = cache.strides
     is_hnd = block_size > 1 and num_heads > 1 and head_stride > token_stride
@@ -141,7 +141,7 @@ def _strided_rows(cache: Facts) -> StridedRows:
 
 
 def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> StridedRows:
-    """Rows of one float32 of a tensor `[num_blocks, block_size, num_kv_heads]`, whatever its strides."""
+    """The rows, of one float32 each, of a tensor `[num_blocks, block_size, num_kv_heads]` of any strides."""
     num_blocks, block_size, num_heads, _ = key_cache.shape
     if scales.shape != key_cache.shape[:3]:
         raise KVCacheValueError(
@@ -155,9 +155,9 @@ def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> StridedRows:
     return _strided_rows(Facts(scales.dtype, (*scales.shape, 1), (*scales.strides, 1)))
 
 
-def _check_one_run(name: str, cache: Facts, spec: AttentionSpec) -> None:
-    # The last dimension is nominal: data and scales are regions of their own in each block, so its bytes must be
-    # one run for the regions to lie in it.
+def _check_contiguous_blocks(name: str, cache: Facts, spec: AttentionSpec) -> None:
+    # The last dimension is nominal: data and scales are separate regions of a block, so the block's bytes must be
+    # contiguous.
     _, block_size, num_heads, row = cache.shape
     expected = (num_heads * row, row) if spec.layout is CacheLayout.NHD else (row, block_size * row)
     for stride, size, wanted in zip(cache.strides[1:3], cache.shape[1:3], expected, strict=True):

@@ -1,4 +1,4 @@
-"""What the kernels are called with for CUDA tensors, however they are then run."""
+"""Kernel calls for CUDA tensors: the kernel, its counts and its arrays; `cuda` then runs them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ import torch
 
 from kvjax import AttentionSpec, UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RopePlan, StridedRows, WritePlan
+from kvjax_torch.plan import (
+    AttentionPlan,
+    CachePlan,
+    GatherPlan,
+    ReadTensors,
+    RopePlan,
+    StridedRows,
+    WritePlan,
+    WriteTensors,
+)
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
-"""Bytes that kernels are compiled for rows to begin at a multiple of."""
+"""Alignments of rows, in bytes, that kernels are compiled for."""
 
 COPIED_BELOW = 16
-"""Rows that begin at a multiple of fewer bytes than they would if they were packed, up to so many, are packed before
-they are written: a thread reads as many at once."""
+"""Rows of a lower alignment than packed rows would have, up to this one, are packed before they are written, so that
+threads read as many bytes at once."""
 
 PAGE_ALIGNMENT = 16
-"""Bytes that a thread moves at once; pages that begin at a multiple of more gain nothing by it."""
+"""Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""
 
 MOST = 2**31 - 1
-"""What a count may be, and a place in an array of which kernels read elements."""
+"""The largest count, and the largest index into an array, that kernels take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +40,10 @@ class Call:
     """One run of a kernel.
 
     Attributes:
-      kernel: what runs.
-      counts: the numbers that it calls by that name.
+      kernel: the kernel.
+      counts: its counts.
       tensors: its arrays.
-      amount: what its number of programs depends on.
+      amount: the size that its number of programs depends on.
     """
 
     kernel: kernels.AnyCount
@@ -44,41 +53,25 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that it runs on."""
         return self.tensors[-1].device
 
 
-def write_call(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    unique_slots: bool,
-) -> Call:
+def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Call:
     """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
-    return _write_call(plan, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, unique_slots, None)
+    return _write_call(plan, tensors, unique_slots, None)
 
 
 def rope_call(
     plan: RopePlan,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    tensors: WriteTensors,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
     unique_slots: bool,
 ) -> tuple[Call, torch.Tensor]:
-    """The one run of a `rope_and_cache` call that `plan` describes and `has_rope` of; and its rotated queries."""
-    num_tokens, head_size = slot_mapping.shape[0], query.shape[2]
+    """The kernel call of a `rope_and_cache` call that `plan` describes and `has_rope` accepts; and rotated queries."""
+    num_tokens, head_size = tensors.slot_mapping.shape[0], query.shape[2]
     query, alignment = _runs(query, num_tokens)
     rotation = kernels.Rotation(
         numpy_dtype(plan.write.dtype), head_size, plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
@@ -95,23 +88,22 @@ def rope_call(
         table = table.clone()
     result = query.new_empty(query.shape)
     turned = _Turned(rotated, (query, positions.contiguous(), table, result), cos_sin_cache.shape[0] - 1)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    return _write_call(plan.write, *tensors, k_scale, v_scale, unique_slots, turned), result
+    return _write_call(plan.write, tensors, unique_slots, turned), result
 
 
 def has_rope(plan: RopePlan, query: torch.Tensor) -> bool:
-    """Whether a kernel rotates while it writes: elements of two bytes, an even number of them in a head."""
+    """Whether a kernel can rotate and write: it takes elements of two bytes and even head sizes."""
     is_served = plan.write.dtype.itemsize == 2 and not plan.write.cache.spec.head_size % 2
     return is_served and query.numel() > 0
 
 
 class _Turned(NamedTuple):
-    """What a write rotates as well.
+    """The rotation that a write does first.
 
     Attributes:
-      memory: for the kernel.
+      memory: the kernel's description of its arrays.
       tensors: its arrays.
-      last_position: the last row of cosines and sines.
+      last_position: index of the last row of cosines and sines.
     """
 
     memory: kernels.RotatedMemory
@@ -119,22 +111,12 @@ class _Turned(NamedTuple):
     last_position: int
 
 
-def _write_call(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    unique_slots: bool,
-    turned: _Turned | None,
-) -> Call:
+def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, turned: _Turned | None) -> Call:
+    key, value, key_cache, value_cache, slot_mapping, _, _ = tensors
     num_tokens = slot_mapping.shape[0]
     key, key_alignment = _runs(key, num_tokens)
     value, value_alignment = _runs(value, num_tokens)
-    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
+    scales = plan.cache.scale_tensors(tensors)
     kernel = _write_kernel(
         plan.cache,
         plan.dtype,
@@ -158,37 +140,31 @@ def _write_call(
 
 
 def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Slots in which every token but the last of each slot has -1 instead, for a write of `kernels.SEARCHED` or more.
+    """Replaces repeated slots by -1 except for the last token of each, for writes of `kernels.SEARCHED` tokens or more.
 
-    On torch's current stream, without waiting for it.
+    Runs on torch's current stream, without waiting for it.
     """
     token = torch.arange(slot_mapping.shape[0], dtype=torch.int32, device=slot_mapping.device)
-    index = slot_mapping.clamp(-1, num_slots).to(torch.int64) + 1  # a place for all before, and one for all behind
+    # One index for all slots below 0, and one for all from num_slots on.
+    index = slot_mapping.clamp(-1, num_slots).to(torch.int64) + 1
     last_token = token.new_empty(num_slots + 2).scatter_reduce_(0, index, token, reduce="amax", include_self=False)
     return torch.where(last_token[index] == token, slot_mapping, -1)
 
 
-def gather_call(
-    plan: GatherPlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> Call:
-    """The read of the sequences of a `gather_kv` call that `plan` describes; the last two tensors are its results."""
-    spec, last_block = plan.cache.spec, key_cache.shape[0] - 1
+def gather_call(plan: GatherPlan, tensors: ReadTensors) -> Call:
+    """The kernel call of a `gather_kv` call that `plan` describes; the last two tensors are its results."""
+    key_cache, value_cache, block_table, seq_lens, _, _ = tensors
+    spec, last_block = plan.cache.spec, tensors.num_blocks - 1
     num_seqs, max_blocks = block_table.shape
     max_len = max_blocks * spec.block_size
     keys, values = (
         key_cache.new_empty((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
         for size in (spec.head_size, spec.head_size_v)
     )
-    # A number out of range stays out of range: clipped to just before the first block or just past the last.
+    # Numbers out of range stay out of range: they are clipped to -1, or to one past the last block.
     block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
-    scales = plan.cache.scale_tensors(key_cache, value_cache, k_scale, v_scale)
+    scales = plan.cache.scale_tensors(tensors)
     scale_alignments = _scale_alignments(plan.cache, scales)
     kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, alignments, scale_alignments)
     arrays = (block_table, seq_lens, *_scales(plan.cache, scales), key_cache, value_cache, keys, values)
@@ -196,12 +172,12 @@ def gather_call(
 
 
 class AttentionPart(NamedTuple):
-    """What one run of the attention's kernels takes of a call.
+    """The query rows of a call that one run of the attention kernels serves.
 
     Attributes:
-      plan: of a call that is no more than this.
-      heads: which query heads of each KV head.
-      tokens: which query tokens.
+      plan: the plan of a call of these rows alone.
+      heads: the query heads of each KV head.
+      tokens: the query tokens.
     """
 
     plan: AttentionPlan
@@ -211,7 +187,7 @@ class AttentionPart(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
-    """The parts of a call, one after the other; none where no kernel attends to such a cache or for such a query."""
+    """The parts of a call, in the order they run; none if no kernel supports such a cache or query."""
     spec = plan.cache.spec
     if plan.dtype is torch.float32 or kernels.why_no_attention(spec) is not None:
         return ()
@@ -225,17 +201,17 @@ def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
 
 
 def has_attention(plan: AttentionPlan, query: torch.Tensor, block_table: torch.Tensor) -> bool:
-    """Whether kernels can count the elements of a call, and it has any."""
+    """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices."""
     rows = query.shape[0] * plan.q_len * plan.num_heads
     return 0 < rows * max(plan.cache.spec.head_size, plan.cache.spec.head_size_v) <= MOST and block_table.numel() > 0
 
 
 class AttentionKernels(NamedTuple):
-    """What attends: one kernel after the other, the second of them to what the first leaves in the workspace.
+    """The two kernels of attention, which run one after the other.
 
     Attributes:
-      decode: the first.
-      merge: the second.
+      decode: attends to parts of sequences, and leaves their results in the workspace.
+      merge: merges the parts.
       workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, int32.
     """
 
@@ -245,7 +221,7 @@ class AttentionKernels(NamedTuple):
 
 
 def attention_alignments(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, int]:
-    """What kernels are told of where pages begin."""
+    """The alignments of pages that kernels are compiled for."""
     return _page_alignment(key_cache), _page_alignment(value_cache)
 
 
@@ -253,31 +229,24 @@ def attention_alignments(key_cache: torch.Tensor, value_cache: torch.Tensor) -> 
 def attention_kernels(
     plan: AttentionPlan, alignments: tuple[int, int], device: torch.device, num_seqs: int, max_blocks: int
 ) -> AttentionKernels:
-    """The kernels of a call that is one part, for so many sequences: the same for many numbers of them."""
+    """The kernels of a call of one part; many numbers of sequences share the same ones."""
     decode, merge, workspace = _attention_kernels(plan, alignments, _target(device)).of(num_seqs, max_blocks)
     partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
 
 def attention_calls(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[Call, Call]:
-    """The attention of a `paged_attention` call that `plan` describes and that is one part, as two runs in this order.
+    """The two kernel calls, in order, of a `paged_attention` call of one part that `plan` describes.
 
-    The last two tensors of the second are its results: of the query's dtype `[num_seqs, q_len, num_heads, head_size_v]`
-    and float32 `[num_seqs, q_len, num_heads]`. Their memory and the workspace's is new, of torch's current stream.
+    The last two tensors of the second are the results: `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype
+    and float32 `[num_seqs, q_len, num_heads]`. Results and workspace are allocated on torch's current stream.
     """
-    spec, num_blocks = plan.cache.spec, key_cache.shape[0]
+    key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
+    spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
-    # Of more entries than positions that a length can name none is looked for.
+    # Lengths cannot reach entries beyond this.
     max_blocks = min(width, MOST // spec.block_size)
     alignments = attention_alignments(key_cache, value_cache)
     decode, merge, workspace = attention_kernels(plan, alignments, query.device, num_seqs, max_blocks)
@@ -368,7 +337,7 @@ def _target(device: torch.device) -> kernels.Target:
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:
-    """`[num_seqs, q_len, num_heads, head_size]` with the heads of each token in one run, copied where they are not."""
+    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if the heads of a token are not contiguous."""
     _, _, num_heads, head_size = query.shape
     strides = query.stride()
     is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)
@@ -379,7 +348,7 @@ def _query(query: torch.Tensor) -> torch.Tensor:
 
 
 def _token_strides(query: torch.Tensor) -> tuple[int, int]:
-    """Elements from a sequence's query to the next's, and from one of its tokens to the next; 0 where there is none."""
+    """Strides between sequences and between tokens, in elements; 0 along a dimension of size 1."""
     a_sequence, a_token = (
         stride if size > 1 else 0 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)
     )
@@ -387,7 +356,7 @@ def _token_strides(query: torch.Tensor) -> tuple[int, int]:
 
 
 def _runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
-    """Keys or values with the elements of each token in one run, copied where they are not; and their alignment."""
+    """Keys or values, copied if the elements of a token are not contiguous, and their alignment."""
     _, num_heads, size = x.shape
     token_stride, head_stride, _ = x.stride()
     is_run = (num_heads == 1 or head_stride == size) and token_stride >= num_heads * size
@@ -403,19 +372,19 @@ def _row_alignment(places: int) -> int:
 
 
 def _scale(scale: torch.Tensor) -> torch.Tensor:
-    """A scale where a kernel can read it: several are read as vectors."""
+    """A scale that a kernel can read; several are read as vectors, so unaligned ones are copied."""
     if scale.numel() == 1 or not scale.data_ptr() % kernels.MAX_VECTOR_BYTES:
         return scale.contiguous()
     return scale.clone(memory_format=torch.contiguous_format)
 
 
 def _scales(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What kernels take for scales: a layer's as they can read them, those of each token and head where they are."""
+    """The scale arrays of a kernel call; those of each token and head are never copied."""
     return scales if cache.spec.quant_mode.is_per_token_head else tuple(map(_scale, scales))
 
 
 def _scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int] | None:
-    """What kernels are told of where the scales of each token and head begin; None where there are none."""
+    """The alignments of the scales of each token and head that kernels are compiled for; None if there are none."""
     if not cache.spec.quant_mode.is_per_token_head:
         return None
     k_scale, v_scale = scales
@@ -434,7 +403,7 @@ def _page_alignment(cache: torch.Tensor) -> int:
 
 
 def _page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    count = 1 if cache.spec.quant_mode.is_per_token_head else None  # scales are given by themselves
+    count = 1 if cache.spec.quant_mode.is_per_token_head else None  # scales are arrays of their own
     rows = cache.key_rows[:count], cache.value_rows[:count]
     return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
 

@@ -1,9 +1,11 @@
-"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where that is unavailable.
+"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where the launcher is unavailable.
 
-A serving loop makes the same call again and again with other contents, and its kernels take a microsecond: the host
-has to keep up. So a call that was checked, planned and launched is remembered by what it depended on, and one that
-differs in nothing but addresses and the number of tokens is launched straight away. Where JAX runs them, addresses and
-the number of tokens have to be the same too.
+A serving loop repeats the same write with other contents, and its kernel takes a microsecond, so the host has to keep
+up. After a write was checked, planned and launched, writes of the same kind, which differ from it only in addresses and
+in the number of tokens, are launched without either.
+
+The host never waits for the GPU, with two exceptions: in `kvjax.checked()` every call reads values back, and the first
+use of a float scale on a device copies it there (`ops`).
 """
 
 from __future__ import annotations
@@ -20,32 +22,35 @@ import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dense, dlpack, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
-from kvjax_torch.plan import AttentionPlan, GatherPlan
+from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.rotation import rotate
 
 MIN_COMPUTE_CAPABILITY = 9
 
+_MOST_ROW_ALIGNMENT = calls.ROW_ALIGNMENTS[0]
+_PAGE_ALIGNMENT = calls.PAGE_ALIGNMENT
+
 _REMEMBERED = 4096
-"""Kinds of calls; a model has a few, and one more for each size of cache."""
+"""The most kinds of calls that are remembered; a model has a few, and one more for each size of cache."""
 
 _one_at_a_time = threading.Lock()
-"""Held by calls that may have to compile, so that threads that make the same first call compile it once."""
+"""Held by calls that may compile, so that threads that make the same first call compile once."""
 
 _locks: dict[int, threading.Lock] = {}
-"""Of each GPU, held by calls that JAX runs there. They may wait for their GPU, which may wait for what another thread
-is about to put on another GPU."""
+"""For each GPU, the lock of calls that JAX runs there. There is one for each because a call may wait for its GPU, which
+may wait for work that another thread is about to enqueue on another GPU."""
 
 _through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
 
 
 class _KnownWrite(NamedTuple):
-    """A kind of write that needs no more than to be launched.
+    """The launch of a kind of write.
 
     Attributes:
-      kernel: what is launched.
-      num_programs: how many programs it takes, by the number of tokens.
-      counts: its counts as an entry, with no token yet, which the lower half counts.
+      kernel: the compiled kernel.
+      num_programs: the number of programs as a function of the number of tokens.
+      counts: the kernel's packed counts, whose lower half is to hold the number of tokens and is 0.
       num_slots: slots of the cache.
     """
 
@@ -67,9 +72,8 @@ def write(
     v_scale_layout: str,
     unique_slots: bool,
 ) -> None:
-    """`reshape_and_cache_flash` of CUDA tensors."""
-    device = key_cache.get_device()
-    num_tokens = slot_mapping.numel()
+    """`reshape_and_cache_flash` of CUDA tensors; a write of a known kind is launched without being checked again."""
+    device, num_tokens = key_cache.get_device(), slot_mapping.numel()
     try:
         key_shape, value_shape = key.shape, value.shape
         addresses = (
@@ -81,37 +85,23 @@ def write(
             k_scale.data_ptr(),
             v_scale.data_ptr(),
         )
-        kind = (
+        kind = _write_kind(
             device,
+            key_shape,
+            value_shape,
+            addresses,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
             kv_cache_dtype,
+            k_scale,
+            v_scale,
             v_scale_layout,
             unique_slots,
-            key.dtype,
-            key_shape[-2],
-            key_shape[-1],
-            key.stride(),
-            addresses[1] % calls.ROW_ALIGNMENTS[0],
-            value.dtype,
-            value_shape[-2],
-            value_shape[-1],
-            value.stride(),
-            addresses[2] % calls.ROW_ALIGNMENTS[0],
-            key_cache.dtype,
-            key_cache.shape,
-            key_cache.stride(),
-            addresses[3] % calls.PAGE_ALIGNMENT,
-            value_cache.dtype,
-            value_cache.shape,
-            value_cache.stride(),
-            addresses[4] % calls.PAGE_ALIGNMENT,
-            slot_mapping.dtype,
-            slot_mapping.stride(),
-            k_scale.dtype,
-            k_scale.stride(),
-            v_scale.dtype,
-            v_scale.stride(),
         )
-    except IndexError:  # too few dimensions, which the checks will say
+    except IndexError:  # too few dimensions, which planning refuses
         kind = None
     except RuntimeError:  # no address or no shape, as of sparse and nested tensors
         check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
@@ -126,30 +116,85 @@ def write(
         and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
         and not (key.requires_grad or value.requires_grad)
         and not kvjax.is_checked()
+        and (known := _known_writes.get(kind)) is not None
     ):
-        if (known := _known_writes.get(kind)) is not None:
-            if num_tokens >= kernels.SEARCHED and not unique_slots:
-                slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
-                addresses = slot_mapping.data_ptr(), *addresses[1:]
-            known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
-            return
-        if _through_jax:
-            with _lock(device):
-                if dlpack.run_again(device, (kind, num_tokens, addresses)):
-                    return
+        if num_tokens >= kernels.SEARCHED and not unique_slots:
+            slot_mapping = calls.only_last_tokens(slot_mapping, known.num_slots)
+            addresses = slot_mapping.data_ptr(), *addresses[1:]
+        known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
+        return
     _check_capability(device)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    # Where the scales of each token and head lie is no part of a kind.
-    has_one_scale = k_scale.numel() == v_scale.numel() == 1 and not plan.cache.spec.quant_mode.is_per_token_head
+    tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    plan = write_plan(*tensors[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    _write_planned(plan, kind, addresses, tensors, unique_slots)
+
+
+def _write_kind(
+    device: int,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    addresses: tuple[int, ...],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    unique_slots: bool,
+) -> tuple[Any, ...]:
+    """All that planning a write depends on except the devices of other tensors than `key_cache`, and counts."""
+    return (
+        device,
+        kv_cache_dtype,
+        v_scale_layout,
+        unique_slots,
+        key.dtype,
+        key_shape[-2],
+        key_shape[-1],
+        key.stride(),
+        addresses[1] % _MOST_ROW_ALIGNMENT,
+        value.dtype,
+        value_shape[-2],
+        value_shape[-1],
+        value.stride(),
+        addresses[2] % _MOST_ROW_ALIGNMENT,
+        key_cache.dtype,
+        key_cache.shape,
+        key_cache.stride(),
+        addresses[3] % _PAGE_ALIGNMENT,
+        value_cache.dtype,
+        value_cache.shape,
+        value_cache.stride(),
+        addresses[4] % _PAGE_ALIGNMENT,
+        slot_mapping.dtype,
+        slot_mapping.stride(),
+        k_scale.dtype,
+        k_scale.stride(),
+        v_scale.dtype,
+        v_scale.stride(),
+    )
+
+
+def _write_planned(
+    plan: WritePlan, kind: Any, addresses: tuple[int, ...], tensors: WriteTensors, unique_slots: bool
+) -> None:
+    """Runs a write that `plan` describes, and remembers its kind if the next of the kind needs only a launch.
+
+    That holds if the kernel was launched on the caller's tensors themselves, none of them copied.
+    """
     with _one_at_a_time:
-        call = calls.write_call(plan, *tensors, k_scale, v_scale, unique_slots)
-    slots_taken, *others_taken = (tensor.data_ptr() for tensor in call.tensors)
-    is_taken_as_it_comes = has_one_scale and others_taken == [*addresses[1:]]
-    is_same_run = is_taken_as_it_comes and slots_taken == addresses[0]
-    launcher = _run(call, known_as=(kind, num_tokens, addresses) if is_same_run else None)
-    # A single slot counts as contiguous whatever its stride, and more of them with that stride would not be.
-    if launcher is not None and is_taken_as_it_comes and slot_mapping.stride() == (1,):
+        call = calls.write_call(plan, tensors, unique_slots)
+    launcher = _run(call)
+    # A kind does not say where the scales of each token and head are.
+    is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
+    has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
+    # Slots are left out: those of a large write are searched, which makes others of them.
+    is_uncopied = has_one_scale and [tensor.data_ptr() for tensor in call.tensors[1:]] == [*addresses[1:]]
+    # A single slot is contiguous whatever its stride, but more slots with that stride would not be.
+    if launcher is not None and is_uncopied and tensors.slot_mapping.stride() == (1,):
         if len(_known_writes) >= _REMEMBERED:
             _known_writes.clear()
         _, last_slot = call.counts
@@ -175,7 +220,7 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """`rope_and_cache` of CUDA tensors; returns rotated queries.
 
-    Of float32 and of odd head sizes torch rotates, and the write's kernel writes.
+    For float32 and odd head sizes, torch rotates and the kernel of `reshape_and_cache_flash` writes.
     """
     _check_capability(key_cache.get_device())
     tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
@@ -186,7 +231,8 @@ def rotate_and_write(
         write(*written, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
         return turned[0]
     with _one_at_a_time:
-        call, rotated = calls.rope_call(plan, *tensors, k_scale, v_scale, unique_slots)
+        write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        call, rotated = calls.rope_call(plan, query, write_tensors, positions, cos_sin_cache, unique_slots)
     _run(call)
     return rotated
 
@@ -204,72 +250,62 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_kv` of CUDA tensors."""
     _check_capability(key_cache.get_device())
-    tensors = key_cache, value_cache, block_table, seq_lens
-    plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return gather_planned(plan, *tensors, k_scale, v_scale)
+    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    plan = gather_plan(*tensors[:4], kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+    return gather_planned(plan, tensors)
 
 
-def gather_planned(plan: GatherPlan, *arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_kv` of CUDA tensors that `plan` describes: both caches, the table, the lengths and both scales."""
+def gather_planned(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CUDA tensors that `plan` describes."""
     with _one_at_a_time:
-        call = calls.gather_call(plan, *arrays)
+        call = calls.gather_call(plan, tensors)
     _run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
 
 def attend(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CUDA tensors that `plan` describes.
 
-    Kernels attend to the pages where there are any for such a call and they can be launched; they cannot for a float32
-    query, and where JAX runs all kernels. Elsewhere torch attends to what the gather reads.
+    Kernels attend to the pages if there are kernels for such a call and the launcher is available. There are none for a
+    float32 query, for example. Otherwise torch attends to gathered keys and values.
     """
-    _check_capability(key_cache.get_device())
-    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, block_table) else ()
-    arrays = key_cache, value_cache, block_table, seq_lens, k_scale, v_scale
-    if not parts or not all(_can_attend(part.plan, key_cache, value_cache) for part in parts):
-        if plan.batch_invariant and query.numel() and block_table.numel():
+    _check_capability(tensors.key_cache.get_device())
+    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, tensors.block_table) else ()
+    if not parts or not all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts):
+        if plan.batch_invariant and query.numel() and tensors.block_table.numel():
             raise UnsupportedError(
                 f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
                 " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
             )
-        return _attend_to_gathered(plan, query, *arrays, sinks)
+        return _attend_to_gathered(plan, query, tensors, sinks)
     if len(parts) == 1:
-        return _attend_to_pages(plan, query, *arrays, sinks)
-    # More query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
+        return _attend_to_pages(plan, query, tensors, sinks)
+    # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
     spec = plan.cache.spec
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
-    lengths = seq_lens.clamp(0, calls.MOST).to(torch.int32)
+    lengths = tensors.seq_lens.clamp(0, calls.MOST).to(torch.int32)
     for part, heads, tokens in parts:
-        # Earlier tokens stand at the end of shorter sequences.
-        ends = lengths - (plan.q_len - tokens.stop)
-        arrays = key_cache, value_cache, block_table, ends, k_scale, v_scale
+        # A part's tokens are the last ones of sequences that end with the part.
+        part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
         own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
-        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), *arrays, own_sinks)
+        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), part_tensors, own_sinks)
         for whole, result in zip((outs, lses), results, strict=True):
             whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
     return out, lse
 
 
 _attends: set[Any] = set()
-"""Plans, alignments and devices whose kernels are compiled."""
+"""The plans, alignments and devices whose kernels are compiled."""
 
 
 def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether kernels of a call that is one part are launched; compiles them for batches of every size."""
+    """Whether the kernels of a call of one part can be launched; compiles them for batches of every size."""
     if _through_jax:
         return False
     alignments, device = calls.attention_alignments(key_cache, value_cache), key_cache.device
@@ -286,8 +322,10 @@ def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch
     return True
 
 
-def _attend_to_pages(plan: AttentionPlan, query: torch.Tensor, *arrays: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    decode, merge = calls.attention_calls(plan, query, *arrays)
+def _attend_to_pages(
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    decode, merge = calls.attention_calls(plan, query, tensors, sinks)
     _run(decode)
     _run(merge)
     out, lse = merge.tensors[-2:]
@@ -295,30 +333,19 @@ def _attend_to_pages(plan: AttentionPlan, query: torch.Tensor, *arrays: Any) -> 
 
 
 def _attend_to_gathered(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather_planned(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    return dense.attend(plan, query, keys, values, block_table, seq_lens, key_cache.shape[0], sinks)
+    keys, values = gather_planned(gathered, tensors)
+    return dense.attend(plan, query, keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, sinks)
 
 
 def _lock(device: int) -> threading.Lock:
     return _locks.setdefault(device, threading.Lock())
 
 
-def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
-    """Runs a call; returns what was launched for it, if anything was.
-
-    `known_as` is what names it where JAX runs it and is to run it again.
-    """
+def _run(call: calls.Call) -> _Launcher | None:
+    """Runs a call; returns what was launched, or None if nothing was or JAX ran it."""
     if not call.amount:
         return None
     if (launcher := _launcher(call.kernel, call.device)) is not None:
@@ -326,12 +353,12 @@ def _run(call: calls.Call, known_as: Any = None) -> _Launcher | None:
         launcher.launch(call.counts, addresses, call.amount)
         return launcher
     with _lock(call.tensors[-1].get_device()):
-        dlpack.run(call, known_as)
+        dlpack.run(call)
     return None
 
 
 def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | None:
-    """What launches a kernel; None where JAX has to run it."""
+    """The launcher of a kernel; None if JAX has to run it."""
     global _through_jax
     if _through_jax:
         return None
@@ -345,7 +372,7 @@ def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | Non
             " results; that costs the host more time and a compilation for each number of tokens, and"
             " torch.cuda.graph cannot record it. Attention gathers first.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
 
@@ -356,13 +383,13 @@ def _compiled(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel, and how many programs it takes."""
+    """A compiled kernel, and its number of programs as a function of a call's amount."""
 
     kernel: launch.Kernel
     num_programs: Callable[[int], int]
 
     def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
-        """Launches it for arrays that begin at these addresses."""
+        """Launches the kernel on arrays at these addresses."""
         self.kernel((*kernels.packed(counts), *addresses), self.num_programs(amount))
 
 

@@ -1,4 +1,4 @@
-"""Attention over dense keys and values, in torch: what follows a gather where no kernel attends to the pages."""
+"""Attention over dense keys and values in torch, for calls that no kernel over pages supports."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def attend(
     num_blocks: int,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of a `paged_attention` call that `plan` describes, from what `gather_kv` returns in float32.
+    """The results of a `paged_attention` call that `plan` describes, from keys and values gathered in float32.
 
-    On torch's current stream, without waiting for it.
+    Runs on torch's current stream, without waiting for it.
 
     Args:
-      plan: of the call.
+      plan: plan of the call.
       query: `[num_seqs, q_len, num_heads, head_size]`.
       keys: float32 `[num_seqs, max_len, num_kv_heads, head_size]`.
       values: float32 `[num_seqs, max_len, num_kv_heads, head_size_v]`.
-      block_table: of the call, which says where there are no tokens.
-      seq_lens: of the call.
+      block_table: as in `paged_attention`; tokens of entries that are not blocks are not seen.
+      seq_lens: as in `paged_attention`.
       num_blocks: blocks of the cache.
-      sinks: of the call.
+      sinks: as in `paged_attention`.
     """
     num_seqs, q_len, num_heads, head_size = query.shape
     max_len, num_kv_heads = keys.shape[1:3]
@@ -40,7 +40,7 @@ def attend(
     seen = (age >= 0) & is_block.repeat_interleave(plan.cache.spec.block_size, dim=1)[:, None]
     if plan.window is not None:
         seen &= age < plan.window
-    # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
+    # Values that no row sees may be NaN, and 0 * NaN is not 0.
     values = values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
     grouped = query.to(torch.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
     logits = torch.einsum("sqhgd,sthd->sqhgt", grouped, keys) * plan.sm_scale
@@ -52,6 +52,6 @@ def attend(
     lse = torch.logsumexp(torch.cat([logits, sink], dim=-1), dim=-1)
     weights = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     attended = torch.einsum("sqhgt,sthd->sqhgd", weights, values)
-    # An einsum's result may be strided in any way, and the operation's is not.
+    # An einsum's result may have any strides; the operation returns a contiguous one.
     out = query.new_empty((num_seqs, q_len, num_heads, values.shape[-1]))
     return out.copy_(attended.reshape(out.shape)), lse.reshape(num_seqs, q_len, num_heads)

@@ -1,4 +1,4 @@
-"""The CUDA driver's contexts: which GPU a thread means. torch and JAX both change it, and torch goes by it."""
+"""The CUDA driver's current context, which says which GPU a thread uses. torch and JAX both change it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The driver; `None` on a machine without one."""
+    """The CUDA driver library; `None` on a machine without one."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -21,7 +21,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def primary_context(device: int) -> ctypes.c_void_p:
-    """The context that torch uses on a device, and everyone else who asks for none of their own."""
+    """The primary context of a device, which torch uses."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     call("cuDeviceGet", ctypes.byref(handle), device)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
@@ -29,13 +29,13 @@ def primary_context(device: int) -> ctypes.c_void_p:
 
 
 def make_current(context: ctypes.c_void_p) -> None:
-    """Makes a context this thread's."""
+    """Makes a context current on this thread."""
     call("cuCtxSetCurrent", context)
 
 
 @contextlib.contextmanager
 def unchanged_context() -> Iterator[None]:
-    """Gives the thread back, at the end, the context that it has at the beginning, be it none."""
+    """Restores the thread's current context, or that it has none, on exit."""
     before = ctypes.c_void_p()
     call("cuCtxGetCurrent", ctypes.byref(before))
     try:
@@ -46,20 +46,20 @@ def unchanged_context() -> Iterator[None]:
 
 @functools.cache
 def start_jax() -> None:
-    """Starts JAX, which makes its last GPU current if it has any, and leaves the one that torch means."""
+    """Starts JAX and restores the current context, since JAX makes its last GPU current."""
     before, cuda = ctypes.c_void_p(), library()
     if cuda is not None:
-        cuda.cuCtxGetCurrent(ctypes.byref(before))  # fails before anybody has started the driver, and none is current
+        cuda.cuCtxGetCurrent(ctypes.byref(before))  # fails, with no context current, if the driver is not initialized
     jax.devices()
     if cuda is not None and jax.default_backend() == "gpu":
         make_current(before)
 
 
 def call(function: str, *arguments: object) -> None:
-    """Calls the driver.
+    """Calls a function of the driver.
 
     Raises:
-      RuntimeError: it returns an error.
+      RuntimeError: the driver returns an error.
     """
     if result := getattr(library(), function)(*arguments):
         raise RuntimeError(f"{function} of the CUDA driver returned error {result}")

@@ -1,4 +1,4 @@
-"""torch's names for what kvjax stores and reads."""
+"""Dtypes of torch for what kvjax stores and reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 INPUT_DTYPES = tuple(torch_dtype(row.info.storage_dtype) for row in STORED_KV_CACHE_DTYPES if not row.is_quantized)
-"""Element types of keys, of values and of what is gathered."""
+"""Element types of keys, values and gathered results."""
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -41,7 +41,7 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     """
     dtype = parse_kv_cache_dtype(kv_cache_dtype)
     if dtype is KVCacheDType.AUTO:
-        # What a tensor of 8-bit numbers does not say is that each token and head has a scale.
+        # A tensor of 8-bit elements does not show whether each token and head has a scale: "auto" assumes not.
         held = [
             row
             for row in STORED_KV_CACHE_DTYPES
@@ -62,26 +62,27 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
 
 
 def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
-    """Element types of the cache tensors that can hold `dtype`; every quantized one may be given as its bytes."""
+    """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
     own = torch_dtype(dtype.info.storage_dtype)
     return (own,) if own is torch.uint8 or not dtype.is_quantized else (torch.uint8, own)
 
 
 def head_row_bytes(dtype: KVCacheDType, head_size: int) -> int:
-    """Bytes of one head of one token, data and the scales beside it."""
+    """Bytes of one head of one token, data and scales."""
     return sum(dtype.info.row_bytes(head_size))
 
 
 def has_scale_tensors(scale: torch.Tensor) -> bool:
-    """Whether the scales that a call was given are those of each token and head, in tensors of their own."""
+    """Whether a call's scales are scales of each token and head in tensors of their own."""
     return scale.ndim == 3
 
 
 def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType, *, scales_apart: bool = False) -> int:
-    """Elements of the head that a row of `row_bytes` holds; `scales_apart` if those of tokens are not counted in it.
+    """The head size of a row of `row_bytes`; with `scales_apart` the row does not include scales of each token and
+    head.
 
     Raises:
-      KVCacheValueError: no head size fills the row.
+      KVCacheValueError: no head size has rows of `row_bytes`.
     """
     if dtype.info.quant_mode.is_per_token_head:
         data = row_bytes if scales_apart else row_bytes - dtype.info.row_bytes(1)[1]
@@ -98,7 +99,7 @@ def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType, *, scales_apar
 
 
 def check_dtype(dtype: object) -> None:
-    """Raises `KVCacheTypeError` for a dtype that is asked for by something else than torch's own, such as a string."""
+    """Raises `KVCacheTypeError` if `dtype` is neither None nor a `torch.dtype`, such as a string."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise KVCacheTypeError(
             f"dtype: got {dtype!r} of type {type(dtype).__name__}, expected one of {', '.join(map(str, INPUT_DTYPES))}"
@@ -106,10 +107,10 @@ def check_dtype(dtype: object) -> None:
 
 
 def gathered_dtype(dtype: torch.dtype | None, cache_dtype: KVCacheDType) -> torch.dtype:
-    """What `gather_kv` returns: `dtype`, by default the cache's own where it is unquantized, else bfloat16.
+    """The dtype of `gather_kv`'s results: `dtype`, or by default the cache's if it is unquantized, else bfloat16.
 
     Raises:
-      KVCacheTypeError: a dtype that is no element type of keys.
+      KVCacheTypeError: `dtype` is not one of `INPUT_DTYPES`.
     """
     if dtype is None:
         return torch.bfloat16 if cache_dtype.is_quantized else torch_dtype(cache_dtype.info.storage_dtype)

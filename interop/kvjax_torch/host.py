@@ -1,8 +1,8 @@
-"""The operations on CPU tensors: JAX encodes and decodes, torch moves the bytes.
+"""The operations on CPU tensors: JAX encodes and decodes tokens, and torch moves their bytes.
 
-JAX copies an imported CPU array instead of writing in place, so it never sees the cache. It sees tokens, in chunks of
-one size (one compilation serves every count), each as a page of its own: a cache of one-token pages is what kvjax
-writes and reads, and torch carries their rows to and from where the plan says that the caller's cache holds them.
+JAX copies an imported CPU array instead of writing it in place, so the caller's cache is not passed to JAX. kvjax
+writes and reads a small cache whose pages hold one token each, in chunks of one size, so one compilation serves every
+number of tokens. torch copies the rows of these pages to and from their positions in the caller's cache.
 """
 
 from __future__ import annotations
@@ -23,78 +23,68 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
 from kvjax_torch import dense
 from kvjax_torch.borrow import to_jax, to_torch
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import AttentionPlan, CachePlan, GatherPlan, RaggedPlan, RopePlan, StridedRows, WritePlan
+from kvjax_torch.plan import (
+    AttentionPlan,
+    CachePlan,
+    GatherPlan,
+    RaggedPlan,
+    ReadTensors,
+    RopePlan,
+    StridedRows,
+    WritePlan,
+    WriteTensors,
+)
 
 CHUNK_TOKENS = 16
-"""Tokens that JAX encodes or decodes at a time: few, for the last chunk is filled up with zeros."""
+"""Tokens that JAX encodes or decodes at a time: few, since the last chunk is padded with zeros."""
 
 TILE_ROWS = 64
-"""Query tokens of a sequence that are attended with at once, so that their logits are never all there."""
+"""Query tokens of a sequence that are served at once, which bounds the memory of their logits."""
 
 
-def write(
-    plan: WritePlan,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
+def write(plan: WritePlan, tensors: WriteTensors) -> None:
     """Writes the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
+    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
-    token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
+    token, slot = _last_tokens(slot_mapping, key_cache.shape[0] * spec.block_size)
     staged = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
     for part in _chunks(token.shape[0]):
-        rows = to_jax(_filled_up(key[token[part]])), to_jax(_filled_up(value[token[part]]))
+        rows = to_jax(_padded(key[token[part]])), to_jax(_padded(value[token[part]]))
         encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale, spec), _scale(v_scale, spec)))
         staged[part] = _page_bytes(encoded, part)
     # Nothing may fail from here on: a call that raises leaves the cache as it was.
-    _store(plan, staged, key_cache, value_cache, slot, k_scale, v_scale)
+    _store(plan, tensors, staged, slot)
 
 
 def rotate_and_write(
     plan: RopePlan,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    tensors: WriteTensors,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotates and writes as a `rope_and_cache` call that `plan` describes; returns rotated queries."""
+    """`rope_and_cache` of CPU tensors that `plan` describes; returns rotated queries."""
+    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
     spec = plan.write.cache.spec
     pages, num_tokens = _one_token_pages(spec), slot_mapping.shape[0]
     angles = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
     staged = key_cache.new_empty((num_tokens, pages.page_size_bytes), dtype=torch.uint8)
     rotated = query.new_empty(query.shape)
     for part in _chunks(num_tokens):
-        rows = [to_jax(_filled_up(x[part])) for x in (query, key, value, angles)]
+        rows = [to_jax(_padded(x[part])) for x in (query, key, value, angles)]
         turned, encoded = rotate_and_encode_chunk(
             pages, plan.is_neox, *rows, _scale(k_scale, spec), _scale(v_scale, spec)
         )
         rotated[part] = to_torch(turned)[: part.stop - part.start]
         staged[part] = _page_bytes(to_torch(encoded), part)
-    token, slot = _writers(slot_mapping, key_cache.shape[0] * spec.block_size)
-    _store(plan.write, staged[token], key_cache, value_cache, slot, k_scale, v_scale)
+    token, slot = _last_tokens(slot_mapping, key_cache.shape[0] * spec.block_size)
+    _store(plan.write, tensors, staged[token], slot)
     return rotated
 
 
-def gather(
-    plan: GatherPlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads the sequences of a `gather_kv` call that `plan` describes."""
+def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CPU tensors that `plan` describes."""
+    key_cache, _, block_table, seq_lens, k_scale, v_scale = tensors
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     is_block = (block_table >= 0) & (block_table < key_cache.shape[0])
@@ -104,7 +94,7 @@ def gather(
     block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
     staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
-    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
+    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, stored_rows, spec, slot)
         _view(staged, staged_rows, pages)[:, 0] = view[index]
     gathered = [
@@ -112,7 +102,7 @@ def gather(
         for size in (spec.head_size, spec.head_size_v)
     ]
     for part in _chunks(slot.shape[0]):
-        stored = _filled_up(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
+        stored = _padded(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
         layer_scales = _scale(k_scale, spec), _scale(v_scale, spec)
         decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), *layer_scales)
         for result, rows in zip(gathered, decoded, strict=True):
@@ -122,23 +112,15 @@ def gather(
 
 
 def attend(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends as a `paged_attention` call that `plan` describes, over what a gather reads in float32."""
+    """`paged_attention` of CPU tensors that `plan` describes, over keys and values gathered in float32."""
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather(gathered, key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    num_blocks = key_cache.shape[0]
+    keys, values = gather(gathered, tensors)
+    block_table, seq_lens, num_blocks = tensors.block_table, tensors.seq_lens, tensors.num_blocks
     if not plan.batch_invariant or not query.shape[0]:
         return dense.attend(plan, query, keys, values, block_table, seq_lens, num_blocks, sinks)
-    # Each sequence by itself, over as many tokens as it has: sums go by the shapes of what is summed.
+    # Each sequence by itself, over the tokens it has: the shape of a sum decides the order of its terms.
     results = []
     for seq, length in enumerate(seq_lens.tolist()):
         blocks = min(max(-(-length // plan.cache.spec.block_size), 1), block_table.shape[1])
@@ -152,18 +134,13 @@ def attend(
 def attend_ragged(
     plan: RaggedPlan,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends as a `ragged_paged_attention` call that `plan` describes, one sequence after the other.
+    """`ragged_paged_attention` of CPU tensors that `plan` describes, one sequence after the other.
 
-    Lengths can be read here: every row is served, whatever the call's numbers say.
+    The host can read lengths here, so every row is served, whatever the call's limits.
     """
     spec, (num_tokens, num_heads, _) = plan.attention.cache.spec, query.shape
     gathered = GatherPlan(plan.attention.cache, torch.float32, plan.attention.scale_sizes)
@@ -173,15 +150,15 @@ def attend_ragged(
         lse.copy_(sinks)
     bounds = cu_q_lens.clamp(0, num_tokens).tolist()
     for seq, (first, end) in enumerate(itertools.pairwise(bounds)):
-        length = seq_lens[seq : seq + 1]
-        table = block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
+        length = tensors.seq_lens[seq : seq + 1]
+        table = tensors.block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
         if first >= end or not table.numel():
             continue
-        keys, values = gather(gathered, key_cache, value_cache, table, length, k_scale, v_scale)
+        keys, values = gather(gathered, tensors._replace(block_table=table, seq_lens=length))
         for start in range(first, end, TILE_ROWS):
             rows = slice(start, min(start + TILE_ROWS, end))
             ends = length - (end - rows.stop)
-            tile = query[None, rows], keys, values, table, ends, key_cache.shape[0], sinks
+            tile = query[None, rows], keys, values, table, ends, tensors.num_blocks, sinks
             for whole, part in zip((out, lse), dense.attend(plan.attention, *tile), strict=True):
                 whole[rows] = part[0]
     return out, lse
@@ -191,10 +168,10 @@ def attend_ragged(
 def encode_chunk(
     spec: AttentionSpec, key: jax.Array, value: jax.Array, k_scale: jax.Array, v_scale: jax.Array
 ) -> jax.Array:
-    """Tokens as the array of a cache that holds each in a page of its own."""
+    """The array of a cache that holds each token in a page of its own."""
     slots = jnp.arange(key.shape[0], dtype=jnp.int32)
     pages = KVCache.allocate(spec, key.shape[0])
-    with kvjax.checked(False):  # what callers gave is checked before it gets here
+    with kvjax.checked(False):  # the callers' arguments are already checked
         written = kvjax.reshape_and_cache_flash_diffkv(
             key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
         )
@@ -212,7 +189,7 @@ def rotate_and_encode_chunk(
     k_scale: jax.Array,
     v_scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotated queries, and tokens as `encode_chunk` has them, of which each has a row of `angles`."""
+    """Rotated queries, and the array of `encode_chunk` with rotated keys; `angles` has a row for each token."""
     tokens = jnp.arange(key.shape[0], dtype=jnp.int32)
     pages = KVCache.allocate(spec, key.shape[0])
     with kvjax.checked(False):
@@ -236,7 +213,7 @@ def rotate_and_encode_chunk(
 def decode_chunk(
     spec: AttentionSpec, dtype: np.dtype[Any], pages: jax.Array, k_scale: jax.Array, v_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of tokens, from the array that `encode_chunk` returns."""
+    """Keys and values of tokens, from an array of `encode_chunk`."""
     block_table = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
     with kvjax.checked(False):
         keys, values = kvjax.gather_kv(
@@ -252,23 +229,15 @@ def decode_chunk(
 
 
 def _page_bytes(pages: torch.Tensor, part: slice) -> torch.Tensor:
-    """The pages of a chunk's tokens `[num_tokens, page_size_bytes]`, without those that it was filled up with."""
+    """The pages of a chunk's tokens `[num_tokens, page_size_bytes]`, without those of padding."""
     return pages.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
 
 
-def _store(
-    plan: WritePlan,
-    staged: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-) -> None:
-    """Carries the pages of tokens into their slots, each of which is there once."""
+def _store(plan: WritePlan, tensors: WriteTensors, staged: torch.Tensor, slot: torch.Tensor) -> None:
+    """Copies the pages of tokens into their slots, which are distinct."""
     spec = plan.cache.spec
     pages = _one_token_pages(spec)
-    for cache, into, staged_rows in _row_pairs(plan.cache, key_cache, value_cache, k_scale, v_scale, pages):
+    for cache, into, staged_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, into, spec, slot)
         view[index] = _view(staged, staged_rows, pages)[:, 0]
 
@@ -279,10 +248,10 @@ def _one_token_pages(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
-def _writers(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token is written into which slot: each slot in range once, by the last token that names it.
+def _last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens to write and their slots: each slot in range once, with the last token that has it.
 
-    torch's indexed writes run in parallel. Two tokens with one slot could leave a mixture of both.
+    torch's indexed writes run in parallel, so two tokens with one slot could leave a mixture of both.
     """
     token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero()[:, 0]
     slot, which = torch.unique(slot_mapping[token].to(torch.int64), return_inverse=True)
@@ -294,7 +263,7 @@ def _chunks(num_tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
 
 
-def _filled_up(rows: torch.Tensor) -> torch.Tensor:
+def _padded(rows: torch.Tensor) -> torch.Tensor:
     chunk = rows.new_zeros((CHUNK_TOKENS, *rows.shape[1:]))
     chunk[: rows.shape[0]] = rows
     return chunk
@@ -307,26 +276,21 @@ def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
 
 
 def _row_pairs(
-    plan: CachePlan,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    pages: AttentionSpec,
+    plan: CachePlan, tensors: WriteTensors | ReadTensors, pages: AttentionSpec
 ) -> Iterator[tuple[torch.Tensor, StridedRows, StridedRows]]:
-    """For data and scales of keys and values: the tensor with them, its rows, and the same of one-token pages."""
+    """For data and scales, of keys and of values: the tensor, its rows, and the rows of one-token pages."""
     halves = (
-        (key_cache, k_scale, plan.key_rows, pages.regions.k),
-        (value_cache, v_scale, plan.value_rows, pages.regions.v),
+        (tensors.key_cache, tensors.k_scale, plan.key_rows, pages.regions.k),
+        (tensors.value_cache, tensors.v_scale, plan.value_rows, pages.regions.v),
     )
     for cache, scale, cache_rows, regions in halves:
         page_rows = StridedRows.of_regions(regions, pages.page_size_bytes, start=0)
-        tensors = cache, scale if plan.scales_apart else cache
-        yield from zip(tensors, cache_rows, page_rows, strict=False)
+        held_by = cache, scale if plan.scales_apart else cache
+        yield from zip(held_by, cache_rows, page_rows, strict=False)
 
 
 def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch.Tensor:
-    """Rows of a tensor as its bytes `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
+    """The bytes of a tensor's rows: `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
     return memory.as_strided(
         (tensor.shape[0], spec.block_size, spec.num_kv_heads, rows.row_bytes),
@@ -338,7 +302,7 @@ def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch
 def _locate(
     cache: torch.Tensor, rows: StridedRows, spec: AttentionSpec, slot: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """A view and the index in it of the rows `[num_slots, num_kv_heads, row_bytes]` of these slots."""
+    """A view of the cache, and the index into it of these slots' rows `[num_slots, num_kv_heads, row_bytes]`."""
     view, block, token = _view(cache, rows, spec), slot // spec.block_size, slot % spec.block_size
     if not rows.swizzled:
         return view, (block, token)

@@ -1,17 +1,18 @@
-"""Launching kvjax's kernels from torch: on its current stream, with its addresses, and with nothing between.
+"""Launches kvjax's kernels on torch's current stream, with the addresses of torch's tensors.
 
-A Pallas kernel is traced and lowered by JAX and compiled by JAX's CUDA plugin, whose `MosaicGpuCompile` returns a host
-function that launches it on a stream, given a list of addresses. Two things are changed before that. The size of the
-grid, a constant, becomes one more entry of the list. And what the kernel is given are integers: of addresses it would
-take for granted that they are multiples of 256, as JAX's are, but torch's tensors begin anywhere, and numbers travel as
-addresses too. So a kernel serves every call of its kind, and a launch is one call into compiled code: nothing is
-allocated, copied, or waited for, so that `torch.cuda.graph` records it like any other kernel.
+JAX traces and lowers a Pallas kernel, and JAX's CUDA plugin compiles it: `MosaicGpuCompile` returns a host function
+that launches the kernel on a stream, given a list of addresses. Before compiling, this module changes two things. The
+size of the grid, a constant, becomes one more entry of the list. And the kernel's parameters become integers: Mosaic
+GPU assumes that addresses are multiples of 256, as JAX's are, but torch's tensors begin anywhere, and counts travel in
+the list too. So one compiled kernel serves every call of its kind. A launch is one call into compiled code, which
+allocates nothing, copies nothing and waits for nothing, so `torch.cuda.graph` records it like any other kernel.
 
-JAX is not started for that. Once started it looks at its streams on the GPU every five seconds, which ends whatever
-`torch.cuda.graph` is capturing in CUDA's global mode; and where only torch computes on a GPU, JAX has no use for it.
+Compiling does not start JAX. Once started, JAX queries its streams on the GPU every five seconds, which invalidates any
+capture by `torch.cuda.graph` in CUDA's global mode. A process that computes on the GPU with torch alone has no use for
+a started JAX.
 
-`MosaicGpuCompile` and the form of what JAX hands to it are no public interface. What this module needs of them is
-looked for when a kernel is compiled; where it is missing, `LaunchUnavailableError` is raised.
+`MosaicGpuCompile` and the form of what JAX hands to it are not public. This module looks for what it needs of them when
+it compiles a kernel, and raises `LaunchUnavailableError` where something is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import io
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -53,11 +54,11 @@ _compilations = 0
 
 
 class LaunchUnavailableError(RuntimeError):
-    """JAX or its CUDA plugin lacks a part that launching on torch's streams needs."""
+    """JAX or its CUDA plugin lacks something that launching on torch's streams needs."""
 
 
 def num_compilations() -> int:
-    """Kernels compiled for torch in this process so far."""
+    """The number of kernels compiled for torch in this process so far."""
     return _compilations
 
 
@@ -68,8 +69,8 @@ class Kernel:
     Attributes:
       device: index of the device.
       context: the CUDA context that it was loaded in.
-      launch: puts the kernel on a stream, given a list of its arguments and the number of programs.
-      pack: makes the list of numbers: the kernel's arguments and then the number of programs.
+      launch: enqueues the kernel on a stream, given the packed list of its arguments and the number of programs.
+      pack: packs the list: the kernel's arguments, then the number of programs.
     """
 
     device: int
@@ -78,7 +79,7 @@ class Kernel:
     pack: Callable[..., bytes]
 
     def __call__(self, arguments: Sequence[int], num_programs: int) -> None:
-        """Puts a launch on torch's current stream of the device, without waiting for anything."""
+        """Enqueues the kernel on torch's current stream of the device, without waiting for anything."""
         packed = self.pack(*arguments, num_programs)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         is_torchs_device = torch._C._cuda_getDevice() == self.device
@@ -88,25 +89,25 @@ class Kernel:
         with driver.unchanged_context():
             driver.make_current(self.context)
             self.launch(stream, packed)
-        if is_torchs_device:  # as torch would make it at the thread's first operation
+        if is_torchs_device:  # torch makes it current at the thread's first operation
             driver.make_current(self.context)
             _thread.has_context = True
 
 
 def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Kernel:
-    """Compiles the one kernel that `function` holds, for a launch that says how many programs it has.
+    """Compiles the only kernel of `function`; the number of programs is an argument of each launch.
 
     Args:
-      function: of JAX arrays.
-      args: their shapes and dtypes.
+      function: a function of JAX arrays.
+      args: the shapes and dtypes of its arguments.
       device: a CUDA device.
 
     Raises:
-      LaunchUnavailableError: JAX lacks what this takes.
+      LaunchUnavailableError: JAX or its plugin lacks something that this needs.
     """
     global _compilations
     if _MISSING is not None:
-        raise LaunchUnavailableError(f"JAX {jax.__version__} lacks what this module imports of it: {_MISSING}")
+        raise LaunchUnavailableError(f"JAX {jax.__version__} lacks what the launcher imports of it: {_MISSING}")
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     context = driver.primary_context(index)
@@ -119,7 +120,7 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
         compiled = plugin.MosaicGpuCompile(module, len(module))
         if not compiled:
             raise LaunchUnavailableError(
-                "MosaicGpuCompile of JAX's CUDA plugin compiles no kernel in the form it has now"
+                "MosaicGpuCompile of JAX's CUDA plugin failed to compile a kernel of this form"
             )
         _compilations += 1
         pack = struct.Struct(f"={len(args) + 1}Q").pack
@@ -127,7 +128,7 @@ def compile_kernel(function: Callable[..., Any], args: Sequence[Any], device: to
 
 
 def _launcher(compiled: Any, device: int) -> Callable[[int, bytes], None]:
-    """What calls the host code, with the stream and the list alone."""
+    """A function of a stream and a packed list that calls the host code as this jaxlib expects."""
     pointer, entries = ctypes.c_void_p, ctypes.c_char_p
     function, code = compiled[:2]
     if _JAXLIB < (0, 12):
@@ -156,11 +157,11 @@ def _lower(function: Callable[..., Any], args: Sequence[Any], target: _Target) -
 
 @contextlib.contextmanager
 def _without_starting_jax(target: _Target) -> Iterator[None]:
-    """Answers those who ask JAX for a device while a kernel is lowered, for which JAX would start.
+    """Supplies the devices that lowering a kernel asks for, since asking JAX for them would start it.
 
-    `jit` wants any device, and uses nothing of it. Mosaic GPU asks the first of `jax.local_devices` how much shared
-    memory it has; so does, and is told of this GPU, who lowers another Mosaic kernel on another thread in the meantime.
-    A later JAX that asks in other ways starts, and kernels are launched all the same.
+    `jit` needs a device but uses nothing of it: it gets one of the host. Mosaic GPU reads the shared memory size of the
+    first of `jax.local_devices()`: it gets `target`. A Mosaic kernel that another thread lowers meanwhile gets `target`
+    too. A later JAX that asks in other ways starts; kernels are then launched all the same.
     """
     mosaic.jax = _JaxOfOneDevice(target)
     try:
@@ -171,7 +172,7 @@ def _without_starting_jax(target: _Target) -> Iterator[None]:
 
 
 class _JaxOfOneDevice:
-    """The module `jax`, but for the devices."""
+    """The module `jax`, except that its only device is a given one."""
 
     def __init__(self, target: _Target) -> None:
         self._target = target
@@ -185,19 +186,17 @@ class _JaxOfOneDevice:
 
 @functools.cache
 def _host_device() -> jax.Device:
-    """A device of a client that JAX does not know."""
+    """A CPU device of a client of its own, which is not one of JAX's backends."""
     try:
         client: Any = xla_client.make_cpu_client()
         device: jax.Device = client.local_devices()[0]
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise LaunchUnavailableError(
-            f"JAX {jax.__version__} has no client of the host to lower with: {error}"
-        ) from error
+        raise LaunchUnavailableError(f"JAX {jax.__version__} has no CPU client to lower with: {error}") from error
     return device
 
 
 def _kernel_module(lowered: Any) -> bytes:
-    """The serialized module of the one kernel in a lowered program."""
+    """The serialized module of the only kernel in a lowered program."""
     module = lowered.compiler_ir()
     with module.context:
         calls = [
@@ -213,7 +212,7 @@ def _kernel_module(lowered: Any) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """What lowering asks of the device that it lowers for."""
+    """The properties of a device that lowering a kernel reads."""
 
     device_kind: str
     compute_capability: str
@@ -229,7 +228,14 @@ class _Target:
 
 
 def given_integers(serialized: bytes, num_args: int) -> bytes:
-    """The module with its kernel given integers, and as many programs as entry `num_args` of the host's list says."""
+    """Rewrites a kernel's module so that a launch passes integers and the number of programs.
+
+    The host code of the result takes a list of `num_args` 64-bit integers, the kernel's arguments, followed by the
+    number of programs.
+
+    Raises:
+      LaunchUnavailableError: JAX launches the kernel, or passes its arguments, in a form that this does not know.
+    """
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
@@ -238,17 +244,82 @@ def given_integers(serialized: bytes, num_args: int) -> bytes:
         if len(launches) != 1 or len(launches[0].block.arguments) != 2:
             raise LaunchUnavailableError(f"JAX {jax.__version__} launches Mosaic GPU kernels in another form")
         [launch] = launches
-        if not _pass_integers(launch, num_args):
-            raise LaunchUnavailableError(
-                f"JAX {jax.__version__} passes arguments of Mosaic GPU kernels in another form"
-            )
+        _pass_integers(launch, _argument_ops(launch, num_args))
         _take_grid_from_entry(launch, num_args)
         changed = io.BytesIO()
         module.operation.write_bytecode(changed)
     return changed.getvalue()
 
 
+class _ArgumentOp(NamedTuple):
+    """An operation of the host code that the kernel's arguments are computed by.
+
+    Attributes:
+      op: the operation.
+      is_load: whether it loads an address from the list; else it computes with one.
+      constants: indices of the operands that do not depend on an address.
+    """
+
+    op: Any
+    is_load: bool
+    constants: tuple[int, ...]
+
+
+def _argument_ops(launch: Any, num_args: int) -> list[_ArgumentOp]:
+    """The operations that compute the kernel's arguments from the list of addresses, in the host code's order.
+
+    JAX lists the arrays that a kernel writes twice: as arguments, and after all arguments as results. The list that a
+    launch passes has no addresses of results, so the kernel must not use them.
+
+    Raises:
+      LaunchUnavailableError: there are fewer than `num_args` addresses, or the kernel uses the address of a result.
+    """
+    pointer = launch.block.arguments[1].type
+    host = [op.operation for op in launch.block.operations]
+    num_addresses, found = 0, []
+    from_arguments: list[Any] = []
+    from_results: list[Any] = []
+    for op in host[: host.index(launch)]:
+        if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
+            num_addresses += 1
+            if num_addresses > num_args:
+                from_results.append(op.results[0])
+                continue
+            found.append(_ArgumentOp(op, True, ()))
+            from_arguments.append(op.results[0])
+        elif any(operand in from_results for operand in op.operands):
+            from_results.extend(op.results)
+        elif any(operand in from_arguments for operand in op.operands):
+            constants = tuple(i for i, operand in enumerate(op.operands) if operand not in from_arguments)
+            found.append(_ArgumentOp(op, False, constants))
+            from_arguments.extend(op.results)
+    uses_results = any(operand in from_results for op in _operations(launch) for operand in op.operands)
+    if num_addresses < num_args or uses_results:
+        raise LaunchUnavailableError(f"JAX {jax.__version__} passes arguments of Mosaic GPU kernels in another form")
+    return found
+
+
+def _pass_integers(launch: Any, arguments: Sequence[_ArgumentOp]) -> None:
+    """Moves what computes the kernel's arguments into the kernel, which is passed integers instead of addresses."""
+    pointer, kernel = launch.block.arguments[1].type, launch.regions[0].blocks[0].operations[0]
+    integer, of_global_memory = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.ptr<1>")
+    for op, is_load, constants in arguments:
+        if is_load:
+            with ir.InsertionPoint(op):
+                passed = _add("llvm.load", integer, op.operands[0], ordering=op.attributes["ordering"])
+            with ir.InsertionPoint(kernel):
+                address = _add("llvm.inttoptr", of_global_memory, passed)
+                address = _add("llvm.addrspacecast", pointer, address)
+            op.results[0].replace_all_uses_with(address)
+        else:
+            with ir.InsertionPoint(kernel):
+                for i in constants:
+                    op.operands[i] = op.operands[i].owner.clone().results[0]
+            op.move_before(kernel)
+
+
 def _take_grid_from_entry(launch: Any, index: int) -> None:
+    """Has the host code read the number of programs, a constant before, from an entry of the list."""
     addresses = launch.block.arguments[1]
     with ir.InsertionPoint(launch):
         entry = _add(
@@ -263,43 +334,6 @@ def _take_grid_from_entry(launch: Any, index: int) -> None:
         num_programs = _add("arith.index_cast", ir.IndexType.get(), num_programs)
     asynchronous = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])[0]
     launch.operands[asynchronous] = num_programs
-
-
-def _pass_integers(launch: Any, num_args: int) -> bool:
-    """Has the references that the host makes of so many addresses made in the kernel.
-
-    JAX lists the arrays that a kernel writes twice, as arguments and after them as results. Nothing may use these: the
-    caller's list has something else there, and ends. Returns whether that is so, and all arguments were found.
-    """
-    addresses, kernel = launch.block.arguments[1], launch.regions[0].blocks[0].operations[0]
-    integer, pointer = ir.IntegerType.get_signless(64), addresses.type
-    of_global_memory = ir.Type.parse("!llvm.ptr<1>")
-    host = [op.operation for op in launch.block.operations]
-    num_addresses, made, results = 0, [], []
-    for op in host[: host.index(launch)]:
-        if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
-            num_addresses += 1
-            if num_addresses > num_args:
-                results.append(op.results[0])
-                continue
-            with ir.InsertionPoint(op):
-                passed = _add("llvm.load", integer, op.operands[0], ordering=op.attributes["ordering"])
-            with ir.InsertionPoint(kernel):
-                address = _add("llvm.inttoptr", of_global_memory, passed)
-                address = _add("llvm.addrspacecast", pointer, address)
-            op.results[0].replace_all_uses_with(address)
-            made.append(address)
-        elif any(operand in results for operand in op.operands):
-            results.extend(op.results)
-        elif any(operand in made for operand in op.operands):
-            with ir.InsertionPoint(kernel):
-                for i, operand in enumerate(op.operands):
-                    if operand not in made:  # a constant
-                        op.operands[i] = operand.owner.clone().results[0]
-            op.move_before(kernel)
-            made.extend(op.results)
-    uses_results = any(operand in results for op in _operations(launch) for operand in op.operands)
-    return num_addresses >= num_args and not uses_results
 
 
 def _add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:

@@ -1,7 +1,6 @@
-"""`torch.ops.kvjax.*`: the operations as torch knows them, with what they mutate and what they return.
+"""`torch.ops.kvjax.*`: the operations as registered with torch, with schemas and fake implementations.
 
-They are defined and implemented through a `torch.library.Library`, whose calls cost a third of those of
-`torch.library.custom_op`.
+They are registered with `torch.library.Library`, whose calls cost a third of those of `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from kvjax_torch.arguments import (
     write_plan,
 )
 from kvjax_torch.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
+from kvjax_torch.plan import ReadTensors, WriteTensors
 from kvjax_torch.ragged_arguments import ragged_plan
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -75,7 +75,7 @@ def _write_with_given_scales(
     v_scale_layout: str = "linear",
     unique_slots: bool = False,
 ) -> None:
-    """`_write`, whose schema says that scales stay as they are."""
+    """`_write` under a schema that does not mutate scales."""
     dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     if has_scale_tensors(k_scale) and dtype.info.quant_mode.is_per_token_head:
         raise KVCacheTypeError(
@@ -105,7 +105,7 @@ def _write(
         cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-        host.write(plan, *tensors, k_scale, v_scale)
+        host.write(plan, WriteTensors(*tensors, k_scale, v_scale))
 
 
 def _rope(
@@ -130,7 +130,8 @@ def _rope(
     if key_cache.is_cuda:
         return cuda.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
     plan = rope_plan(*tensors, *stored_as, is_neox)
-    return host.rotate_and_write(plan, *tensors, k_scale, v_scale)
+    write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    return host.rotate_and_write(plan, query, write_tensors, positions, cos_sin_cache)
 
 
 def _gather(
@@ -149,7 +150,7 @@ def _gather(
     if key_cache.is_cuda:
         return cuda.gather(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
     plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return host.gather(plan, *tensors, k_scale, v_scale)
+    return host.gather(plan, ReadTensors(*tensors, k_scale, v_scale))
 
 
 def _attend(
@@ -174,7 +175,7 @@ def _attend(
     plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks, batch_invariant)
     rows = query if query.ndim == 4 else query[:, None]
     serve = cuda.attend if key_cache.is_cuda else host.attend
-    out, lse = serve(plan, rows, *tensors[1:], k_scale, v_scale, sinks)
+    out, lse = serve(plan, rows, ReadTensors(*tensors[1:], k_scale, v_scale), sinks)
     return out.view(*query.shape[:-1], out.shape[-1]), lse.view(query.shape[:-1])
 
 
@@ -204,7 +205,8 @@ def _attend_ragged(
     options = v_scale_layout, *numbers, sinks, batch_invariant
     plan = ragged_plan(*tensors, kv_cache_dtype, k_scale, v_scale, *options, max_q_len, max_prompts, decode_q_len)
     serve = ragged.attend if key_cache.is_cuda else host.attend_ragged
-    return serve(plan, *tensors, k_scale, v_scale, sinks)
+    read_tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    return serve(plan, query, read_tensors, cu_q_lens, sinks)
 
 
 def _write_fake(
@@ -220,7 +222,7 @@ def _write_fake(
     v_scale_layout: str = "linear",
     unique_slots: bool = False,
 ) -> None:
-    refuse_gradient(key=key, value=value)  # compiled code runs without autograd: it could not say so later
+    refuse_gradient(key=key, value=value)  # compiled code runs without autograd and cannot raise this later
     check_devices(
         key_cache,
         value_cache=value_cache,
@@ -368,7 +370,7 @@ def _attended(
     kv_cache_dtype: str,
     v_scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty results of attention."""
+    """Uninitialized results of attention."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     row_bytes, apart = value_cache.shape[3] * value_cache.dtype.itemsize, has_scale_tensors(v_scale)
     head_size_v = row_head_size("value_cache", row_bytes, stored, scales_apart=apart)

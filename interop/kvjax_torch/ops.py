@@ -1,4 +1,8 @@
-"""The operations on torch tensors: vLLM's write, the same with rotation, a gather, attention; and `warm_up`."""
+"""The operations on torch tensors: vLLM's write, the same with rotation, a gather, attention; and `warm_up`.
+
+On CUDA they run on torch's current stream, and the host does not wait, with two exceptions: in `kvjax.checked()` every
+call reads values back, and the first use of a float scale on a device copies it there.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
 
 Scale = float | torch.Tensor
-"""A decode scale: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`, from 2^-100 to 2^100; or
-the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`."""
+"""A decode scale from 2^-100 to 2^100: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`; or
+the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`. On a GPU prefer tensors: the host waits at
+the first use of a number on a device."""
 
 
 def reshape_and_cache_flash(
@@ -35,40 +40,39 @@ def reshape_and_cache_flash(
     v_scale_layout: str = "linear",
     unique_slots: bool = False,
 ) -> None:
-    """Writes tokens into the slots of a paged cache, in place, encoded as `kv_cache_dtype` says.
+    """Writes tokens into the slots of a paged cache, in place, encoded as `kv_cache_dtype`.
 
-    The bytes are those that `kvjax.reshape_and_cache_flash` writes; no byte outside the written slots changes. A call
-    that raises has written nothing. `torch.ops.kvjax.reshape_and_cache_flash` is the same operation with scales that
-    are tensors on the caches' device.
+    The bytes are those that `kvjax.reshape_and_cache_flash` writes; bytes outside the written slots do not change. A
+    call that raises has written nothing. `torch.ops.kvjax.reshape_and_cache_flash` is the same operation with scales as
+    tensors on the caches' device.
 
     Args:
-      key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16, with any strides but along a head: it
-        may be a slice of a fused QKV tensor. There may be more tokens than slots: those past the last slot are padding.
+      key: `[num_tokens, num_kv_heads, head_size]`, float32, float16 or bfloat16. A head is contiguous; other strides
+        are arbitrary, so it may be a slice of a fused QKV tensor. Tokens beyond the number of slots are padding.
       value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype, likewise.
-      key_cache: `[num_blocks, block_size, num_kv_heads, row]`, strided as it comes: `kv_cache[:, 0]` of one allocation
-        or a tensor of its own. The strides tell NHD from HND, which is passed with these dimensions too; with one head
-        or one token in a block the two are the same. `row` is `head_size` elements of the storage dtype (for fp8 also
-        uint8), or for NVFP4 `head_size / 2 + head_size / 16` uint8: a block's bytes are then one run, all its data
-        before all its block scales. With a scale for each token and head likewise `head_size + 4` bytes; or, with the
-        scales in tensors of their own, `head_size` int8, float8_e4m3fn or uint8, of any strides.
+      key_cache: `[num_blocks, block_size, num_kv_heads, row]`: `kv_cache[:, 0]` of one allocation or a tensor of its
+        own. An HND cache is passed with these dimensions too, transposed: the strides tell the layouts apart. With one
+        head or one token in a block both are the same. `row` is `head_size` elements of the storage dtype (for fp8 also
+        uint8). For NVFP4 it is `head_size / 2 + head_size / 16` uint8: a block's bytes are then contiguous, all its
+        data before all its block scales. With a scale for each token and head it is likewise `head_size + 4` bytes; or,
+        with the scales in tensors of their own, `head_size` int8, float8_e4m3fn or uint8, of any strides.
       value_cache: the same for the values: `kv_cache[:, 1]`.
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
-        at or past `num_blocks * block_size` write nothing. Of several tokens with one slot the last is written.
+        at or past `num_blocks * block_size` write nothing. If several tokens have one slot, the last is written.
       kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors' own dtype.
-      k_scale: decode scale of the keys. Unquantized caches have no scale and ignore it. With a scale for each token and
-        head it is ignored too, or is the float32 tensor `[num_blocks, block_size, num_kv_heads]` that the keys' scales
-        are written to, of any strides: vLLM's `k_scale_cache`.
+      k_scale: decode scale of the keys. Unquantized caches ignore it. With a scale for each token and head it is
+        ignored too, or is the float32 tensor `[num_blocks, block_size, num_kv_heads]`, of any strides, that the keys'
+        scales are written to: vLLM's `k_scale_cache`.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
       unique_slots: promises that no two written tokens share a slot; on CUDA that skips the check. If two do, the bytes
         of that slot are undefined.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, stride, dtype, device, address or scale that does not fit, naming
-        it. Scales on a GPU are not read back, so their values are not checked, nor are those of slots; in
-        `kvjax.checked` they all are, and a call waits for them.
-      UnsupportedError: tensors on a device that has no implementation; while a CUDA graph is captured in
-        `kvjax.checked`, or on the path without the launcher (docs/interop.md).
+      KVCacheValueError, KVCacheTypeError: an invalid shape, stride, dtype, device, address or scale; the message names
+        it. Values of slots and of scales on a GPU are checked only in `kvjax.checked()`; the call waits for them.
+      UnsupportedError: a device without an implementation; or a call during the capture of a CUDA graph in
+        `kvjax.checked()` or without the launcher (docs/interop.md).
     """
     if not isinstance(key_cache, torch.Tensor):
         check_tensors(key_cache=key_cache)
@@ -79,13 +83,13 @@ def reshape_and_cache_flash(
     if not isinstance(v_scale, torch.Tensor):
         v_scale = _as_tensor("v_scale", v_scale, key_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping
-    # torch's dispatcher takes as long as all the rest of a call; where nobody watches operations it is left out.
+    # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
         cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         check_tensors(key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
         check_tensors(key_cache=key_cache, k_scale=k_scale, v_scale=v_scale)
-        # torch has to know of each operation what it writes: of this one scales too, in tensors of their own.
+        # An operation's schema says what it mutates, which here depends on whether scales are in tensors of their own.
         own_scales = has_scale_tensors(k_scale)
         written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head if own_scales else None
         write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
@@ -94,7 +98,7 @@ def reshape_and_cache_flash(
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether no subclass, mode or functorch transformation is to hear of an operation on these."""
+    """Whether no subclass, mode or functorch transformation would intercept an operation on these tensors."""
     for tensor in tensors:
         if type(tensor) is not torch.Tensor:
             return False
@@ -122,30 +126,29 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Rotates queries and keys by their positions, and writes keys and values into their slots, in place.
 
-    The bytes are those that `kvjax.rope_and_cache` returns and writes; `query` and `key` stay as they are. Queries are
-    rotated for every token, also for one whose slot writes nothing. A call that raises has written nothing.
-    `torch.ops.kvjax.rope_and_cache` is the same operation with scales that are tensors on the caches' device. On a GPU
-    it is one kernel on torch's current stream; of float32 and of odd head sizes torch rotates and the kernel of
+    The bytes are those that `kvjax.rope_and_cache` returns and writes; `query` and `key` do not change. Queries are
+    rotated for every token, including those whose slot writes nothing. A call that raises has written nothing.
+    `torch.ops.kvjax.rope_and_cache` is the same operation with scales as tensors on the caches' device. On a GPU it is
+    one kernel on torch's current stream; for float32 and odd head sizes, torch rotates and the kernel of
     `reshape_and_cache_flash` writes. The first call of a kind compiles for every number of tokens.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`, of `key`'s dtype, with any strides but along a head.
-      key: as in `reshape_and_cache_flash`, of as many tokens as there are slots.
+      key: as in `reshape_and_cache_flash`, with as many tokens as slots.
       value: likewise.
       key_cache: as in `reshape_and_cache_flash`.
       value_cache: as in `reshape_and_cache_flash`.
       slot_mapping: as in `reshape_and_cache_flash`, `[num_tokens]`; -1 for padding.
-      positions: int32 or int64 `[num_tokens]`: the row of `cos_sin_cache` of each token. One before its first row takes
-        that, one past its last the last.
-      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as vLLM's rotary embeddings have it: of
-        each position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`;
-        elements of a head from there on stay as they are. On a GPU one that is not contiguous, or does not begin at a
-        multiple of 16 bytes, is copied in every call.
+      positions: int32 or int64 `[num_tokens]`: the row of `cos_sin_cache` of each token, clipped to its rows.
+      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as in vLLM's rotary embeddings: for each
+        position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`; the
+        elements of a head from there on do not change. On a GPU a table that is not contiguous, or not aligned to 16
+        bytes, is copied in every call.
       kv_cache_dtype: as in `reshape_and_cache_flash`.
       k_scale: as in `reshape_and_cache_flash`.
       v_scale: as in `reshape_and_cache_flash`.
       v_scale_layout: as in `reshape_and_cache_flash`.
-      is_neox: whether element `i` of a head is paired with `i + rot_dim / 2` (NeoX, Llama), else `2 i` with `2 i + 1`
+      is_neox: whether element `i` of a head is paired with `i + rot_dim / 2` (NeoX, Llama); else `2 i` with `2 i + 1`
         (GPT-J).
       unique_slots: as in `reshape_and_cache_flash`.
 
@@ -153,8 +156,8 @@ def rope_and_cache(
       The rotated queries, contiguous, of the shape and dtype of `query`.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`. In `kvjax.checked` also for a
-        written token whose position is no row of `cos_sin_cache`.
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`; in `kvjax.checked()` also if
+        the position of a written token is not a row of `cos_sin_cache`.
     """
     check_tensors(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_tensors(slot_mapping=slot_mapping, positions=positions, cos_sin_cache=cos_sin_cache)
@@ -196,20 +199,20 @@ def gather_kv(
     Args:
       key_cache: as in `reshape_and_cache_flash`.
       value_cache: as in `reshape_and_cache_flash`.
-      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Tokens in an entry
-        that is not a block of the cache are not there, as those of a block that was given back, -1; entries past a
-        sequence's last block may hold anything.
+      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. An entry that is not
+        a block of the cache holds no tokens, such as -1 for a freed block; entries past a sequence's last block may be
+        any number.
       seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence.
       kv_cache_dtype: as in `reshape_and_cache_flash`.
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
       v_scale_layout: the order that the V scales were written in.
-      dtype: float32, float16 or bfloat16 of the result; by default the cache's own where it is unquantized, else
-        bfloat16. Decoding is in float32 and rounds once.
+      dtype: of the results: float32, float16 or bfloat16; by default the cache's if it is unquantized, else bfloat16.
+        Decoding computes in float32 and rounds once.
 
     Returns:
       `(key, value)`: `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` and `[.., head_size_v]`, zeros from
-      each sequence's length on, and for tokens that are not there.
+      each sequence's length on, and for entries that hold no tokens.
 
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
@@ -294,10 +297,10 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence over its cached tokens, as `kvjax.paged_attention` defines it.
 
-    `torch.ops.kvjax.paged_attention` is the same operation with scales that are tensors on the caches' device, and
-    always returns both results. Neither has a gradient. On a GPU the kernels of `kvjax.paged_attention` run on torch's
-    current stream, for a float16 or bfloat16 query and a cache that these serve; torch owns their workspace, and the
-    first call of a kind compiles for batches of every size. Elsewhere whole sequences are gathered in float32 first.
+    `torch.ops.kvjax.paged_attention` is the same operation with scales as tensors on the caches' device, and always
+    returns both results. Neither has a gradient. On a GPU the kernels of `kvjax.paged_attention` run on torch's current
+    stream, for a float16 or bfloat16 query and a cache that they support; torch owns their workspace, and the first
+    call of a kind compiles for batches of every size. Otherwise whole sequences are gathered in float32 first.
 
     Args:
       query: `[num_seqs, num_heads, head_size]`, or `[num_seqs, q_len, num_heads, head_size]` for the last `q_len`
@@ -315,8 +318,8 @@ def paged_attention(
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
       return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, at a cost
-        (docs/attention.md); on a GPU for calls that the kernels serve alone.
+      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch, at a cost
+        (docs/attention.md); on a GPU only for calls that the kernels support.
 
     Returns:
       A tensor of the query's shape, but for `head_size_v`, and dtype. With `return_lse` also the natural logarithm of
@@ -421,26 +424,27 @@ def ragged_paged_attention(
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence, of each as many as it has: `kvjax.ragged_paged_attention`.
+    """Attention of the last tokens of each sequence, any number for each, as `kvjax.ragged_paged_attention` defines it.
 
-    A step of a serving engine: prompts in chunks beside sequences that decode. `torch.ops.kvjax.ragged_paged_attention`
-    is the same operation with scales that are tensors on the caches' device, and always returns both results. Neither
-    has a gradient.
+    Serves a step of a serving engine: prompts in chunks beside sequences that decode.
+    `torch.ops.kvjax.ragged_paged_attention` is the same operation with scales as tensors on the caches' device, and
+    always returns both results. Neither has a gradient.
 
-    On a GPU nothing waits for a length. Sequences of at most `decode_q_len` query tokens are attended to by the kernels
-    of `paged_attention`, the others by torch's flash attention over what the gather makes dense; docs/attention.md says
-    what serves where that cannot. The three last numbers say what room is made for. The default serves every call, at
-    a cost. A sequence beyond them comes out as one that sees nothing; on CPU tensors every sequence is served.
+    On a GPU the host does not wait for lengths. The kernels of `paged_attention` serve sequences of at most
+    `decode_q_len` query tokens, torch's flash attention serves the others over gathered keys and values;
+    docs/attention.md says what serves calls that flash attention does not support. The last three arguments limit what
+    the call serves; their defaults serve every call, at a cost. A sequence beyond a limit has the results of one that
+    sees no token. On CPU tensors every sequence is served.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. Sequence `i` has the
-        rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows from `cu_q_lens[-1]` on are of no sequence, and see nothing.
+        rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows from `cu_q_lens[-1]` on belong to no sequence, and see no token.
       key_cache: as in `reshape_and_cache_flash`.
       value_cache: as in `reshape_and_cache_flash`.
       block_table: as in `gather_kv`; entries of blocks before a window may be anything too. On a GPU a prompt's keys
         and values take memory for every entry of its row, so pass no more columns than the step needs.
       seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence, those of the query included.
-      cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, and none less than the one before it.
+      cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, then not decreasing.
       kv_cache_dtype: as in `reshape_and_cache_flash`.
       k_scale: the decode scale that the keys were written with.
       v_scale: the decode scale that the values were written with.
@@ -450,12 +454,12 @@ def ragged_paged_attention(
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
       return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, for the
-        same `max_q_len` and `decode_q_len`. On a GPU that takes `max_prompts=0`.
-      max_q_len: most query tokens of a sequence, an int; by default `num_tokens`. 1 is decode.
-      max_prompts: most sequences with more query tokens than `decode_q_len`, an int; by default as many as can be in
-        `num_tokens`.
-      decode_q_len: most query tokens of a sequence that is attended to as one that decodes, an int; by default
+      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch, given the same
+        `max_q_len` and `decode_q_len`. On a GPU that requires `max_prompts=0`.
+      max_q_len: the most query tokens of a sequence, an int; by default `num_tokens`. 1 is decode.
+      max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
+        `num_tokens` allows.
+      decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
         `max_q_len` if that is at most 8, else 1.
 
     Returns:
@@ -507,17 +511,16 @@ def warm_up(
     unique_slots: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compiles what `reshape_and_cache_flash` and `gather_kv` run for tensors like these; the cache is left as it is.
+    """Compiles the kernels of `reshape_and_cache_flash` and `gather_kv` for such tensors; the cache does not change.
 
-    To be called before the first request comes, and before `torch.cuda.graph` records a call. Any number of tokens,
-    slots, sequences and blocks is then served without compiling, on the caches' device and with tensors of the same
-    dtypes, strides and alignment, and the same promise. Layers that are alike need one call between them. Where JAX
-    runs the kernels, since it lacks what launching on torch's streams takes, every number of tokens is still compiled
-    for when it comes.
+    Call it before the first request, and before `torch.cuda.graph` records a call. Then calls with any number of
+    tokens, slots, sequences and blocks do not compile, on the caches' device and with tensors of the same dtypes,
+    strides and alignment and the same `unique_slots`. Layers that are alike need one call. Without the launcher
+    (docs/interop.md), JAX still compiles for each number of tokens when it first comes.
 
     Args:
-      key: as in `reshape_and_cache_flash`: strided as the model's keys will be, with any contents. At least two tokens,
-        for the strides of one say nothing of others.
+      key: as in `reshape_and_cache_flash`, with the strides of the model's keys and any contents. At least two tokens,
+        since the strides of one do not show those of more.
       value: the same for the values.
       key_cache: as in `reshape_and_cache_flash`.
       value_cache: as in `reshape_and_cache_flash`.
@@ -526,8 +529,8 @@ def warm_up(
       k_scale: as in `reshape_and_cache_flash`.
       v_scale: as in `reshape_and_cache_flash`.
       v_scale_layout: as in `reshape_and_cache_flash`.
-      unique_slots: as in `reshape_and_cache_flash`: writes that promise this and writes that do not are two kernels.
-      dtype: what `gather_kv` will be asked for.
+      unique_slots: as in `reshape_and_cache_flash`; writes with and without it are two kernels.
+      dtype: the `dtype` of later `gather_kv` calls.
 
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
@@ -536,10 +539,10 @@ def warm_up(
     for name, rows in (("key", key), ("value", value)):
         if rows.shape[0] < 2:
             raise KVCacheValueError(
-                f"{name}: got {rows.shape[0]} tokens, expected at least 2, to see how they are strided"
+                f"{name}: got {rows.shape[0]} tokens, expected at least 2, which show their strides"
             )
-    # A kernel is compiled for the memory that it is launched on, and may be launched to write nothing. On the host
-    # nothing is compiled for a call without work, and it makes no difference where the work is done.
+    # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing. On the host
+    # a call without work compiles nothing, and any memory will do.
     slot = -1 if key_cache.is_cuda else 0
     if not key_cache.is_cuda:
         key_cache, value_cache = key_cache[:1].clone(), value_cache[:1].clone()
@@ -551,7 +554,7 @@ def warm_up(
     stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
     write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
     write(key, value, *stored_as)
-    # torch's views of one token are strided as if nothing lay behind it.
+    # torch's views of one token have the strides of a tensor of one token.
     key, value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
     write(key, value, *stored_as)
     gather_kv(
@@ -586,9 +589,9 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
-    """A number on a GPU, put there once, while the host waits, so that it is there for every stream."""
-    # In a capture the host may not wait, nor may what a graph owns be kept; and no constant ever goes, for graphs may
-    # read it.
+    """A number on a GPU, copied there once; the host waits for the copy, so that every stream may read it."""
+    # During a capture the host must not wait, and memory of the graph's pool must not be kept. Constants are not freed
+    # or replaced, since graphs may read them.
     if torch.cuda.is_current_stream_capturing() or len(_constants) >= MAX_CONSTANTS:
         return torch.full((), scale, dtype=torch.float32, device=device)
     constant = torch.tensor(scale, dtype=torch.float32, device=device)

@@ -1,26 +1,54 @@
-"""What of a call stays the same from one step of a serving loop to the next; each plan is compiled for once.
+"""Plans: what of a call stays the same from one step of a serving loop to the next. Kernels are compiled for plans.
 
-Plans hold no sizes that change with the load: neither the number of tokens or sequences nor that of blocks.
+Plans hold no size that changes with the load: no number of tokens, sequences or blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import kvjax
 
 
+class WriteTensors(NamedTuple):
+    """The tensors of a `reshape_and_cache_flash` call."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+class ReadTensors(NamedTuple):
+    """The tensors of a `gather_kv` call: a cache and the sequences to read. Attention reads the same."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.key_cache.shape[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class StridedRows:
-    """Rows of one kind in a tensor: the data of its heads or the scales beside it. In bytes.
+    """Positions of one kind of row in a tensor: the data of each head, or its scales. All sizes are in bytes.
 
-    Head `h` of token `t` of block `b` is `row_bytes` from `offset + b * block_stride + t * token_stride +
-    h * head_stride` on, counted from the tensor's first element. Where `swizzled`, a block's scales lie at
-    `kvjax.swizzled_position` instead.
+    The row of head `h` of token `t` of block `b` has `row_bytes` bytes from `offset + b * block_stride +
+    t * token_stride + h * head_stride` on, counted from the tensor's first element. If `swizzled`, a block's scales are
+    at `kvjax.swizzled_position` instead.
     """
 
     offset: int
@@ -32,7 +60,7 @@ class StridedRows:
 
     @classmethod
     def of_regions(cls, regions: Iterable[Any], page_bytes: int, start: int) -> tuple[StridedRows, ...]:
-        """The rows of `AttentionSpec.regions`, counted from byte `start` of pages that lie `page_bytes` apart."""
+        """The rows of `AttentionSpec.regions`, counted from byte `start` of pages that begin `page_bytes` apart."""
         return tuple(
             cls(
                 region.base - start,
@@ -48,13 +76,14 @@ class StridedRows:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """A paged cache given as two tensors.
+    """A paged cache that is passed as two tensors.
 
     Attributes:
       spec: dtype, layout, block size, heads and head sizes of the layer.
-      key_rows: where `key_cache` holds data and, where there are some, scales.
-      value_rows: the same of `value_cache`, from its own first element.
-      scales_apart: whether the scales of each token and head lie in tensors of their own, and are counted from there.
+      key_rows: the rows of `key_cache`: data and, if it holds any, scales.
+      value_rows: the rows of `value_cache`, from its own first element.
+      scales_apart: whether the scales of each token and head are in tensors of their own, from whose first elements
+        their rows are counted.
     """
 
     spec: kvjax.AttentionSpec
@@ -62,15 +91,14 @@ class CachePlan:
     value_rows: tuple[StridedRows, ...]
     scales_apart: bool = False
 
-    def scale_tensors(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What holds the scales of keys and of values, of `(key_cache, value_cache, k_scale, v_scale)`.
+    def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors that hold the scales of keys and of values.
 
-        Of a layer's scales that is k_scale and v_scale; of those of blocks, or of each token and head, the caches.
+        These are the caches where their rows hold a scale for each token and head, else `k_scale` and `v_scale`.
         """
-        key_cache, value_cache, k_scale, v_scale = tensors
         if self.spec.quant_mode.is_per_token_head and not self.scales_apart:
-            return key_cache, value_cache
-        return k_scale, v_scale
+            return tensors.key_cache, tensors.value_cache
+        return tensors.k_scale, tensors.v_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +123,12 @@ class RopePlan:
     """One kind of `rope_and_cache` call.
 
     Attributes:
-      write: of rotated keys.
-      num_heads: of the query.
-      rot_dim: elements of a head that are rotated, the first.
-      is_neox: whether pairs are of halves, else of neighbours.
+      write: the write of rotated keys and of values.
+      num_heads: heads of the query.
+      rot_dim: the number of leading elements of a head that are rotated.
+      is_neox: whether the two elements of a pair are half of `rot_dim` apart, else adjacent.
       position_dtype: int32 or int64.
-      table_dtype: of cosines and sines.
+      table_dtype: element type of cosines and sines.
     """
 
     write: WritePlan
@@ -133,14 +161,14 @@ class AttentionPlan:
     Attributes:
       cache: the cache it reads.
       dtype: element type of the query and of the result.
-      num_heads: of the query.
+      num_heads: heads of the query.
       q_len: query tokens of each sequence.
       scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
       sm_scale: factor on the logits.
       window: tokens that a query token sees, its own included; None for all.
-      logits_soft_cap: what no logit exceeds; None for no cap.
+      logits_soft_cap: bound on the magnitude of logits; None for no bound.
       has_sinks: whether each head has a sink.
-      batch_invariant: whether a sequence has the same bits whatever else is in the batch.
+      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
     """
 
     cache: CachePlan
@@ -157,12 +185,12 @@ class AttentionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan:
-    """One kind of `ragged_paged_attention` call, and the numbers of this one.
+    """One kind of `ragged_paged_attention` call, and the limits of this call.
 
     Attributes:
-      attention: of the sequences that decode; its `q_len` is the most query tokens that such a sequence has.
-      max_q_len: most query tokens of a sequence.
-      max_prompts: most sequences with more query tokens than one that decodes.
+      attention: the plan of sequences that decode; its `q_len` is the most query tokens of such a sequence.
+      max_q_len: the most query tokens of a sequence.
+      max_prompts: the most sequences with more than `attention.q_len` query tokens.
     """
 
     attention: AttentionPlan

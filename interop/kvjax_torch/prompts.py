@@ -1,10 +1,10 @@
-"""Attention of many query tokens of a sequence on a GPU: pages made dense by the gather kernel, then torch's attention.
+"""Attention of prompts on a GPU: the gather kernel makes pages dense, then torch attends.
 
-That is FlashAttention-2 for sequences of any lengths, a part of torch's builds for CUDA
-(`torch.ops.aten._flash_attention_forward`): its rows stand at the ends of their keys, so that a chunk behind cached
-tokens is one call, which takes the step's query as it lies. What it does not have (a soft cap, other head sizes, 16-bit
-pages of another dtype than the query's) or cannot hold (codes with a scale for each token and head) `dense` attends to
-in float32, over rows a tile at a time.
+torch's builds for CUDA have FlashAttention-2 for sequences of any lengths (`torch.ops.aten._flash_attention_forward`).
+It aligns the last query row of a sequence with its last key, so chunks after cached tokens are one call, which reads
+the step's query in place. Some calls it does not support (a soft cap, other head sizes, 16-bit pages of another dtype
+than the query's), and some caches cannot be decoded to 16 bits (a scale for each token and head). For those `dense`
+attends in float32, a tile of rows at a time.
 """
 
 from __future__ import annotations
@@ -17,42 +17,34 @@ import torch
 from kvjax import KVQuantMode
 from kvjax_torch import cuda, dense
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan
-from kvjax_torch.ragged_rows import Pages, Results, Sequences
+from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
+from kvjax_torch.ragged_rows import RaggedCall, Sequences
 
 DENSE_BYTES = 1 << 30
-"""What the keys and values of the sequences that are attended to at once may take; those of one may take more."""
+"""Limit on the dense keys and values of the sequences attended to at once; those of a single sequence may exceed it."""
 
 LOGITS_BYTES = 64 << 20
-"""What the logits of a tile of rows may take in float32; those of one row of each sequence may take more."""
+"""Limit on the float32 logits of a tile of rows; those of a single row of each sequence may exceed it."""
 
 MAX_HEAD_SIZE = 256
-"""Of FlashAttention-2's forward pass."""
+"""The limit of FlashAttention-2's forward pass."""
 
 
-def attend(
-    plan: RaggedPlan,
-    query: torch.Tensor,
-    pages: Pages,
-    sequences: Sequences,
-    sinks: torch.Tensor | None,
-    results: Results,
-) -> None:
-    """Attention of the sequences that have too many rows to decode, in lots of as many as `DENSE_BYTES` hold.
+def attend(plan: RaggedPlan, call: RaggedCall) -> None:
+    """Serves the sequences with too many rows to decode, in lots of as many as `DENSE_BYTES` allows.
 
-    Of sequences with more than `plan.max_q_len` rows, and of those after the first `plan.max_prompts`, nothing is put
-    into the results.
+    Sequences with more than `plan.max_q_len` rows, and those after the first `plan.max_prompts`, are not served.
     """
-    attention, spec = plan.attention, plan.attention.cache.spec
+    attention, spec, sequences = plan.attention, plan.attention.cache.spec, call.sequences
     if attention.window is not None and attention.window >= sequences.table.shape[1] * spec.block_size:
         attention = dataclasses.replace(attention, window=None)
     num_seqs, q_lens = sequences.table.shape[0], sequences.q_lens
     is_prompt = (q_lens > attention.q_len) & (q_lens <= plan.max_q_len)
-    after = is_prompt.cumsum(0)
-    # Which sequence is the first prompt, the second, ...; `num_seqs` is none.
-    seq = torch.arange(num_seqs, device=query.device)
+    num_prompts = is_prompt.cumsum(0)
+    # The index of the first prompt, the second, ...; `num_seqs` stands for none.
+    seq = torch.arange(num_seqs, device=call.query.device)
     chosen = seq.new_full((num_seqs + 1,), num_seqs)
-    chosen.scatter_(0, torch.where(is_prompt, after - 1, num_seqs), seq)
+    chosen.scatter_(0, torch.where(is_prompt, num_prompts - 1, num_seqs), seq)
 
     by_flash = _can_flash(attention)
     dtype = _dense_dtype(attention) if by_flash else torch.float32
@@ -63,18 +55,21 @@ def attend(
     for first in range(0, plan.max_prompts, at_once):
         chosen_now = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _own_sequences(sequences, chosen_now, spec.block_size)
-        lot = _Lot(attention, plan.max_q_len, dtype, pages, *_reached(attention, own, num_blocks, pages.num_blocks))
-        number = torch.where(is_prompt, after - 1 - first, -1)
-        serve(lot, query, sequences, number, sinks, results)
+        reach = _reached(attention, own, num_blocks, call.tensors.num_blocks)
+        number = torch.where(is_prompt, num_prompts - 1 - first, -1)
+        serve(_Lot(call, attention, plan.max_q_len, dtype, number, *reach))
 
 
 def _can_flash(plan: AttentionPlan) -> bool:
-    """Whether torch's flash attention serves such a call; it takes the largest logit before the scale."""
+    """Whether torch's flash attention serves such a call.
+
+    It looks for the largest logit before it multiplies by `sm_scale`, which has to be positive.
+    """
     spec = plan.cache.spec
     is_stored = spec.quant_mode is KVQuantMode.NONE
     return (
         plan.dtype is not torch.float32
-        # 16 bits hold codes exactly, but not with scales that differ from token to token.
+        # 16 bits hold codes exactly, but not codes times scales that differ among tokens.
         and not spec.quant_mode.is_per_token_head
         and (not is_stored or torch_dtype(spec.storage_dtype) is plan.dtype)
         and spec.head_size == spec.head_size_v <= MAX_HEAD_SIZE
@@ -86,12 +81,12 @@ def _can_flash(plan: AttentionPlan) -> bool:
 
 
 def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
-    """Of rows, keys and values in 16 bits; quantized elements are exact in float16, which has three bits more."""
+    """The 16-bit dtype of query rows, keys and values; float16, with three more bits, holds quantized ones exactly."""
     return plan.dtype if plan.cache.spec.quant_mode is KVQuantMode.NONE else torch.float16
 
 
 def _blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
-    """The least number of blocks that hold all tokens that a sequence's rows see, wherever they begin."""
+    """The number of blocks that hold all tokens a sequence's rows see, at any offset within the first block."""
     if plan.window is None:
         return max_blocks
     size = plan.cache.spec.block_size
@@ -99,7 +94,7 @@ def _blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int
 
 
 def _own_sequences(sequences: Sequences, chosen: torch.Tensor, block_size: int) -> Sequences:
-    """Those of these numbers, and in place of one that is none an empty one."""
+    """The sequences with the indices `chosen`; an empty one for each index that is `num_seqs`."""
     num_seqs, max_blocks = sequences.table.shape
     is_any, seq = chosen < num_seqs, chosen.clamp(max=num_seqs - 1)
     table, lens, starts, ends = (x.index_select(0, seq) for x in sequences)
@@ -108,23 +103,23 @@ def _own_sequences(sequences: Sequences, chosen: torch.Tensor, block_size: int) 
 
 
 class _Reach(NamedTuple):
-    """Sequences less what none of their rows sees.
+    """Sequences without the blocks that none of their rows sees.
 
     Attributes:
-      sequences: with no more blocks than `_blocks_reached` says; lengths are int64, and fit.
-      first_seen: int64 `[num_seqs]`, the first token that a row sees; in the first block.
-      is_hole: bool, of the table's shape: whether the tokens of a block are not there.
+      own: the sequences, of no more blocks than `_blocks_reached` returns; lengths are int64, and fit the table.
+      first_seen: int64 `[num_seqs]`, the first token that a row sees, a token of the first block.
+      is_hole: bool, of the table's shape: whether an entry is not a block of the cache, so that it holds no tokens.
     """
 
-    sequences: Sequences
+    own: Sequences
     first_seen: torch.Tensor
     is_hole: torch.Tensor
 
 
 def _reached(plan: AttentionPlan, own: Sequences, num_blocks: int, num_cache_blocks: int) -> _Reach:
-    """Of a window the blocks that it reaches; else all, less those before the rows that were given back."""
+    """Keeps the blocks that a window reaches; without a window, drops freed blocks before the first row."""
     size, max_blocks = plan.cache.spec.block_size, own.table.shape[1]
-    first_own = own.lens - own.q_lens  # the first row's place
+    first_own = own.lens - own.q_lens  # the first row's position
     if plan.window is not None:
         first_seen = (first_own - (plan.window - 1)).clamp(min=0)
         first_block = first_seen // size
@@ -149,80 +144,70 @@ def _is_block(table: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return (table >= 0) & (table < num_blocks)
 
 
-class _Lot(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Lot:
     """Sequences that are attended to at once.
 
     Attributes:
-      plan: of the rows of sequences that decode, but for the window: None where it holds all.
-      max_q_len: most rows of a sequence.
-      dtype: of keys and values.
-      pages: which they are read from.
-      own: the sequences.
-      first_seen: as `_Reach` has it.
-      is_hole: likewise.
+      call: the call that they belong to.
+      plan: of the call's sequences that decode, except that a window that holds every token is None.
+      max_q_len: the most query rows of a sequence.
+      dtype: element type of dense keys and values.
+      number: int64, of each sequence of the call its index in the lot; any other number for one that is not in it.
+      own: as in `_Reach`.
+      first_seen: as in `_Reach`.
+      is_hole: as in `_Reach`.
     """
 
+    call: RaggedCall
     plan: AttentionPlan
     max_q_len: int
     dtype: torch.dtype
-    pages: Pages
+    number: torch.Tensor
     own: Sequences
     first_seen: torch.Tensor
     is_hole: torch.Tensor
 
     @property
     def max_len(self) -> int:
-        """Tokens that keys and values are made for, of each sequence."""
+        """Tokens of each sequence's dense keys and values."""
         return self.own.table.shape[1] * self.plan.cache.spec.block_size
 
     def gather(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_seqs, max_len, num_kv_heads, ...]`, zeros where a sequence has none."""
+        """Dense keys and values `[num_seqs, max_len, num_kv_heads, ...]`; zeros where a sequence has no tokens."""
         gathered = GatherPlan(self.plan.cache, self.dtype, self.plan.scale_sizes)
-        caches = self.pages.key_cache, self.pages.value_cache
-        return cuda.gather_planned(gathered, *caches, self.own.table, self.own.lens, k_scale, v_scale)
+        key_cache, value_cache, *_ = self.call.tensors
+        tensors = ReadTensors(key_cache, value_cache, self.own.table, self.own.lens, k_scale, v_scale)
+        return cuda.gather_planned(gathered, tensors)
 
 
-def _by_flash(
-    lot: _Lot,
-    query: torch.Tensor,
-    sequences: Sequences,
-    number: torch.Tensor,
-    sinks: torch.Tensor | None,
-    results: Results,
-) -> None:
-    """Puts the results of a lot's rows, by one call that takes all rows and for those of other sequences no keys.
+def _by_flash(lot: _Lot) -> None:
+    """Stores the results of a lot's rows, from one call on all rows in which other sequences have no keys.
 
-    Of the scale of quantized keys these get the power of two, and the query the rest, which rounds it to float16; the
-    scale of values is left to the results.
-
-    Args:
-      lot: the sequences.
-      query: of the step.
-      sequences: of the step.
-      number: int64, of each of these its number in the lot, or any other.
-      sinks: of each head.
-      results: of the step.
+    A scale of quantized keys is split: the gathered keys take its power of two, and the query, which is rounded to
+    float16, the rest. The scale of values multiplies the results.
     """
-    plan, pages, rows = lot.plan, lot.pages, query
+    call, plan = lot.call, lot.plan
+    query, sequences, number, rows = call.query, call.sequences, lot.number, call.query
     num_lot, size = lot.own.lens.shape[0], plan.cache.spec.block_size
-    k_scale, v_scale = pages.k_scale, pages.v_scale
+    k_scale, v_scale = call.tensors.k_scale, call.tensors.v_scale
     weight = query.new_ones((1, 1), dtype=torch.float32)
     if plan.cache.spec.quant_mode is not KVQuantMode.NONE:
-        rest = 2 * torch.frexp(k_scale).mantissa  # 1 of a scale that is a power of two
+        rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two
         rows = torch.mul(query, _of_each_head(rest, plan)[:, None], out=query.new_empty(query.shape, dtype=lot.dtype))
         most = torch.finfo(lot.dtype).max
         rows.clamp_(-most, most)
         weight = _of_each_head(v_scale, plan)[None]
         k_scale, v_scale = k_scale / rest, torch.ones_like(v_scale)
     keys, values = lot.gather(k_scale, v_scale)
-    if plan.window is not None:  # what is before the window may be NaN, which no weight of 0 makes 0
+    if plan.window is not None:  # values before the window may be NaN, and 0 * NaN is not 0
         is_unseen = torch.arange(size, device=query.device) < lot.first_seen[:, None]
         values[:, :size].masked_fill_(is_unseen[:, :, None, None], 0)
 
     in_lot = (number >= 0) & (number < num_lot)
     index = number.clamp(0, num_lot - 1)
     num_keys = lot.own.lens.index_select(0, index) * in_lot
-    # Where the keys of each sequence begin: of one that has none, anywhere.
+    # Where the keys of each sequence begin; for one without keys, any position.
     starts = torch.cat([index, index[:1]]) * lot.max_len
     bounds = torch.cat([sequences.starts[:1], sequences.ends])
     out, lse = flash(
@@ -241,34 +226,29 @@ def _by_flash(
     is_any, of_seq = of_seq < number.shape[0], of_seq.clamp(max=number.shape[0] - 1)
     is_own = is_any & in_lot[of_seq] & (row >= sequences.starts[of_seq])
     position = num_keys[of_seq] - (sequences.ends[of_seq] - row)
-    weight, lse = _corrected(lot, index[of_seq], position, weight, lse, sinks)
-    weighted = torch.mul(out, weight[:, :, None], out=torch.empty_like(results.out[:-1]))
-    for whole, part in zip(results, (weighted, lse), strict=True):
+    weight, lse = _corrected(lot, index[of_seq], position, weight, lse)
+    weighted = torch.mul(out, weight[:, :, None], out=torch.empty_like(call.results.out[:-1]))
+    for whole, part in zip(call.results, (weighted, lse), strict=True):
         torch.where(is_own.view(-1, *[1] * (part.ndim - 1)), part, whole[:-1], out=whole[:-1])
 
 
 def _corrected(
-    lot: _Lot,
-    of_lot: torch.Tensor,
-    position: torch.Tensor,
-    weight: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None,
+    lot: _Lot, of_lot: torch.Tensor, position: torch.Tensor, weight: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to multiply results with, and their log-sum-exp: with sinks, and without tokens that are not there.
+    """Corrects for sinks and for tokens of holes: returns factors for the results, and their log-sum-exp.
 
-    The logit of such a token was 0, its value too: each added 1 to the denominator, and nothing else. There are some
-    where a cache does not hold a sequence's newest blocks, as in a table of a shared prefix. Where there are none
-    nothing changes; the result is the less precise the more of the denominator they were.
+    A token of a hole has a logit of 0 and a value of 0: it adds 1 to the denominator and nothing else. A row sees holes
+    if the table lacks blocks of a sequence's newest tokens, as a table of a shared prefix does. Rows that see none are
+    not changed; for others the result is the less precise, the larger the holes' share of the denominator.
 
     Args:
       lot: the sequences.
-      of_lot: int64 `[num_tokens]`, whose row each is.
-      position: int64 `[num_tokens]`, where it stands among its keys.
-      weight: float32 `[1, num_heads]` or `[1, 1]`, what to multiply with anyway.
-      lse: float32 `[num_tokens, num_heads]`, of keys alone.
-      sinks: of each head.
+      of_lot: int64 `[num_tokens]`, the sequence of the lot that each row belongs to.
+      position: int64 `[num_tokens]`, the position of each row among its sequence's keys.
+      weight: float32 `[1, num_heads]` or `[1, 1]`, a factor of all results.
+      lse: float32 `[num_tokens, num_heads]`, without sinks.
     """
+    sinks = lot.call.sinks
     num_seen = (position + 1).clamp(0, lot.max_len if lot.plan.window is None else lot.plan.window)
     holes = _holes_seen(lot, of_lot, position)
     sees, holes = (num_seen > holes)[:, None], holes[:, None]
@@ -282,7 +262,7 @@ def _corrected(
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Rows where flash attention can read them, 16 bytes at a time; copied where it cannot."""
+    """Rows that flash attention can read 16 bytes at a time; a copy if these are not aligned for that."""
     places = [rows.data_ptr(), *(stride * rows.element_size() for stride in rows.stride()[:-1])]
     is_aligned = rows.stride(-1) == 1 and not any(place % 16 for place in places)
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
@@ -301,20 +281,21 @@ def flash(
     sm_scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention-2 as torch has it, causal: the last row of a sequence sees its last key.
+    """FlashAttention-2 of torch, causal: the last row of a sequence sees its last key.
 
-    Rows of no sequence may come out as anything, and so may the log-sum-exp of a row that sees no key; its result is 0.
+    The results of rows of no sequence are undefined, and so is the log-sum-exp of a row that sees no key, whose result
+    is 0.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`, float16 or bfloat16.
       keys: `[num_keys, num_kv_heads, head_size]`, of the query's dtype.
       values: likewise.
-      bounds: int32 `[num_seqs + 1]`, the first row of each sequence, and the end of the last one's.
-      starts: int32 `[num_seqs + 1]`, the first key of each sequence; the last entry is none's.
+      bounds: int32 `[num_seqs + 1]`, the first row of each sequence, then the end of the last one's rows.
+      starts: int32 `[num_seqs + 1]`, the first key of each sequence; the last entry is not read.
       num_keys: int32 `[num_seqs]`, keys of each sequence.
-      max_q_len: most rows of a sequence; at least 2.
-      max_len: most keys of a sequence.
-      sm_scale: factor on the logits, above 0.
+      max_q_len: the most rows of a sequence; at least 2.
+      max_len: the most keys of a sequence.
+      sm_scale: factor on the logits, positive.
       window: tokens that a row sees, its own included.
 
     Returns:
@@ -340,18 +321,18 @@ def flash(
 
 
 def _of_each_head(scale: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """A scale of one element or of each KV head as `[num_heads]`, for query heads."""
+    """A scale of one element, or of one for each KV head, as `[num_heads]` for query heads."""
     num_kv_heads = plan.cache.spec.num_kv_heads
     return scale.reshape(-1, 1).expand(num_kv_heads, plan.num_heads // num_kv_heads).flatten()
 
 
 def _holes_seen(lot: _Lot, of_lot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Of each row how many tokens that it would see are not there: int64 `[num_tokens]`."""
+    """The number of tokens of holes among those that each row would see: int64 `[num_tokens]`."""
     size, num_blocks = lot.plan.cache.spec.block_size, lot.is_hole.shape[1]
     before = torch.nn.functional.pad(lot.is_hole.cumsum(1), (1, 0))  # holes among the blocks before each
 
     def up_to(count: torch.Tensor) -> torch.Tensor:
-        """Among so many tokens."""
+        """The number among the first `count` tokens."""
         count = count.clamp(0, num_blocks * size)
         block = (count // size).clamp(max=num_blocks - 1)
         return before[of_lot, block] * size + lot.is_hole[of_lot, block] * (count - block * size)
@@ -360,23 +341,17 @@ def _holes_seen(lot: _Lot, of_lot: torch.Tensor, position: torch.Tensor) -> torc
     return holes if lot.plan.window is None else holes - up_to(position + 1 - lot.plan.window)
 
 
-def _by_softmax(
-    lot: _Lot,
-    query: torch.Tensor,
-    sequences: Sequences,
-    number: torch.Tensor,
-    sinks: torch.Tensor | None,
-    results: Results,
-) -> None:
-    """Puts the results of a lot's rows, by float32 attention to a tile of rows of each sequence at a time."""
-    keys, values = lot.gather(lot.pages.k_scale, lot.pages.v_scale)
+def _by_softmax(lot: _Lot) -> None:
+    """Stores the results of a lot's rows, from float32 attention to a tile of rows of each sequence at a time."""
+    query, tensors = lot.call.query, lot.call.tensors
+    keys, values = lot.gather(tensors.k_scale, tensors.v_scale)
     own, num_heads = lot.own, query.shape[1]
     num_lot = own.lens.shape[0]
     tile = max(1, min(lot.max_q_len, LOGITS_BYTES // (4 * num_lot * num_heads * lot.max_len)))
     for first in range(0, lot.max_q_len, tile):
         row = own.starts[:, None] + torch.arange(first, first + tile, device=query.device)
         rows = query.index_select(0, row.clamp(0, query.shape[0] - 1).flatten()).unflatten(0, (num_lot, tile))
-        # Where the last row of the tile stands, whether the sequence has it or not.
+        # The length up to the last row of the tile, even if the sequence ends before that row.
         ends = own.lens - own.q_lens + (first + tile)
-        attended = dense.attend(lot.plan, rows, keys, values, own.table, ends, lot.pages.num_blocks, sinks)
-        results.put(row, row < own.ends[:, None], *attended)
+        attended = dense.attend(lot.plan, rows, keys, values, own.table, ends, tensors.num_blocks, lot.call.sinks)
+        lot.call.results.put(row, row < own.ends[:, None], *attended)

@@ -1,8 +1,8 @@
-"""`ragged_paged_attention` of CUDA tensors: sequences that decode by the kernels over pages, prompts over dense keys.
+"""`ragged_paged_attention` of CUDA tensors: kernels over pages serve sequences that decode, `prompts` serves prompts.
 
-Which sequence is which is decided by arithmetic on torch's stream, in shapes that the call's numbers fix: nothing waits
-for a length, and a CUDA graph that records a call replays with other lengths. To each of the two ways a sequence of the
-other is an empty one.
+Arithmetic on torch's stream decides which sequence is which, in shapes that the call's limits fix. So nothing waits for
+a length, and a CUDA graph that records a call can be replayed with other lengths. To either part, a sequence that the
+other serves is empty.
 """
 
 from __future__ import annotations
@@ -13,26 +13,21 @@ import torch
 
 from kvjax import UnsupportedError
 from kvjax_torch import cuda, prompts
-from kvjax_torch.plan import AttentionPlan, RaggedPlan
-from kvjax_torch.ragged_rows import Pages, Results, Sequences
+from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
+from kvjax_torch.ragged_rows import RaggedCall, Results, Sequences
 
 
 def attend(
     plan: RaggedPlan,
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ragged_paged_attention` of CUDA tensors that `plan` describes.
 
     Raises:
-      UnsupportedError: prompts are to have the same bits whatever else is in the batch.
+      UnsupportedError: batch invariance is requested, and prompts may come.
     """
     if plan.attention.batch_invariant and plan.max_prompts:
         raise UnsupportedError(
@@ -41,24 +36,18 @@ def attend(
             " max_prompts=0, or CPU tensors"
         )
     results = Results.of_nothing(query, plan.attention.cache.spec.head_size_v, sinks)
-    if query.numel() and block_table.numel():
-        pages = Pages(key_cache, value_cache, k_scale, v_scale)
-        sequences = Sequences.of(query.shape[0], block_table, seq_lens, cu_q_lens)
-        _decode(plan.attention, query, pages, sequences, sinks, results)
+    if query.numel() and tensors.block_table.numel():
+        sequences = Sequences.of(query.shape[0], tensors, cu_q_lens)
+        call = RaggedCall(query, tensors, sequences, sinks, results)
+        _decode(plan.attention, call)
         if plan.max_prompts:
-            prompts.attend(plan, query, pages, sequences, sinks, results)
+            prompts.attend(plan, call)
     return results.out[:-1], results.lse[:-1]
 
 
-def _decode(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    pages: Pages,
-    sequences: Sequences,
-    sinks: torch.Tensor | None,
-    results: Results,
-) -> None:
-    """The rows of sequences with at most `plan.q_len` of them, packed as a `paged_attention` call has them."""
+def _decode(plan: AttentionPlan, call: RaggedCall) -> None:
+    """Serves sequences of at most `plan.q_len` query rows, packed for a `paged_attention` call."""
+    query, sequences = call.query, call.sequences
     table, lens, starts, ends = sequences
     num_seqs, most = table.shape[0], plan.q_len
     from_last = torch.arange(-most, 0, device=query.device)
@@ -68,13 +57,11 @@ def _decode(
     if plan.window is None or most == 1:
         lens = lens * is_row[:, -1]
     else:
-        # A row that a sequence has not would reach further back than those that it has, to what may be NaN there: so
-        # each row is a sequence of its own.
+        # The window of a row that a sequence does not have would reach before those of its rows, where memory may hold
+        # NaN. So each row becomes a sequence of its own.
         lens = ((lens[:, None] + (1 + from_last)) * is_row).flatten()
         table, plan = table.repeat_interleave(most, dim=0), dataclasses.replace(plan, q_len=1)
     rows = rows.view(-1, plan.q_len, *query.shape[1:])
-    out, lse = cuda.attend(
-        plan, rows, pages.key_cache, pages.value_cache, table, lens, pages.k_scale, pages.v_scale, sinks
-    )
+    out, lse = cuda.attend(plan, rows, call.tensors._replace(block_table=table, seq_lens=lens), call.sinks)
     per_row = (num_seqs, most)
-    results.put(row, is_row, out.flatten(0, 1).unflatten(0, per_row), lse.flatten(0, 1).unflatten(0, per_row))
+    call.results.put(row, is_row, out.flatten(0, 1).unflatten(0, per_row), lse.flatten(0, 1).unflatten(0, per_row))

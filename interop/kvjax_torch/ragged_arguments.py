@@ -1,4 +1,4 @@
-"""Reading what callers of `ragged_paged_attention` hand over: checked and turned into a plan."""
+"""Checks the arguments of `ragged_paged_attention` and turns them into a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax_torch.arguments import (
 from kvjax_torch.plan import RaggedPlan
 
 MAX_DECODE_Q_LEN = 8
-"""Query tokens of a sequence up to which it decodes, unless a caller says otherwise; as in `kvjax`."""
+"""The largest default of `decode_q_len`, as in `kvjax`."""
 
 
 def ragged_plan(
@@ -46,7 +46,7 @@ def ragged_plan(
     """The plan of a `ragged_paged_attention` call.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: whatever does not fit, naming it and what would.
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
     refuse_gradient("attention over a cache", query=query)
     check_devices(key_cache, query=query, cu_q_lens=cu_q_lens)
@@ -98,7 +98,7 @@ def buckets(
     *,
     batch_invariant: bool = False,
 ) -> tuple[int, int, int]:
-    """`max_q_len`, `max_prompts` and `decode_q_len`, each as small as the others allow, as in `kvjax`."""
+    """`max_q_len`, `max_prompts` and `decode_q_len`, each reduced as far as the others allow, as in `kvjax`."""
     longest = num_tokens if max_q_len is None else max_q_len
     longest = longest if batch_invariant else min(longest, num_tokens)
     default = longest if longest <= MAX_DECODE_Q_LEN else 1
@@ -108,10 +108,10 @@ def buckets(
 
 
 def as_count(name: str, value: object, least: int) -> int | None:
-    """A number of a call as torch's dispatcher takes it; None is left as it is.
+    """A limit of a call as an int for torch's dispatcher; None stays None.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: another kind of value, or less than `least`.
+      KVCacheValueError, KVCacheTypeError: another type of value, or a number less than `least`.
     """
     if value is None:
         return None
@@ -120,4 +120,4 @@ def as_count(name: str, value: object, least: int) -> int | None:
     count = int(value)
     if count < least:
         raise KVCacheValueError(f"{name}: got {count}, expected an int of at least {least}")
-    return min(count, 2**31 - 1)  # no more than a call has tokens or sequences
+    return min(count, 2**31 - 1)  # no call has more tokens or sequences

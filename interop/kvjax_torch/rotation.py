@@ -1,4 +1,4 @@
-"""Rotary position embedding in torch, of the bytes of `kvjax.rope_and_cache`, for what its kernel does not take."""
+"""Rotary position embedding in torch: the bytes of `kvjax.rope_and_cache`, for calls that its kernel does not take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LEAST_NORMAL = 2.0**-126
 def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """Queries or keys `[num_tokens, heads, head_size]`, rotated by their positions.
 
-    In float32, products rounded first; each operation rounds by itself, since torch fuses none. Subnormals of float32
-    count as 0, and every NaN becomes the canonical one.
+    Computes in float32. Products are rounded before they are added, since torch does not fuse eager operations.
+    Subnormals of float32 become zeros, and every NaN becomes the canonical one.
     """
     half = cos_sin_cache.shape[1] // 2
     rows = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)].to(torch.float32)[:, None]
@@ -32,11 +32,11 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 
 
 def _with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """`x`, with a NaN of ones alone but for the sign where there is one."""
+    """`x` with the canonical NaN, whose bits are all ones except the sign, in place of any other NaN."""
     bits = torch.int32 if x.dtype.itemsize == 4 else torch.int16
     return x.view(bits).masked_fill(x.isnan(), torch.iinfo(bits).max).view(x.dtype)
 
 
 def _normal(x: torch.Tensor) -> torch.Tensor:
-    """float32 with zeros of the same sign for subnormals."""
+    """`x` with zeros of the same sign in place of float32's subnormals."""
     return torch.where(x.abs() < _LEAST_NORMAL, torch.zeros_like(x).copysign(x), x)

@@ -1,8 +1,8 @@
 """Attention over the pages of a `KvjaxCache`, as transformers' `attn_implementation="kvjax"`.
 
-transformers hands a model's attention three things in turn: `kvjax_mask` makes one mask of a step for all layers,
-`KvjaxCache.update` takes a layer's new keys and values, and `kvjax_attention` attends. Which of the new tokens are
-padding is known in the last of them alone; so `update` returns the states as they came, and they are stored there.
+In a step transformers calls `kvjax_mask`, which makes one mask for all layers, then for each layer `KvjaxCache.update`
+with new keys and values, and `kvjax_attention`. Only the last gets the mask, which says which tokens are padding; so
+`update` returns the new states unchanged, and `kvjax_attention` stores them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from kvjax_torch.transformers_cache import KvjaxLayer
 
 NAME = "kvjax"
-"""What transformers knows this attention by."""
+"""The name of this attention in transformers."""
 
 IN_PAGES = f"keys and values of a KvjaxCache are in pages, which attn_implementation={NAME!r} alone can read"
 
 
 class PagedStates:
-    """What `KvjaxCache.update` returns where the model's attention is `kvjax_attention`, which alone can read it.
+    """The result of `KvjaxCache.update` under `kvjax_attention`, which alone can read it.
 
     Attributes:
       layer: the layer of the cache.
@@ -64,20 +64,20 @@ def kvjax_mask(
     config: Any = None,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Which positions of a batch are padding, on the host, for all layers of a step; nothing of `[q_len, kv_len]`.
+    """The padding of a batch, on the host, for all layers of a step; causality and windows need no mask.
 
-    The host waits for the mask, as it does in transformers' masks for other attention. Causality and windows need none.
+    The host waits for the mask, as it does for transformers' masks of other attention.
 
     Args:
       attention_mask: bool `[num_seqs, kv_length]`, False for padding, or None.
-      kv_length: positions that the queries see, theirs included.
+      kv_length: positions that the queries see, their own included.
       kv_offset: the first of these.
-      allow_is_causal_skip: False where the model asks for anything else than a causal mask, with or without a window.
+      allow_is_causal_skip: False if the model asks for a mask that is not causal, with or without a window.
       local_size: tokens of a window, or of a chunk.
       config: the model's (text) configuration.
 
     Returns:
-      `attention_mask` on the host, or None where nothing is padding.
+      `attention_mask` on the host, or None if there is no padding.
 
     Raises:
       KVCacheValueError: a model whose attention is not causal, packs several sequences into one, or attends in chunks.
@@ -116,7 +116,7 @@ def kvjax_attention(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stores a layer's new keys and values and attends to all that its pages hold, as transformers calls attention.
+    """Stores a layer's new keys and values and attends to its pages, with the interface of transformers' attention.
 
     Args:
       module: the model's attention.
@@ -127,19 +127,19 @@ def kvjax_attention(
         its results are undefined.
       dropout: 0.
       scaling: factor on the logits, by default `1 / sqrt(head_size)`.
-      is_causal: whether attention is causal, by default what `module` says. It has to be.
+      is_causal: whether attention is causal, by default `module.is_causal`; it must be.
       softcap: cap on the logits, as `logits_soft_cap` of `kvjax_torch.paged_attention`.
       s_aux: `[num_heads]`, as `sinks` of `kvjax_torch.paged_attention`.
       position_bias: None.
-      others: `sliding_window`, where the module passes one; all else is ignored.
+      others: `sliding_window`, if the module passes one; all else is ignored.
 
     Returns:
       `(out, None)`: `[num_seqs, num_new_tokens, num_heads, head_size]`, and no weights.
 
     Raises:
-      KVCacheTypeError: keys that are no `PagedStates`: of another cache, of a `KvjaxCache` that was made of another
-        configuration than the model's, or of none.
-      KVCacheValueError: a mask of another shape, another window than that of the layer's spec, dropout, a bias or
+      KVCacheTypeError: keys that are not `PagedStates`: the cache is of another class or missing, or is a `KvjaxCache`
+        of another configuration object than the model's.
+      KVCacheValueError: a mask of another shape, another window than the layer's spec has, dropout, a bias, or
         attention that is not causal; and as `KvjaxCache.update`.
     """
     if not isinstance(key, PagedStates):
@@ -182,10 +182,10 @@ def _as_padding(mask: torch.Tensor | None, num_seqs: int, num_tokens: int) -> np
 
 
 def _window(layer: KvjaxLayer, arguments: dict[str, Any]) -> int | None:
-    """The window that the module asks for; of one that leaves it to its mask, the layer's."""
+    """The window that the module passes; by default the layer's, for modules that apply it in their mask."""
     expected: int | None = layer.spec.sliding_window
     window: int | None = arguments.get("sliding_window", expected)
-    if expected not in (None, window):  # blocks that it has passed are given back
+    if expected not in (None, window):  # the cache frees the blocks that the layer's window has passed
         raise KVCacheValueError(f"sliding_window: got {window}, expected {expected} as the configuration says")
     return window
 

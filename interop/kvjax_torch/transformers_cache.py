@@ -1,11 +1,11 @@
-"""`KvjaxCache`: kvjax's paged cache, in any of its dtypes, under the models of Hugging Face transformers.
+"""`KvjaxCache`: kvjax's paged cache, in any of its dtypes, for models of Hugging Face transformers.
 
-This module and `transformers_attention`, which it imports, alone import transformers, and nothing else of `kvjax_torch`
-imports these two.
+Only this module and `transformers_attention` import transformers, and no other module of `kvjax_torch` imports them.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -36,36 +36,36 @@ from kvjax_torch.ops import Scale, gather_kv, paged_attention, ragged_paged_atte
 from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
 
 MAX_DECODE_Q_LEN = 8
-"""New tokens of a sequence up to which `paged_attention` serves them, as in a step that verifies drafts."""
+"""The most new tokens of a sequence that `paged_attention` serves, as in a step that verifies drafts."""
 
 NVFP4_HEADROOM = 16
-"""How many times larger than a layer's first tokens later ones may be before NVFP4 clips them, where no scale is given.
+"""The factor by which later tokens may exceed a layer's first ones before NVFP4 clips them, with the default scale.
 
-The largest of the first tokens then has the block scale 448 / 16 = 28. The smallest block scale that keeps all its bits
-is 2^-6, so blocks down to 1/1792 of that largest are stored as exactly as any.
+The largest element of the first tokens then has the block scale 448 / 16 = 28. The smallest normal block scale is 2^-6,
+so blocks whose largest element is down to 1/1792 of that one keep their full precision.
 """
 
 
 class KvjaxCache(Cache):
     """A cache for `model.generate(..., past_key_values=cache)` that stores keys and values in kvjax's pages.
 
-    Each layer has a pool of `num_blocks` pages, allocated when its first tokens come. Sequences take blocks from it as
-    they grow, the same ones in every layer of one window, and give them back in `crop` and `reset`. Beams share blocks.
-    Attention sees what was stored, the tokens of the running step included.
+    Each layer has a pool of `num_blocks` pages, allocated with its first tokens. Sequences allocate blocks as they
+    grow, the same ones in every layer with the same window, and free them in `crop` and `reset`. Beams share blocks.
+    Attention reads stored keys and values, those of the current step included.
 
-    A model with `attn_implementation="kvjax"` (importing this module registers it) attends to the pages: no layer is
-    ever made dense to decode, padding is not stored, and layers with a sliding window give back the blocks that it has
-    passed, so that `num_window_blocks` may be small. It takes causal attention, with or without windows, sinks and soft
-    caps, and `config` has to be the model's own object, `model.config`. Under any other attention a layer's `update`
-    reads all its tokens back, dequantized, every token is kept, and padding is stored like any token and hidden by the
-    model's mask, as in transformers' own caches. Between two steps a model may go over to the other attention, unless
-    some positions were padding.
+    A model with `attn_implementation="kvjax"` (importing this module registers it) attends to the pages: decoding never
+    makes a layer dense, padding is not stored, and layers with a sliding window free the blocks that it has passed, so
+    `num_window_blocks` may be small. Attention must be causal, with or without windows, sinks and soft caps, and
+    `config` must be the model's own object, `model.config`, which copies of the cache share. Under any other attention
+    a layer's `update` reads all its tokens back, dequantized; every token is kept, and padding is stored like any token
+    and hidden by the model's mask, as in transformers' own caches. A model may change its attention between two steps,
+    unless some positions were padding.
 
-    Some models (Falcon's newer ones) repeat each KV head for the query heads that share it before they store it; their
-    layers then hold every copy, and a `KVCacheWarning` says so when the first tokens come.
+    Some models (Falcon's newer ones) repeat each KV head for its query heads before they store it. Their layers hold
+    every copy, and a `KVCacheWarning` says so with the first tokens.
 
-    Under `torch.compile` a model's graph breaks at each layer's cache, whose block table is on the host; so
-    `fullgraph=True` is refused.
+    Under `torch.compile` a model's graph breaks at each layer's cache, whose block table is on the host, so
+    `fullgraph=True` raises.
 
     Args:
       config: the model's configuration.
@@ -84,10 +84,10 @@ class KvjaxCache(Cache):
       block_size: tokens in a block.
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
-      model_dtype: what the model computes in, where it differs from `config.dtype`.
+      model_dtype: the dtype that the model computes in, if it differs from `config.dtype`.
 
     Attributes:
-      block_tables: the blocks of the layers with each sliding window, and under None of those without.
+      block_tables: the block table of the layers with each sliding window; that of layers without one under None.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
@@ -152,7 +152,7 @@ class KvjaxCache(Cache):
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
-        """What each layer's pages look like."""
+        """The spec of each layer's pages."""
         return tuple(layer.spec for layer in self._kvjax_layers)
 
     @property
@@ -161,15 +161,15 @@ class KvjaxCache(Cache):
         return sum(spec.bytes_per_token for spec in self.specs)
 
     def reset(self) -> None:
-        """Forgets every sequence and keeps the pools."""
+        """Removes every sequence and keeps the pools."""
         self._keep(0)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Removes the last `-tokens_to_remove` tokens of every sequence; as in transformers, the number is negative.
 
         Raises:
-          KVCacheValueError: a positive number; fewer than all tokens, but more than the last step's, where a layer has
-            given back blocks that its window would reach again.
+          KVCacheValueError: a positive number; or a layer has freed blocks that its window would reach again. The
+            tokens of the last step, or all tokens, can always be removed.
         """
         if tokens_to_remove > 0:
             raise KVCacheValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or a negative number")
@@ -201,16 +201,16 @@ class KvjaxCache(Cache):
 
 
 class KvjaxLayer(CacheLayerMixin):
-    """One layer's pages. What happens to sequences as a whole happens in `KvjaxCache`, to all layers at once.
+    """One layer's pages. `KvjaxCache` changes the sequences of all layers at once.
 
     Attributes:
-      spec: what the pages look like; of as many heads as the model stores, known when the first tokens have come.
+      spec: the spec of the pages; from the first tokens on, with as many heads as the model stores.
       num_tokens: tokens of each sequence, padding included.
-      block_table: the blocks of its sequences; that of all layers with the same window.
-      kv: the pages, allocated when the first tokens come. They have the shape, the element type and the bytes of the
-        array in a `kvjax.KVCache` of this spec, which therefore is
+      block_table: the blocks of its sequences, shared by all layers with the same window.
+      kv: the pages, allocated with the first tokens. They have the shape, element type and bytes of the array in a
+        `kvjax.KVCache` of this spec, which is therefore
         `KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale))`.
-      k_scale: decode scale of the keys, a float32 tensor, known when the first tokens have come.
+      k_scale: decode scale of the keys, a float32 tensor, set with the first tokens.
       v_scale: the same for the values.
     """
 
@@ -242,8 +242,16 @@ class KvjaxLayer(CacheLayerMixin):
         self._config = config
         self._model_dtype = model_dtype
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvjaxLayer:
+        """A copy with pages of its own for the same model, whose configuration it shares: that says which attention."""
+        memo[id(self._config)] = self._config
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the pages, of zeros, on the device of `key_states`.
+        """Allocates the pages, zeroed, on the device of `key_states`.
 
         Raises:
           KVCacheTypeError: keys of another dtype than the configuration says that the model computes in.
@@ -256,7 +264,7 @@ class KvjaxLayer(CacheLayerMixin):
             )
         self.spec = _as_stored(self.spec, key_states, value_states)
         shape = self.spec.cache_shape(self.block_table.num_blocks)
-        with torch.inference_mode(False):  # else no later step outside of inference mode could write into them
+        with torch.inference_mode(False):  # else steps outside inference mode could not write into them
             self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
         self.is_initialized = True
 
@@ -275,12 +283,13 @@ class KvjaxLayer(CacheLayerMixin):
           kwargs: ignored.
 
         Returns:
-          `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype. They are contiguous as
-          those of `DynamicCache` are, so that attention runs the same kernels and gives the same bits. With
-          `attn_implementation="kvjax"` it is the new tokens as they came, twice, for `attend` to store and attend to.
+          `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype, contiguous like those
+          of `DynamicCache`, so that attention runs the same kernels and gives the same bits. With
+          `attn_implementation="kvjax"`, the unchanged new tokens, twice, for `attend` to store and attend to.
 
         Raises:
-          KVCacheValueError: no blocks left, another number of sequences than before, or padding that was not stored.
+          KVCacheValueError: too few free blocks, another number of sequences than before, or padding that was not
+            stored.
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         if not self.is_initialized:
@@ -338,7 +347,7 @@ class KvjaxLayer(CacheLayerMixin):
           Of the query's shape and dtype; 0 for padding.
 
         Raises:
-          KVCacheValueError: as `update`, or padding that is another than it was.
+          KVCacheValueError: as `update`, or padding that differs from before.
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         num_seqs, num_new = query.shape[:2]
@@ -370,7 +379,7 @@ class KvjaxLayer(CacheLayerMixin):
         return out.unflatten(0, (num_seqs, num_new))
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: Step) -> None:
-        """Writes a step's tokens into the pages that it has for them."""
+        """Writes a step's tokens into its slots."""
         if self.num_tokens == 0:
             self.k_scale, self.v_scale = (
                 default_scale(states, self.spec.dtype) if given is None else given.to(states.device)
@@ -398,7 +407,7 @@ class KvjaxLayer(CacheLayerMixin):
         return key_cache, value_cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys the next `query_length` queries see, and the position of the first."""
+        """The number of keys that the next `query_length` queries see, and the position of the first."""
         return self.num_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -406,12 +415,12 @@ class KvjaxLayer(CacheLayerMixin):
         return self.num_tokens
 
     def get_max_length(self) -> int:
-        """Tokens that one sequence could have if it were the only one."""
+        """The most tokens of a sequence, if it is the only one."""
         return self.block_table.num_blocks * self.block_table.block_size
 
 
 def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torch.Tensor) -> AttentionSpec:
-    """`spec` of as many heads as the model stores, which may repeat each KV head for its query heads."""
+    """`spec` with the number of heads that the model stores, which may repeat each KV head for its query heads."""
     num_heads, expected = key_states.shape[1], spec.num_kv_heads
     for name, states in (("key_states", key_states), ("value_states", value_states)):
         got = states.shape[1], states.shape[3]
@@ -430,16 +439,16 @@ def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torc
 
 
 def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
-    """The decode scale that `KvjaxCache` stores a layer with where none is given, a float32 scalar on their device.
+    """The default decode scale of a layer in `KvjaxCache`: a float32 scalar on the device of `states`.
 
     Args:
       states: the first keys, or the first values, of the layer.
-      dtype: how the layer is stored.
+      dtype: the dtype of the layer's pages.
     """
     if dtype.byte_format is not KVCacheDType.NVFP4:
         return torch.ones((), device=states.device)
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
-    # No scale fits zeros, and infinite or undefined numbers leave no choice of one either.
+    # Zeros, infinities and NaN determine no scale.
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, MAX_SCALE)
 
 
