@@ -51,8 +51,8 @@ def test_at_least():
     [
         ("0", "got 0, expected at least 1"),
         ("-8", "got -8, expected at least 1"),
-        ("many", "got 'many', expected a whole number of at least 1"),
-        ("1.5", "got '1.5', expected a whole number of at least 1"),
+        ("many", "got 'many', expected an integer of at least 1"),
+        ("1.5", "got '1.5', expected an integer of at least 1"),
         (f"{2**63}", f"got {2**63}, expected at most {2**63 - 1}"),
     ],
 )

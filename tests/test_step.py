@@ -170,7 +170,7 @@ def other_pools():
         (step_of(9, q_lens=[4], max_blocks=(1, 2)), KVCacheValueError, r"max_blocks: got \(1, 2\), expected at least"),
         (given_back, KVCacheValueError, r"q_lens\[0\]: got 5 new tokens, of which that at position 3 is in a block"),
         (other_pools, KVCacheValueError, r"sequences\[1\]: got a sequence of another pool"),
-        (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected as many for each"),
+        (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected an equal number for each"),
         (flat(cu=2), KVCacheValueError, r"cu_q_lens: got shape \(2,\), expected \[max_num_seqs \+ 1=3\]"),
         (flat(dtype=np.float32), KVCacheTypeError, "page_indices: got dtype float32, expected one of int32, int64"),
         (flat(cu_kv_lens=np.zeros(3, np.int32)), KVCacheValueError, "max_blocks: got None with cu_kv_lens, expected"),
