@@ -369,7 +369,7 @@ def test_keys_that_contradict_the_plain_ones_are_refused(changes: dict[str, Any]
         ("vit", "not a decoder"),
         ("bart", "the encoder's tokens"),
         ("deepseek_v32", "an indexer's key"),
-        ("bert", "an encoder keeps no"),
+        ("bert", "an encoder caches no"),
     ],
 )
 def test_models_that_keep_something_else_are_refused(model_type: str, reason: str):

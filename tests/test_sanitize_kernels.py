@@ -112,7 +112,7 @@ def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_jax_runs_no_kernels_of_torch_that_were_not_asked_for(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         DRIVER["main"](["--through-jax"])
-    assert "--through-jax is for --from-torch" in capsys.readouterr().err
+    assert "--through-jax requires --from-torch" in capsys.readouterr().err
 
 
 def test_where_no_kernel_can_run_it_fails():

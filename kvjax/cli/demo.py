@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import kvjax
-from kvjax.cli.arguments import at_least, argument_of
+from kvjax.cli.arguments import argument_of, at_least
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

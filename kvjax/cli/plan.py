@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvjax
-from kvjax.cli.arguments import at_least, kv_cache_dtypes, memory, argument_of
+from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
 from kvjax.cli.memory_plan import MemoryPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales

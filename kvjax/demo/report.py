@@ -1,4 +1,4 @@
-"""The demo's results for people (a Markdown table and what its columns mean) and for programs (JSON)."""
+"""Formats the demo's results: as Markdown tables with legends, and as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SCALES_COLUMNS = ("dtype", "scales", "key error", "value error", "bits/byte", "
 
 
 def as_json(result: program.Result) -> str:
-    """`result` as one JSON document, its fields by their names."""
+    """Returns `result` as one JSON document, keyed by field names."""
     return json.dumps(dataclasses.asdict(result), indent=2)
 
 
 def as_text(result: program.Result) -> str:
-    """The table and the meaning of its columns, the same for scales where dtypes have them, and the continuation."""
+    """Returns the table with its legend, the same for scales if dtypes take them, and the continuation."""
     parts = [markdown_table(_COLUMNS, [_cells(row) for row in result.rows]), _legend(result)]
     if result.scales:
         parts += [
@@ -67,17 +67,17 @@ def _scales_cells(row: ScalesRow) -> tuple[str, ...]:
 def _legend(result: program.Result) -> str:
     row = result.rows[0]
     lines = (
-        f"text: {result.sequences} pieces of held-out standard library source, {result.tokens:,} bytes, prefilled in"
+        f"text: {result.sequences} held-out pieces of standard library source, {result.tokens:,} bytes, prefilled in"
         f" chunks of {program.PREFILL_CHUNK} and decoded {program.MAX_RUNNING} at a time on {result.device}, through"
-        f" {row.blocks} blocks of {program.BLOCK_SIZE} tokens, {row.blocks_reused} of them used more than once.",
+        f" {row.blocks} blocks of {program.BLOCK_SIZE} tokens, {row.blocks_reused} of them reused.",
         f"bits/byte: teacher forced, through the cache; {result.dense_float32_bits_per_byte:.4f} in float32 without a"
-        f" cache, {result.unigram_bits_per_byte:.4f} for byte frequencies alone.",
-        "greedy agreement: positions whose likeliest next byte is that of float32 without a cache.",
-        "largest attention error: over all layers and positions, against float32 attention over the same run's keys and"
-        f" values before they were stored; the outputs' root mean square is {row.attention_rms:.2g}.",
-        f"write us/token: one layer; median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens,"
-        " over its tokens.",
-        "fp8_e4m3, fp8_e5m2 and nvfp4 scales: one a layer for keys, one for values, from the largest of each on"
+        f" cache, {result.unigram_bits_per_byte:.4f} for byte frequencies only.",
+        "greedy agreement: positions with the same most likely next byte as in float32 without a cache.",
+        "largest attention error: over all layers and positions, against float32 attention over the same run's"
+        f" unquantized keys and values; the outputs' root mean square is {row.attention_rms:.2g}.",
+        f"write us/token: median wall time of a jitted, donated call that writes {timing.NUM_TOKENS} tokens to one"
+        " layer, divided by the tokens.",
+        "fp8_e4m3, fp8_e5m2 and nvfp4 scales: per layer one for keys and one for values, from the largest magnitudes on"
         f" {program.CALIBRATION_SHAPE[0]} x {program.CALIBRATION_SHAPE[1]} bytes of training text.",
     )
     return _filled(*lines)
@@ -88,10 +88,10 @@ def _filled(*lines: str) -> str:
 
 
 _SCALES_LEGEND = _filled(
-    "scales: how they were found on the same training text, by kvjax.calibrate; the table above is of amax.",
-    "1: not at all. other magnitudes: of the same model, were its keys 64 times and its values a 4096th as large, which"
-    " is nothing to a model without a cache; every way that calibrates gives then what it gives now.",
-    "key error, value error: root mean square of what storing changes in the held-out text's, over their own.",
+    "scales: how kvjax.calibrate computed them from the same training text; the table above uses amax.",
+    "1: not calibrated. other magnitudes: of an equivalent model whose keys are 64 times as large and whose values a"
+    " 4096th, for which every calibration method gives the same results as here.",
+    "key error, value error: root mean square error of the held-out text's stored keys and values, relative to theirs.",
     "bits/byte, greedy agreement: as above, with every key and value through the cache, each text at once.",
 )
 
@@ -99,9 +99,9 @@ _SCALES_LEGEND = _filled(
 def _continuation(continuation: program.Continuation) -> str:
     return "\n".join(
         [
-            f"--- held-out prompt, read into a {continuation.dtype} cache",
+            f"--- held-out prompt, prefilled into a {continuation.dtype} cache",
             continuation.prompt,
-            f"--- written on by the model, from that cache (temperature {program.TEMPERATURE})",
+            f"--- continuation by the model, from that cache (temperature {program.TEMPERATURE})",
             continuation.text,
         ]
     )
