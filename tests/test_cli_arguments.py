@@ -8,7 +8,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.cli.arguments import at_least, memory, word_of
+from kvjax.cli.arguments import argument_of, at_least, memory
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_numbers_that_are_refused(word: str, message: str):
 
 
 def test_what_kvjax_refuses_is_told_whole():
-    read = word_of(kvjax.parse_kv_cache_dtype)
+    read = argument_of(kvjax.parse_kv_cache_dtype)
     assert read("half") is kvjax.KVCacheDType.FLOAT16
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         read("nvpf4")
