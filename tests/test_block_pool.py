@@ -336,7 +336,7 @@ def test_a_block_behind_the_window_is_still_found_until_it_is_needed():
         (lambda pool: pool.sequence().slots(0, 1), KVCacheValueError, "stop: got 1, expected an int of at most 0"),
         (lambda pool: pool.append([pool.sequence()], []), KVCacheValueError, "num_new_tokens: got 0 numbers, expected"),
         (lambda pool: pool.append([pool.sequence()], [-1]), KVCacheValueError, "num_new_tokens: got -1, expected an"),
-        (lambda pool: pool.append([pool.sequence()] * 2, [1, 1]), KVCacheValueError, "sequences: got one of them twi"),
+        (lambda pool: pool.append([pool.sequence()] * 2, [1, 1]), KVCacheValueError, "sequences: got a dup"),
         (lambda pool: pool.append([BlockPool(1, 1).sequence()], [1]), KVCacheValueError, r"sequences\[0\]: got a seq"),
     ],
 )

@@ -379,7 +379,7 @@ def test_what_the_checkpoint_leaves_unclear_is_warned_of_once(capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert json.loads(out)["groups"][0]["dtype"] == "bfloat16"
     [line] = err.splitlines()
-    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: the ModelOpt KV cache algorithm 'INT8' is not")
+    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: unknown ModelOpt KV cache algorithm 'INT8'")
 
 
 def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture[str]):

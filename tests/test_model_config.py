@@ -274,7 +274,7 @@ def test_models_are_values():
         ({"num_key_value_heads": None, "num_attention_heads": None, "head_dim": 64}, "'num_attention_heads'"),
         ({"hidden_size": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
         ({"num_attention_heads": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
-        ({"hidden_size": 500}, "hidden_size=500; expected a multiple of num_attention_heads=8"),
+        ({"hidden_size": 500}, "hidden_size=500, expected a multiple of num_attention_heads=8"),
         ({"torch_dtype": None}, "got no 'dtype' or 'torch_dtype'"),
         ({"torch_dtype": "float8_e4m3fn"}, "model dtype: got 'float8_e4m3fn', expected one of float32"),
         ({"num_hidden_layers": 0}, "config.num_hidden_layers: got 0, expected an int of at least 1"),

@@ -119,20 +119,20 @@ def test_auto_takes_what_the_checkpoint_declares(declared: dict[str, Any] | None
 REFUSED_SCHEMES = [
     (FP8_SCHEME | {"dynamic": True}, "dynamic=True"),
     (NVFP4_SCHEME | {"dynamic": True}, "dynamic=True"),
-    (FP8_SCHEME | {"dynamic": "local"}, "this combination"),
+    (FP8_SCHEME | {"dynamic": "local"}, "unknown combination"),
     (FP8_SCHEME | {"symmetric": False}, "symmetric=False"),
-    (FP8_SCHEME | {"strategy": "channel"}, "this combination"),
-    (FP8_SCHEME | {"strategy": "token"}, "this combination"),
-    (NVFP4_SCHEME | {"strategy": "attn_head"}, "this combination"),
-    (NVFP4_SCHEME | {"strategy": "group", "group_size": 32}, "this combination"),
-    (NVFP4_SCHEME | {"group_size": 32}, "this combination"),
-    ({"num_bits": 8, "type": "int"}, "this combination"),
-    ({"num_bits": 4, "type": "int"}, "this combination"),
-    ({"num_bits": 2, "type": "float"}, "this combination"),
-    ({"num_bits": [8], "type": ["float"]}, "this combination"),
-    ({"num_bits": 8}, "this combination"),
-    ({"type": "float"}, "this combination"),
-    ({}, "this combination"),
+    (FP8_SCHEME | {"strategy": "channel"}, "unknown combination"),
+    (FP8_SCHEME | {"strategy": "token"}, "unknown combination"),
+    (NVFP4_SCHEME | {"strategy": "attn_head"}, "unknown combination"),
+    (NVFP4_SCHEME | {"strategy": "group", "group_size": 32}, "unknown combination"),
+    (NVFP4_SCHEME | {"group_size": 32}, "unknown combination"),
+    ({"num_bits": 8, "type": "int"}, "unknown combination"),
+    ({"num_bits": 4, "type": "int"}, "unknown combination"),
+    ({"num_bits": 2, "type": "float"}, "unknown combination"),
+    ({"num_bits": [8], "type": ["float"]}, "unknown combination"),
+    ({"num_bits": 8}, "unknown combination"),
+    ({"type": "float"}, "unknown combination"),
+    ({}, "unknown combination"),
 ]
 
 
@@ -380,7 +380,7 @@ def test_layers_that_the_model_has_not_are_warned_of():
 
 def test_an_unknown_algorithm_of_a_layer_is_warned_of():
     with pytest.warns(
-        KVCacheWarning, match="kv_cache_quantized_layers, layer 1: the ModelOpt KV cache algorithm 'INT8'"
+        KVCacheWarning, match="kv_cache_quantized_layers, layer 1: unknown ModelOpt KV cache algorithm 'INT8'"
     ):
         resolved = resolve_layer_dtypes(with_quantization(modelopt(**layer_map("FP8", "INT8"))))
     assert in_words(resolved[:2]) == ["fp8_e4m3 of checkpoint", "bfloat16 of model"]

@@ -168,7 +168,7 @@ def other_pools():
         (step_of(4, q_lens=[4], num_tokens=3), KVCacheValueError, "num_tokens: got 3, expected at least 4"),
         (step_of(4, q_lens=[4], num_seqs=[0]), KVCacheValueError, r"num_seqs: got \[0\], expected at least 1"),
         (step_of(9, q_lens=[4], max_blocks=(1, 2)), KVCacheValueError, r"max_blocks: got \(1, 2\), expected at least"),
-        (given_back, KVCacheValueError, r"q_lens\[0\]: got 5 new tokens, of which that at position 3 is in a block"),
+        (given_back, KVCacheValueError, r"q_lens\[0\]: got 5 new tokens, the one at position 3 in a freed block"),
         (other_pools, KVCacheValueError, r"sequences\[1\]: got a sequence of another pool"),
         (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected an equal number for each"),
         (flat(cu=2), KVCacheValueError, r"cu_q_lens: got shape \(2,\), expected \[max_num_seqs \+ 1=3\]"),
