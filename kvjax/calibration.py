@@ -89,27 +89,27 @@ def calibrate(
             " a function that returns the batches"
         )
     tensors = [
-        _Tensor(layer, half, spec, per_head and _has_scale_per_head(spec))
+        _Tensor(layer, kv_index, spec, per_head and _has_scale_per_head(spec))
         for layer, spec in enumerate(specs)
         if spec.dtype.takes_scale
-        for half in (0, 1)
+        for kv_index in (0, 1)
     ]
     read = functools.partial(_read, tensors, specs, samples)
     scales = _from_percentile(read, percentile) if method == CalibrationMethod.PERCENTILE else _from_largest(read)
     if method == CalibrationMethod.MSE:
         scales = _with_least_error(read, scales)
     by_tensor = {
-        (tensor.layer, tensor.half): scale if tensor.per_head else scale[0] for tensor, scale in scales.items()
+        (tensor.layer, tensor.kv_index): scale if tensor.per_head else scale[0] for tensor, scale in scales.items()
     }
     one = np.float32(1)
     return tuple(KVScales(by_tensor.get((i, 0), one), by_tensor.get((i, 1), one)) for i in range(len(specs)))
 
 
 class _Tensor(NamedTuple):
-    """The keys (`half` 0) or the values (1) of a layer that takes a scale."""
+    """The keys (`kv_index` 0) or the values (1) of a layer that takes a scale."""
 
     layer: int
-    half: int
+    kv_index: int
     spec: AttentionSpec
     per_head: bool
 
@@ -120,10 +120,10 @@ class _Tensor(NamedTuple):
     @property
     def row(self) -> tuple[int, int]:
         """Shape of one token's keys or values."""
-        return self.spec.num_kv_heads, (self.spec.head_size, self.spec.head_size_v)[self.half]
+        return self.spec.num_kv_heads, (self.spec.head_size, self.spec.head_size_v)[self.kv_index]
 
     def __str__(self) -> str:
-        return f"{('keys', 'values')[self.half]} of layer {self.layer}"
+        return f"{('keys', 'values')[self.kv_index]} of layer {self.layer}"
 
 
 type _State = tuple[jax.Array, ...]
@@ -149,7 +149,7 @@ def _read(
     for number, batch in enumerate(samples() if callable(samples) else samples):
         layers = _layers_of(number, batch, len(specs))
         for tensor, state in states.items():
-            x = layers[tensor.layer][tensor.half]
+            x = layers[tensor.layer][tensor.kv_index]
             _check(f"samples[{number}], {tensor}", x, tensor.row)
             states[tensor] = update(jnp.asarray(x), state, tensor.spec, tensor.per_head)
     if number < 0:

@@ -184,21 +184,21 @@ def _names_of_scales(tensors: Iterable[str]) -> dict[int, dict[str, str]]:
         parts = split_layer_name(name)
         if parts is None or not parts.is_of_language_model:
             continue
-        priority, halves = next(
+        priority, kinds = next(
             ((i, match[1]) for i, pattern in enumerate(_NAMES) if (match := pattern.search(parts.rest))),
             (0, ""),
         )
-        if halves:
+        if kinds:
             prefixes.setdefault(parts.prefix, name)
-        for half in halves:
+        for kind in kinds:
             scales = found.setdefault(parts.layer, {})
-            scales[half] = min(scales.get(half, (priority, name)), (priority, name))
+            scales[kind] = min(scales.get(kind, (priority, name)), (priority, name))
     if len(prefixes) > 1:
         raise KVCacheValueError(
             f"checkpoint: got scales of several models' layers, {shown(list(prefixes.values()))}, expected those of"
             " one: pass a mapping of its tensors only"
         )
-    return {layer: {half: name for half, (_, name) in scales.items()} for layer, scales in found.items()}
+    return {layer: {kind: name for kind, (_, name) in scales.items()} for layer, scales in found.items()}
 
 
 def _as_divisor(amax_divisor: float | None) -> float | None:

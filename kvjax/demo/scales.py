@@ -137,9 +137,9 @@ def _run(
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         nonlocal squared_errors, squares
         read = _through_cache(key, value, specs[layer], scales[layer])
-        for half, (stored, exact) in enumerate(zip(read, (key, value), strict=True)):
-            squared_errors = squared_errors.at[half].add(jnp.sum(jnp.where(is_text, stored - exact, 0.0) ** 2))
-            squares = squares.at[half].add(jnp.sum(jnp.where(is_text, exact, 0.0) ** 2))
+        for kv_index, (stored, exact) in enumerate(zip(read, (key, value), strict=True)):
+            squared_errors = squared_errors.at[kv_index].add(jnp.sum(jnp.where(is_text, stored - exact, 0.0) ** 2))
+            squares = squares.at[kv_index].add(jnp.sum(jnp.where(is_text, exact, 0.0) ** 2))
         return causal_attention(query, *read, positions, config.window(layer))
 
     with jax.default_matmul_precision("highest"):

@@ -160,8 +160,8 @@ def gather_xla(
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
     there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
-    def decode(half: int, scale: jax.Array) -> jax.Array:
-        decoded = decode_rows(page_rows(pages, spec, half), spec, scale, dtype)
+    def decode(kv_index: int, scale: jax.Array) -> jax.Array:
+        decoded = decode_rows(page_rows(pages, spec, kv_index), spec, scale, dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(there, dense, jnp.zeros((), dtype))
 

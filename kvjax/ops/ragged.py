@@ -37,11 +37,10 @@ from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_bool, as_int
 
 MAX_DECODE_Q_LEN = 8
-"""Query tokens of a sequence up to which the decode kernel is the way, unless a caller says so otherwise."""
+"""Default limit of query tokens per sequence for the decode kernel."""
 
 TILE_ROWS = 64
-"""Rows of one sequence that XLA attends with at once: the more there are, the less often its pages are decoded, and
-the more rows are idle for a sequence that has fewer."""
+"""Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
 
 
 @overload

@@ -20,7 +20,7 @@ from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 KEYS, VALUES = 0, 1
-"""The halves of a page: their index in `PageRegions`, and on the array's axis of two where it has one."""
+"""Indices in `PageRegions`, and on the axis of two of arrays that have one."""
 
 
 # Jitted because keys and values are alike: tracing and lowering one takes as long as the rest of an operation.
@@ -73,7 +73,9 @@ def last_of_each_slot(slots: jax.Array, num_slots: int) -> jax.Array:
     return jnp.where(last_token.at[index].get(mode="fill", fill_value=-1) == token, slots, -1)
 
 
-def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array) -> KVCache:
+def scatter_rows(
+    cache: KVCache, kv_index: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array
+) -> KVCache:
     """Writes rows `[num_tokens, num_kv_heads, row]`, as `encode_rows` makes them, to a cache's `KEYS` or `VALUES`.
 
     Token `i` goes to offset `token[i]` of page `block[i]`; a block past the last page drops it.
@@ -82,38 +84,38 @@ def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: ja
     stored = [_to_array_dtype(row, spec) for row in rows]
     if spec.has_head_axis:
         # Indexed by its own axes, a cache that is sharded over heads needs no communication here.
-        return KVCache(cache.kv.at[_token_index(spec, half, block, token)].set(stored[0], mode="drop"), spec)
+        return KVCache(cache.kv.at[_token_index(spec, kv_index, block, token)].set(stored[0], mode="drop"), spec)
     pages = flat_pages(cache)
-    for row, region in zip(stored, spec.regions[half], strict=True):
+    for row, region in zip(stored, spec.regions[kv_index], strict=True):
         pages = _scatter_region(pages, row, region, block, token)
     return with_flat_pages(cache, pages)
 
 
-def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Array]:
+def page_rows(pages: jax.Array, spec: AttentionSpec, kv_index: int) -> list[jax.Array]:
     """Returns the `KEYS` or `VALUES` of pages `[..., *spec.cache_shape(n)[1:]]`, as `encode_rows` made them.
 
     Each is `[..., block_size, num_kv_heads, row]`: data and, where pages hold them, scales.
     """
     if spec.has_head_axis:
-        rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
+        rows = pages[..., _columns(spec, kv_index)] if spec.is_diffkv else pages[..., kv_index, :, :, :]
         return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
     dtypes = spec.storage_dtype, spec.dtype.info.scale_dtype
     return [
         from_array_dtype(_region_rows(flat, spec, region), dtype)
-        for region, dtype in zip(spec.regions[half], dtypes, strict=False)
+        for region, dtype in zip(spec.regions[kv_index], dtypes, strict=False)
         if dtype is not None
     ]
 
 
-def _token_index(spec: AttentionSpec, half: int, block: jax.Array, token: jax.Array) -> tuple[Any, ...]:
+def _token_index(spec: AttentionSpec, kv_index: int, block: jax.Array, token: jax.Array) -> tuple[Any, ...]:
     """Returns an index into an array with a head axis that selects tokens' rows, `[num_tokens, heads, row]`."""
     inner = (token, slice(None)) if spec.layout is CacheLayout.NHD else (slice(None), token)
-    return (block, *inner, _columns(spec, half)) if spec.is_diffkv else (block, half, *inner)
+    return (block, *inner, _columns(spec, kv_index)) if spec.is_diffkv else (block, kv_index, *inner)
 
 
-def _columns(spec: AttentionSpec, half: int) -> slice:
-    return (slice(spec.head_size), slice(spec.head_size, None))[half]
+def _columns(spec: AttentionSpec, kv_index: int) -> slice:
+    return (slice(spec.head_size), slice(spec.head_size, None))[kv_index]
 
 
 def _tokens_first(rows: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -187,8 +187,8 @@ def write_xla(
     page = pages_of(cache, layer, slot_mapping // spec.block_size, otherwise=cache.num_pages)
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
-    for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        pages = scatter_rows(pages, half, encode_rows(x, spec, scale), page, token)
+    for kv_index, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
+        pages = scatter_rows(pages, kv_index, encode_rows(x, spec, scale), page, token)
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
