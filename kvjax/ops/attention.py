@@ -228,9 +228,10 @@ def _attention_xla(
     return attended.astype(query.dtype), lse
 
 
-def _own_sequences(
+def own_query_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
+    """Returns arguments that start with a query, a block table and lengths, in a share's numbering."""
     return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
@@ -289,6 +290,6 @@ def _candidates(query_dtype: np.dtype[Any], is_window_static: bool) -> select.Ca
                 "",
             ),
             results=("sequences queries heads head_size", "sequences queries heads"),
-            own=_own_sequences,
+            own=own_query_sequences,
         ),
     )

@@ -28,8 +28,8 @@ from kvjax.ops.arguments import (
     check_devices,
     reach_of,
 )
-from kvjax.ops.attention import attended, attention_mosaic, why_not_mosaic
-from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
+from kvjax.ops.attention import attended, attention_mosaic, own_query_sequences, why_not_mosaic
+from kvjax.ops.gather import as_sequences, in_one_layer
 from kvjax.ops.rows import why_not_whole_elements
 from kvjax.ops.softmax import attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
@@ -421,12 +421,6 @@ def _attended(*args: Any, **static: Any) -> Any:
     return tuple(jax.ShapeDtypeStruct((1, *result.shape), result.dtype) for result in attended(*args, **static))
 
 
-def _own_sequences(
-    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
-) -> tuple[jax.Array, ...]:
-    return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
-
-
 def _why_not_mosaic(
     query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, spec: AttentionSpec
 ) -> str | None:
@@ -450,6 +444,6 @@ def _candidates(query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),
             results=("blocks tokens heads head_size", "blocks tokens heads"),
-            own=_own_sequences,
+            own=own_query_sequences,
         ),
     )
