@@ -149,9 +149,9 @@ def random_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     """Loads the parameters of a model's safetensors as `dtype`; `ValueError` if they do not match `config`."""
-    files = {}
+    files: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = safe_open(path, framework="numpy")
+        file: Any = safe_open(path, framework="numpy")
         files |= dict.fromkeys(file.keys(), file)
 
     def read(names: Sequence[str], prefix: str, shape: tuple[int, ...]) -> jax.Array:
@@ -190,16 +190,20 @@ def write_and_attend(
 
     With `max_q_len=1` every row of the step is one sequence's token, and a row of `paged_attention`.
     """
-    is_shared = isinstance(caches, kvjax.KVCache)
-    cache = caches if is_shared else caches[layer]
-    options: dict[str, Any] = {"layer": layer if is_shared else None, "implementation": implementation}
+    options: dict[str, Any] = {"implementation": implementation}
+    if isinstance(caches, kvjax.KVCache):
+        cache, options["layer"] = caches, layer
+    else:
+        cache = caches[layer]
     if max_q_len == 1:
         cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True, **options)
         attended = kvjax.paged_attention(query, cache, step.block_table, step.seq_lens, **options)
     else:
         options |= {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
         attended, cache = kvjax.attend(query, key, value, cache, step, **options)
-    return attended, cache if is_shared else (*caches[:layer], cache, *caches[layer + 1 :])
+    if isinstance(caches, kvjax.KVCache):
+        return attended, cache
+    return attended, (*caches[:layer], cache, *caches[layer + 1 :])
 
 
 def forward(
