@@ -154,8 +154,8 @@ class KVCache:
         divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(
-                f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, into which"
-                f" {sharding.spec} divides them"
+                f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, the number"
+                f" of shares in {sharding.spec}"
             )
         declared = divided.sharding(spec)
         memory = NamedSharding(declared.mesh, declared.spec, memory_kind=sharding.memory_kind)

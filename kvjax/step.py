@@ -275,7 +275,9 @@ def _new_tokens(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> li
         )
     for index, sequence in enumerate(sequences):
         if sequence.pool is not sequences[0].pool:
-            raise KVCacheValueError(f"sequences[{index}]: got a sequence of another pool than sequences[0]")
+            raise KVCacheValueError(
+                f"sequences[{index}]: got a sequence of another pool, expected that of sequences[0]"
+            )
     return [
         as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens)
         for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True))

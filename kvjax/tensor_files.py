@@ -94,7 +94,7 @@ def _open_index(index: Path) -> Tensors:
             raise KVCacheValueError(f"{str(index)!r}: got {shown(file)} for {shown(name)}, expected a file beside it")
         tensors = opened(index.with_name(file))
         if name not in tensors:
-            raise KVCacheValueError(f"{str(index)!r}: got {file!r} for {shown(name)}, which does not hold it")
+            raise KVCacheValueError(f"{str(index)!r}: got {file!r} for {shown(name)}, expected a file that holds it")
         return tensors[name]()
 
     return {name: functools.partial(read, name, file) for name, file in files.items()}

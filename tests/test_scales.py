@@ -478,7 +478,7 @@ def test_a_header_of_any_length_takes_no_memory(tmp_path: Path):
         (json.dumps({"weight_map": {NAME: None}}), "expected a file beside it"),
         (
             json.dumps({"weight_map": {NAME: "a.safetensors"}}),
-            "'a.safetensors' for '" + NAME + "', which does not hold it",
+            "'a.safetensors' for '" + NAME + "', expected a file that holds it",
         ),
     ],
 )

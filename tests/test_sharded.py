@@ -97,7 +97,7 @@ REFUSED = [
         "sharding: got 16 devices along replica/tensor for num_kv_heads=8, expected a divisor of it. To replicate"
         " heads over more devices than heads, use a mesh of two axes",
     ),
-    ({}, TENSOR_8, P("tensor"), "num_blocks: got 12, expected a multiple of 8, into which P('tensor',) divides them"),
+    ({}, TENSOR_8, P("tensor"), "num_blocks: got 12, expected a multiple of 8, the number of shares in P('tensor',)"),
 ]
 
 
