@@ -95,7 +95,7 @@ def check_what_would_fit() -> None:
         with pytest.raises(KVCacheMemoryError) as raised:
             KVCache.allocate(spec, 2**40, sharding=NamedSharding(MESHES[0], axes))
         assert f"expected at most {pages}: " in str(raised.value), raised.value
-        assert f"are left on {DEVICES[device]}." in str(raised.value), raised.value
+        assert f"are free on {DEVICES[device]}." in str(raised.value), raised.value
 
 
 if __name__ == "__main__":

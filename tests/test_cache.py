@@ -102,7 +102,7 @@ def test_a_cache_that_does_not_fit_says_what_was_asked_for():
 
 
 def test_more_bytes_than_there_are_numbers_for_do_not_fit_either():
-    with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which take {2**60 * 1152:,} bytes"):
+    with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which need {2**60 * 1152:,} bytes"):
         KVCache.allocate(SPEC, 2**60)
 
 

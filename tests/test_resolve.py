@@ -390,7 +390,7 @@ def test_an_unknown_algorithm_of_a_layer_is_warned_of():
     ("declared", "message"),
     [
         (layer_map("FP8", "FP8_K_NVFP4_V"), "kv_cache_quantized_layers, layer 1: got 'FP8_K_NVFP4_V', which stores"),
-        (layer_map("FP8", kv_cache_schema_version=2), "kv_cache_schema_version: got 2, expected 1; ask for a"),
+        (layer_map("FP8", kv_cache_schema_version=2), "kv_cache_schema_version: got 2, expected 1; pass a"),
         (layer_map("FP8", kv_cache_schema_version=True), "kv_cache_schema_version: got True, expected 1"),
         ({"kv_cache_quantized_layers": ["FP8"]}, "kv_cache_quantized_layers: got ['FP8'], expected an algorithm for"),
         (

@@ -39,7 +39,7 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert capsys.readouterr().out.splitlines() == [
         f"wrote and gathered fp8_e4m3 {layout} linear, one {scales}"
         for layout in ("NHD", "HND")
-        for scales in ("scale", "scale a head")
+        for scales in ("scale", "scale per head")
     ]
 
 
@@ -105,7 +105,7 @@ def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPa
         torch.empty(0, dtype=torch.uint8).set_(key.untyped_storage())[DRIVER["_OFFSET"] - 1] = 0
 
     monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", write_before)
-    with pytest.raises(AssertionError, match="before the beginning of a tensor"):
+    with pytest.raises(AssertionError, match="before the start of a tensor"):
         DRIVER["main"](["--from-torch", "--num-tokens", "9", "--dtype", "bfloat16"])
 
 
