@@ -246,11 +246,11 @@ class TimedEngine(Engine):
 
     waited = 0.0
 
-    def _take_in(self, following: jax.Array, giving: Any) -> Any:
+    def _read(self, following: jax.Array, giving: Any) -> Any:
         start = time.perf_counter()
         jax.block_until_ready(following)
         self.waited += time.perf_counter() - start
-        return super()._take_in(following, giving)
+        return super()._read(following, giving)
 
 
 def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int, form: str) -> Any:

@@ -1,8 +1,7 @@
-"""A small serving engine: continuous batching over `kvjax.BlockPool`, prompts in chunks beside decodes.
+"""A small serving engine: continuous batching over `kvjax.BlockPool`, with chunked prefill beside decodes.
 
-The host is a step ahead: a step takes the tokens of the one before from the device, and the host reads them when the
-next step is under way. docs/serving.md walks through it; `examples.llama` has a step to run, and `benchmarks.serve`
-times it.
+The host runs one step ahead: a step reads the previous step's tokens on the device, and the host reads them while the
+next step runs. docs/serving.md explains it; `examples.llama` provides a step, and `benchmarks.serve` times it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import kvjax
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and what has become of it.
+    """A prompt and its progress.
 
     Attributes:
-      num_started: tokens that steps were started for, those among them whose values the host does not know yet.
-      row: where its last token is among those of the last step; None where that token is known.
+      num_started: tokens that steps were started for, including those that the host has not read yet.
+      row: the row of its last token in the last step's output; None if the host has read it.
     """
 
     prompt: Sequence[int]
@@ -37,23 +36,23 @@ class Request:
 
 
 type Batch = list[tuple[Request, np.ndarray]]
-"""Requests and their new tokens in a step."""
+"""Requests with their new tokens in a step."""
 
 
 class Engine:
-    """Runs requests until they have their tokens, or have said `eos_token_id`.
+    """Runs requests until they have all their tokens, or `eos_token_id`.
 
     Attributes:
-      caches: what the step writes, donated to it.
+      caches: written by the step, which they are donated to.
 
     Args:
       run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
-        below 0 is `~row` of `previous`, which is what the step before returned: int32 `[max(num_seqs)]`.
+        below 0 is `~row` of `previous`, the previous step's output: int32 `[max(num_seqs)]`.
       caches: of `pool.num_blocks` blocks.
-      pool: whose blocks they are.
+      pool: allocates their blocks.
       num_seqs: buckets of sequences in a step; each is compiled once with prompts and once without.
       max_blocks: most blocks of a sequence.
-      chunk: most tokens of prompts in a step.
+      chunk: most prompt tokens in a step.
       max_prompts: most prompts in a step.
       eos_token_id: ends a request.
     """
@@ -80,14 +79,14 @@ class Engine:
         self._unread: tuple[jax.Array, list[tuple[int, Request]]] | None = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:
-        """Has a request wait for its turn."""
+        """Queues a request."""
         if not len(prompt) or max_new_tokens < 1:
             raise ValueError(
                 f"got a prompt of {len(prompt)} tokens and {max_new_tokens=}, expected at least one of each"
             )
         request = Request(prompt, max_new_tokens, self._pool.sequence())
         if self._blocks_of(request) > min(self._max_blocks, self._pool.num_blocks):
-            raise ValueError(f"got {len(prompt)} + {max_new_tokens} tokens, more than fit")
+            raise ValueError(f"got {len(prompt)} + {max_new_tokens} tokens, more than the pool or a block table holds")
         self._waiting.append(request)
         return request
 
@@ -98,32 +97,32 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing more to do."""
+        """Whether all requests are done."""
         return not (self._waiting or self._running)
 
     def step(self) -> list[Request]:
-        """Starts a step, then takes in the tokens of the one before; the requests that this has ended."""
+        """Starts a step, then reads the previous one's tokens; returns the requests that this completes."""
         self._admit()
         batch, before = self._schedule(), self._unread
         self._unread = self._start(batch) if batch else None
-        return [] if before is None else self._take_in(*before)
+        return [] if before is None else self._read(*before)
 
     def _blocks_of(self, request: Request) -> int:
         return -(-(len(request.prompt) + request.max_new_tokens) // self._pool.block_size)
 
     def _admit(self) -> None:
-        """Takes up those that wait, as long as all that run will have their blocks to the end."""
+        """Admits waiting requests while the pool can hold all running ones to their ends."""
         taken = sum(map(self._blocks_of, self._running))
         while self._waiting and len(self._running) < self.max_num_seqs:
             request = self._waiting[0]
             taken += self._blocks_of(request)
             if taken > self._pool.num_blocks:
                 return
-            request.sequence = self._pool.sequence(request.prompt)  # holds the blocks of a prefix that is cached
+            request.sequence = self._pool.sequence(request.prompt)  # shares the cached blocks of its prefix
             self._running.append(self._waiting.popleft())
 
     def _schedule(self) -> Batch:
-        """One token of each request that decodes, and of prompts what fits beside them."""
+        """Returns one token for each decoding request, and as much of the prompts as fits beside them."""
         batch: Batch = []
         left, num_prompts = self._chunk, self._max_prompts
         for request in self._running:
@@ -139,7 +138,7 @@ class Engine:
         return batch
 
     def _start(self, batch: Batch) -> tuple[jax.Array, list[tuple[int, Request]]]:
-        """Starts a step; the tokens that it will give, and whose they are."""
+        """Starts a step; returns its output tokens, and the requests that they belong to."""
         sequences, q_lens = [request.sequence for request, _ in batch], [len(new) for _, new in batch]
         self._pool.append(sequences, q_lens)
         rows = min(size for size in self._num_seqs if size >= len(batch))
@@ -156,25 +155,25 @@ class Engine:
         buckets = {"max_q_len": 1, "max_prompts": 0} if is_decode else self._prompt_buckets
         self._previous, self.caches = self._run(tokens, self._previous, step, self.caches, **buckets)
         self._previous.copy_to_host_async()
-        giving = []
+        outputs = []
         for row, (request, new) in enumerate(batch):
             request.row = row
             if request.sequence.num_tokens <= len(request.prompt):
                 request.sequence.commit(new)
             if request.sequence.num_tokens >= len(request.prompt):
                 request.num_started += 1
-                giving.append((row, request))
-        return self._previous, giving
+                outputs.append((row, request))
+        return self._previous, outputs
 
     @property
     def _prompt_buckets(self) -> dict[str, int]:
         return {"max_q_len": self._chunk, "max_prompts": self._max_prompts}
 
-    def _take_in(self, following: jax.Array, giving: list[tuple[int, Request]]) -> list[Request]:
-        """Reads the tokens of a step."""
+    def _read(self, following: jax.Array, outputs: list[tuple[int, Request]]) -> list[Request]:
+        """Reads the tokens of a step; returns the requests that this completes."""
         values, ended = np.asarray(following).tolist(), []
-        for row, request in giving:
-            if request.is_done:  # it ended when the step was under way already
+        for row, request in outputs:
+            if request.is_done:  # it ended after this step had started
                 continue
             request.generated.append(values[row])
             if len(request.generated) == request.max_new_tokens or values[row] == self._eos:
@@ -182,6 +181,6 @@ class Engine:
                 request.sequence.free()
                 self._running.remove(request)
                 ended.append(request)
-            elif request.num_started > len(request.generated):  # it has gone into the step that is under way
+            elif request.num_started > len(request.generated):  # the running step writes it
                 request.sequence.commit(values[row : row + 1])
         return ended

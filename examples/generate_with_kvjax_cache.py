@@ -1,7 +1,7 @@
-"""A Llama-style model of random weights, unmodified, attends to the pages of kvjax's cache, in each dtype.
+"""Generates with an unmodified Llama-style model, of random weights, from kvjax's paged cache in each dtype.
 
-Needs `pip install 'kvjax[transformers]'`, and neither network nor GPU. What quantization does to a trained model is
-measured by `make demo`.
+Needs `pip install 'kvjax[transformers]'`, no network and no GPU. For the effect of quantization on a trained model, see
+`make demo`.
 """
 
 import torch
@@ -24,7 +24,7 @@ torch.manual_seed(0)
 model = LlamaForCausalLM(config).to(device, torch.bfloat16)
 prompts = torch.randint(1, 256, (2, 12), device=device)
 mask = torch.ones_like(prompts)
-mask[0, :5] = 0  # the first prompt is shorter: padded on the left
+mask[0, :5] = 0  # the first prompt is shorter: left padding
 
 
 def generate(cache: DynamicCache | KvjaxCache) -> torch.Tensor:
@@ -37,4 +37,6 @@ model.set_attn_implementation("kvjax")  # or from_pretrained(..., attn_implement
 for dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
     cache = KvjaxCache(model.config, kv_cache_dtype=dtype, num_blocks=8)
     same = (generate(cache) == expected).sum().item()
-    print(f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens as DynamicCache's")
+    print(
+        f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens equal DynamicCache's"
+    )

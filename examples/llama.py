@@ -3,9 +3,8 @@
     pip install '.[demo]' tokenizers
     python -m examples.llama FOLDER 'The capital of France is' --kv-cache-dtype fp8
 
-FOLDER is a model as Hugging Face saves it: config.json, safetensors, tokenizer.json. A step runs the new tokens of
-several sequences, one sequence after the other (`kvjax.StepMetadata`). The caches are donated, so that it writes in
-place.
+FOLDER is a model as Hugging Face saves it: config.json, safetensors, tokenizer.json. A step runs the concatenated new
+tokens of several sequences (`kvjax.StepMetadata`). The caches are donated, so it writes in place.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from examples.engine import Engine
 
 type Params = Mapping[str, Any]
 type Caches = tuple[kvjax.KVCache, ...] | kvjax.KVCache
-"""One for each layer, or one of all layers (`num_layers`)."""
+"""One per layer, or one of all layers (`num_layers`)."""
 
 type Attend = Callable[..., tuple[jax.Array, Any]]
-"""`(query, key, value, caches, step, layer) -> (attended, caches)`, as `write_and_attend`."""
+"""`(query, key, value, caches, step, layer) -> (attended, caches)`, such as `write_and_attend`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """RoPE of Llama 3.1 and later: long wavelengths are stretched by `factor`, short ones kept."""
+    """RoPE of Llama 3.1 and later: long wavelengths are scaled by `factor`, short ones kept."""
 
     factor: float
     low_freq_factor: float
@@ -48,7 +47,7 @@ class Llama3Scaling:
         wavelengths = 2 * np.pi / frequencies
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = (self.original_max_position_embeddings / wavelengths - low) / (high - low)
-        kept = np.clip(kept, 0, 1)  # of what is between the two wavelengths, a part
+        kept = np.clip(kept, 0, 1)  # interpolates between the two wavelengths
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
@@ -69,13 +68,13 @@ class ModelConfig:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Reads a `config.json` of transformers 4 or 5; `ValueError` for what this file does not compute."""
+        """Reads a `config.json` of transformers 4 or 5; `ValueError` for what this file does not implement."""
         expected = {"model_type": ("llama", "qwen3"), "hidden_act": ("silu",), "attention_bias": (False,)}
         for key, accepted in (expected | {"mlp_bias": (False,)}).items():
             if (got := config.get(key, accepted[-1])) not in accepted:
                 raise ValueError(f"{key}: got {got!r}, expected one of {accepted}")
         heads = config["num_attention_heads"]
-        # transformers 5 has one dictionary, which 4 has in two places.
+        # transformers 5 has one dictionary for what 4 has in two places.
         rope = {"rope_theta": config.get("rope_theta", 10_000.0)} | (config.get("rope_scaling") or {})
         rope |= config.get("rope_parameters") or {}
         return cls(
@@ -111,13 +110,13 @@ LAYER_PARTS = {
     "query_norm": ("self_attn.q_norm",),
     "key_norm": ("self_attn.k_norm",),
 }
-"""A layer's parameters, and the tensors of a checkpoint that they are made of, one under the other."""
+"""A layer's parameters, and the checkpoint tensors that are concatenated to make each."""
 
 TOP_PARTS = {"embedding": ("model.embed_tokens",), "norm": ("model.norm",), "unembedding": ("lm_head",)}
 
 
 def parameter_shapes(config: ModelConfig) -> Params:
-    """Shapes of all parameters. Matrices are `[out, in]`, as checkpoints have them."""
+    """Returns the shapes of all parameters. Matrices are `[out, in]`, as in checkpoints."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query = config.num_attention_heads * head
     layer = {
@@ -137,7 +136,7 @@ def parameter_shapes(config: ModelConfig) -> Params:
 
 
 def random_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-    """Norms of one, matrices of the scale that keeps magnitudes."""
+    """Returns random parameters: norms 1, matrices scaled to preserve magnitudes."""
 
     def init(path: Any, shape: tuple[int, ...]) -> jax.Array:
         if len(shape) == 1:
@@ -149,10 +148,10 @@ def random_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 
 def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
-    """The parameters of a model's safetensors, as `dtype`; `ValueError` where they are not those of `config`."""
-    files = {}
+    """Loads the parameters of a model's safetensors as `dtype`; `ValueError` if they do not match `config`."""
+    files: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = safe_open(path, framework="numpy")
+        file: Any = safe_open(path, framework="numpy")
         files |= dict.fromkeys(file.keys(), file)
 
     def read(names: Sequence[str], prefix: str, shape: tuple[int, ...]) -> jax.Array:
@@ -161,7 +160,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
             raise ValueError(f"{folder}: got no tensor {missing[0]!r}")
         array = np.concatenate([files.pop(name).get_tensor(name) for name in parts])
         if array.shape != shape:
-            raise ValueError(f"{parts[0]}: got shape {array.shape} with what stands under it, expected {shape}")
+            raise ValueError(f"{parts[0]}: got shape {array.shape} concatenated, expected {shape}")
         return jnp.asarray(array, dtype)
 
     shapes = parameter_shapes(config)
@@ -171,7 +170,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     ]
     top = {part: read(names, "", shapes[part]) for part, names in TOP_PARTS.items() if part in shapes}
     if unknown := [name for name in files if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]:
-        raise ValueError(f"{folder}: got tensor {unknown[0]!r}, which this model has no place for")
+        raise ValueError(f"{folder}: got tensor {unknown[0]!r}, which this model does not have")
     return {**top, "layers": layers}
 
 
@@ -187,20 +186,24 @@ def write_and_attend(
     max_prompts: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Caches]:
-    """Stores a layer's keys and values of the step, and attends to all that its sequences have stored.
+    """Writes a layer's keys and values of the step, and attends to its sequences.
 
-    With `max_q_len=1` every row of the step is one token, so that the sequences are the rows of `paged_attention`.
+    With `max_q_len=1` every row of the step is one sequence's token, and a row of `paged_attention`.
     """
-    is_shared = isinstance(caches, kvjax.KVCache)
-    cache = caches if is_shared else caches[layer]
-    options: dict[str, Any] = {"layer": layer if is_shared else None, "implementation": implementation}
+    options: dict[str, Any] = {"implementation": implementation}
+    if isinstance(caches, kvjax.KVCache):
+        cache, options["layer"] = caches, layer
+    else:
+        cache = caches[layer]
     if max_q_len == 1:
         cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True, **options)
         attended = kvjax.paged_attention(query, cache, step.block_table, step.seq_lens, **options)
     else:
         options |= {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
         attended, cache = kvjax.attend(query, key, value, cache, step, **options)
-    return attended, cache if is_shared else (*caches[:layer], cache, *caches[layer + 1 :])
+    if isinstance(caches, kvjax.KVCache):
+        return attended, cache
+    return attended, (*caches[:layer], cache, *caches[layer + 1 :])
 
 
 def forward(
@@ -213,9 +216,8 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """Runs a step's `tokens [num_tokens]`; returns their last hidden states `[num_tokens, hidden_size]` and the caches.
 
-    The caches are one for each layer, one of all layers, or whatever else `attend` takes. Layers whose parameters are
-    stacked (`stacked`) are scanned, which takes a cache of all layers. `logits` makes logits of the hidden states that
-    they are wanted of.
+    The caches are one per layer, one of all layers, or whatever else `attend` takes. Stacked layers (`stacked`) are
+    scanned, which needs a cache of all layers. Pass the hidden states of the wanted tokens to `logits`.
     """
     rotate = _rotary(step.token_rows()[1], config)
 
@@ -244,13 +246,13 @@ def forward(
 
 
 def stacked(params: Params) -> Params:
-    """The same parameters with those of all layers in one array each, `[num_hidden_layers, ...]`."""
+    """Returns the parameters with those of all layers in one array each, `[num_hidden_layers, ...]`."""
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
-    unembedding = params.get("unembedding", params["embedding"])  # tied where there is none
+    """Returns float32 logits `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
+    unembedding = params.get("unembedding", params["embedding"])  # tied if missing
     return jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
 
 
@@ -271,16 +273,16 @@ def greedy_step(
     max_prompts: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Caches]:
-    """The likeliest token after the last of each sequence, int32 `[max_num_seqs]`, and the caches.
+    """Returns the most likely token after the last of each sequence, int32 `[max_num_seqs]`, and the caches.
 
     Args:
       params: of the model.
       tokens: int32 `[num_tokens]`; one below 0 is `~row` of `previous`.
-      previous: int32 `[max_num_seqs]`, what the step before returned, wherever the host is.
+      previous: int32 `[max_num_seqs]`, the previous step's result, which the host may not have read yet.
       step: its sequences, at most `max_num_seqs`.
       caches: donated.
       config: of the model.
-      max_q_len: as `kvjax.ragged_paged_attention` takes it; 1 says that every row of the step is one token.
+      max_q_len: as in `kvjax.ragged_paged_attention`; with 1, every row of the step is one sequence's token.
       max_prompts: likewise.
       implementation: of kvjax's operations.
     """
@@ -294,7 +296,7 @@ def greedy_step(
 
 
 def next_tokens(params: Params, hidden: jax.Array, step: kvjax.StepMetadata, previous: jax.Array) -> jax.Array:
-    """The likeliest token after the last of each sequence, in place of the first of `previous [max_num_seqs]`."""
+    """Returns the most likely token after the last of each sequence, in the first entries of `previous`."""
     last = jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)
     following = jnp.argmax(logits(params, hidden[last]), axis=-1).astype(jnp.int32)
     return previous.at[: len(following)].set(following)
@@ -310,7 +312,7 @@ def generate(
     *,
     chunk: int = 256,
 ) -> tuple[list[list[int]], Caches]:
-    """Continues each prompt by its likeliest tokens, as `examples.engine` schedules them."""
+    """Continues each prompt greedily, scheduled by `examples.engine`."""
     longest = max(map(len, prompts)) + num_new_tokens
     run = functools.partial(greedy_step, params, config=config)
     max_blocks = -(-longest // pool.block_size)
@@ -328,7 +330,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rotary(positions: jax.Array, config: ModelConfig) -> Any:
-    """Rotates the two halves of each head against each other, by angles that grow with `positions [num_tokens]`."""
+    """Returns RoPE for `positions [num_tokens]`, in the half-split (NeoX) layout."""
     frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling:
         frequencies = config.rope_scaling(frequencies)
@@ -343,15 +345,15 @@ def _rotary(positions: jax.Array, config: ModelConfig) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Continue prompts greedily with a Llama or a Qwen3.")
+    parser = argparse.ArgumentParser(description="Continue prompts greedily with a Llama or Qwen3 model.")
     parser.add_argument("folder", type=Path, help="config.json, *.safetensors and tokenizer.json")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--num-new-tokens", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--num-blocks", type=int, default=1024, help="of 16 tokens, in every layer")
+    parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of 16 tokens, in every layer")
     args = parser.parse_args()
 
-    from tokenizers import Tokenizer  # used here alone
+    from tokenizers import Tokenizer  # needed only here
 
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
     hf_config = json.loads((args.folder / "config.json").read_text())
@@ -361,8 +363,8 @@ def main() -> None:
     specs = kvjax.resolve_layer_specs(model, args.kv_cache_dtype)
     scales = kvjax.load_kv_scales(args.folder, model, args.kv_cache_dtype)
     caches = tuple(
-        kvjax.KVCache.allocate(spec, args.num_blocks, **of_layer._asdict())
-        for spec, of_layer in zip(specs, scales, strict=True)
+        kvjax.KVCache.allocate(spec, args.num_blocks, **layer_scales._asdict())
+        for spec, layer_scales in zip(specs, scales, strict=True)
     )
     pool = kvjax.BlockPool(args.num_blocks, specs[0].block_size)
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]

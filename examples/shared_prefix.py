@@ -1,10 +1,10 @@
-"""Sequences with one prefix, as of a system prompt, read it once: attention to it and to their own tokens, merged.
+"""Sequences with a common prefix, such as a system prompt, read it once: attends to it and to their own tokens apart.
 
     python examples/shared_prefix.py                                       # small, on any machine
     python examples/shared_prefix.py --sequences=64 --prefix=8192 --own=256 --heads=32 --kv-heads=8 --head-size=128
 
-The rows of all sequences are the rows of one call over the prefix. They do not see each other: their own tokens, which
-would stand behind it, are in no block of that call's table. `merge_attention_states` joins the two results.
+The rows of all sequences form one query over the prefix. They do not attend to each other: the positions of their own
+tokens, after the prefix, have no block in that call's table. `merge_attention_states` joins the two results.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BLOCK_SIZE = 16
 def shared_prefix_attention(
     query: jax.Array, cache: kvjax.KVCache, prefix_table: jax.Array, table: jax.Array, own_lens: jax.Array
 ) -> jax.Array:
-    """Attention of one row a sequence, `[num_seqs, num_heads, head_size]`, over the prefix and its own tokens.
+    """Attends with one row per sequence, `[num_seqs, num_heads, head_size]`, to the prefix and its own tokens.
 
-    `prefix_table` `[num_prefix_blocks]` has whole blocks; `table` `[num_seqs, max_blocks]` and `own_lens` are of what
-    follows.
+    `prefix_table` `[num_prefix_blocks]` has whole blocks; `table` `[num_seqs, max_blocks]` and `own_lens` describe the
+    tokens after it.
     """
     num_seqs, size = query.shape[0], cache.spec.block_size
-    none = jnp.full(-(-num_seqs // size), -1, jnp.int32)  # where the rows themselves stand: in no block
+    none = jnp.full(-(-num_seqs // size), -1, jnp.int32)  # the rows' own positions: no block
     prefix = kvjax.ragged_paged_attention(
         query,
         cache,
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     outs = []
     for name, call in calls.items():
-        outs.append(np.asarray(call(), np.float32))  # which compiles, too
+        outs.append(np.asarray(call(), np.float32))  # compiles, too
         start = time.perf_counter()
         jax.block_until_ready([call() for _ in range(10)])
         print(f"{name}: {1e5 * (time.perf_counter() - start):,.0f} us")

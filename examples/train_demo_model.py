@@ -1,9 +1,9 @@
-"""Trains the byte-level model that `kvjax demo` serves, on the standard library's own sources.
+"""Trains the byte-level model of `kvjax demo` on the standard library's sources.
 
     python examples/train_demo_model.py --out kvjax/demo/weights.safetensors
 
-Meant for a GPU. Needs the extra `train` (`pip install 'kvjax[train]'`). The seed fixes the initial weights and every
-batch; across devices and JAX versions the rounding of sums still differs, and so do the last digits of the result.
+Intended for a GPU. Needs the extra `train` (`pip install 'kvjax[train]'`). The seed fixes the initial weights and every
+batch; the last digits of the result still depend on the device and the JAX version.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvjax.demo import text, weights
 from kvjax.demo.model import Params, TransformerConfig, bits_per_token, dense_logits, init_params
 
 STEPS_PER_CALL = 50
-"""Steps that one compiled call runs, so that dispatch costs nothing."""
+"""Steps per compiled call, to amortize dispatch."""
 
 
 def sequence_bits(params: Params, tokens: jax.Array, config: TransformerConfig) -> jax.Array:
-    """Mean bits a byte of `tokens [batch, length]`, every byte but the first of each sequence predicted."""
+    """Returns the mean bits per byte of `tokens [batch, length]`, over all bytes but the first of each sequence."""
     logits = jax.vmap(functools.partial(dense_logits, params, config))(tokens[:, :-1])
     return jnp.mean(jax.vmap(bits_per_token)(logits, tokens[:, 1:]))
 
 
 def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay; matrices decay, norms do not."""
+    """Returns AdamW with warm-up and cosine decay, and weight decay for matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 20, 1), steps, learning_rate / 20)
     decayed = functools.partial(jax.tree.map, lambda p: p.ndim > 1)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1, mask=decayed))
@@ -51,7 +51,7 @@ def train_steps(
     batch: int,
     length: int,
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """One step for each of `keys`, on `batch` random windows of `data`; returns the new state and the mean loss."""
+    """Runs one step per key, on `batch` random windows of `data`; returns the new state and the mean loss."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -69,7 +69,7 @@ def train_steps(
 
 
 def evaluate(params: Params, data: np.ndarray, config: TransformerConfig, *, length: int, windows: int) -> float:
-    """Float32 bits a byte over up to `windows` evenly spread windows of `length` + 1 bytes of `data`."""
+    """Returns float32 bits per byte over up to `windows` evenly spaced windows of `length` + 1 bytes of `data`."""
     all_windows = data[: len(data) // (length + 1) * (length + 1)].reshape(-1, length + 1).astype(np.int32)
     chosen = all_windows[np.linspace(0, len(all_windows) - 1, min(windows, len(all_windows))).astype(int)]
     score = jax.jit(functools.partial(sequence_bits, config=config))
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="weights file to write")
     parser.add_argument("--steps", type=int, default=2000, help=f"rounded up to whole calls of {STEPS_PER_CALL}")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--length", type=int, default=512, help="bytes a training sequence")
+    parser.add_argument("--length", type=int, default=512, help="bytes per training sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-windows", type=int, default=512)

@@ -1,6 +1,6 @@
 """kvjax: a paged KV cache for JAX, with fp8 and NVFP4 storage.
 
-The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> one `AttentionSpec` a layer ->
+The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> one `AttentionSpec` per layer ->
 `KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`; or `attend`, which does both.
 """
 

@@ -1,8 +1,8 @@
-"""Which block of a paged cache belongs to which sequence: reference counts, shared prefixes, reuse of free blocks.
+"""Assigns the blocks of a paged cache to sequences: reference counts, prefix caching, eviction.
 
-Bookkeeping on the host alone: it knows block numbers and token ids, no arrays of keys and values and no device. The
-terms are those of vLLM's block pool: a block has a reference count, a full one a hash chained from its parent's, and
-free blocks are taken in the order in which they were last used.
+Host-side bookkeeping of block numbers and token ids, without arrays of keys and values or devices. As in vLLM's block
+pool, a block has a reference count, a full one a hash chained from its parent's, and free blocks are reused in
+the order of last use.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from numpy.typing import ArrayLike
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, OutOfBlocksError, shown
 from kvjax.spec import as_int
 
-GIVEN_BACK = -1
-"""Stands in a block table for a block that was given back, and for none."""
+FREED_BLOCK = -1
+"""Block table entry for a freed block, or for none."""
 
 MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
 
 
 class BlockPool:
-    """Hands out the block numbers `0 .. num_blocks - 1` of a cache, each to any number of holders.
+    """Allocates the block numbers `0 .. num_blocks - 1` of a cache, with a reference count each.
 
-    A block that nobody holds is free. A full one whose tokens are known (`PagedSequence.commit`) stays cached when it
-    is free: a sequence that begins with the same tokens takes it up again, until the pool needs it for something else.
-    `allocate` takes free blocks that are not cached first, the last freed one first, and then evicts cached ones, the
-    least recently used first; of one sequence its last block first.
+    A block without references is free. A full block with known tokens (`PagedSequence.commit`) stays cached when free:
+    a sequence with the same prefix reuses it, until the pool evicts it. `allocate` takes free blocks that are not
+    cached first, the last freed first, then evicts cached ones, the least recently used first; within a sequence the
+    last block first.
 
-    Every operation is O(1) a block, and O(1) a token where it reads token ids. One that raises has changed nothing.
+    Operations are O(1) per block, and O(1) per token where they read token ids. If one raises, nothing has changed.
 
     Attributes:
       num_blocks: blocks of the cache.
       block_size: tokens in a block.
 
     Raises:
-      KVCacheValueError: no blocks, blocks of no tokens, or more slots than int32 counts.
+      KVCacheValueError: no blocks, blocks without tokens, or more slots than int32 holds.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -56,26 +56,26 @@ class BlockPool:
         self._ref_cnt = [0] * self.num_blocks
         self._hash_of: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}
-        # The free blocks: a stack of those that are not cached, and those that are, the least recently used first.
-        self._blank = list(range(self.num_blocks - 1, -1, -1))
+        # Free blocks: a stack of those that are not cached, and an LRU order of those that are.
+        self._uncached = list(range(self.num_blocks - 1, -1, -1))
         self._evictable: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included: what `allocate` can hand out."""
-        return len(self._blank) + len(self._evictable)
+        """Blocks without references, cached ones included: what `allocate` can return."""
+        return len(self._uncached) + len(self._evictable)
 
     @property
     def num_cached(self) -> int:
-        """Blocks, held or free, that a sequence which begins with their tokens would share."""
+        """Blocks, in use or free, that a sequence with their tokens as prefix would share."""
         return len(self._block_of)
 
     def ref_cnt(self, block: int) -> int:
-        """Holders of `block`; 0 where it is free."""
+        """Returns the reference count of `block`; 0 if it is free."""
         return self._ref_cnt[as_int("block", block, least=0, most=self.num_blocks - 1)]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes free blocks, each with one holder.
+        """Takes free blocks, with a reference count of 1.
 
         Raises:
           OutOfBlocksError: fewer are free.
@@ -86,48 +86,48 @@ class BlockPool:
         return [self._take_free() for _ in range(number)]
 
     def fork(self, blocks: Sequence[int]) -> None:
-        """Adds one holder to each of `blocks`, which are held already.
+        """Adds a reference to each of `blocks`, which must be in use.
 
         Raises:
-          KVCacheValueError: one of them is free, or none of the pool's.
+          KVCacheValueError: one of them is free, or not of this pool.
         """
         self._hold(self._as_held(blocks, collections.Counter(set(blocks))))
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Takes one holder from each of `blocks`, which stand in the order of their tokens.
+        """Drops a reference to each of `blocks`, which are in the order of their tokens.
 
         Raises:
-          KVCacheValueError: one of them is free already, or none of the pool's.
+          KVCacheValueError: one of them is already free, or not of this pool.
         """
         self._release(self._as_held(blocks, collections.Counter(blocks)))
 
     def sequence(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> PagedSequence:
-        """A new sequence, which shares the cached blocks that `token_ids` begin with.
+        """Returns a new sequence that shares the cached blocks of the prefix of `token_ids`.
 
         Args:
-          token_ids: integers `[num_tokens]`, its prompt. Of these the sequence holds `num_tokens` tokens already, in
-            full blocks, and never the last, which has to be computed for what it predicts.
-          salt: only sequences of one salt share blocks: what else than token ids keys and values depend on, such as the
-            name of an adapter or the version of the weights.
+          token_ids: integers `[num_tokens]`, its prompt. The sequence starts with its `num_tokens` in shared full
+            blocks, never with the prompt's last token, which has to be computed for its logits.
+          salt: only sequences with the same salt share blocks: whatever else keys and values depend on, such as an
+            adapter's name or the version of the weights.
         """
         return PagedSequence(self, _as_ids(token_ids), salt)
 
     def append(self, sequences: Sequence[PagedSequence], num_new_tokens: Sequence[int]) -> np.ndarray:
-        """Makes room for that many more tokens of each sequence: of all of them, or where it raises of none.
+        """Reserves room for that many more tokens of each sequence; if it raises, of none.
 
-        A sequence that shares its last block, not yet full, gets one of its own to write into.
+        A sequence that shares its partial last block gets a copy of its own to write into.
 
         Returns:
-          int32 `[num_copies, 2]`: pairs of blocks (from, to) for `copy_blocks`, to be copied before the new tokens are
-          written. Only after `PagedSequence.fork` are there any.
+          int32 `[num_copies, 2]`: pairs of blocks (from, to) for `copy_blocks`, to copy before the new tokens are
+          written. Empty unless `PagedSequence.fork` was used.
 
         Raises:
-          OutOfBlocksError: fewer blocks are free than this takes.
-          KVCacheValueError: a negative number, a sequence named twice or of another pool.
+          OutOfBlocksError: fewer blocks are free than this needs.
+          KVCacheValueError: a negative number, or a sequence that is repeated or of another pool.
         """
         numbers = [as_int("num_new_tokens", number, least=0) for number in num_new_tokens]
         growing = [pair for pair in self._checked_pairs(sequences, numbers) if pair[1]]
-        # Of the sequences that share a block and write into it now, the last may have it for itself.
+        # Of the sequences that share a block and now write to it, the last keeps it.
         writers = collections.Counter(
             sequence._blocks[-1] for sequence, _ in growing if sequence._num_tokens % self.block_size
         )
@@ -147,18 +147,18 @@ class BlockPool:
         return -(-(sequence._num_tokens + num_new_tokens) // self.block_size) - len(sequence._blocks)
 
     def _own_last_block(self, sequence: PagedSequence, fresh: Iterator[int]) -> list[tuple[int, int]]:
-        """Lets `sequence` write into its last block, which for that may become another; the pair to copy, if any."""
+        """Makes the last block of `sequence` writable, replacing it if it is shared; returns the pairs to copy."""
         block = sequence._blocks[-1]
         if self._ref_cnt[block] == 1:
-            self._uncache(block)  # of a block that was full before it was cut, other tokens are known
+            self._uncache(block)  # after truncate, a full block's hash is stale
             return []
         sequence._blocks[-1] = next(fresh)
         self._ref_cnt[block] -= 1
         return [(block, sequence._blocks[-1])]
 
     def _take_free(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
+        if self._uncached:
+            block = self._uncached.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
             self._uncache(block)
@@ -166,7 +166,7 @@ class BlockPool:
         return block
 
     def _take_cached(self, block_hash: bytes) -> int | None:
-        """The block of that hash, with one more holder."""
+        """Returns the block with that hash, with one more reference; None if there is none."""
         block = self._block_of.get(block_hash)
         if block is not None:
             self._evictable.pop(block, None)
@@ -174,7 +174,7 @@ class BlockPool:
         return block
 
     def _cache(self, block: int, block_hash: bytes) -> None:
-        """Has `block` be found by its hash, where no other block is."""
+        """Registers `block` under its hash unless another block has it."""
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block], self._block_of[block_hash] = block_hash, block
 
@@ -189,22 +189,24 @@ class BlockPool:
             self._ref_cnt[block] += 1
 
     def _release(self, blocks: Sequence[int]) -> None:
-        """Takes one holder from each of `blocks`. What is free then is evicted from the last block on."""
+        """Drops a reference to each of `blocks`. Of those then free, the last is evicted first."""
         freed = []
         for block in blocks:
             self._ref_cnt[block] -= 1
             if not self._ref_cnt[block]:
                 freed.append(block)
-        self._blank.extend(block for block in freed if self._hash_of[block] is None)
+        self._uncached.extend(block for block in freed if self._hash_of[block] is None)
         self._evictable.update((block, None) for block in reversed(freed) if self._hash_of[block] is not None)
 
     def _as_held(self, blocks: Sequence[int], counts: collections.Counter[int]) -> list[int]:
-        """`blocks` as ints, each of which has as many holders as it counts."""
+        """Returns `blocks` as ints after checking that each has at least as many references as `counts` says."""
         for block, count in counts.items():
             known = 0 <= as_int("blocks", block) < self.num_blocks
             if not known or self._ref_cnt[block] < count:
-                holders = f"which has {self._ref_cnt[block]} holders" if known else f"of a pool of {self.num_blocks}"
-                raise KVCacheValueError(f"blocks: got block {block}, {holders}, expected at least {count} holders")
+                references = f"with {self._ref_cnt[block]} references" if known else f"of a pool of {self.num_blocks}"
+                raise KVCacheValueError(
+                    f"blocks: got block {block}, {references}, expected at least {count} references"
+                )
         return [int(block) for block in blocks]
 
     def _checked_pairs(self, sequences: Sequence[PagedSequence], numbers: list[int]) -> list[tuple[PagedSequence, int]]:
@@ -213,18 +215,20 @@ class BlockPool:
                 f"num_new_tokens: got {len(numbers)} numbers, expected one for each of {len(sequences)} sequences"
             )
         if len(set(sequences)) != len(sequences):
-            raise KVCacheValueError("sequences: got one of them twice, expected each once")
+            raise KVCacheValueError("sequences: got a duplicate, expected each once")
         for index, sequence in enumerate(sequences):
             if sequence.pool is not self:
-                raise KVCacheValueError(f"sequences[{index}]: got a sequence of another pool")
+                raise KVCacheValueError(
+                    f"sequences[{index}]: got a sequence of another pool, expected one of this pool"
+                )
         return list(zip(sequences, numbers, strict=True))
 
 
 class PagedSequence:
-    """The blocks of one sequence, in the order of its tokens. `BlockPool.sequence` and `fork` make them.
+    """The blocks of a sequence, in the order of its tokens. Created by `BlockPool.sequence` and `fork`.
 
     Attributes:
-      pool: where its blocks come from.
+      pool: owns its blocks.
     """
 
     def __init__(self, pool: BlockPool, token_ids: array[int], salt: bytes) -> None:
@@ -233,7 +237,7 @@ class PagedSequence:
         self.pool = pool
         self._root = hashlib.sha256(salt).digest()
         self._blocks: array[int] = array("i")
-        self._num_given_back = 0
+        self._num_freed = 0
         self._hashes: list[bytes] = []
         self._token_ids: array[int] = token_ids
         for index in range((len(token_ids) - 1) // pool.block_size):
@@ -248,24 +252,24 @@ class PagedSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that there is room for, those of given back blocks included."""
+        """Tokens that there is room for, those of freed blocks included."""
         return self._num_tokens
 
     @property
     def blocks(self) -> np.ndarray:
-        """Its row of a block table: int32 `[ceil(num_tokens / block_size)]`, -1 for blocks given back; a copy."""
+        """Its row of a block table: int32 `[ceil(num_tokens / block_size)]`, -1 for freed blocks; a copy."""
         return np.array(self._blocks, np.int32)
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The ids of its first tokens, as far as they are known: int64 `[at most num_tokens]`; a copy."""
+        """The ids of its first tokens, as far as known: int64 `[at most num_tokens]`; a copy."""
         return np.array(self._token_ids, np.int64)
 
     def slots(self, start: int, stop: int) -> np.ndarray:
-        """Slots of its tokens from `start` to `stop`: int32 `[stop - start]`, negative in blocks given back.
+        """Returns the slots of its tokens from `start` to `stop`: int32 `[stop - start]`, negative in freed blocks.
 
         Raises:
-          KVCacheValueError: it has not as many tokens.
+          KVCacheValueError: it has fewer tokens.
         """
         start = as_int("start", start, least=0)
         stop = as_int("stop", stop, least=start, most=self._num_tokens)
@@ -274,12 +278,12 @@ class PagedSequence:
         blocks = np.array(self._blocks[first : -(-stop // size)], np.int32)
         positions = np.arange(start, stop, dtype=np.int32)
         block = blocks[positions // size - first]
-        return np.where(block < 0, GIVEN_BACK, block * size + positions % size)
+        return np.where(block < 0, FREED_BLOCK, block * size + positions % size)
 
     def commit(self, token_ids: ArrayLike) -> None:
-        """Says which tokens come after those whose ids are known, so that other sequences may share their blocks.
+        """Appends the ids of the next tokens, so that other sequences can share their blocks.
 
-        Call it when the step that writes them is under way: what runs after that step may then read them.
+        Call it after dispatching the step that writes these tokens: later steps may then read them.
 
         Args:
           token_ids: integers `[any number]`.
@@ -290,61 +294,60 @@ class PagedSequence:
         ids = _as_ids(token_ids)
         if len(self._token_ids) + len(ids) > self._num_tokens:
             raise KVCacheValueError(
-                f"token_ids: got {len(ids)} after the {len(self._token_ids)} that are known, expected at most"
+                f"token_ids: got {len(ids)} after the {len(self._token_ids)} known ones, expected at most"
                 f" {self._num_tokens - len(self._token_ids)}: the sequence has {self._num_tokens} tokens"
             )
         self._token_ids.extend(ids)
         for index in range(len(self._hashes), len(self._token_ids) // self.pool.block_size):
             self._hashes.append(self._hash(index))
-            if self._blocks[index] != GIVEN_BACK:
+            if self._blocks[index] != FREED_BLOCK:
                 self.pool._cache(self._blocks[index], self._hashes[index])
 
     def fork(self) -> PagedSequence:
-        """Another sequence of the same tokens, in the same blocks; each goes on in blocks of its own."""
+        """Returns another sequence with the same tokens and blocks; further tokens go to separate blocks."""
         other = copy.copy(self)
         other._blocks, other._token_ids, other._hashes = self._blocks[:], self._token_ids[:], self._hashes[:]
-        self.pool._hold(self._blocks[self._num_given_back :])
+        self.pool._hold(self._blocks[self._num_freed :])
         return other
 
     def truncate(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens, and gives back the blocks behind them.
+        """Keeps the first `num_tokens` tokens, and frees the blocks after them.
 
         Raises:
-          KVCacheValueError: it has not as many, or blocks that hold some of the last of these were given back.
+          KVCacheValueError: it has fewer tokens, or blocks that hold some of the last ones were freed.
         """
         number = as_int("num_tokens", num_tokens, least=0, most=self._num_tokens)
         size = self.pool.block_size
-        if 0 < number < self._num_given_back * size:
+        if 0 < number < self._num_freed * size:
             raise KVCacheValueError(
-                f"num_tokens: got {number}, expected 0 or at least {self._num_given_back * size}: the blocks of the"
-                " tokens before were given back"
+                f"num_tokens: got {number}, expected 0 or at least {self._num_freed * size}: the blocks of the"
+                " earlier tokens were freed"
             )
         num_kept = -(-number // size)
-        self.pool._release(self._blocks[max(num_kept, self._num_given_back) :])
-        self._num_given_back = min(self._num_given_back, num_kept)
+        self.pool._release(self._blocks[max(num_kept, self._num_freed) :])
+        self._num_freed = min(self._num_freed, num_kept)
         self._num_tokens = number
         del self._blocks[num_kept:], self._token_ids[number:], self._hashes[number // size :]
 
     def free_before(self, position: int) -> None:
-        """Gives back the blocks all of whose tokens stand before `position`; their entries become -1.
+        """Frees the blocks whose tokens are all before `position`; their entries become -1.
 
-        A query at position `p` with a sliding window of W sees the tokens from `p - W + 1` on: before a step whose
-        first new token of this sequence stands at `p`, call it with that. Where layers of full attention share the
-        blocks, no block may be given back.
+        A query at position `p` with a sliding window of W attends to tokens from `p - W + 1` on: call it with that
+        before a step whose first new token is at `p`. Blocks shared with full-attention layers must not be freed.
         """
         end = min(as_int("position", position), self._num_tokens) // self.pool.block_size
-        passed = range(self._num_given_back, end)
+        passed = range(self._num_freed, end)
         if passed:
             self.pool._release(self._blocks[passed.start : passed.stop])
-            self._blocks[passed.start : passed.stop] = array("i", [GIVEN_BACK] * len(passed))
-            self._num_given_back = end
+            self._blocks[passed.start : passed.stop] = array("i", [FREED_BLOCK] * len(passed))
+            self._num_freed = end
 
     def free(self) -> None:
-        """Gives back every block. The sequence is then empty, and may be used again."""
+        """Frees all blocks. The sequence is then empty and reusable."""
         self.truncate(0)
 
     def _hash(self, index: int) -> bytes:
-        """The hash of a full block: of its parent's and of its token ids."""
+        """Returns the hash of a full block, from its parent's hash and its token ids."""
         size = self.pool.block_size
         parent = self._hashes[index - 1] if index else self._root
         return hashlib.sha256(parent + self._token_ids[index * size : (index + 1) * size].tobytes()).digest()

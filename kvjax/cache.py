@@ -1,4 +1,4 @@
-"""`KVCache`: pages of one layer, or of several of a kind, as a pytree."""
+"""`KVCache`: the pages of one layer, or of several layers of one spec, as a pytree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCALES = ("k_scale", "v_scale")
 
 
 class _ReadOnly[T]:
-    """A field of a `KVCache`, read from what it holds and never assigned."""
+    """A read-only field of a `KVCache`."""
 
     def __init__(self, read: Callable[[KVCache], T]) -> None:
         self._read = read
@@ -58,33 +58,34 @@ class _ReadOnly[T]:
 class KVCache:
     """The paged keys and values of one attention layer, or of `num_layers` layers of one spec.
 
-    A frozen pytree: `kv` and the scales that it carries are its leaves, all else is static, so a cache passes through
-    `jit`, `scan` and donation as an array does. Operations return a new `KVCache`; donate the old one to have it
-    written in place. An operation that is given the old one after that raises `KVCacheValueError`.
+    A frozen pytree: `kv` and the scales are its leaves, the rest is static, so a cache passes through `jit`, `scan` and
+    donation like an array. Operations return a new `KVCache`; donate the old one for writes in place. Operations on a
+    donated cache raise `KVCacheValueError`.
 
-    Scales belong to the bytes: every operation uses the cache's, and what it returns carries them on. What maps over
-    all leaves maps over them too: for zeroed pages call `allocate`, not `jax.tree.map(jnp.zeros_like, cache)`.
+    Every operation uses the cache's scales and keeps them in its result. Functions mapped over all leaves apply to the
+    scales too: for zeroed pages call `allocate`, not `jax.tree.map(jnp.zeros_like, cache)`.
 
-    In a cache of several layers a block number names a block in all of them, and operations take the `layer`. In a
+    In a cache of several layers, a block number means that block in each layer, and operations take the `layer`. In a
     `lax.scan` over layers, carry the cache and pass the layer's number: it is written in place.
 
-    Caches are equal only to themselves, and hash by identity: compare the bytes of `kv` where contents are meant.
+    Caches compare and hash by identity; to compare contents, compare the bytes of `kv`.
 
-    A cache that is divided among devices says so in `sharding`, for under `jit` its array does not. Each device holds a
-    cache of its own blocks and heads, of `local_spec`: `kv` is those side by side. Inside a `jax.shard_map` over these
-    axes, with `in_specs=cache.partition_specs`, a cache is the device's own, and so are slots and block numbers there.
+    A cache that is divided among devices declares it in `sharding`, since its traced array does not show it. Each
+    device holds a cache of its own blocks and heads, of `local_spec`; `kv` is their concatenation. Inside a
+    `jax.shard_map` over these axes, with `in_specs=cache.partition_specs`, a cache is the device's own share, and slots
+    and block numbers count within it.
 
     Attributes:
       kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks, num_layers)`.
-      spec: the layout of a layer, with the heads of all devices together.
-      sharding: how `kv` is divided among the devices of a mesh, as `allocate` takes it; None without one.
-      num_layers: how many layers there are, in dimension 1 of `kv`; None for a cache of one without that dimension.
-      k_scale: positive float32 decode scale of the keys (`value = stored * scale`): `[]`, or for fp8 `[num_kv_heads]`.
-        Of `num_layers` layers `[]`, `[num_layers]` or `[num_layers, num_kv_heads]`. None is 1, without a leaf.
+      spec: the layout of a layer, with the heads of all devices.
+      sharding: how `kv` is divided among the devices of a mesh, as in `allocate`; None without one.
+      num_layers: number of layers, dimension 1 of `kv`; None for a cache of one layer without that dimension.
+      k_scale: positive float32 decode scale of the keys (`value = stored * scale`): `[]`, or for fp8 `[num_kv_heads]`;
+        with `num_layers`: `[]`, `[num_layers]` or `[num_layers, num_kv_heads]`. None means 1, without a leaf.
       v_scale: the same for the values.
     """
 
-    # What `jit` takes out of a cache and makes one of, in a step for every layer. The fields are read from these.
+    # Stored as `jit` flattens and unflattens them, for every layer in each step. The fields read from these.
     __slots__ = ("_leaves", "_static")
 
     kv: _ReadOnly[jax.Array] = _ReadOnly(lambda cache: cache._leaves[0])
@@ -118,33 +119,32 @@ class KVCache:
         k_scale: ArrayLike | None = None,
         v_scale: ArrayLike | None = None,
     ) -> KVCache:
-        """A cache of `num_blocks` zeroed pages, placed by `sharding`, or a device (default: JAX's default device).
+        """Returns a cache of `num_blocks` zeroed pages, on the devices of `sharding` (default: JAX's default device).
 
-        With `num_layers`, even 1, it is one of so many layers, and each of them has `num_blocks` pages.
+        With `num_layers`, even 1, the cache has that many layers of `num_blocks` pages each.
 
-        A `NamedSharding` may divide the cache's KV heads, its blocks or both, over any axes of a mesh; over the others
-        it is repeated. Operations then run on each device's share, without communication. Caches whose pages hold
-        scales have an axis of heads in name only: the pages of a device are those of its heads, and lie side by side
-        along that axis. Pages of a shared pool (`page_size_padded`) hold no such axis, so a pool may be divided by
-        blocks alone.
+        A `NamedSharding` may divide the cache's KV heads, its blocks or both, over any axes of a mesh; it is replicated
+        over the others. Operations then run on each device's share, without communication. In caches whose pages hold
+        scales the axis of heads is nominal: each device's pages hold its own heads, concatenated along that axis. Pages
+        of a shared pool (`page_size_padded`) have no such axis, so a pool can be divided by blocks only.
 
-        `k_scale` and `v_scale` are decode scales that the cache carries, as `load_kv_scales` and `calibrate` return
-        them for a layer and `KVScales.stack` for several: numbers or arrays of the attributes' shapes. They are copied
-        to where the pages are, those of heads divided as these. By default they are 1. Layers of dtypes that take no
-        scale (`KVCacheDType.takes_scale`) have none: one is checked, and not kept.
+        `k_scale` and `v_scale` are the cache's decode scales: numbers or arrays of the attributes' shapes, as
+        `load_kv_scales` and `calibrate` return for a layer and `KVScales.stack` for several. They are copied to the
+        pages' devices, per-head scales divided as the heads are. Default: 1. For dtypes that take no scale
+        (`KVCacheDType.takes_scale`) a scale is checked and dropped.
 
         Raises:
-          KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` not an
-            `AttentionSpec`, or `sharding` divides the cache in another way; a scale of another type or shape, or not
+          KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` is not an
+            `AttentionSpec`, `sharding` divides other dimensions, or a scale has an invalid type or shape or is not
             between `MIN_SCALE` and `MAX_SCALE`.
-          KVCacheMemoryError: there is not enough memory; says how much was asked for, and how many pages would fit.
+          KVCacheMemoryError: not enough memory; the message says how much was requested and how many pages fit.
         """
         if not isinstance(spec, AttentionSpec):
             raise KVCacheTypeError(f"spec: got {spec!r} of type {type_name(spec)}, expected an AttentionSpec")
         num_blocks = as_int("num_blocks", num_blocks, least=1)
         if num_layers is not None:
             num_layers = as_int("num_layers", num_layers, least=1)
-        scales = [_kept_scale(*named, spec, num_layers) for named in (("k_scale", k_scale), ("v_scale", v_scale))]
+        scales = [_scale_leaf(*named, spec, num_layers) for named in (("k_scale", k_scale), ("v_scale", v_scale))]
         if not isinstance(sharding, NamedSharding):
             sharding = _as_sharding(sharding)
             if sharding is not None and sharding.num_devices > 1:
@@ -154,21 +154,21 @@ class KVCache:
         divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(
-                f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, into which"
-                f" {sharding.spec} divides them"
+                f"num_blocks: got {num_blocks}, expected a multiple of {divided.num_block_shares}, the number"
+                f" of shares in {sharding.spec}"
             )
-        placed = divided.sharding(spec)
-        memory = NamedSharding(placed.mesh, placed.spec, memory_kind=sharding.memory_kind)
+        declared = divided.sharding(spec)
+        memory = NamedSharding(declared.mesh, declared.spec, memory_kind=sharding.memory_kind)
         kv = zeroed_pages(spec, num_blocks, num_layers, memory)
         scales = [None if x is None else jax.device_put(x, divided.scale_sharding(x.ndim)) for x in scales]
-        return cls(kv, spec, placed, num_layers, *scales)
+        return cls(kv, spec, declared, num_layers, *scales)
 
     def __repr__(self) -> str:
-        words = [_shown_array(self.kv), repr(self.spec)]
-        words += [] if self.sharding is None else [f"sharding={self.sharding!r}"]
-        words += [] if self.num_layers is None else [f"num_layers={self.num_layers}"]
-        words += [f"{what}={_shown_array(scale)}" for what, scale in self._scales()]
-        return f"KVCache({', '.join(words)})"
+        fields = [_shown_array(self.kv), repr(self.spec)]
+        fields += [] if self.sharding is None else [f"sharding={self.sharding!r}"]
+        fields += [] if self.num_layers is None else [f"num_layers={self.num_layers}"]
+        fields += [f"{what}={_shown_array(scale)}" for what, scale in self._scales()]
+        return f"KVCache({', '.join(fields)})"
 
     def __copy__(self) -> KVCache:
         return dataclasses.replace(self)
@@ -181,36 +181,36 @@ class KVCache:
         if self.sharding is not None and not isinstance(self.sharding.mesh, AbstractMesh):
             raise KVCacheTypeError(
                 f"pickle: got a cache that is divided among devices as {self.sharding.spec}, expected one on one"
-                " device, since a pickle says nothing of devices. Pickle jax.device_get(cache.kv), cache.spec,"
-                " cache.num_layers and the scales, and make the cache of them and of a sharding that divides it alike:"
+                " device: a pickle does not record devices. Pickle jax.device_get(cache.kv), cache.spec,"
+                " cache.num_layers and the scales, and restore it with an equal sharding:"
                 " KVCache(jax.device_put(kv, sharding), spec, sharding, num_layers, k_scale, v_scale)"
             )
         return KVCache, (self.kv, *self._static, *self._leaves[1:])
 
     def _scales(self) -> list[tuple[str, Any]]:
-        """Those of the scales that there are, by their names."""
+        """Returns the scales that are not None, with their names."""
         return [(what, scale) for what in SCALES if (scale := getattr(self, what)) is not None]
 
     @property
     def shardings(self) -> KVCache | None:
-        """How each leaf is divided, as a `KVCache` of shardings, which `jax.device_put` takes; None without a mesh."""
+        """The leaves' shardings, as a `KVCache` that `jax.device_put` takes; None without a mesh."""
         if self.sharding is None:
             return None
         divided = partition.partition_of(self.spec, self.sharding, self.num_layers)
         scales: dict[str, Any] = {what: divided.scale_sharding(np.ndim(scale)) for what, scale in self._scales()}
-        whole: Any = self.sharding
-        return dataclasses.replace(self, kv=whole, **scales)
+        pages: Any = self.sharding
+        return dataclasses.replace(self, kv=pages, **scales)
 
     @property
     def partition_specs(self) -> KVCache:
-        """How each leaf is divided, as a `KVCache` of `PartitionSpec`s, which `jax.shard_map` takes for this cache."""
+        """The leaves' `PartitionSpec`s, as a `KVCache` that `jax.shard_map` takes."""
         if (shardings := self.shardings) is None:
             return jax.tree.map(lambda _: PartitionSpec(), self)
         return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     @property
     def local_spec(self) -> AttentionSpec:
-        """The spec of what one device holds: `spec` with its share of the heads."""
+        """The spec of one device's share: `spec` with its number of heads."""
         if self.sharding is None:
             return self.spec
         return partition.partition_of(self.spec, self.sharding, self.num_layers).share(self.spec)
@@ -227,13 +227,13 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that all pages of a layer hold together."""
+        """Tokens that the pages of a layer hold."""
         return self.num_blocks * self.spec.block_size
 
     def check(self, what: str = "cache") -> None:
-        """Raises `KVCacheTypeError` or `KVCacheValueError` where `kv` is not what `spec` and `sharding` describe.
+        """Raises `KVCacheTypeError` or `KVCacheValueError` if `kv` does not match `spec` and `sharding`.
 
-        Likewise for a scale of another type or shape. `what` is the name of this cache in the message.
+        Likewise for a scale of an invalid type or shape. `what` names the cache in the message.
         """
         if not isinstance(self.kv, jax.Array):
             raise KVCacheTypeError(f"{what}.kv: got {kind_of(self.kv)}, expected a jax.Array{for_torch(self.kv)}")
@@ -242,9 +242,7 @@ class KVCache:
             raise KVCacheTypeError(
                 f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
             )
-        spec = self.spec
-        if self.sharding is not None:
-            spec, _ = partition.within_shard_map(spec, self.sharding, self.num_layers)
+        spec = self.spec if self.sharding is None else local_view(self).spec
         num_blocks, num_layers = self.kv.shape[0] if self.kv.ndim else 0, self.num_layers
         expected = spec.cache_shape(num_blocks, num_layers)
         if self.kv.shape != expected:
@@ -268,7 +266,7 @@ class KVCache:
         if self.sharding is not None and not isinstance(self.kv, jax.core.Tracer):
             partition.check_sharding(what, self.kv, self.sharding)
         if self.sharding is None and not self.spec.has_head_axis:
-            as_seen_here(self, what)  # refuses what shows that it is divided by heads
+            local_view(self, what)  # raises if the array is divided by heads
 
     def _check_not_donated(self, what: str) -> None:
         for name, array in (("kv", self.kv), *self._scales()):
@@ -280,7 +278,7 @@ class KVCache:
 
 
 def _serialize_static(static: Sequence[Any]) -> bytes:
-    """What of a cache is static, for a program that `jax.export` serializes."""
+    """Serializes the static part of a cache for `jax.export`."""
     spec, sharding, num_layers = static
     divided = None if sharding is None else partition.sharding_to_dict(sharding)
     return json.dumps([spec_to_dict(spec), divided, num_layers]).encode()
@@ -292,7 +290,7 @@ def _deserialize_static(serialized: bytes) -> tuple[Any, ...]:
     return spec_from_dict(spec), sharding, num_layers
 
 
-# A step takes and returns a cache a layer: flattened without a call of Python, and made without the constructor.
+# A step flattens and unflattens a cache per layer: avoid Python calls and the constructor.
 _new = object.__new__
 _flatten = operator.attrgetter("_leaves", "_static")
 
@@ -325,8 +323,8 @@ def _is_donated(array: Any) -> bool:
 
 def _shown_array(array: Any) -> str:
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    words = repr(array) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
-    return words + (" (donated)" if _is_donated(array) else "")
+    text = repr(array) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
+    return text + (" (donated)" if _is_donated(array) else "")
 
 
 def _as_sharding(sharding: Any) -> Sharding | None:
@@ -336,14 +334,14 @@ def _as_sharding(sharding: Any) -> Sharding | None:
         return SingleDeviceSharding(sharding)
     message = f"sharding: got {shown(sharding)} of type {type_name(sharding)}, expected a jax.sharding.Sharding"
     if isinstance(sharding, PartitionSpec):
-        message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec does not say which devices it divides"
+        message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec has no devices"
     elif isinstance(sharding, str):
         message += f", such as SingleDeviceSharding(jax.devices({sharding!r})[0])"
     raise KVCacheTypeError(message)
 
 
 def _scale_shapes(spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
-    """The shapes that a scale of a cache, or of `num_layers` layers, may have, and how a message names them."""
+    """Returns the valid shapes of a scale of a cache, each with its name for messages."""
     layers = () if num_layers is None else (num_layers,)
     names = [] if num_layers is None else [f"num_layers={num_layers}"]
     shapes: dict[tuple[int, ...], str] = {(): "a scalar"} | ({layers: f"[{names[0]}]"} if names else {})
@@ -353,7 +351,7 @@ def _scale_shapes(spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int
 
 
 def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None = None) -> None:
-    """Raises `KVCacheValueError` where a scale is of none of the shapes that a cache's may have."""
+    """Raises `KVCacheValueError` if a scale has an invalid shape."""
     if np.shape(scale) not in (shapes := _scale_shapes(spec, num_layers)):
         raise KVCacheValueError(
             f"{what}: got shape {np.shape(scale)}, expected {' or '.join(shapes.values())} for dtype"
@@ -361,19 +359,19 @@ def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: in
         )
 
 
-def _kept_scale(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None) -> jax.Array | None:
-    """A scale as the leaf of a cache, or None where the cache has none."""
+def _scale_leaf(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None) -> jax.Array | None:
+    """Returns a scale as a leaf of a cache; None if it has none."""
     if scale is None:
         return None
     (check_scale_type if isinstance(scale, jax.core.Tracer) else check_scale)(what, scale)
     if not spec.dtype.takes_scale:
         return None
     check_scale_shape(what, scale, spec, num_layers)
-    return jnp.array(scale, jnp.float32)  # a copy: it is donated with the cache
+    return jnp.array(scale, jnp.float32)  # a copy, for it is donated with the cache
 
 
 def nvfp4_kv_cache_full_dim(head_size: int) -> int:
-    """Bytes of one head of one token in an NVFP4 cache, data and block scales: `head_size / 2 + head_size / 16`.
+    """Returns the bytes of one head of one token in an NVFP4 cache: `head_size / 2 + head_size / 16`, data and scales.
 
     Raises:
       KVCacheValueError: `head_size` is not a positive multiple of 16.
@@ -386,22 +384,22 @@ def nvfp4_kv_cache_full_dim(head_size: int) -> int:
 def nvfp4_split_views(
     cache: KVCache,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The four regions of an NVFP4 cache: `((k_data, v_data), (k_scale, v_scale))`.
+    """Returns the four regions of an NVFP4 cache: `((k_data, v_data), (k_scale, v_scale))`.
 
     Data is uint8 `[num_blocks, block_size, num_kv_heads, head_size / 2]`, scales are float8_e4m3fn
-    `[num_blocks, block_size, num_kv_heads, head_size / 16]` (HND: heads before tokens), as they are stored: V scales of
-    a swizzled cache come swizzled. Of several layers they are `[num_blocks, num_layers, ...]`. JAX has no views:
-    outside `jit` each is a copy.
+    `[num_blocks, block_size, num_kv_heads, head_size / 16]` (HND: heads before tokens), in stored order: V scales of a
+    swizzled cache are swizzled. With several layers they are `[num_blocks, num_layers, ...]`. JAX has no views: outside
+    `jit` each is a copy.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: the cache is not an NVFP4 one, or was donated.
+      KVCacheValueError, KVCacheTypeError: the cache is not NVFP4, or was donated.
     """
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"cache: got {kind_of(cache)}, expected a KVCache")
     if cache.spec.quant_mode is not KVQuantMode.NVFP4:
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()
-    cache = as_seen_here(cache)
+    cache = local_view(cache)
     num_layers = cache.num_layers
     if cache.sharding is None:
         return _split_views(cache.kv, cache.spec, num_layers=num_layers)
@@ -423,37 +421,25 @@ def _split_views(kv: jax.Array, spec: AttentionSpec, *, num_layers: int | None) 
     return (k_data, v_data), (lax.bitcast_convert_type(k_scale, e4m3), lax.bitcast_convert_type(v_scale, e4m3))
 
 
-def as_seen_here(cache: KVCache, what: str = "cache") -> KVCache:
-    """A checked cache as operations take it at the place that is being traced: it has the spec of its array there.
-
-    Its sharding is over the axes that no shard_map around it has divided yet; one whose maker gave none is that which
-    the array shows.
+def local_view(cache: KVCache, what: str = "cache") -> KVCache:
+    """Returns a checked cache with the spec and sharding that it has where it is traced; see `local_sharding`.
 
     Raises:
-      KVCacheValueError: the array shows a sharding that no cache has, or that may mean two things.
+      KVCacheValueError: the array has a sharding that no cache has, or an ambiguous one.
     """
-    if cache.sharding is not None:
-        spec, sharding = partition.within_shard_map(cache.spec, cache.sharding, cache.num_layers)
-        return dataclasses.replace(cache, spec=spec, sharding=sharding)
-    if (shown := partition.shown_sharding(cache.kv)) is None:
+    spec, sharding = partition.local_sharding(what, cache.kv, cache.spec, cache.sharding, cache.num_layers)
+    if spec is cache.spec and sharding is cache.sharding:
         return cache
-    divided = partition.partition_of(cache.spec, shown, cache.num_layers)
-    if divided.size(divided.heads) > 1 and not cache.spec.has_head_axis:
-        raise KVCacheValueError(
-            f"{what}: got an array of {cache.spec.dtype.value!r} divided as {shown.spec} and no sharding, which leaves"
-            " open whether its pages hold the heads of one device or of all; expected KVCache.allocate(...,"
-            " sharding=...), or if each device's pages are those of its own heads KVCache(kv, spec, sharding)"
-        )
-    return dataclasses.replace(cache, sharding=divided.sharding(cache.spec))
+    return dataclasses.replace(cache, spec=spec, sharding=sharding)
 
 
 def without_scales(cache: KVCache) -> KVCache:
-    """The cache as implementations take it: the scales of a call are arguments of their own."""
+    """Returns the cache without scales, as implementations take it: they get the call's scales as arguments."""
     return KVCache(cache.kv, *cache._static) if len(cache._leaves) > 1 else cache
 
 
 def as_one_layer(cache: KVCache) -> KVCache:
-    """The pages of all layers as those of one, a free reshape: block `b` of layer `i` is `b * num_layers + i` there."""
+    """Returns all layers' pages as one layer's, a free reshape: block `b` of layer `i` becomes `b * num_layers + i`."""
     if cache.num_layers is None:
         return cache
     if cache.num_pages > jnp.iinfo(jnp.int32).max:
@@ -465,7 +451,7 @@ def as_one_layer(cache: KVCache) -> KVCache:
 
 
 def pages_of(cache: KVCache, layer: jax.Array | None, blocks: jax.Array, *, otherwise: int) -> jax.Array:
-    """Where blocks of a layer are in `as_one_layer(cache)`, as int32; `otherwise` for what is no block or no layer."""
+    """Returns the int32 indices of a layer's blocks in `as_one_layer(cache)`; `otherwise` for invalid ones."""
     exist = (blocks >= 0) & (blocks < cache.num_blocks)
     if cache.num_layers is None or layer is None:
         return jnp.where(exist, blocks, otherwise).astype(jnp.int32)
@@ -475,34 +461,34 @@ def pages_of(cache: KVCache, layer: jax.Array | None, blocks: jax.Array, *, othe
 
 
 def flat_pages(cache: KVCache) -> jax.Array:
-    """The cache with each page flat, `[num_pages, page_elements]`, a free reshape; in the order of `as_one_layer`."""
+    """Returns the pages flattened, `[num_pages, page_elements]`, a free reshape, in the order of `as_one_layer`."""
     return cache.kv.reshape(cache.num_pages, -1)
 
 
 def with_flat_pages(cache: KVCache, pages: jax.Array) -> KVCache:
-    """The cache whose pages, as `flat_pages` gives them, are `pages`."""
+    """Returns the cache with other pages, given as `flat_pages` returns them."""
     return with_array(cache, pages, cache.kv.shape)
 
 
 def with_array(cache: KVCache, kv: jax.Array, shape: tuple[int, ...]) -> KVCache:
-    """The cache with another array, reshaped for free."""
-    # Without a layout, XLA on CPU may move an axis of one (head, token) outwards and copy the cache to move it back.
+    """Returns the cache with another array, reshaped for free."""
+    # Without a layout constraint, XLA on CPU may transpose an axis of size 1 (head, token) and copy the cache.
     row_major = Layout(major_to_minor=tuple(range(len(shape))))
     return dataclasses.replace(cache, kv=with_layout_constraint(kv.reshape(shape), row_major))
 
 
 def split_region(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:
-    """One region of flat pages `[..., page_elements]`, as `[..., token, head, row]` (HND: `[..., head, token, row]`).
+    """Returns a region of flat pages `[..., page_elements]`: `[..., token, head, row]`, HND `[..., head, token, row]`.
 
-    The result has the pages' dtype, and the row counts elements of it.
+    The result has the pages' dtype; `row` counts its elements.
     """
     inner, strides = (spec.block_size, spec.num_kv_heads), (region.token_stride, region.head_stride)
     if spec.layout is CacheLayout.HND:
         inner, strides = inner[::-1], strides[::-1]
     base, stride, row = (size // pages.dtype.itemsize for size in (region.base, strides[1], region.row_bytes))
-    # Rows lie stride apart: their own size, or in a page that holds K and V side by side the size of both.
+    # The stride between rows: their size, or where K and V are interleaved the size of both.
     start, offset = (base, 0) if stride == row else (0, base)
-    # By lax, for most of reading is traced a region at a time, and indexing takes ten times as long to trace.
+    # lax instead of indexing, which takes ten times as long to trace.
     rows = lax.slice_in_dim(pages, start, start + inner[0] * inner[1] * stride, axis=-1)
     rows = lax.reshape(rows, (*pages.shape[:-1], *inner, stride))
     return rows if stride == row else lax.slice_in_dim(rows, offset, offset + row, axis=-1)

@@ -1,4 +1,4 @@
-"""Decode scales from samples of keys and values, read batch by batch; what is kept does not grow with the samples."""
+"""Computes decode scales from samples of keys and values, batch by batch, in constant memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ type Batch = Iterable[Iterable[ArrayLike]]
 """Keys and values, `(key, value)`, of each layer."""
 
 type Samples = Iterable[Batch] | Callable[[], Iterable[Batch]]
-"""Batches, or what starts to read them anew."""
+"""Batches, or a function that returns them."""
 
 
 class CalibrationMethod(enum.StrEnum):
-    """How scales are found; `calibrate` says what each means."""
+    """How scales are computed; see `calibrate`."""
 
     AMAX = "amax"
     PERCENTILE = "percentile"
@@ -46,69 +46,70 @@ def calibrate(
     percentile: float = 99.99,
     per_head: bool = False,
 ) -> tuple[KVScales, ...]:
-    """Decode scales for caches of `specs`, from keys and values that stand for those to be stored.
+    """Computes decode scales for caches of `specs` from representative keys and values.
 
     `method` is one of
 
-    - `"amax"`: `largest magnitude / largest value of the dtype`, which is 448 for fp8_e4m3, 57344 for fp8_e5m2 and
-      6 * 448 for NVFP4. Nothing of the samples is clamped.
-    - `"percentile"`: the same with a percentile of the magnitudes, zeros aside, never below it and at most 1/64 above.
-      What is larger is clamped, and all else stored in finer steps.
-    - `"mse"`: of 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24, the one with the least sum of
-      squared errors of the samples, stored and read back, or the largest that comes within 0.01% of it. It reads the
-      samples twice.
+    - `"amax"`: `largest magnitude / largest value of the dtype`, which is 448 for fp8_e4m3, 57344 for fp8_e5m2, 6 * 448
+      for NVFP4. No sample is clamped.
+    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64. Larger values
+      are clamped; all others are stored in finer steps.
+    - `"mse"`: of 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24, the largest whose sum of
+      squared errors, of samples stored and read back, is within 0.01% of the least. Reads the samples twice.
 
-    Layers that are not quantized get 1. Each batch goes through jitted functions: batches of one shape compile once.
-    What is kept of them on the device is at most 33 numbers a scale, for a percentile 40 KiB.
+    Unquantized layers get 1. Batches go through jitted functions, which compile once per shape. Device memory for the
+    results is at most 33 numbers per scale, 40 KiB for a percentile.
 
     Args:
-      specs: each layer's, as `resolve_layer_specs` gives them.
+      specs: each layer's, as `resolve_layer_specs` returns them.
       samples: batches, each with `(key, value)` for every spec: float32, float16 or bfloat16
         `[..., num_kv_heads, head_size]` and `[..., num_kv_heads, head_size_v]`, as they are stored, keys rotated. NaN
-        is passed over. Or a function that returns such batches; for `"mse"` that, or what can be iterated twice.
+        is ignored. Or a function that returns such batches; `"mse"` needs that, or a re-iterable.
       method: as above.
-      percentile: over 0 and at most 100.
-      per_head: whether layers that take a scale for each KV head (fp8) get one for each; others (NVFP4) get one.
+      percentile: above 0 and at most 100.
+      per_head: whether layers that take a scale per KV head (fp8) get one per head; others (NVFP4) get one.
 
     Raises:
-      KVCacheValueError: no batch; one that does not fit the specs; infinite keys or values; another method; a
-        percentile out of range; `per_head` where no layer takes a scale for each head.
-      KVCacheTypeError: a batch of another kind or element type; for `"mse"` an iterator.
+      KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
+        percentile out of range; `per_head` without a layer that takes a scale per head.
+      KVCacheTypeError: a batch of another type or dtype; for `"mse"` an iterator.
 
     Warns:
-      KVCacheWarning: keys or values of a layer, or of one of its heads, that are all 0: their scale is 1.
+      KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.
     """
     if method not in list(CalibrationMethod):
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
     if not 0 < percentile <= 100:
-        raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected over 0 and at most 100")
+        raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected above 0 and at most 100")
     if per_head and not any(_has_scale_per_head(spec) for spec in specs):
-        raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale for each KV head")
+        raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     if method == CalibrationMethod.MSE and not callable(samples) and iter(samples) is samples:
         raise KVCacheTypeError(
-            f"samples: got a {type(samples).__name__}, which can be read once; method 'mse' expects a list, or a"
-            " function that returns the batches"
+            f"samples: got a {type(samples).__name__}, which can be read only once, expected for method 'mse' a list or"
+            " a function that returns the batches"
         )
     tensors = [
-        _Tensor(layer, half, spec, per_head and _has_scale_per_head(spec))
+        _Tensor(layer, kv_index, spec, per_head and _has_scale_per_head(spec))
         for layer, spec in enumerate(specs)
         if spec.dtype.takes_scale
-        for half in (0, 1)
+        for kv_index in (0, 1)
     ]
     read = functools.partial(_read, tensors, specs, samples)
     scales = _from_percentile(read, percentile) if method == CalibrationMethod.PERCENTILE else _from_largest(read)
     if method == CalibrationMethod.MSE:
         scales = _with_least_error(read, scales)
-    found = {(tensor.layer, tensor.half): scale if tensor.per_head else scale[0] for tensor, scale in scales.items()}
+    by_tensor = {
+        (tensor.layer, tensor.kv_index): scale if tensor.per_head else scale[0] for tensor, scale in scales.items()
+    }
     one = np.float32(1)
-    return tuple(KVScales(found.get((layer, 0), one), found.get((layer, 1), one)) for layer in range(len(specs)))
+    return tuple(KVScales(by_tensor.get((i, 0), one), by_tensor.get((i, 1), one)) for i in range(len(specs)))
 
 
 class _Tensor(NamedTuple):
-    """The keys (`half` 0) or the values (1) of a layer that takes a scale."""
+    """The keys (`kv_index` 0) or the values (1) of a layer that takes a scale."""
 
     layer: int
-    half: int
+    kv_index: int
     spec: AttentionSpec
     per_head: bool
 
@@ -118,17 +119,17 @@ class _Tensor(NamedTuple):
 
     @property
     def row(self) -> tuple[int, int]:
-        """Shape of a token's keys or values."""
-        return self.spec.num_kv_heads, (self.spec.head_size, self.spec.head_size_v)[self.half]
+        """Shape of one token's keys or values."""
+        return self.spec.num_kv_heads, (self.spec.head_size, self.spec.head_size_v)[self.kv_index]
 
     def __str__(self) -> str:
-        return f"{('keys', 'values')[self.half]} of layer {self.layer}"
+        return f"{('keys', 'values')[self.kv_index]} of layer {self.layer}"
 
 
 type _State = tuple[jax.Array, ...]
 type _Update = Callable[[jax.Array, _State, AttentionSpec, bool], _State]
 type _Reader = Callable[[Callable[[_Tensor], _State], _Update], dict[_Tensor, tuple[np.ndarray, ...]]]
-"""`(what each tensor's state starts with, what a batch makes of it) -> the states in the end`."""
+"""`(initial state of a tensor, update with a batch) -> final states`."""
 
 
 def _has_scale_per_head(spec: AttentionSpec) -> bool:
@@ -142,13 +143,13 @@ def _read(
     start: Callable[[_Tensor], _State],
     update: _Update,
 ) -> dict[_Tensor, tuple[np.ndarray, ...]]:
-    """Runs all batches through `update`; waits for the device at the end alone."""
+    """Runs all batches through `update`; waits for the device only at the end."""
     states = {tensor: start(tensor) for tensor in tensors}
     number = -1
     for number, batch in enumerate(samples() if callable(samples) else samples):
         layers = _layers_of(number, batch, len(specs))
         for tensor, state in states.items():
-            x = layers[tensor.layer][tensor.half]
+            x = layers[tensor.layer][tensor.kv_index]
             _check(f"samples[{number}], {tensor}", x, tensor.row)
             states[tensor] = update(jnp.asarray(x), state, tensor.spec, tensor.per_head)
     if number < 0:
@@ -161,12 +162,11 @@ def _layers_of(number: int, batch: Any, count: int) -> list[tuple[Any, Any]]:
         layers = [(key, value) for key, value in batch]
     except (TypeError, ValueError):
         raise KVCacheTypeError(
-            f"samples[{number}]: got a {type(batch).__name__}, expected (key, value) of each layer"
+            f"samples[{number}]: got a {type(batch).__name__}, expected (key, value) for each layer"
         ) from None
     if len(layers) != count:
         raise KVCacheValueError(
-            f"samples[{number}]: got keys and values of {len(layers)} layers, expected those of {count}, one for each"
-            " spec"
+            f"samples[{number}]: got keys and values of {len(layers)} layers, expected {count}, one pair for each spec"
         )
     return layers
 
@@ -178,25 +178,26 @@ def _check(what: str, x: Any, row: tuple[int, int]) -> None:
         raise KVCacheTypeError(f"{what}: got dtype {x.dtype}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
     if x.shape[-2:] != row or not x.size:
         raise KVCacheValueError(
-            f"{what}: got shape {x.shape}, expected [..., num_kv_heads={row[0]}, head_size={row[1]}] and some tokens"
+            f"{what}: got shape {x.shape}, expected [..., num_kv_heads={row[0]}, head_size={row[1]}] and at least"
+            " one token"
         )
 
 
 def _from_largest(read: _Reader) -> dict[_Tensor, np.ndarray]:
-    """Scales with which the largest magnitudes just fit."""
+    """Returns the scales that map the largest magnitudes to the dtype's largest value."""
     found = read(lambda tensor: (jnp.zeros(tensor.num_scales, jnp.float32),), _largest)
     return {tensor: _scales(tensor, amax, amax) for tensor, (amax,) in found.items()}
 
 
 def _scales(tensor: _Tensor, magnitudes: np.ndarray, amax: np.ndarray) -> np.ndarray:
     if not np.isfinite(amax).all():
-        raise KVCacheValueError(f"samples: got infinite {tensor}, expected finite ones")
+        raise KVCacheValueError(f"samples: got infinite {tensor}, expected finite values")
     if not amax.all():
         heads = f", heads {np.flatnonzero(amax == 0).tolist()}," if tensor.per_head else ""
         warnings.warn(
             f"samples: the {tensor}{heads} are all 0, so their scale is 1",
             KVCacheWarning,
-            skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+            skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
     scales = magnitudes / np.float32(tensor.spec.dtype.info.max)
     return np.where(amax == 0, np.float32(1), np.clip(scales, np.float32(MIN_SCALE), np.float32(MAX_SCALE)))
@@ -213,19 +214,19 @@ def _magnitudes(x: jax.Array) -> jax.Array:
 
 
 def _by_scale(x: jax.Array, per_head: bool) -> jax.Array:
-    """`[..., num_kv_heads, head_size]` as `[scales, numbers of each]`."""
+    """Reshapes `[..., num_kv_heads, head_size]` to `[scales, numbers of each]`."""
     return jnp.moveaxis(x, -2, 0).reshape(x.shape[-2], -1) if per_head else x.reshape(1, -1)
 
 
-# A histogram's bins are those of float32's bits without the lower 17: 64 for each power of two.
+# A histogram's bins are float32 bit patterns without the lower 17 bits: 64 bins per power of two.
 _BIN_SHIFT = 17
 _FIRST_BIN = int(np.float32(2.0**-40).view(np.int32)) >> _BIN_SHIFT
 NUM_BINS = (int(np.float32(2.0**40).view(np.int32)) >> _BIN_SHIFT) - _FIRST_BIN
-"""Magnitudes from 2^-40 to 2^40; smaller and larger ones are in the first and in the last bin."""
+"""Magnitudes from 2^-40 to 2^40; the first and the last bin also hold smaller and larger ones."""
 
 
 def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarray]:
-    """Scales with which this share of the magnitudes fits."""
+    """Returns the scales that represent this percentage of the magnitudes without clamping."""
 
     def start(tensor: _Tensor) -> _State:
         counts = jnp.zeros((2, tensor.num_scales, NUM_BINS), jnp.uint32)
@@ -250,27 +251,29 @@ def _count(x: jax.Array, state: _State, spec: AttentionSpec, per_head: bool) -> 
     bins = jnp.where(magnitudes > 0, jnp.clip(bits - _FIRST_BIN, 0, NUM_BINS - 1), NUM_BINS)
     scales = jnp.arange(len(bins), dtype=jnp.int32)[:, None]
     counted = low.at[scales, bins].add(jnp.uint32(1), mode="drop")
-    # A bin gets fewer than 2^32 numbers of a batch, so it wrapped where it has become smaller.
+    # A bin gains fewer than 2^32 per batch, so it overflowed if it decreased.
     return jnp.maximum(amax, jnp.max(magnitudes, axis=1)), jnp.stack([counted, high + (counted < low)])
 
 
 _RATIOS = np.exp2(np.arange(8, -25, -1) / 8).astype(np.float32)
-"""Scales that are tried, largest first, over the one with which the largest magnitude just fits.
+"""Candidate scales relative to that of the largest magnitude, in decreasing order.
 
-Within a power of two they differ in which numbers lie near a step; at less than 1 the largest are clamped.
+Within a power of two they differ in rounding; ratios below 1 clamp the largest values.
 """
 
 
 _SAME_ERROR = 1e-4
-"""Sums that differ by less, relatively, are taken for one: their last bits depend on how the samples are batched."""
+"""Relative differences below this are ignored: the sums' last bits depend on how samples are batched."""
 
 
 def _with_least_error(read: _Reader, scales: Mapping[_Tensor, np.ndarray]) -> dict[_Tensor, np.ndarray]:
-    """Those of `_RATIOS` of each scale that store the samples with the least sum of squared errors."""
+    """Returns for each scale the one of `_RATIOS` with the least sum of squared errors of the samples."""
     tried = {tensor: np.clip(_RATIOS[:, None] * scale, MIN_SCALE, MAX_SCALE) for tensor, scale in scales.items()}
-    found = read(lambda tensor: (jnp.zeros(tried[tensor].shape, jnp.float32), jnp.asarray(tried[tensor])), _add_errors)
+    results = read(
+        lambda tensor: (jnp.zeros(tried[tensor].shape, jnp.float32), jnp.asarray(tried[tensor])), _add_errors
+    )
     best = {}
-    for tensor, (errors, of_tensor) in found.items():
+    for tensor, (errors, of_tensor) in results.items():
         first = np.argmax(errors <= errors.min(axis=0) * (1 + _SAME_ERROR), axis=0)
         best[tensor] = np.take_along_axis(of_tensor, first[None], axis=0)[0]
     return best

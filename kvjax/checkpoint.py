@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` declares about its KV cache: one pure reading of each producer's form."""
+"""Reads what a checkpoint's `quantization_config` declares about its KV cache, in each producer's format."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import split_layer_name
 
-_PASS_OVER = "ask for a kv_cache_dtype to pass over the checkpoint's"
+_OVERRIDE = "pass a kv_cache_dtype to override the checkpoint's"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredKVCache:
     """A checkpoint's KV cache.
 
-    `dtype`: that of every layer, None where `layers` has each its own. `per_head_scales`: whether the checkpoint holds
-    a scale for each KV head. `layers`: dtypes by the layers' indices in the model; others are unquantized.
+    `dtype`: that of every layer, None if they differ. `per_head_scales`: whether the checkpoint holds a scale per KV
+    head. `layers`: if they differ, dtypes by the model's layer indices; layers not listed are unquantized.
     """
 
     dtype: KVCacheDType | None
@@ -29,14 +29,14 @@ class DeclaredKVCache:
     layers: Mapping[int, KVCacheDType] = dataclasses.field(default_factory=dict, hash=False)
 
     def of_layer(self, index: int) -> KVCacheDType | None:
-        """The dtype of a layer, None where it is unquantized."""
+        """Returns the dtype of a layer; None if it is unquantized."""
         return self.layers.get(index) if self.dtype is None else self.dtype
 
 
 def read_declared_kv_cache(
     quantization_config: Mapping[str, Any] | None, *, warn: bool = True
 ) -> DeclaredKVCache | None:
-    """What `quantization_config` says of the KV cache; None where it says nothing or leaves it unquantized.
+    """Returns the declared KV cache; None if nothing is declared or it is unquantized.
 
     Reads compressed-tensors' `kv_cache_scheme`, ModelOpt's `kv_cache_quant_algo` and `kv_cache_scheme` (in
     `config.json`'s form and in `hf_quant_config.json`'s) with their `kv_cache_quantized_layers`, Quark's
@@ -51,7 +51,7 @@ def read_declared_kv_cache(
       KVCacheTypeError: `quantization_config` is neither a mapping nor None.
 
     Warns:
-      KVCacheWarning: an algorithm of ModelOpt's that kvjax does not know; the cache, or the layer, is then unquantized.
+      KVCacheWarning: an unknown ModelOpt algorithm; the cache, or the layer, is then unquantized.
     """
     if quantization_config is None:
         return None
@@ -71,23 +71,23 @@ def read_declared_kv_cache(
         return _read_scheme(scheme)
     if (_lower(quantization_config.get("quant_method")), _lower(scheme)) == ("fp8", "static"):
         return DeclaredKVCache(KVCacheDType.FP8_E4M3)
-    raise _unsupported(scheme, "this form is not known")
+    raise _unsupported(scheme, "unknown form")
 
 
 def _is_modelopt(config: Mapping[str, Any]) -> bool:
     if method := _lower(config.get("quant_method")):
         return isinstance(method, str) and method.startswith("modelopt")
-    # hf_quant_config.json names no method; these keys are ModelOpt's own.
+    # hf_quant_config.json has no quant_method; only ModelOpt writes these keys.
     return any(key in config for key in ("producer", "quantization", "kv_cache_quant_algo"))
 
 
 def _read_modelopt(config: Mapping[str, Any], warn: bool) -> DeclaredKVCache | None:
-    places = [place for place in (config.get("quantization"), config) if isinstance(place, Mapping)]
-    layers = next((place[_LAYERS] for place in places if place.get(_LAYERS) is not None), None)
+    sections = [section for section in (config.get("quantization"), config) if isinstance(section, Mapping)]
+    layers = next((section[_LAYERS] for section in sections if section.get(_LAYERS) is not None), None)
     if layers is not None:
-        version = next((place[_VERSION] for place in places if place.get(_VERSION) is not None), 1)
+        version = next((section[_VERSION] for section in sections if section.get(_VERSION) is not None), 1)
         return _read_layers(layers, version, warn)
-    declarations = (place.get(key) for place in places for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
+    declarations = (section.get(key) for section in sections for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
     declared = next((declaration for declaration in declarations if declaration is not None), None)
     if isinstance(declared, Mapping):
         return _read_scheme(declared)
@@ -99,9 +99,9 @@ _LAYERS, _VERSION = "kv_cache_quantized_layers", "kv_cache_schema_version"
 
 
 def _read_layers(layers: object, version: object, warn: bool) -> DeclaredKVCache:
-    """Reads ModelOpt's map from the names of attention modules to the algorithm of each."""
+    """Reads ModelOpt's mapping from the names of attention modules to their algorithms."""
     if version != 1 or isinstance(version, bool):
-        raise KVCacheValueError(f"{_VERSION}: got {shown(version)}, expected 1; {_PASS_OVER}")
+        raise KVCacheValueError(f"{_VERSION}: got {shown(version)}, expected 1; {_OVERRIDE}")
     if not isinstance(layers, Mapping):
         raise KVCacheValueError(f"{_LAYERS}: got {shown(layers)}, expected an algorithm for each layer's name")
     algorithms: dict[int, object] = {}
@@ -135,21 +135,21 @@ def _read_algorithm(what: str, algorithm: object, warn: bool) -> KVCacheDType | 
         case "fp8_k_nvfp4_v":
             raise KVCacheValueError(
                 f"{what}: got {algorithm!r}, which stores keys and values in different dtypes; expected FP8 or NVFP4;"
-                f" {_PASS_OVER}"
+                f" {_OVERRIDE}"
             )
     if warn:
         warnings.warn(
-            f"{what}: the ModelOpt KV cache algorithm {shown(algorithm)} is not known (known are FP8, NVFP4 and, with"
-            f" {_LAYERS}, MIXED_PRECISION): the KV cache keeps the model dtype; ask for a kv_cache_dtype to choose"
+            f"{what}: unknown ModelOpt KV cache algorithm {shown(algorithm)} (known are FP8, NVFP4 and, with"
+            f" {_LAYERS}, MIXED_PRECISION): the KV cache keeps the model dtype; pass a kv_cache_dtype to choose"
             " another",
             KVCacheWarning,
-            skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+            skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
     return None
 
 
 def _read_quark(config: Mapping[str, Any]) -> DeclaredKVCache | None:
-    """Reads what Quark's `layer_quant_config` makes of the outputs that its export names as the KV cache's."""
+    """Reads the `layer_quant_config` of the outputs that Quark's export names as the KV cache's."""
     export, layers = config.get("export"), config.get("layer_quant_config")
     group = export.get("kv_cache_group") if isinstance(export, Mapping) else None
     if not group:
@@ -164,7 +164,7 @@ def _read_quark(config: Mapping[str, Any]) -> DeclaredKVCache | None:
         if not isinstance(output, Mapping) or not _is_quarks_fp8(output):
             raise KVCacheValueError(
                 f"Quark's kv_cache_group {shown(group)}: got output_tensors {shown(output)}, expected dtype fp8_e4m3"
-                f" and qscheme per_tensor, not dynamic; {_PASS_OVER}"
+                f" and qscheme per_tensor, not dynamic; {_OVERRIDE}"
             )
     return DeclaredKVCache(KVCacheDType.FP8_E4M3)
 
@@ -174,7 +174,7 @@ def _is_quarks_fp8(output: Mapping[str, Any]) -> bool:
 
 
 def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
-    """Reads compressed-tensors' `QuantizationArgs`; whatever changes how bytes decode and is not known is refused."""
+    """Reads compressed-tensors' `QuantizationArgs`; rejects whatever is unknown and changes how bytes decode."""
     dynamic, strategy = (_lower(scheme.get(key)) for key in ("dynamic", "strategy"))
     if dynamic not in (None, False, "local"):
         raise _unsupported(scheme, f"dynamic={shown(dynamic)} leaves the checkpoint without scales")
@@ -185,13 +185,13 @@ def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
             return DeclaredKVCache(KVCacheDType.FP8_E4M3, per_head_scales=strategy == "attn_head")
         case 4, "float", None | "tensor" | "tensor_group" if scheme.get("group_size") in (None, NVFP4_BLOCK_SIZE):
             return DeclaredKVCache(KVCacheDType.NVFP4)
-    raise _unsupported(scheme, "this combination is not known")
+    raise _unsupported(scheme, "unknown combination")
 
 
 def _unsupported(scheme: object, why: str) -> KVCacheValueError:
     return KVCacheValueError(
         f"kv_cache_scheme: got {shown(scheme)}: {why}; expected num_bits 8 and type float (strategy tensor or"
-        f" attn_head), or num_bits 4 and type float (strategy tensor_group), with static scales; {_PASS_OVER}"
+        f" attn_head), or num_bits 4 and type float (strategy tensor_group), with static scales; {_OVERRIDE}"
     )
 
 

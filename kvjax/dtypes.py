@@ -1,7 +1,7 @@
-"""The closed list of KV cache dtypes and the one table of what each is called and how it is stored.
+"""The KV cache dtypes: their names, storage and quantization, in one table.
 
-Strings are turned into `KVCacheDType` once, at the door (`parse_kv_cache_dtype`); everything after dispatches on the
-enum. No other module may list dtype strings of its own.
+`parse_kv_cache_dtype` converts strings to `KVCacheDType` at the API boundary; everything else dispatches on the enum.
+No other module may list dtype strings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NVFP4_BLOCK_SIZE = 16
 
 
 class KVCacheDType(enum.Enum):
-    """How the keys and values of one layer are stored; `AUTO` stands for "not resolved yet" and is never stored."""
+    """How the keys and values of a layer are stored; `AUTO` means "not resolved yet" and is never stored."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -37,35 +37,35 @@ class KVCacheDType(enum.Enum):
 
     @property
     def info(self) -> DTypeInfo:
-        """This dtype's row of the table; `KVCacheValueError` for `AUTO`, which has to be resolved first."""
+        """This dtype's row of the table; `KVCacheValueError` for `AUTO`, which must be resolved first."""
         if self is KVCacheDType.AUTO:
-            raise KVCacheValueError("KVCacheDType.AUTO names no storage: resolve it with resolve_kv_cache_dtype first")
+            raise KVCacheValueError("KVCacheDType.AUTO has no storage: resolve it with resolve_kv_cache_dtype first")
         return _TABLE[self]
 
     @property
     def byte_format(self) -> KVCacheDType:
-        """The dtype whose bytes a cache of this one holds: readers know these alone.
+        """The dtype of the stored bytes, which is all that readers need to know.
 
-        `NVFP4` for `NVFP4_4OVER6`, which is another way to choose the block scales of a write; else the dtype itself.
+        `NVFP4` for `NVFP4_4OVER6`, which only chooses block scales differently when writing; else the dtype itself.
         """
         return KVCacheDType.NVFP4 if self is KVCacheDType.NVFP4_4OVER6 else self
 
     @property
     def is_quantized(self) -> bool:
-        """Whether elements are stored with scales of some kind."""
+        """Whether elements are stored with scales."""
         return self.info.quant_mode is not KVQuantMode.NONE
 
     @property
     def takes_scale(self) -> bool:
         """Whether writes and reads take a decode scale of the layer.
 
-        None is taken by unquantized dtypes, nor by those in which each token and head has a scale of its own.
+        False for unquantized dtypes and for those with a scale per token and head.
         """
         return self.is_quantized and not self.info.quant_mode.is_per_token_head
 
 
 class KVQuantMode(enum.IntEnum):
-    """vLLM's numbering of what a layer's scales belong to: a mode means the same in both."""
+    """Granularity of a layer's scales, numbered as in vLLM."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -75,7 +75,7 @@ class KVQuantMode(enum.IntEnum):
 
     @property
     def is_per_token_head(self) -> bool:
-        """Whether each token and head has a scale, which its write computes."""
+        """Whether each token and head has a scale, which the write computes."""
         return self in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
 
 
@@ -83,9 +83,8 @@ class KVQuantMode(enum.IntEnum):
 class DTypeInfo:
     """One row of the table.
 
-    `aliases`: further strings that name the dtype. `storage_dtype`: element type of the cache array. `max`: largest
-    finite value that an element decodes to before its scales. `scale_dtype`: element type of the scales that pages hold
-    beside the data; None where they hold none.
+    `aliases`: other strings for the dtype. `storage_dtype`: dtype of the stored elements. `max`: largest finite value
+    that an element decodes to before its scales. `scale_dtype`: dtype of the scales stored in pages; None without.
     """
 
     aliases: tuple[str, ...]
@@ -95,7 +94,7 @@ class DTypeInfo:
     scale_dtype: np.dtype | None = None
 
     def row_bytes(self, head_size: int) -> tuple[int, int]:
-        """Bytes that one head of one token takes: (data, scales beside it)."""
+        """Returns the bytes of one head of one token: (data, stored scales)."""
         if self.quant_mode is KVQuantMode.NVFP4:
             return head_size // 2, head_size // NVFP4_BLOCK_SIZE
         return head_size * self.storage_dtype.itemsize, 0 if self.scale_dtype is None else self.scale_dtype.itemsize
@@ -136,14 +135,14 @@ ACCEPTED_KV_CACHE_DTYPES: tuple[str, ...] = tuple(_BY_NAME)
 """Every string that names a KV cache dtype, canonical names first."""
 
 STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(_TABLE)
-"""Every dtype that a cache can hold: all but `AUTO`."""
+"""Every dtype that a cache can have: all but `AUTO`."""
 
 
 def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
-    """The dtype that a user's string names; an enum member is returned as it is.
+    """Returns the dtype that a string names; an enum member is returned unchanged.
 
     Raises:
-      KVCacheValueError: an unknown string; the message names it, the accepted ones and the nearest.
+      KVCacheValueError: an unknown string; the message names it, the accepted ones and the closest.
       KVCacheTypeError: neither a string nor a `KVCacheDType`.
     """
     if isinstance(name, KVCacheDType):
@@ -159,14 +158,14 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
 
 
 def parse_model_dtype(dtype: object) -> KVCacheDType:
-    """The unquantized cache dtype that holds what a model computes in, without loss.
+    """Returns the unquantized cache dtype that stores a model's compute dtype without loss.
 
-    Takes what configurations and frameworks write: `"bfloat16"`, `"torch.bfloat16"`, a `KVCacheDType`, a numpy or
-    ml_dtypes dtype, `jnp.bfloat16`, a `torch.dtype`. Keras's policy `"mixed_bfloat16"` computes in bfloat16, whatever
-    its variables are, and `"mixed_float16"` in float16.
+    Accepts what configurations and frameworks write: `"bfloat16"`, `"torch.bfloat16"`, a `KVCacheDType`, a NumPy or
+    ml_dtypes dtype, `jnp.bfloat16`, a `torch.dtype`. Keras's policy `"mixed_bfloat16"` computes in bfloat16 whatever
+    the dtype of its variables, `"mixed_float16"` in float16.
 
     Raises:
-      KVCacheValueError: no unquantized cache dtype stands for it (float64, float8, None, `AUTO`).
+      KVCacheValueError: no unquantized cache dtype matches (float64, float8, None, `AUTO`).
     """
     name = "" if isinstance(dtype, KVCacheDType) else _dtype_name(dtype).removeprefix("torch.")
     parsed = dtype if isinstance(dtype, KVCacheDType) else _BY_NAME.get(_KERAS_POLICIES.get(name, name))
@@ -179,10 +178,10 @@ def parse_model_dtype(dtype: object) -> KVCacheDType:
 def _dtype_name(dtype: object) -> str:
     if isinstance(dtype, str):
         return dtype
-    # Of lists and dicts numpy would make structured dtypes, or errors of many types.
+    # NumPy would parse lists and dicts as structured dtypes, or raise errors of many types.
     if isinstance(dtype, (np.dtype, type)):
         with contextlib.suppress(TypeError, ValueError):
             return np.dtype(dtype).name
-    with contextlib.suppress(ValueError, RecursionError):  # ints of thousands of digits, lists nested as deep
-        return str(dtype)  # a torch.dtype prints its name
+    with contextlib.suppress(ValueError, RecursionError):  # ints of thousands of digits, deeply nested lists
+        return str(dtype)  # str(torch.dtype) is its name
     return ""

@@ -1,4 +1,4 @@
-"""The errors kvjax raises, and the one sentence they share: what came, and what would be accepted."""
+"""The errors that kvjax raises, and the wording of their messages: what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import jax
 
 
 class KVCacheError(Exception):
-    """Base of the errors that only kvjax raises."""
+    """Base class of kvjax's errors."""
 
 
 class UnsupportedError(KVCacheError, NotImplementedError):
-    """An implementation cannot serve this call. Asked for by name it is raised; `implementation=None` moves on."""
+    """An implementation cannot serve this call. Raised only if requested; `implementation=None` falls back."""
 
 
 class KVCacheValueError(KVCacheError, ValueError):
-    """A value that kvjax does not take: an unknown dtype, a wrong shape, a layer that no model has."""
+    """An invalid value: an unknown dtype, a wrong shape, a layer index out of range."""
 
 
 class KVCacheTypeError(KVCacheError, TypeError):
-    """An argument of the wrong kind or element type."""
+    """An argument of the wrong type or dtype."""
 
 
 class KVCacheMemoryError(KVCacheError, MemoryError):
-    """A cache that no device has the memory for."""
+    """Not enough device memory for a cache."""
 
 
 class OutOfBlocksError(KVCacheMemoryError):
-    """A `BlockPool` has fewer free blocks than were asked for; nothing was taken.
+    """A `BlockPool` has fewer free blocks than requested; the pool is unchanged.
 
     Attributes:
-      num_needed: blocks that were asked for.
-      num_free: blocks that nobody holds.
+      num_needed: blocks requested.
+      num_free: free blocks.
       num_blocks: blocks of the pool.
     """
 
@@ -46,29 +46,29 @@ class OutOfBlocksError(KVCacheMemoryError):
 
 
 class KVCacheWarning(UserWarning):
-    """Something was passed over that a caller may want to know of; what is returned is documented and usable."""
+    """Something was ignored or assumed that a caller may want to know; the result is documented and usable."""
 
 
-MOST_SHOWN = 500
-"""Characters of a value that a message holds: a whole quantization scheme, not a whole configuration."""
+MAX_SHOWN = 500
+"""Most characters of a value in a message: fits a quantization scheme, not a configuration."""
 
 
 def shown(value: object) -> str:
-    """`repr` of what came, for a message: cut where it is long, and never an error of its own."""
+    """Returns `repr(value)` for a message, truncated if long; never raises."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python prints no int of thousands of digits, and nothing nested as deep
+    except (ValueError, RecursionError):  # an int of thousands of digits, deep nesting
         return f"{type(value).__name__} too large to print"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type, for a message: the public one, where JAX's own class is private."""
+    """Returns the name of a value's type for a message: the public one where JAX's class is private."""
     return "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def kind_of(value: object) -> str:
-    """What something is, for a message: `a jax.Array`, `an int`, `None`."""
+    """Returns what a value is, for a message: `a jax.Array`, `an int`, `None`."""
     if value is None:
         return "None"
     name = type_name(value)
@@ -76,21 +76,21 @@ def kind_of(value: object) -> str:
 
 
 def is_of_torch(value: object) -> bool:
-    """Whether it is a tensor of torch, which kvjax does not import."""
+    """Returns whether a value is a torch tensor, without importing torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
 
 
 def for_torch(value: object) -> str:
-    """The end of a message about a value that has no place here: where torch's tensors have theirs, if it is one."""
+    """Returns a message's suffix that points to kvjax_torch if the value is a torch tensor, else an empty string."""
     return "; kvjax_torch has the operations on torch's tensors" if is_of_torch(value) else ""
 
 
 def got_expected(what: str, got: object, accepted: Iterable[object]) -> str:
-    """Words `got X, expected one of ...`, with the nearest accepted string where `got` looks like a typo."""
+    """Returns `got X, expected one of ...`, with the closest accepted string if `got` looks like a typo."""
     choices = [str(choice) for choice in accepted]
     message = f"{what}: got {shown(got)}, expected one of {', '.join(choices)}"
     if isinstance(got, str):
-        near = difflib.get_close_matches(got[:MOST_SHOWN].strip().lower(), choices, n=1)
+        near = difflib.get_close_matches(got[:MAX_SHOWN].strip().lower(), choices, n=1)
         if near:
             message += f" (did you mean {near[0]!r}?)"
     return message

@@ -1,4 +1,4 @@
-"""Which of a model's layers a user's words stand for: indices, ranges of them, kinds of attention, `"*"`."""
+"""Parses users' choices of layers: indices, ranges, kinds of attention and `"*"`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import SupportsIndex
 
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
-from kvjax.layer_names import MOST_DIGITS
+from kvjax.layer_names import MAX_DIGITS
 from kvjax.model_config import ModelKVConfig
 
 ALL_LAYERS = "*"
-"""In a map of dtypes, the layers that nothing else names."""
+"""In a mapping of dtypes: the layers without another key."""
 
-_RANGE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}})(?:-([0-9]{{1,{MOST_DIGITS}}}))?")
+_RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
 
 
 def skipped_layers(skip_layers: Iterable[int | str], model: ModelKVConfig) -> frozenset[int]:
-    """The indices of the layers that `skip_layers` names.
+    """Returns the indices of the layers that `skip_layers` names.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `resolve_layer_dtypes`.
@@ -32,21 +32,21 @@ def skipped_layers(skip_layers: Iterable[int | str], model: ModelKVConfig) -> fr
 def requested_dtypes(
     requested: str | KVCacheDType | Mapping[int | str, str | KVCacheDType], model: ModelKVConfig
 ) -> dict[int, KVCacheDType]:
-    """What a user asks for, by the index of each layer that has a cache; `AUTO` where nothing is asked for.
+    """Returns the requested dtype of each layer that has a cache, by index; `AUTO` where none is requested.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `resolve_layer_dtypes`.
     """
     if not isinstance(requested, Mapping):
         return dict.fromkeys(model.layer_indices, parse_kv_cache_dtype(requested))
-    # The nearer name holds: an index before a kind before all.
+    # The more specific key wins: an index, then a kind, then "*".
     by_index: dict[int, tuple[object, KVCacheDType]] = {}
     by_kind: dict[int, KVCacheDType] = {}
-    of_others = KVCacheDType.AUTO
+    default = KVCacheDType.AUTO
     for entry, name in requested.items():
         dtype = parse_kv_cache_dtype(name)
         if entry == ALL_LAYERS:
-            of_others = dtype
+            default = dtype
             continue
         layers = _named("kv_cache_dtype", entry, model, ALL_LAYERS)
         if isinstance(entry, str) and not _RANGE.fullmatch(entry):
@@ -60,11 +60,11 @@ def requested_dtypes(
                     f" expected one dtype for layer {layer}"
                 )
     chosen_by_index = {layer: dtype for layer, (_, dtype) in by_index.items()}
-    return dict.fromkeys(model.layer_indices, of_others) | by_kind | chosen_by_index
+    return dict.fromkeys(model.layer_indices, default) | by_kind | chosen_by_index
 
 
 def _named(what: str, entry: object, model: ModelKVConfig, *others: str) -> frozenset[int]:
-    """The layers that an index, a range or a kind stands for; an error where it stands for none."""
+    """Returns the layers that an index, a range or a kind names; raises if there are none."""
     kinds = dict(zip(model.layer_indices, (layer.kind for layer in model.layers), strict=True))
     first, last = _as_range(what, entry) or (0, -1)
     named = frozenset(index for index, kind in kinds.items() if first <= index <= last or kind == entry)
@@ -76,7 +76,7 @@ def _named(what: str, entry: object, model: ModelKVConfig, *others: str) -> froz
 
 
 def _as_range(what: str, entry: object) -> tuple[int, int] | None:
-    """First and last index that an int, a decimal string or a range of them stands for; None for other strings."""
+    """Returns the first and last index of an int, a decimal string or a range; None for other strings."""
     if isinstance(entry, str):
         match = _RANGE.fullmatch(entry)
         return (int(match[1]), int(match[2] or match[1])) if match else None

@@ -1,4 +1,4 @@
-"""Layers by the names that checkpoints give their parts, and by the numbers that messages give them."""
+"""Layer indices in tensor and module names, and in messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 _OTHER_MODELS = re.compile(
     r"(?:^|_)(?:vision|visual|vit|image|audio|speech|encoder|mtp|eagle|medusa|draft)(?:_|$)", re.IGNORECASE
 )
-"""Parts of the paths of layers that are not the language model's own: other modalities, and those that draft tokens."""
+"""Path components of layers outside the language model: other modalities, and draft models."""
 
-MOST_DIGITS = 19
-"""Digits of a layer's index: no model has more layers, and Python reads no int of thousands of digits."""
+MAX_DIGITS = 19
+"""Digits of a layer's index; limited because Python rejects ints of thousands of digits."""
 
 
 class LayerName(NamedTuple):
@@ -24,26 +24,26 @@ class LayerName(NamedTuple):
 
     @property
     def is_of_language_model(self) -> bool:
-        """Whether nothing in the path names another model than the one whose layers are counted."""
+        """Whether the path belongs to the language model."""
         return not any(_OTHER_MODELS.search(part) for part in self.prefix.split("."))
 
 
 def split_layer_name(name: str) -> LayerName | None:
-    """Which layer a dotted name is of, by the first part that is a number; None for a name without one."""
+    """Splits a dotted name at its first numeric part, the layer's index; None for a name without one."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
-        if part.isascii() and part.isdecimal() and len(part) <= MOST_DIGITS:
-            return LayerName(".".join(parts[:place]), int(part), ".".join(parts[place + 1 :]))
+    for i, part in enumerate(parts):
+        if part.isascii() and part.isdecimal() and len(part) <= MAX_DIGITS:
+            return LayerName(".".join(parts[:i]), int(part), ".".join(parts[i + 1 :]))
     return None
 
 
 def in_ranges(layers: Sequence[int]) -> str:
-    """`0-4, 6, 8-9`; of many ranges the first two and the last."""
+    """Formats indices as `0-4, 6, 8-9`; of more than four ranges, the first two and the last."""
     ranges: list[tuple[int, int]] = []
     for layer in layers:
         if ranges and layer == ranges[-1][1] + 1:
             ranges[-1] = (ranges[-1][0], layer)
         else:
             ranges.append((layer, layer))
-    words = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
-    return ", ".join(words if len(words) <= 4 else [*words[:2], "...", words[-1]])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])

@@ -1,4 +1,4 @@
-"""The two choices of byte order inside a block, as enums that also read the field's strings."""
+"""The byte orders inside a block, as enums that also parse the common strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.errors import KVCacheValueError, got_expected
 class _Choice(enum.StrEnum):
     @classmethod
     def parse(cls, name: str) -> Self:
-        """The member that `name` (a member or its exact string) stands for; `KVCacheValueError` otherwise."""
+        """Returns the member for `name` (a member or its exact string); raises `KVCacheValueError` otherwise."""
         try:
             return cls(name)
         except ValueError:

@@ -1,4 +1,4 @@
-"""The memory of a cache: zeroed pages, what is said where there is not enough, and where pages on the host live."""
+"""Allocates a cache's pages: zeroed memory, out-of-memory messages, and host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvjax.errors import KVCacheMemoryError, UnsupportedError
 from kvjax.spec import AttentionSpec
 
 MAX_BYTES = 2**63 - 1
-"""XLA counts bytes in 64 bits, and more of them as some other number."""
+"""XLA's byte counts are 64 bits and overflow silently."""
 
 
 def host_sharding() -> SingleDeviceSharding:
-    """The host's memory, as a `sharding` for `KVCache.allocate`: pages that `swap_blocks` moves off a GPU live there.
+    """Returns a `sharding` for `KVCache.allocate` in host memory, for pages that `swap_blocks` moves off a GPU.
 
-    It is that of JAX's CPU device, where a donated array is written in place. XLA copies arrays of memory kind
-    `"pinned_host"` whole to write a part of them.
+    It is that of JAX's CPU device, where a donated array is written in place. For memory kind `"pinned_host"`, XLA
+    copies the whole array to write a part of it.
 
     Raises:
-      UnsupportedError: JAX was told to use no CPU, as by `JAX_PLATFORMS=cuda`.
+      UnsupportedError: JAX's CPU backend is disabled, as by `JAX_PLATFORMS=cuda`.
     """
     try:
         device = jax.local_devices(backend="cpu")[0]
@@ -36,16 +36,16 @@ def host_sharding() -> SingleDeviceSharding:
 
 
 def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> jax.Array:
-    """The array of a cache of `num_blocks` pages, or of so many of each layer, all zero, once it is there.
+    """Returns the zeroed array of a cache of `num_blocks` pages, or of so many per layer, once it is allocated.
 
     Raises:
-      KVCacheMemoryError: a device has not that much memory.
+      KVCacheMemoryError: a device has too little memory.
     """
     if num_blocks * (num_layers or 1) * spec.page_size_bytes > MAX_BYTES:
         raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, num_layers, sharding))
     try:
         pages = jnp.zeros(spec.cache_shape(num_blocks, num_layers), spec.array_dtype, device=sharding)
-        # Dispatch is asynchronous, and the error of an allocation may come to whoever waits for it.
+        # Dispatch is asynchronous: an allocation error may surface only when waiting for it.
         return pages if isinstance(pages, jax.core.Tracer) else pages.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -54,17 +54,17 @@ def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, s
 
 
 def _what_was_asked(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> str:
-    each = "a page" if num_layers is None else f"{num_layers} pages, one a layer,"
+    each = "a page" if num_layers is None else f"{num_layers} pages, one per layer,"
     taken = _bytes(num_blocks * (num_layers or 1) * spec.page_size_bytes)
     fits = _what_fits(spec, num_blocks, num_layers, sharding)
     return (
-        f"num_blocks: got {num_blocks}, which take {taken}, more memory than there is{fits}."
+        f"num_blocks: got {num_blocks}, which need {taken}, more memory than available{fits}."
         f" Each is {each} of {spec.page_size_bytes} bytes of {spec}"
     )
 
 
 def _what_fits(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> str:
-    """How many blocks the fullest device has memory left for; nothing where devices do not say."""
+    """Returns how many blocks the fullest device has memory for; empty if devices do not report memory."""
     shape = spec.cache_shape(num_blocks, num_layers)
     if sharding is None:
         devices, shard = _default_devices(), shape
@@ -74,10 +74,10 @@ def _what_fits(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sha
     if not free:
         return ""
     device = min(free, key=lambda device: free[device])
-    # A shard holds some of the pages, and of each page a part.
+    # A shard holds some of the pages, and a part of each page.
     part = math.prod(shard[1:]) * spec.array_dtype.itemsize
     fits = free[device] // part * (num_blocks // shard[0])
-    return f"; expected at most {fits}, for which {_bytes(free[device])} are left on {device}"
+    return f"; expected at most {fits}: {_bytes(free[device])} are free on {device}"
 
 
 def _default_devices() -> Sequence[jax.Device]:

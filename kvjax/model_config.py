@@ -1,4 +1,4 @@
-"""The facts of a model that its KV cache depends on, read from a Hugging Face `config.json`."""
+"""`ModelKVConfig`: what a model's KV cache depends on, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.spec import as_int
 
 
 class AttentionKind(enum.StrEnum):
-    """Which earlier tokens a layer's queries see, under the name that `skip_layers` knows it by."""
+    """Which earlier tokens a layer's queries attend to; the values are names for `skip_layers`."""
 
     FULL_ATTENTION = "full_attention"
     SLIDING_WINDOW = "sliding_window"
@@ -28,9 +28,9 @@ class AttentionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class LayerKVConfig:
-    """One layer's keys and values: `[num_kv_heads, head_size]` and `[num_kv_heads, head_size_v]` a token.
+    """One layer's keys and values: `[num_kv_heads, head_size]` and `[num_kv_heads, head_size_v]` per token.
 
-    `sliding_window`: tokens that a query sees, its own included; None where it sees all.
+    `sliding_window`: tokens that a query attends to, its own included; None for all.
     """
 
     num_kv_heads: int
@@ -40,7 +40,7 @@ class LayerKVConfig:
 
     @property
     def kind(self) -> AttentionKind:
-        """The kind of attention that reads this layer's cache."""
+        """The layer's kind of attention."""
         return AttentionKind.FULL_ATTENTION if self.sliding_window is None else AttentionKind.SLIDING_WINDOW
 
 
@@ -50,10 +50,10 @@ class ModelKVConfig:
 
     Attributes:
       layers: heads and window of each layer that has a KV cache, in the model's order.
-      dtype: what the model computes in; made from anything that `parse_model_dtype` takes.
-      quantization_config: the checkpoint's, as it stands; None where it has none.
-      layer_indices: the index in the model of each of `layers`. By default all of the model's layers have a cache.
-      num_hidden_layers: how many layers the model has, with a cache or without.
+      dtype: the model's compute dtype; set from anything that `parse_model_dtype` takes.
+      quantization_config: the checkpoint's, unparsed; None without one.
+      layer_indices: the model's index of each of `layers`. Default: every layer has a cache.
+      num_hidden_layers: number of the model's layers, with or without a cache.
     """
 
     layers: tuple[LayerKVConfig, ...]
@@ -82,7 +82,7 @@ class ModelKVConfig:
 
     @property
     def layers_without_cache(self) -> tuple[int, ...]:
-        """The indices of the layers that keep no keys and values of their own."""
+        """The indices of the layers without keys and values of their own."""
         cached = set(self.layer_indices)
         return tuple(index for index in range(self.num_hidden_layers) if index not in cached)
 
@@ -96,25 +96,25 @@ class ModelKVConfig:
     ) -> Self:
         """Reads a `config.json`, flat or with the language model's part in `text_config`.
 
-        `docs/models.md` lists the types of models that are understood. A type that is not among them is read by the
-        plain keys, with a warning, unless it has keys that say that its cache may be another. A configuration without
-        a `model_type` is read the same way; the warning comes only where it has keys that may matter and are not read.
+        `docs/models.md` lists the supported model types. Other types are read by the plain keys, with a warning, unless
+        they have keys that suggest another kind of cache. A configuration without a `model_type` is read the same way;
+        it warns only about keys that may matter and are not read.
 
-        A layer of chunked attention (Llama 4) is held as full attention: its cache is the same, every token kept.
+        Chunked attention (Llama 4) is treated as full attention: its cache also keeps every token.
 
         Args:
-          config: the parsed JSON; never modified, and copied where it is kept.
-          model_dtype: what the model computes in, instead of the configuration's `dtype` or `torch_dtype`.
+          config: the parsed JSON; never modified, kept parts are copied.
+          model_dtype: the model's compute dtype, instead of the configuration's `dtype` or `torch_dtype`.
           quantization_config: instead of the configuration's, the content of ModelOpt's `hf_quant_config.json`.
 
         Raises:
-          KVCacheValueError: a key that is missing or that no cache can be made from, naming it and what is accepted;
-            or a model that keeps something else than its layers' keys and values (no tokens, or an encoder's too, or
-            more than keys and values), or that has more than `MAX_LAYERS` layers.
+          KVCacheValueError: a missing or invalid key; the message names it and what is accepted. Also a model that
+            caches something other than its layers' keys and values (no tokens, also an encoder's, or more than keys and
+            values), or that has more than `MAX_LAYERS` layers.
           KVCacheTypeError: `config` is not a mapping.
 
         Warns:
-          KVCacheWarning: what was assumed of a model of no known type, or of one that engines cache in several ways.
+          KVCacheWarning: assumptions about an unknown model type, or one that engines cache in several ways.
         """
         if not isinstance(config, Mapping):
             raise KVCacheTypeError(f"config: got {shown(config)} of type {type(config).__name__}, expected a mapping")
@@ -133,17 +133,17 @@ class ModelKVConfig:
         )
         if doubts.warning:
             warnings.warn(
-                f"{doubts.warning}; assumed {_in_words(facts, model)}" if doubts.guessed else doubts.warning,
+                f"{doubts.warning}; assumed {_assumptions(facts, model)}" if doubts.guessed else doubts.warning,
                 KVCacheWarning,
-                skip_file_prefixes=(os.path.dirname(__file__),),  # the caller's line, from whatever depth
+                skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
             )
         return model
 
     def shard(self, tensor_parallel: int) -> Self:
-        """What one of `tensor_parallel` devices holds: an equal share of each layer's KV heads, or a copy of one.
+        """Returns one of `tensor_parallel` devices' share: an equal part of each layer's KV heads, or one replicated.
 
         Raises:
-          KVCacheValueError: a layer's heads divide into no equal shares.
+          KVCacheValueError: a layer's heads do not divide equally.
           KVCacheTypeError: `tensor_parallel` is not an int.
         """
         devices = as_int("tensor_parallel", tensor_parallel)
@@ -155,12 +155,12 @@ def _copy(quantization_config: Any) -> Any:
         return copy.deepcopy(quantization_config)
     except RecursionError:
         raise KVCacheValueError(
-            "config.quantization_config: got one nested too deeply to copy, expected what a checkpoint declares"
+            "config.quantization_config: got one nested too deeply to copy, expected a checkpoint's declaration"
         ) from None
 
 
 def _dtype(*parts: Mapping[str, Any]) -> KVCacheDType:
-    # A model is loaded in the dtype that stands beside text_config, whatever stands in it.
+    # transformers loads a model in the dtype beside text_config, not the one inside.
     for part in parts:
         for key in ("dtype", "torch_dtype"):
             if part.get(key) is not None:
@@ -169,7 +169,7 @@ def _dtype(*parts: Mapping[str, Any]) -> KVCacheDType:
 
 
 class _Keeps(enum.Enum):
-    """What a layer keeps of the tokens."""
+    """Which tokens a layer caches."""
 
     ALL = enum.auto()
     WINDOW = enum.auto()
@@ -180,40 +180,40 @@ _LAYER_TYPES = {
     "full_attention": _Keeps.ALL,
     "chunked_attention": _Keeps.ALL,
     "sliding_attention": _Keeps.WINDOW,
-    # Attention and a state; the state is not counted.
+    # Attention and a recurrent state, which is not counted.
     "hybrid": _Keeps.ALL,
     "hybrid_sliding": _Keeps.WINDOW,
-    # A state that does not grow with the tokens.
+    # A state of constant size.
     "linear_attention": _Keeps.NOTHING,
     "conv": _Keeps.NOTHING,
     "mamba": _Keeps.NOTHING,
-    # No attention, or one that reads what other layers keep, or other tokens.
+    # No attention, or attention to other layers' caches or to other tokens.
     "moe": _Keeps.NOTHING,
     "mlp": _Keeps.NOTHING,
     "shared": _Keeps.NOTHING,
     "cross_attention": _Keeps.NOTHING,
-    # What transformers called it before version 5.
+    # transformers' name before version 5.
     "attention": _Keeps.ALL,
 }
 _HYBRID_LAYER_PATTERN = {0: _Keeps.ALL, 1: _Keeps.WINDOW}
 
 
 def _layers(facts: Facts) -> dict[int, LayerKVConfig]:
-    """Each layer that keeps keys and values, by its index."""
-    keeps = _what_layers_keep(facts, num_layers(facts))
+    """Returns the layers that cache keys and values, by index."""
+    keeps = _kept_tokens(facts, num_layers(facts))
     window = positive_int(facts, "sliding_window") if _Keeps.WINDOW in keeps else None
-    apart: Mapping[int, Facts] = facts.get("per_layer_config", {})
+    overrides: Mapping[int, Facts] = facts.get("per_layer_config", {})
     layers = {
-        index: _layer(facts | apart.get(index, {}), window if kept is _Keeps.WINDOW else None)
+        index: _layer(facts | overrides.get(index, {}), window if kept is _Keeps.WINDOW else None)
         for index, kept in enumerate(keeps)
         if kept is not _Keeps.NOTHING
     }
     if not layers:
-        raise KVCacheValueError("config: got no layer that keeps keys and values, expected at least one")
+        raise KVCacheValueError("config: got no layer that caches keys and values, expected at least one")
     return layers
 
 
-def _what_layers_keep(facts: Facts, layers: int) -> list[_Keeps]:
+def _kept_tokens(facts: Facts, layers: int) -> list[_Keeps]:
     if "layer_types" in facts:
         return per_layer(facts, "layer_types", layers, _LAYER_TYPES)
     if "hybrid_layer_pattern" in facts:
@@ -228,7 +228,7 @@ def _what_layers_keep(facts: Facts, layers: int) -> list[_Keeps]:
 
 
 def _layer(facts: Facts, window: int | None) -> LayerKVConfig:
-    # MiMo-V2 states the sizes of its sliding layers apart (swa_...), Gemma 4 those of its full layers (...global_...).
+    # MiMo-V2 has separate sizes for sliding layers (swa_...), Gemma 4 for full layers (...global_...).
     sliding = window is not None
     head_size = first_int(facts, "swa_head_dim" if sliding else "global_head_dim", "head_dim") or _hidden_per_head(
         facts
@@ -252,25 +252,25 @@ def _hidden_per_head(facts: Facts) -> int:
     hidden, heads = positive_int(facts, "hidden_size"), positive_int(facts, "num_attention_heads")
     if hidden % heads:
         raise KVCacheValueError(
-            f"config: got no 'head_dim', and hidden_size={hidden}; expected a multiple of num_attention_heads={heads}"
+            f"config: got no 'head_dim' and hidden_size={hidden}, expected a multiple of num_attention_heads={heads}"
         )
     return hidden // heads
 
 
-def _in_words(facts: Facts, model: ModelKVConfig) -> str:
-    """What the plain keys were taken to say."""
-    alike = collections.Counter(model.layers)
-    words = [
+def _assumptions(facts: Facts, model: ModelKVConfig) -> str:
+    """Describes what the plain keys were taken to mean."""
+    counts = collections.Counter(model.layers)
+    parts = [
         f"{count} of {model.num_hidden_layers} layers with {layer.num_kv_heads} KV heads of {layer.head_size}"
         + (f" and {layer.head_size_v}" if layer.head_size_v != layer.head_size else "")
         + " elements"
         + (f" and a window of {layer.sliding_window}" if layer.sliding_window else "")
-        for layer, count in alike.most_common(4)
+        for layer, count in counts.most_common(4)
     ]
-    words += ["others"] * (len(alike) > 4)
-    words += ["as many KV heads as num_attention_heads"] * ("num_key_value_heads" not in facts)
-    words += ["heads of hidden_size / num_attention_heads"] * ("head_dim" not in facts)
-    return ", ".join(words)
+    parts += ["others"] * (len(counts) > 4)
+    parts += ["as many KV heads as num_attention_heads"] * ("num_key_value_heads" not in facts)
+    parts += ["heads of hidden_size / num_attention_heads"] * ("head_dim" not in facts)
+    return ", ".join(parts)
 
 
 def _shard_layer(layer: LayerKVConfig, tensor_parallel: int) -> LayerKVConfig:

@@ -1,4 +1,4 @@
-"""Where the bytes of a token lie inside a page: the one description that every write and read goes by."""
+"""Where the bytes of a token are in a page: the description that every write and read uses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from kvjax.layouts import CacheLayout
 
 SWIZZLE_TOKENS = 4
-"""Tokens whose V scales the swizzled layout interleaves; a swizzled block holds a whole number of such groups."""
+"""Tokens whose V scales the swizzled layout interleaves; a swizzled block holds a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PageRegion:
     """A page's rows of one kind, in bytes.
 
-    Head `h` of token `t` is `row_bytes` from `base + t * token_stride + h * head_stride`; in a `swizzled` region its
-    scales lie at the positions that `swizzled_position` gives instead.
+    Head `h` of token `t` has `row_bytes` at `base + t * token_stride + h * head_stride`; in a `swizzled` region its
+    scales are at the positions that `swizzled_position` returns.
     """
 
     base: int
@@ -36,7 +36,7 @@ class PageRegions(NamedTuple):
 
 
 def separate_regions(rows: Sequence[int], block_size: int, num_heads: int, layout: CacheLayout) -> list[PageRegion]:
-    """Regions one after the other, each contiguous and in the layout's order; `rows` are their row sizes in bytes."""
+    """Returns consecutive regions, each contiguous and in the layout's order; `rows` are their row sizes in bytes."""
     starts = itertools.accumulate((block_size * num_heads * row for row in rows), initial=0)
     return [
         PageRegion(base, *_strides(row, block_size, num_heads, layout), row)
@@ -45,7 +45,7 @@ def separate_regions(rows: Sequence[int], block_size: int, num_heads: int, layou
 
 
 def interleaved_regions(rows: Sequence[int], block_size: int, num_heads: int, layout: CacheLayout) -> list[PageRegion]:
-    """Regions whose rows of one token and head lie side by side."""
+    """Returns regions whose rows of one token and head are adjacent."""
     strides = _strides(sum(rows), block_size, num_heads, layout)
     return [
         PageRegion(base, *strides, row) for base, row in zip(itertools.accumulate(rows, initial=0), rows, strict=False)
@@ -57,10 +57,10 @@ def _strides(row: int, block_size: int, num_heads: int, layout: CacheLayout) -> 
 
 
 def swizzled_position(token: Any, scale: Any, num_scales: int) -> tuple[Any, Any]:
-    """Where scale `scale` of token `token` lies in its swizzled tile: (row, column) of `[block_size, num_scales]`.
+    """Returns the position of a token's scale in its swizzled tile: (row, column) of `[block_size, num_scales]`.
 
-    Its byte, counted along the tile's rows, is `(token // 4) * 4 * num_scales + 4 * scale + token % 4`: four tokens'
-    scales of one block stand side by side. `token` and `scale` are ints or integer arrays.
+    Its byte in the row-major tile is `(token // 4) * 4 * num_scales + 4 * scale + token % 4`: four tokens' scales of
+    one block are adjacent. `token` and `scale` are ints or integer arrays.
     """
     first = token - token % SWIZZLE_TOKENS
     byte = first * num_scales + SWIZZLE_TOKENS * scale + token % SWIZZLE_TOKENS

@@ -1,8 +1,8 @@
-"""How a cache is divided among devices, and the one way in which an operation runs on each device's share of it.
+"""Divides a cache among devices, and runs an operation on each device's share.
 
-Blocks may be divided, and KV heads, over any axes of a mesh. A device's share is a cache of its own: of its heads, laid
-out as a page of so many heads is, and of its blocks, numbered from 0. So nothing that works on one device needs to know
-of others: `run_on_shares` hands it a share and the arguments that belong to it, under `jax.shard_map`.
+Blocks and KV heads may be divided over any axes of a mesh. A device's share is a cache: its pages have the layout of
+its number of heads, and its blocks are numbered from 0. So code for one device needs no knowledge of others:
+`run_on_shares` passes it a share and the matching arguments, under `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvjax.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The axes of a mesh over which a cache's blocks and its KV heads are divided; over its others it is repeated.
+    """The mesh axes over which a cache's blocks and KV heads are divided; it is replicated over the others.
 
-    `num_layers` is the cache's: how many layers each of its blocks holds, `None` where its array has no such dimension.
+    `num_layers` is the cache's, None if its array has no dimension of layers.
     """
 
     mesh: Mesh | AbstractMesh
@@ -38,16 +38,16 @@ class Partition:
 
     @property
     def num_block_shares(self) -> int:
-        """Into how many shares the blocks are divided."""
+        """Number of shares into which the blocks are divided."""
         return self.size(self.blocks)
 
     def share(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of one device's share of a cache of `spec`."""
+        """Returns the spec of one device's share of a cache of `spec`."""
         shares = self.size(self.heads)
         return spec if shares == 1 else dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // shares)
 
     def sharding(self, spec: AttentionSpec) -> NamedSharding:
-        """The sharding of the cache's array, as short as jit returns it."""
+        """Returns the sharding of the cache's array, without trailing Nones, as jit returns it."""
         head_dim = _head_dim(spec, self.num_layers)
         entries = [_entry(self.blocks)]
         if self.heads and head_dim:
@@ -55,32 +55,32 @@ class Partition:
         return NamedSharding(self.mesh, PartitionSpec(*entries if any(entries) else ()))
 
     def scale_sharding(self, ndim: int) -> NamedSharding:
-        """The sharding of a scale that the cache carries, of so many dimensions: the last counts heads, or layers."""
+        """Returns the sharding of a scale that the cache carries; its last dimension is heads or layers."""
         is_per_head = ndim == (1 if self.num_layers is None else 2)
         entries = [*[None] * (ndim - 1), _entry(self.heads)] if is_per_head and self.heads else []
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
-    def divided_among(self, axes: Sequence[str]) -> Partition:
-        """What of this is divided over `axes`; over all others the cache is whole."""
+    def restricted_to(self, axes: Sequence[str]) -> Partition:
+        """Returns the partition over `axes` only."""
         blocks, heads = (tuple(axis for axis in names if axis in axes) for names in (self.blocks, self.heads))
         return dataclasses.replace(self, blocks=blocks, heads=heads)
 
     def spec_of(self, dims: str, ndim: int) -> PartitionSpec:
-        """How an array is divided whose first `ndim` dimensions `dims` names; see `Signature`."""
+        """Returns how an array is divided whose first `ndim` dimensions `dims` names; see `Signature`."""
         divided = {"heads": self.heads, "blocks": self.blocks, "sequences": self.blocks}
         return PartitionSpec(*(_entry(divided.get(name, ())) for name in dims.split()[:ndim]))
 
     def size(self, axes: Sequence[str]) -> int:
-        """Devices along these axes of the mesh."""
+        """Number of devices along these axes of the mesh."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 @functools.lru_cache(maxsize=1024)
 def partition_of(spec: AttentionSpec, sharding: NamedSharding, num_layers: int | None = None) -> Partition:
-    """How `sharding` divides a cache of `spec`, or of `num_layers` layers of it.
+    """Returns how `sharding` divides a cache of `spec`, or of `num_layers` layers of it.
 
     Raises:
-      KVCacheValueError: it divides something else than blocks and KV heads, or heads into no equal shares.
+      KVCacheValueError: it divides other dimensions than blocks and KV heads, or heads into unequal shares.
     """
     head_dim, ndim = _head_dim(spec, num_layers), len(spec.cache_shape(1, num_layers))
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -92,8 +92,8 @@ def partition_of(spec: AttentionSpec, sharding: NamedSharding, num_layers: int |
     if spec.num_kv_heads % (shares := partition.size(partition.heads)):
         raise KVCacheValueError(
             f"sharding: got {shares} devices along {'/'.join(partition.heads)} for num_kv_heads={spec.num_kv_heads},"
-            " expected a divisor of it. Where there are more devices than heads several hold the same ones: make the"
-            " mesh of two axes, divide the heads over one and leave the other out"
+            " expected a divisor of it. To replicate heads over more devices than heads, use a mesh of two axes, divide"
+            " the heads over one and leave the other out"
         )
     return partition
 
@@ -113,14 +113,14 @@ def _unsupported(sharding: NamedSharding, head_dim: int | None, ndim: int) -> st
 
 
 def _head_dim(spec: AttentionSpec, num_layers: int | None) -> int | None:
-    """Which dimension of the array counts heads, where pages hold scales in name only; None in a shared pool."""
+    """Returns the dimension of heads (nominal where pages hold scales); None for a shared pool."""
     if spec.page_size_padded is not None:
         return None
     return len(spec.cache_shape(1, num_layers)) - (3 if spec.layout is CacheLayout.HND else 2)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes of the mesh in an entry of a PartitionSpec."""
+    """Returns the mesh axes in an entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -128,25 +128,39 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def within_shard_map(
-    spec: AttentionSpec, sharding: NamedSharding, num_layers: int | None
+def local_sharding(
+    what: str, kv: jax.Array, spec: AttentionSpec, sharding: NamedSharding | None, num_layers: int | None
 ) -> tuple[AttentionSpec, NamedSharding | None]:
-    """What a cache of `spec`, `sharding` and `num_layers` is at the place that is being traced.
+    """Returns the spec of a cache where it is traced, and how it is still divided there; None if it is not.
 
-    A shard_map around it has divided everything over its axes already: the cache there is of the spec returned, and is
-    divided as the sharding returned says, over the mesh's other axes; None where there are none.
+    The one place that combines what determines a sharding: what the cache declares, or without that what its array's
+    type or placement shows; less the axes of a surrounding shard_map, which has already divided the cache over them.
+
+    Raises:
+      KVCacheValueError: without a declared sharding, the array's is one that no cache has, or is ambiguous.
     """
+    if sharding is None:
+        if (shown := _array_sharding(kv)) is None:
+            return spec, None
+        partition = partition_of(spec, shown, num_layers)
+        if partition.size(partition.heads) > 1 and not spec.has_head_axis:
+            raise KVCacheValueError(
+                f"{what}: got an array of {spec.dtype.value!r} divided as {shown.spec} and no sharding, which does not"
+                " say whether its pages hold the heads of one device or of all; expected KVCache.allocate(...,"
+                " sharding=...), or KVCache(kv, spec, sharding) if each device's pages are those of its own heads"
+            )
+        return spec, partition.sharding(spec)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual:
         return spec, sharding
-    whole = partition_of(spec, sharding, num_layers)
+    partition = partition_of(spec, sharding, num_layers)
+    spec = partition.restricted_to(manual).share(spec)
     free = [axis for axis in sharding.mesh.axis_names if axis not in manual]
-    spec = whole.divided_among(manual).share(spec)
-    return spec, whole.divided_among(free).sharding(spec) if free else None
+    return spec, partition.restricted_to(free).sharding(spec) if free else None
 
 
-def shown_sharding(array: jax.Array) -> NamedSharding | None:
-    """How an array shows that it is divided, or that several devices have it; one that is traced by its type alone."""
+def _array_sharding(array: jax.Array) -> NamedSharding | None:
+    """Returns the sharding of an array that is divided or on several devices; of a traced array, that of its type."""
     is_traced = isinstance(array, jax.core.Tracer)
     sharding = jax.typeof(array).sharding if is_traced else array.sharding
     if not isinstance(sharding, NamedSharding):
@@ -156,17 +170,17 @@ def shown_sharding(array: jax.Array) -> NamedSharding | None:
 
 
 def check_sharding(what: str, kv: jax.Array, sharding: NamedSharding) -> None:
-    """Raises `KVCacheValueError` where a cache's array, not a traced one, is not divided as its cache says."""
+    """Raises `KVCacheValueError` if a cache's concrete array is not divided as the cache declares."""
     same_memory = NamedSharding(sharding.mesh, sharding.spec, memory_kind=kv.sharding.memory_kind)
     if not kv.sharding.is_equivalent_to(same_memory, kv.ndim):
         raise KVCacheValueError(
-            f"{what}.kv: got an array on {kv.sharding}, expected {sharding}, as {what}.sharding says: move a cache that"
-            f" is divided among devices with jax.device_put({what}, {what}.shardings)"
+            f"{what}.kv: got an array on {kv.sharding}, expected {sharding}, as {what}.sharding says: move a divided"
+            f" cache with jax.device_put({what}, {what}.shardings)"
         )
 
 
 def sharding_to_dict(sharding: NamedSharding) -> dict[str, Any]:
-    """A cache's sharding as JSON has it; `sharding_from_dict` makes an equal one of it where its devices are."""
+    """Returns a cache's sharding as JSON values; `sharding_from_dict` restores it on the same devices."""
     mesh = sharding.mesh
     devices = None if isinstance(mesh, AbstractMesh) else [*mesh.devices.flat]
     return {
@@ -182,32 +196,31 @@ def _axes_of(mesh: Mesh | AbstractMesh) -> tuple[Sequence[str], Sequence[int], S
 
 
 def sharding_from_dict(described: dict[str, Any]) -> NamedSharding:
-    """The sharding that `sharding_to_dict` described; over an abstract mesh where its devices are not here."""
+    """Returns the sharding that `sharding_to_dict` described; over an abstract mesh if its devices are missing."""
     names, sizes, kinds = zip(*described["axes"], strict=True)
     types = tuple(AxisType[kind] for kind in kinds)
     spec = PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in described["spec"]))
     try:
         here = {device.id: device for device in jax.devices(described["platform"])}
         devices = np.array([here[number] for number in described["devices"]]).reshape(sizes)
-    except (RuntimeError, KeyError, TypeError):  # no such platform, no such device, or an abstract mesh to begin with
+    except (RuntimeError, KeyError, TypeError):  # no such platform or device, or the mesh was abstract
         return NamedSharding(AbstractMesh(sizes, names, types), spec)
     return NamedSharding(Mesh(devices, names, types), spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Which dimensions of an operation's arguments and results are divided as the cache is.
+    """The dimensions of an operation's arguments and results, which say how they are divided.
 
-    An array's dimensions are named in a string such as `"tokens heads head_size"`. Divided are `heads`, `blocks`, and
-    `sequences`: in order, among the shares of the blocks. By any other name a device has the whole. An array may have
-    only the first of the dimensions named, as a scale has, which is for all heads or for each; and for an array there
-    may be `None`, as for the layer where a cache holds one.
+    A string such as `"tokens heads head_size"` names an array's dimensions. `heads` and `blocks` are divided as the
+    cache is, `sequences` in order among the shares of the blocks; all others are replicated. An array may have fewer
+    dimensions than named, such as a scale for all heads, and may be `None`, such as the layer.
 
     Attributes:
       arguments: of each array after the cache.
-      results: of each array that is returned, in the tree in which it is; `CACHE` for the cache's.
-      own: makes of the arguments those of a share of the blocks; called with the share's spec, its first block and how
-        many it has, and the arguments. None where they name no blocks.
+      results: of each returned array, as a tree; `CACHE` for the cache's.
+      own: maps the arguments to a share's numbering of blocks; called with the share's spec, its first block, its
+        number of blocks and the arguments. None if they name no blocks.
     """
 
     arguments: tuple[str, ...]
@@ -228,28 +241,28 @@ def run_on_shares(
     *args: Any,
     **static: Any,
 ) -> Any:
-    """`function(kv, spec, *args, **static)` on each device's share of a cache, without communication.
+    """Runs `function(kv, spec, *args, **static)` on each device's share of a cache, without communication.
 
     Args:
       what: the operation, for messages.
-      function: what runs on a share. Like `static` it is hashable, for each is traced once.
-      signature: what of `args` and of the results belongs to a share.
-      partition: the cache's, over axes that no shard_map around has divided already.
+      function: runs on a share. Hashable, as is `static`: equal calls are traced once.
+      signature: how `args` and the results are divided.
+      partition: the cache's, over axes that no surrounding shard_map has divided.
       spec: the cache's.
       kv: the cache's array.
       args: arrays, numbers or None.
       static: passed on.
 
     Raises:
-      KVCacheValueError: sequences that divide into no equal shares; or, over explicit axes, an argument that would have
-        to be communicated.
+      KVCacheValueError: sequences do not divide into equal shares; or, over explicit axes, an argument would need
+        communication.
     """
     shares = partition.num_block_shares
     for array, dims in zip(args, signature.arguments, strict=True):
         if dims.startswith("sequences") and (size := jnp.shape(array)[0]) % shares:
             raise KVCacheValueError(
                 f"{what}: got num_seqs={size} for a cache whose blocks are divided into {shares} shares, expected a"
-                f" multiple of {shares}: the first num_seqs / {shares} sequences read from the first share, and so on"
+                f" multiple of {shares}: each share serves num_seqs / {shares} consecutive sequences"
             )
     return _run_on_shares(kv, args, what, function, signature, partition, spec, tuple(static.items()))
 
@@ -267,7 +280,7 @@ def _run_on_shares(
 ) -> Any:
     share, sharding = partition.share(spec), partition.sharding(spec)
 
-    def on_a_share(kv: jax.Array, *args: Any) -> Any:
+    def on_share(kv: jax.Array, *args: Any) -> Any:
         if partition.blocks and signature.own is not None:
             args = signature.own(share, lax.axis_index(partition.blocks) * kv.shape[0], kv.shape[0], *args)
         return function(kv, share, *args, **dict(static))
@@ -282,20 +295,20 @@ def _run_on_shares(
         for x, wanted in zip(args, in_specs, strict=True)
     )
     return jax.shard_map(
-        on_a_share,
+        on_share,
         mesh=mesh,
         in_specs=(sharding.spec, *in_specs),
         out_specs=jax.tree.map(
             lambda dims: sharding.spec if dims == CACHE else partition.spec_of(dims, len(dims)), signature.results
         ),
-        # Every other axis too, though the cache is repeated over it: over an axis left to XLA no kernel can run.
+        # Includes axes over which the cache is replicated: a kernel cannot run over axes that XLA partitions.
         axis_names=set(mesh.axis_names) - set(context.manual_axes),
         check_vma=False,
     )(kv, *args)
 
 
 def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, or_whole: bool = True) -> jax.Array:
-    """`array` with the type that shard_map wants of explicit axes, if no device needs another's part for that."""
+    """Returns `array` with the type that shard_map requires over explicit axes; raises if it needs communication."""
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
     if not explicit:
         return array
@@ -314,7 +327,7 @@ def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, 
         expected = f"{target}, as the shares of the cache take it, or a whole array" if any(target) else "a whole array"
         raise KVCacheValueError(
             f"{what}: {got_type}, expected {expected};"
-            f" jax.reshard(array, {target}) communicates it, and docs/scaling.md, Explicit axes, shows how each share"
-            " of the blocks writes its own tokens without that"
+            f" jax.reshard(array, {target}) communicates it; docs/scaling.md, Explicit axes, shows how each share of"
+            " the blocks writes its own tokens without communication"
         )
     return jax.reshard(array, NamedSharding(mesh, target))

@@ -1,8 +1,8 @@
 """fp8, int8 and NVFP4 in plain `jax.lax`: the definition of every byte in a quantized cache.
 
-Each kernel is held to these functions, bit for bit. They are written so that XLA cannot change a rounding: it turns
-`x / scalar` into `x * (1 / scalar)`, contracts `a * b + c` and flushes subnormals on CPU, each of which moves bytes.
-And by `lax`, since a function of `jnp` takes ten times as long to trace.
+Every kernel must match these functions bit for bit. They are written so that XLA cannot change a rounding: it rewrites
+`x / scalar` as `x * (1 / scalar)`, contracts `a * b + c` and flushes subnormals on CPU, each of which changes bytes.
+They use `lax` because `jnp` functions take ten times as long to trace.
 
 Scales are *decode* scales: `value = stored * scale`.
 """
@@ -24,17 +24,17 @@ from jax.typing import ArrayLike
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the eight magnitudes of a four-bit code stand for; bit 3 is the sign."""
+"""The values of the eight magnitudes of a four-bit code; bit 3 is the sign."""
 
 E2M1_MAX = 6.0
 E2M1_SECOND = 4.0
 E4M3_MAX = 448.0
 
 LEAST_TOKEN_SCALE = 1e-6
-"""What a scale of one token and head is at least, as vLLM has it: zeros have one too."""
+"""Lower bound of a scale per token and head, as in vLLM: rows of zeros need one too."""
 
 NOT_A_FLOAT32 = 1.0 + 2.0**-52
-"""The float64 next to 1: a factor that changes nothing that a float32 shows, and that float32 cannot hold."""
+"""The float64 next to 1: a factor without effect on a float32 result, and not representable in float32."""
 
 CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
     {
@@ -45,19 +45,19 @@ CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
         np.dtype(ml_dtypes.float8_e5m2): 0x7F,
     }
 )
-"""The NaN that NVIDIA GPUs' convert instructions write. A NaN that changes its dtype becomes this one everywhere."""
+"""The NaN that NVIDIA GPUs' convert instructions write. Every dtype conversion of a NaN produces this one."""
 
 
 def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
-    """`x / divisor` in float32, correctly rounded whatever the backend; the two broadcast.
+    """Returns `x / divisor` in float32, correctly rounded on every backend; the two broadcast.
 
-    XLA divides float32 inexactly on GPU, and everywhere turns division by a broadcast value into multiplication by its
-    reciprocal. In float64 such errors are a few units in the last place, under `2**-50` of the quotient. That is nearer
-    than a quotient of two 24-bit significands ever comes to the middle between two float32, where rounding could go
+    XLA divides float32 inexactly on GPU, and on every backend turns division by a broadcast value into multiplication
+    by its reciprocal. In float64 such errors are a few units in the last place, under `2**-50` of the quotient. A
+    quotient of two 24-bit significands is never that close to the midpoint of two float32, where rounding could go
     wrong: for a 25-bit midpoint `m`, `a / b - m` is a non-zero multiple of a unit over `b`, at least `2**-49` of `m`.
 
-    A float64 division that is only rounded to float32 LLVM narrows to a float32 division, inexact again. The factor
-    keeps it from that: it is 1 but for the last bit of a float64, and no float32.
+    LLVM narrows a float64 division that is only rounded to float32 to an inexact float32 division. The factor, which
+    differs from 1 in a float64's last bit only, prevents that.
     """
     with jax.enable_x64(True):
         divisor = _to(jnp.asarray(divisor, jnp.float32), np.float64)
@@ -67,9 +67,9 @@ def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
 
 
 def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x` in `dtype`, rounded to nearest even; values past the largest finite one become infinite.
+    """Returns `x` in `dtype`, rounded to nearest even; values past the largest finite one become infinite.
 
-    A float of `dtype` already keeps its bits. Otherwise NaN becomes the canonical NaN, and subnormals are kept.
+    If `x` already has the dtype, its bits are unchanged. Otherwise NaN becomes the canonical NaN; subnormals are kept.
     """
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
@@ -79,12 +79,12 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def with_canonical_nan(x: jax.Array) -> jax.Array:
-    """`x` (float32) with the canonical NaN for every other."""
+    """Returns `x` (float32) with every NaN replaced by the canonical one."""
     return lax.bitcast_convert_type(_where(_is_nan(x), CANONICAL_NAN_BITS[x.dtype], _bits(x)), x.dtype)
 
 
 def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array:
-    """`x / scale` in an fp8 dtype: clamped to the largest finite value, rounded to nearest even, NaN kept.
+    """Encodes `x / scale` in an fp8 dtype: clamped to the largest finite value, rounded to nearest even, NaN kept.
 
     Args:
       x: float32, float16 or bfloat16, any shape.
@@ -96,17 +96,17 @@ def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array
 
 
 def decode_fp8(stored: jax.Array, scale: ArrayLike) -> jax.Array:
-    """`stored * scale` in float32, NaN as the canonical one."""
+    """Returns `stored * scale` in float32, with canonical NaNs."""
     return with_canonical_nan(stored.astype(jnp.float32) * _with_rank_of(stored, scale))
 
 
 def encode_per_token_head(x: jax.Array, dtype: KVCacheDType) -> tuple[jax.Array, jax.Array]:
-    """Each row along the last dimension as 8-bit codes and one float32 scale, as vLLM stores them (#38378, #45361).
+    """Encodes each row of the last dimension as 8-bit codes and one float32 scale, as vLLM does (#38378, #45361).
 
-    With `amax` the row's largest magnitude, NaN ignored, and Q the dtype's largest value `scale = max(amax / Q, 1e-6)`
+    With `amax` the row's largest magnitude, NaN ignored, and Q the dtype's largest value, `scale = max(amax / Q, 1e-6)`
     and `q = x * (1 / scale)`; every operation rounds to float32. An fp8 code is `q` clamped to Q and rounded to nearest
-    even, NaN kept; an int8 code `abs(q) + 0.5` without its fraction, with the sign of `q`, and 0 for NaN. An infinity
-    makes the scale infinite, and so all of the row NaN when it is read.
+    even, NaN kept. An int8 code is `abs(q) + 0.5`, truncated, with the sign of `q`, and 0 for NaN. An infinity makes
+    the scale infinite, so the whole row reads as NaN.
 
     Args:
       x: float32, float16 or bfloat16 `[..., head_size]`.
@@ -126,16 +126,16 @@ def encode_per_token_head(x: jax.Array, dtype: KVCacheDType) -> tuple[jax.Array,
 
 
 def decode_per_token_head(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """`codes * scales` in float32, from what `encode_per_token_head` returns; NaN as in fp8."""
+    """Returns `codes * scales` in float32, from what `encode_per_token_head` returns; NaN as in fp8."""
     scales = lax.broadcast_in_dim(scales, codes.shape, range(codes.ndim))
     return with_canonical_nan(lax.mul(_to(codes, np.float32), scales))
 
 
 def int8_codes(x: jax.Array) -> jax.Array:
-    """Float32 `x` as int8, halves away from zero, saturating at 127 and -127, NaN as 0.
+    """Returns float32 `x` as int8: halves away from zero, saturating at 127 and -127, NaN as 0.
 
-    The sum with 0.5 rounds to float32 before its fraction is dropped, so that 0.49999997 is 1. It is that of the
-    magnitude: a product and a sum with nothing between them are contracted, and then round once.
+    The sum with 0.5 rounds to float32 before truncation, so 0.49999997 becomes 1. It is that of the magnitude because a
+    product followed directly by a sum would be contracted, and round once.
     """
     magnitude = lax.add(lax.min(lax.abs(x), np.float32(127.0)), np.float32(0.5))
     codes = _to(_where(_is_nan(x), 0.0, magnitude), np.int32)
@@ -150,14 +150,14 @@ def _float8_codes(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 def encode_nvfp4(
     x: jax.Array, scale: ArrayLike, dtype: KVCacheDType = KVCacheDType.NVFP4
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks of 16 along the last dimension as four-bit codes and one float8 scale each.
+    """Encodes blocks of 16 along the last dimension as four-bit codes and one float8 scale each.
 
     With `amax` the block's largest magnitude, NaN ignored: `sf = e4m3(min(amax / (6 * scale), 448))`,
-    `inv = 1 / (sf * scale)` (0 where `sf` is 0), `code = e2m1(x * inv)`; float32 throughout, exact division.
+    `inv = 1 / (sf * scale)` (0 if `sf` is 0), `code = e2m1(x * inv)`; float32 throughout, exact division.
 
-    `NVFP4_4OVER6` makes each block with 4 in place of 6 too, so that its largest magnitude becomes about 4 (four over
-    six: codes are denser there, and none lies between 4 and 6). Of the two it keeps the one with the smaller sum of
-    squared errors (`_squared_errors`), that of 6 in a tie.
+    `NVFP4_4OVER6` also encodes each block with 4 in place of 6, which maps its largest magnitude to about 4 (four over
+    six: codes are denser there, and none lies between 4 and 6). It keeps the encoding with the smaller sum of squared
+    errors (`_squared_errors`), that of 6 in a tie.
 
     Args:
       x: float32, float16 or bfloat16 `[..., head_size]`, `head_size` a multiple of 16.
@@ -187,10 +187,10 @@ def encode_nvfp4(
 def _encode_blocks(
     blocks: jax.Array, amax: jax.Array, scale: jax.Array, largest: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Block scales with which `amax` becomes about `largest`, what they stand for, and codes."""
+    """Returns block scales that map `amax` to about `largest`, their decoded values, and codes."""
     scaled = exact_divide(amax, lax.mul(scale, np.float32(largest)))
     block_scales = _to(lax.min(scaled, np.float32(E4M3_MAX)), ml_dtypes.float8_e4m3fn)
-    # XLA may take a conversion there and back for none: on GPUs it would invert the scales before they were rounded.
+    # XLA may cancel a conversion and its inverse: on GPUs it would invert the scales before they were rounded.
     steps = lax.mul(_to(lax.optimization_barrier(block_scales), np.float32), scale)
     inverse = exact_divide(lax.full(steps.shape, np.float32(1.0)), steps)
     inverse = _where(lax.eq(steps, np.float32(0.0)), 0.0, inverse)
@@ -198,14 +198,14 @@ def _encode_blocks(
 
 
 def _squared_errors(blocks: jax.Array, codes: jax.Array, steps: jax.Array) -> jax.Array:
-    """The sum of squared errors of each block, in the units of the input, in float32.
+    """Returns the sum of squared errors of each block, in units of the input, in float32.
 
-    `error = |x| - |e2m1| * step`, rounded once. Of the elements 2 i and 2 i + 1 it is `fma(odd, odd, even * even)`, and
-    0 below `2**-126`; those are added by neighbours, neighbouring pairs, and so on, so that each thread may have a part
-    of a block. A block with NaN has NaN. Of blocks whose squares float32 cannot hold, where all errors are below
-    `2**-63` or one is above `2**64` with each scale, no sum is smaller than the other.
+    `error = |x| - |e2m1| * step`, rounded once. Elements 2 i and 2 i + 1 give `fma(odd, odd, even * even)`, flushed
+    to 0 below `2**-126`; these are added pairwise, as a tree, so that threads may share a block. A block with
+    NaN has NaN. For blocks whose squares do not fit float32, where all errors are below `2**-63` or one is above
+    `2**64` with each scale, neither sum is smaller.
 
-    In float64 the product is exact, and so is the difference unless one side is nothing beside the other.
+    In float64 the product is exact, and so is the difference unless one side is negligible.
     """
     with jax.enable_x64(True):
         values = _to(lax.abs(e2m1_values(codes)), np.float64)
@@ -219,11 +219,11 @@ def _squared_errors(blocks: jax.Array, codes: jax.Array, steps: jax.Array) -> ja
 
 
 def sum_of_squares(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`fma(y, y, x * x)` in float32, whatever the backend: the square of `x` is rounded, and then the sum once.
+    """Returns `fma(y, y, x * x)` in float32 on every backend: `x * x` is rounded, then the sum, once.
 
-    The float64 sum of two float64 is rounded to odd, which makes a second rounding to less than half the bits right
-    (Boldo and Melquiond 2008): its error is exact (Knuth's two-sum), so it is cut off, and its last bit is set where
-    something was. What is below `2**-126` is 0, as GPUs that flush subnormals have it.
+    The float64 sum is rounded to odd, which makes a second rounding to less than half the bits correct (Boldo and
+    Melquiond 2008): with its exact error (Knuth's two-sum) it is truncated, and its last bit set if it was inexact.
+    Results below `2**-126` are 0, as on GPUs that flush subnormals.
     """
     with jax.enable_x64(True):
         squares = [lax.mul(each, each) for each in (_to(x, np.float64), _to(y, np.float64))]
@@ -241,63 +241,61 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, is_neox: bool) -> jax.A
     """Rotates pairs of elements of each head by the angle of its position, in float32, rounded to the dtype of `x`.
 
     The pair `(x, y)` becomes `(x * cos - y * sin, y * cos + x * sin)`: products are rounded, then differences and sums.
-    Numbers below `2**-126` in magnitude count as 0.
+    Magnitudes below `2**-126` are flushed to 0.
 
     Args:
       x: float32, float16 or bfloat16 `[num_tokens, heads, head_size]`.
-      cos: float32 `[num_tokens, rot_dim / 2]`, of each pair; `rot_dim` is at most `head_size`, and elements from there
-        on stay as they are.
+      cos: float32 `[num_tokens, rot_dim / 2]`, for each pair; `rot_dim` is at most `head_size`, and the remaining
+        elements are unchanged.
       sin: the same.
       is_neox: whether element `i` is paired with `i + rot_dim / 2`, else `2 i` with `2 i + 1` (GPT-J).
     """
     half, last = cos.shape[-1], x.ndim - 1
-    turned, rest = (lax.slice_in_dim(x, *ends, 1, last) for ends in ((0, 2 * half), (2 * half, x.shape[last])))
+    rotary, rest = (lax.slice_in_dim(x, *ends, 1, last) for ends in ((0, 2 * half), (2 * half, x.shape[last])))
     if is_neox:
-        pairs = [lax.slice_in_dim(turned, i * half, (i + 1) * half, 1, last) for i in range(2)]
+        pairs = [lax.slice_in_dim(rotary, i * half, (i + 1) * half, 1, last) for i in range(2)]
     else:
-        pairs = [lax.slice_in_dim(turned, i, None, 2, last) for i in range(2)]
+        pairs = [lax.slice_in_dim(rotary, i, None, 2, last) for i in range(2)]
     first, second = (_to(each, np.float32) for each in pairs)
     angles = [lax.broadcast_in_dim(each, first.shape, (0, 2)) for each in (cos, sin)]
     rotated = rotated_first(first, second, *angles), rotated_second(first, second, *angles)
     rounded = [with_canonical_nan(each) if x.dtype == np.float32 else cast(each, x.dtype) for each in rotated]
     if not is_neox:
         rounded = [
-            lax.reshape(lax.concatenate([lax.expand_dims(each, [x.ndim]) for each in rounded], x.ndim), turned.shape)
+            lax.reshape(lax.concatenate([lax.expand_dims(each, [x.ndim]) for each in rounded], x.ndim), rotary.shape)
         ]
     return lax.concatenate([*rounded, rest], last)
 
 
 def rotated_first(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`x * cos - y * sin` in float32, of rounded products; subnormals count as 0, as CPUs have them in XLA."""
+    """Returns `x * cos - y * sin` in float32, from rounded products; subnormals are flushed, as XLA does on CPU."""
     return _normal(lax.sub(*_products((x, cos), (y, sin))))
 
 
 def rotated_second(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`y * cos + x * sin`, likewise."""
+    """Returns `y * cos + x * sin`, likewise."""
     return _normal(lax.add(*_products((y, cos), (x, sin))))
 
 
 def _products(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    """Of pairs of float32, rounded: XLA fuses a product with what takes it, and LLVM rounds both once. Neither looks
-    across a barrier.
-    """
+    """Returns rounded float32 products. The barrier prevents XLA and LLVM from contracting them with their consumer."""
     products = [lax.mul(_normal(x), _normal(y)) for x, y in pairs]
     return [_normal(product) for product in lax.optimization_barrier(products)]
 
 
 def _normal(x: jax.Array) -> jax.Array:
-    """float32 with zeros of the same sign for subnormals."""
+    """Flushes float32 subnormals to zeros of the same sign."""
     zeros = lax.bitcast_convert_type(lax.bitwise_and(_bits(x), np.uint32(1 << 31)), np.float32)
     return lax.select(lax.lt(lax.abs(x), np.float32(2.0**-126)), zeros, x)
 
 
 def _flushed(x: jax.Array) -> jax.Array:
-    """Non-negative float64 in float32, 0 where it would be subnormal."""
+    """Converts non-negative float64 to float32, flushing subnormals to 0."""
     return _to(_where(lax.lt(x, np.float64(2.0**-126)), 0.0, x), np.float32)
 
 
 def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> jax.Array:
-    """`e2m1 * block_scale * scale` in float32, `[..., head_size]`, from what `encode_nvfp4` returns; NaN as in fp8."""
+    """Returns float32 `e2m1 * block_scale * scale`, `[..., head_size]`, of `encode_nvfp4`'s results; NaN as in fp8."""
     nibbles = lax.bitwise_and(data, np.uint8(0xF)), lax.shift_right_logical(data, np.uint8(4))
     codes = lax.concatenate([lax.expand_dims(codes, [data.ndim]) for codes in nibbles], data.ndim)
     blocks = e2m1_values(lax.reshape(codes, (*block_scales.shape, NVFP4_BLOCK_SIZE)))
@@ -306,10 +304,10 @@ def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> 
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:
-    """Four-bit codes (uint8, 0 to 15) of float32 `x`: nearest even, saturating at 6, sign kept for -0, NaN as +0.
+    """Returns four-bit codes (uint8, 0 to 15) of float32 `x`: nearest even, saturating at 6, -0 kept, NaN as +0.
 
-    A magnitude's index is the number of midpoints between neighbours that it has passed. On a midpoint itself the
-    even index wins: one below an even index counts when it is reached, one below an odd index when it is passed.
+    A magnitude's index is the number of midpoints below it. Exactly on a midpoint the even index wins: a midpoint below
+    an even index counts if it is reached, one below an odd index if it is exceeded.
     """
     magnitude = lax.abs(x)
     counts = []
@@ -323,7 +321,7 @@ def e2m1_codes(x: jax.Array) -> jax.Array:
 
 
 def e2m1_values(codes: jax.Array) -> jax.Array:
-    """What four-bit codes stand for, in float32."""
+    """Returns the float32 values of four-bit codes."""
     table = np.array([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], np.float32)
     at_scalars = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
     indices = lax.expand_dims(_to(codes, np.int32), [codes.ndim])
@@ -331,12 +329,12 @@ def e2m1_values(codes: jax.Array) -> jax.Array:
 
 
 def _times_each_block(blocks: jax.Array, factors: jax.Array) -> jax.Array:
-    """`[..., blocks, elements]` times `[..., blocks]`."""
+    """Multiplies `[..., blocks, elements]` by `[..., blocks]`."""
     return lax.mul(blocks, lax.broadcast_in_dim(factors, blocks.shape, range(factors.ndim)))
 
 
 def _with_rank_of(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """`scale`, which broadcasts against `x`, with as many dimensions: users may have JAX refuse others."""
+    """Returns `scale` with the rank of `x`: users may disable implicit rank promotion."""
     scale = jnp.asarray(scale)
     return lax.expand_dims(scale, range(x.ndim - scale.ndim)) if scale.ndim else scale
 
@@ -350,7 +348,7 @@ def _is_nan(x: jax.Array) -> jax.Array:
 
 
 def _where(condition: jax.Array, number: float, x: jax.Array) -> jax.Array:
-    """`x`, but a number where a condition holds."""
+    """Returns `number` where the condition holds, else `x`."""
     return lax.select(condition, lax.full(x.shape, number, x.dtype), x)
 
 
@@ -359,8 +357,8 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _bfloat16_bits(x: jax.Array) -> jax.Array:
-    # A convert would flush subnormals on CPU; integers do not. Adding half a step, less one unless the kept part is
-    # odd, carries into the kept part exactly when the dropped part rounds up to nearest even.
+    # A convert would flush subnormals on CPU; integer operations do not. Adding half a step, less one unless the kept
+    # part is odd, carries into the kept part exactly if the dropped part rounds up to nearest even.
     bits, sixteen = _bits(x), np.uint32(16)
     is_odd = lax.bitwise_and(lax.shift_right_logical(bits, sixteen), np.uint32(1))
     rounded = lax.add(lax.add(bits, np.uint32(0x7FFF)), is_odd)

@@ -1,6 +1,6 @@
-"""What one layer's cache looks like: shapes, bytes, and where each byte of a token lies inside a page.
+"""The layout of one layer's cache: shapes, sizes in bytes, and where each byte of a token is in a page.
 
-Everything here is exact integer arithmetic on a spec's fields: no arrays, no devices.
+All of it is exact integer arithmetic on a spec's fields, without arrays or devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
 
 MAX_SIZE = 2**63 - 1
-"""What any size may be: more than there is memory for, and little enough for products of them to be shown as floats."""
+"""Limit on any size: more than any memory, small enough that products of sizes convert to float."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,18 @@ class AttentionSpec:
       block_size: tokens in a block (page).
       num_kv_heads: KV heads of this layer on this device.
       head_size: elements of one head's key.
-      head_size_v: elements of one head's value; `head_size` where it is not given.
+      head_size_v: elements of one head's value; default `head_size`.
       dtype: how elements are stored, never `AUTO`.
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (NVFP4 only, `block_size` a multiple of 4).
-      sliding_window: tokens that a query sees, its own included; only and always given in a `SlidingWindowSpec`.
-      page_size_padded: bytes of a page in a pool that several layers share; the cache is then that pool, uint8
-        `[num_blocks, page_size_padded]`, and a page's bytes past `real_page_size_bytes` are never written.
-      model_dtype: what the model computes in, as any framework names it: what `gather_kv` returns of a quantized layer
-        where it is not told.
+      sliding_window: tokens that a query sees, its own included; set in a `SlidingWindowSpec`, and only there.
+      page_size_padded: bytes of a page in a pool that several layers share. The cache is then that pool, uint8
+        `[num_blocks, page_size_padded]`; bytes of a page past `real_page_size_bytes` are never written.
+      model_dtype: the model's compute dtype, in any framework's notation: the default result dtype of `gather_kv` for
+        a quantized layer.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: when made with a field that no cache can have, naming it.
+      KVCacheValueError, KVCacheTypeError: from the constructor, for an invalid field; the message names it.
     """
 
     block_size: int
@@ -72,7 +72,7 @@ class AttentionSpec:
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise KVCacheValueError(
                 f"page_size_padded: got {self.page_size_padded}, expected at least {self.real_page_size_bytes},"
-                " the bytes that one page of this spec holds"
+                " the bytes of one page of this spec"
             )
 
     def _sizes(self) -> list[str]:
@@ -97,12 +97,12 @@ class AttentionSpec:
 
     @property
     def quant_mode(self) -> KVQuantMode:
-        """What this layer's scales belong to; `NONE` for an unquantized layer."""
+        """The granularity of this layer's scales; `NONE` for an unquantized layer."""
         return self.dtype.info.quant_mode
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """What one stored element is: uint8, two codes, for NVFP4."""
+        """Dtype of a stored element; uint8, which holds two codes, for NVFP4."""
         return self.dtype.info.storage_dtype
 
     @property
@@ -117,46 +117,45 @@ class AttentionSpec:
 
     @property
     def has_head_axis(self) -> bool:
-        """Whether the axes of the cache array are those of its elements: tokens, heads, head dimension.
+        """Whether the cache array has real axes for tokens, heads and the head dimension.
 
-        A shared pool has no such axes and an array of pages that hold scales has them in name only; their bytes lie as
-        `regions` says.
+        A shared pool has no such axes; in pages that hold scales they are nominal, and `regions` gives the byte order.
         """
         return not self.stores_scales and self.page_size_padded is None
 
     @property
     def stores_scales(self) -> bool:
-        """Whether pages hold scales beside the data: one for each block of NVFP4, or for each token and head."""
+        """Whether pages hold scales beside the data: one per NVFP4 block, or per token and head."""
         return self.dtype.info.scale_dtype is not None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys, values and the scales beside them in this layer, padding not counted."""
+        """Bytes of one token's keys, values and stored scales in this layer, without padding."""
         info = self.dtype.info
         return self.num_kv_heads * (sum(info.row_bytes(self.head_size)) + sum(info.row_bytes(self.head_size_v)))
 
     @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of one page that hold something."""
+        """Bytes of one page without padding."""
         return self.block_size * self.bytes_per_token
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes from one page to the next, padding included."""
+        """Bytes of one page, padding included."""
         return self.real_page_size_bytes if self.page_size_padded is None else self.page_size_padded
 
     @property
     def page_padding_bytes(self) -> int:
-        """Bytes of each page that hold nothing."""
+        """Bytes of padding in each page."""
         return self.page_size_bytes - self.real_page_size_bytes
 
     def cache_shape(self, num_blocks: int, num_layers: int | None = None) -> tuple[int, ...]:
-        """Shape of this layer's array of `num_blocks` pages, in elements of `array_dtype`.
+        """Returns the shape of this layer's array of `num_blocks` pages, in elements of `array_dtype`.
 
         `[num_blocks, 2, block_size, num_kv_heads, row]` (HND: heads before tokens), where `row` is `head_size`
-        elements, or the bytes of data and scales where pages hold these; `[num_blocks, block_size, num_kv_heads,
-        row + row_v]` where keys and values differ; `[num_blocks, page_size_padded]` in a shared pool. Of `num_layers`
-        such layers in one array it is `[num_blocks, num_layers, ...]`.
+        elements, or with stored scales the bytes of data and scales; `[num_blocks, block_size, num_kv_heads,
+        row + row_v]` if head sizes of keys and values differ; `[num_blocks, page_size_padded]` in a shared pool. With
+        `num_layers`, it is `[num_blocks, num_layers, ...]`.
         """
         pages = (num_blocks,) if num_layers is None else (num_blocks, num_layers)
         if self.page_size_padded is not None:
@@ -170,25 +169,25 @@ class AttentionSpec:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """Element type of the cache array: `storage_dtype`, but bytes for every quantized layer and in a shared pool.
+        """Dtype of the cache array: uint8 for quantized layers and shared pools, else `storage_dtype`.
 
-        XLA on CPU widens a float8 array to float16 and back in whatever touches it, which copies the cache for each
-        write and rewrites NaNs of slots that nobody wrote. Integers are left alone.
+        XLA on CPU widens a float8 array to float16 and back in every operation, which copies the cache in each write
+        and changes NaNs in slots that were not written. Integers are unaffected.
         """
         in_bytes = self.quant_mode is not KVQuantMode.NONE or self.page_size_padded is not None
         return np.dtype(np.uint8) if in_bytes else self.storage_dtype
 
     @property
     def regions(self) -> PageRegions:
-        """Where a page's keys, values and the scales beside them lie, in bytes."""
+        """Where a page's keys, values and stored scales are, in bytes."""
         info = self.dtype.info
         (k_data, k_scale), (v_data, v_scale) = (info.row_bytes(size) for size in self._head_sizes)
         dims = (self.block_size, self.num_kv_heads, self.layout)
         if self.stores_scales:
             k, k_scales, v, v_scales = separate_regions([k_data, k_scale, v_data, v_scale], *dims)
             return PageRegions((k, k_scales), (v, dataclasses.replace(v_scales, swizzled=self.is_swizzled)))
-        place = interleaved_regions if self.is_diffkv else separate_regions
-        k, v = place([k_data, v_data], *dims)
+        make_regions = interleaved_regions if self.is_diffkv else separate_regions
+        k, v = make_regions([k_data, v_data], *dims)
         return PageRegions((k,), (v,))
 
     @property
@@ -224,26 +223,26 @@ _KINDS: dict[str, type[AttentionSpec]] = {
 
 
 def spec_to_dict(spec: AttentionSpec) -> dict[str, Any]:
-    """A spec as JSON has it; `spec_from_dict` makes an equal one of it."""
+    """Returns a spec as JSON values; `spec_from_dict` restores it."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     return {"kind": type(spec).__name__, **fields, "dtype": spec.dtype.value, "model_dtype": spec.model_dtype.value}
 
 
 def spec_from_dict(fields: dict[str, Any]) -> AttentionSpec:
-    """The spec that `spec_to_dict` described."""
+    """Returns the spec that `spec_to_dict` described."""
     fields = {**fields, "dtype": KVCacheDType(fields["dtype"])}
     return _KINDS[fields.pop("kind")](**fields)
 
 
 def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """Gives every layer's pages the same number of bytes, so that one pool of bytes serves all layers.
+    """Gives every layer's pages the same number of bytes, so that all layers can share one pool.
 
-    A layer with smaller pages gets as many of its blocks into a page as fit (its `block_size` grows by that factor),
-    and what then remains is padding: nothing where sizes divide, else less than one of the layer's own blocks. The
-    largest pages stay as they are. `page_padding_bytes` of each result says what is lost.
+    A layer with smaller pages packs as many of its blocks into a page as fit (its `block_size` grows by that factor);
+    the rest is padding, less than one original block, reported by `page_padding_bytes`. The largest pages are
+    unchanged.
 
-    Specs that already agree in every field that shapes the array are returned unchanged; otherwise each result has
-    `page_size_padded` set, which makes its cache a view of the shared pool.
+    Specs with equal array shapes and dtypes are returned unchanged; otherwise each result has `page_size_padded` set,
+    which makes its cache a view of the shared pool.
     """
     if len({(spec.array_dtype, spec.cache_shape(1)) for spec in specs}) <= 1:
         return tuple(specs)
@@ -257,13 +256,13 @@ def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...
 
 
 def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
-    """The most tokens of one sequence that `budget_bytes` hold, in whole pages of every layer.
+    """Returns the most tokens of one sequence that `budget_bytes` hold, in whole pages of every layer.
 
-    Sliding layers count every token too: which blocks behind a window are given back is the block tables' business.
+    Sliding-window layers count every token too: freeing blocks behind the window is up to the block tables.
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
-      KVCacheTypeError: a budget that is not an int.
+      KVCacheTypeError: the budget is not an int.
     """
     budget = _budget("max_tokens", specs, budget_bytes)
     layers = collections.Counter((spec.block_size, spec.page_size_bytes) for spec in specs)
@@ -271,7 +270,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
     def cost(num_tokens: int) -> int:
         return sum(-(-num_tokens // block_size) * page * count for (block_size, page), count in layers.items())
 
-    # Bisection by hand: a range that bisect searches holds at most sys.maxsize numbers.
+    # Not bisect: its ranges are limited to sys.maxsize.
     fits, most = 0, min(budget // spec.page_size_bytes * spec.block_size for spec in specs)
     while fits < most:
         middle = (fits + most + 1) // 2
@@ -280,12 +279,11 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 
 
 def max_blocks(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
-    """The most blocks that `budget_bytes` hold in every layer: `num_blocks` of a cache for each spec, and of a
-    `BlockPool` for all of them.
+    """Returns the most blocks that `budget_bytes` hold in every layer: `num_blocks` for each cache and the `BlockPool`.
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
-      KVCacheTypeError: a budget that is not an int.
+      KVCacheTypeError: the budget is not an int.
     """
     return _budget("max_blocks", specs, budget_bytes) // sum(spec.page_size_bytes for spec in specs)
 
@@ -297,7 +295,7 @@ def _budget(what: str, specs: Sequence[AttentionSpec], budget_bytes: object) -> 
 
 
 def as_int(what: str, value: object, *, least: int | None = None, most: int | None = None) -> int:
-    """`value` as Python's int, which no product of sizes overflows as numpy's would."""
+    """Returns `value` as a Python int, whose products do not overflow as NumPy's would."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type_name(value)}, expected an int")
     size = int(value)
@@ -309,7 +307,7 @@ def as_int(what: str, value: object, *, least: int | None = None, most: int | No
 
 
 def as_bool(what: str, value: object) -> bool:
-    """`value` as Python's bool."""
+    """Returns `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise KVCacheTypeError(f"{what}: got {shown(value)} of type {type_name(value)}, expected a bool")
     return bool(value)

@@ -1,4 +1,4 @@
-"""One ragged step of a model: what it has to know of its sequences, `StepMetadata`, and its attention, `attend`."""
+"""`StepMetadata`, the sequences of a ragged step, and `attend`, its write and attention in one layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.block_pool import GIVEN_BACK, MAX_SLOTS, PagedSequence
+from kvjax.block_pool import FREED_BLOCK, MAX_SLOTS, PagedSequence
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, LAYERS_OWN, Window, check_array, check_cache
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, check_array, check_cache
 from kvjax.ops.ragged import ragged_paged_attention
 from kvjax.ops.write import reshape_and_cache_flash_diffkv
 from kvjax.spec import as_int
@@ -25,16 +25,15 @@ PADDING_SLOT = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """A step's sequences, whose new tokens lie one sequence after the other: prompts, parts of prompts and decodes.
+    """The sequences of a step (prefills, chunked prefills, decodes), with their new tokens concatenated.
 
-    A pytree of int32 arrays. The new tokens of a sequence are its last ones; their keys and values go to `slot_mapping`
-    before they attend. Rows and tokens past the last are padding: slots -1, lengths 0, `cu_q_lens` repeated, entries of
-    the block table -1.
+    A pytree of int32 arrays. A sequence's new tokens are its last ones; their keys and values are written to
+    `slot_mapping` before attention. Padding: slots -1, lengths 0, repeated `cu_q_lens`, block table entries -1.
 
     Attributes:
       block_table: `[num_seqs, max_blocks]`, the blocks of each sequence.
       seq_lens: `[num_seqs]`, its tokens, the new ones included.
-      cu_q_lens: `[num_seqs + 1]`: sequence i has the new tokens from `cu_q_lens[i]` to `cu_q_lens[i + 1]`.
+      cu_q_lens: `[num_seqs + 1]`: new tokens of sequence i are `cu_q_lens[i]` to `cu_q_lens[i + 1]`.
       slot_mapping: `[num_tokens]`, the slot of each new token.
     """
 
@@ -53,26 +52,26 @@ class StepMetadata:
         num_seqs: int | Sequence[int] | None = None,
         max_blocks: int | Sequence[int] | None = None,
     ) -> StepMetadata:
-        """The step of sequences of one `BlockPool`, on the host: NumPy arrays, O(tokens + entries of the block table).
+        """Builds the step of sequences of one `BlockPool`, on the host: NumPy arrays, O(tokens + table entries).
 
         Args:
-          sequences: in the order of their tokens in the step; `BlockPool.append` has made room for the new ones.
-          q_lens: new tokens of each, its last ones.
-          num_tokens: tokens to pad to: a size, or sizes (buckets) of which the smallest that fits is taken, each of
-            which is compiled once. By default what is needed.
+          sequences: in the order of their tokens in the step; `BlockPool.append` has reserved the new ones.
+          q_lens: number of new tokens of each, its last ones.
+          num_tokens: tokens to pad to: a size, or sizes (buckets) of which the smallest that fits is used; each is
+            compiled once. Default: no padding.
           num_seqs: rows to pad to, likewise.
           max_blocks: columns of the block table to pad to, likewise.
 
         Raises:
-          KVCacheValueError: what is needed is more than the largest size; more new tokens than a sequence has, or new
-            tokens in a block that was given back.
+          KVCacheValueError: the step does not fit the largest size; more new tokens than a sequence has, or new
+            tokens in a freed block.
         """
         new = np.array(_new_tokens(sequences, q_lens), np.int64)
         blocks = [sequence.blocks for sequence in sequences]
         rows = _bucket("num_seqs", len(sequences), num_seqs)
         columns = _bucket("max_blocks", max(map(len, blocks), default=0), max_blocks)
         slot_mapping = np.full(_bucket("num_tokens", int(new.sum()), num_tokens), PADDING_SLOT, np.int32)
-        block_table = np.full((rows, columns), GIVEN_BACK, np.int32)
+        block_table = np.full((rows, columns), FREED_BLOCK, np.int32)
         for row, own in enumerate(blocks):
             block_table[row, : len(own)] = own
         seq_lens = np.zeros(rows, np.int32)
@@ -97,28 +96,28 @@ class StepMetadata:
         cu_kv_lens: ArrayLike | None = None,
         num_seqs: ArrayLike | None = None,
     ) -> StepMetadata:
-        """The step that stacks for TPUs describe by flat page indices, on the device, under `jit` too.
+        """Builds the step from the flat page indices of TPU stacks, on the device, also under `jit`.
 
-        Without `cu_kv_lens` each sequence has as many entries of `page_indices`, as in tpu-inference (its
-        `block_tables`, `seq_lens` and `query_start_loc`). With it the pages of sequence i begin at
+        Without `cu_kv_lens` each sequence has equally many entries of `page_indices`, as in tpu-inference (its
+        `block_tables`, `seq_lens` and `query_start_loc`). With it the pages of sequence i start at
         `cu_kv_lens[i] // block_size`, as in sglang-jax.
 
         Under `jit` the ints `block_size`, `num_tokens` and `max_blocks` are static.
 
         Args:
-          page_indices: int32 `[num_pages]`. What is behind a sequence's length may be anything.
+          page_indices: int32 `[num_pages]`. Entries past a sequence's length may be anything.
           kv_lens: int32 `[max_num_seqs]`, tokens of each sequence, the new ones included; 0 for padding.
           cu_q_lens: int32 `[max_num_seqs + 1]`.
           block_size: tokens in a page.
           num_tokens: rows of the query, padding included.
-          max_blocks: columns of the block table, enough for the longest sequence; with `cu_kv_lens` it is needed, else
-            by default `num_pages / max_num_seqs`.
-          cu_kv_lens: int32 `[max_num_seqs + 1]`, sums of the lengths, each rounded up to whole pages.
-          num_seqs: an int32 scalar or `[1]`; rows from there on are padding, whatever they hold. By default all rows
-            count.
+          max_blocks: columns of the block table, enough for the longest sequence; required with `cu_kv_lens`, else
+            default `num_pages / max_num_seqs`.
+          cu_kv_lens: int32 `[max_num_seqs + 1]`, cumulative lengths, each rounded up to whole pages.
+          num_seqs: an int32 scalar or `[1]`; rows from there on are padding, whatever they hold. Default: all rows are
+            used.
 
         Raises:
-          KVCacheValueError, KVCacheTypeError: shapes or dtypes that do not fit each other.
+          KVCacheValueError, KVCacheTypeError: inconsistent shapes or invalid dtypes.
         """
         size = as_int("block_size", block_size, least=1)
         number = as_int("num_tokens", num_tokens, least=0)
@@ -133,7 +132,7 @@ class StepMetadata:
             lengths = jnp.where(jnp.arange(rows) < used, lengths, 0)
             ends = ends[jnp.clip(jnp.arange(rows + 1), 0, used)]
         if cu_kv_lens is None:
-            per_sequence = _pages_a_sequence(pages, rows)
+            per_sequence = _pages_per_sequence(pages, rows)
             columns = per_sequence if max_blocks is None else as_int("max_blocks", max_blocks, least=0)
             first = jnp.arange(rows, dtype=jnp.int32) * per_sequence
         else:
@@ -143,9 +142,9 @@ class StepMetadata:
             per_sequence = columns = as_int("max_blocks", max_blocks, least=0)
             first = _as_int32(cu_kv_lens)[:-1] // size
         column = jnp.arange(columns, dtype=jnp.int32)[None]
-        there = (column * size < lengths[:, None]) & (column < per_sequence)
-        pages = jnp.where(pages <= MAX_SLOTS // size, pages, GIVEN_BACK)  # else its slots would be other blocks'
-        block_table = jnp.where(there, _entries(pages, first[:, None] + column), GIVEN_BACK)
+        is_used = (column * size < lengths[:, None]) & (column < per_sequence)
+        pages = jnp.where(pages <= MAX_SLOTS // size, pages, FREED_BLOCK)  # larger ones would overflow slots
+        block_table = jnp.where(is_used, _entries(pages, first[:, None] + column), FREED_BLOCK)
         step = cls(block_table, lengths, ends, jnp.zeros(number, jnp.int32))
         sequence, position = step.token_rows()
         block = _entries(block_table, sequence, position // size)
@@ -153,9 +152,9 @@ class StepMetadata:
         return dataclasses.replace(step, slot_mapping=slots)
 
     def token_rows(self) -> tuple[jax.Array, jax.Array]:
-        """Whose each token is and where it stands, on the device: two int32 `[num_tokens]`, rows and positions.
+        """Returns each token's sequence and position, on the device: two int32 `[num_tokens]`, rows and positions.
 
-        The position of padding is -1, and its row any.
+        The position of padding is -1, its row is arbitrary.
         """
         lengths, ends = jnp.asarray(self.seq_lens), jnp.asarray(self.cu_q_lens)
         token = jnp.arange(self.slot_mapping.shape[0], dtype=jnp.int32)
@@ -175,7 +174,7 @@ def attend(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sm_scale: float | None = None,
-    sliding_window: Window = LAYERS_OWN,
+    sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     batch_invariant: bool = False,
@@ -185,38 +184,38 @@ def attend(
     decode_q_len: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """A layer's attention in a ragged step: writes the new tokens, then each attends to all of its sequence up to it.
+    """Runs a layer's attention in a ragged step: writes the new tokens, then each attends to its sequence up to itself.
 
-    It is `reshape_and_cache_flash` to `metadata.slot_mapping`, of keys and values of one head size or of two, and
-    `ragged_paged_attention` over the cache that this returns. What is not said here is said there.
+    Equivalent to `reshape_and_cache_flash_diffkv` to `metadata.slot_mapping` and `ragged_paged_attention` over the
+    returned cache; see there for details.
 
     Args:
-      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata,
-        padding included, which sees nothing.
+      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata;
+        padding rows attend to nothing.
       key: `[num_tokens, num_kv_heads, head_size]`, likewise.
       value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype.
       cache: the layer's cache, or that of several layers. Under `jit`, donate it.
       metadata: the step's sequences, the same for all layers that share a block table.
-      layer: in a cache of several layers the number of this one.
-      k_scale: as the write and the attention take it; by default the cache's.
+      layer: this layer's number in a cache of several.
+      k_scale: as in the write and the attention; default: the cache's.
       v_scale: likewise.
       sm_scale: factor on the logits, as in `ragged_paged_attention`.
-      sliding_window: tokens that a row sees, its own included; None for no window. By default the layer's.
+      sliding_window: tokens that a row attends to, its own included; None for no window. Default: the layer's.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`; None for no cap.
       sinks: float32 `[num_heads]`.
-      batch_invariant: whether a sequence's results have the same bits whatever else is in the batch.
-      unique_slots: promises that no two tokens share a slot, as those of sequences of one `BlockPool` do not.
+      batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch.
+      unique_slots: promises that no two tokens share a slot, as is the case for sequences of one `BlockPool`.
       max_q_len: most query tokens of a sequence.
       max_prompts: most sequences with more query tokens than `decode_q_len`.
-      decode_q_len: most query tokens of a sequence that decodes.
-      implementation: `"mosaic"` or `"xla"`, for the write and the attention; None lets each choose.
+      decode_q_len: most query tokens of a sequence on the decode path.
+      implementation: `"mosaic"` or `"xla"`, for the write and the attention; None chooses for each.
 
     Returns:
-      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype, and the cache with the tokens in it.
+      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype, and the updated cache.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: as both operations, and another number of rows than the metadata has.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: as both operations; also a number of rows other than the metadata's.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
     if not isinstance(metadata, StepMetadata):
@@ -247,21 +246,21 @@ def attend(
 
 
 def _entries(array: jax.Array, *indices: jax.Array) -> jax.Array:
-    """`array[indices]`, -1 where there is no such entry."""
+    """Returns `array[indices]`, -1 out of bounds."""
     return array.at[indices].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
 
-def _pages_a_sequence(pages: jax.Array, num_seqs: int) -> int:
+def _pages_per_sequence(pages: jax.Array, num_seqs: int) -> int:
     if not num_seqs or pages.shape[0] % num_seqs:
         raise KVCacheValueError(
-            f"page_indices: got {pages.shape[0]} for {num_seqs} sequences, expected as many for each;"
-            " where they are packed, pass cu_kv_lens"
+            f"page_indices: got {pages.shape[0]} for {num_seqs} sequences, expected an equal number for each;"
+            " if pages are packed, pass cu_kv_lens"
         )
     return pages.shape[0] // num_seqs
 
 
 def _as_int32(array: Any) -> jax.Array:
-    """`array` as int32, in which numbers that int32 does not hold are as large, or as negative, as one can be."""
+    """Returns `array` as int32, clamped to its range."""
     if array.dtype == np.int32:
         return jnp.asarray(array)
     bounds = np.iinfo(np.int32)
@@ -269,14 +268,16 @@ def _as_int32(array: Any) -> jax.Array:
 
 
 def _new_tokens(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> list[int]:
-    """`q_lens`, of sequences that have as many tokens and one pool."""
+    """Returns `q_lens` after checking that the sequences have as many tokens and share a pool."""
     if len(q_lens) != len(sequences):
         raise KVCacheValueError(
             f"q_lens: got {len(q_lens)} numbers, expected one for each of {len(sequences)} sequences"
         )
     for index, sequence in enumerate(sequences):
         if sequence.pool is not sequences[0].pool:
-            raise KVCacheValueError(f"sequences[{index}]: got a sequence of another pool than sequences[0]")
+            raise KVCacheValueError(
+                f"sequences[{index}]: got a sequence of another pool, expected that of sequences[0]"
+            )
     return [
         as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens)
         for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True))
@@ -284,22 +285,22 @@ def _new_tokens(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> li
 
 
 def _slots(block_table: np.ndarray, seq_lens: np.ndarray, q_lens: np.ndarray, block_size: int) -> np.ndarray:
-    """Slots of the last `q_lens` tokens of each row, those of a row together: int32 `[sum(q_lens)]`."""
+    """Returns the slots of the last `q_lens` tokens of each row, concatenated: int32 `[sum(q_lens)]`."""
     row = np.repeat(np.arange(len(q_lens)), q_lens)
-    # Counted through all rows, the last token of row i is the last of the first `sum(q_lens[:i + 1])`.
+    # In the concatenation, the last token of row i has index `sum(q_lens[:i + 1]) - 1`.
     position = np.arange(len(row)) + np.repeat(seq_lens - np.cumsum(q_lens), q_lens)
     block = block_table[row, position // block_size]
-    if (block == GIVEN_BACK).any():
-        token = int(np.argmax(block == GIVEN_BACK))
+    if (block == FREED_BLOCK).any():
+        token = int(np.argmax(block == FREED_BLOCK))
         raise KVCacheValueError(
-            f"q_lens[{row[token]}]: got {q_lens[row[token]]} new tokens, of which that at position {position[token]} is"
-            " in a block that was given back"
+            f"q_lens[{row[token]}]: got {q_lens[row[token]]} new tokens, the one at position {position[token]} in a"
+            " freed block, expected all in allocated blocks"
         )
     return (block * block_size + position % block_size).astype(np.int32)
 
 
 def _bucket(what: str, needed: int, sizes: int | Sequence[int] | None) -> int:
-    """The smallest of `sizes` that is not less than what is needed."""
+    """Returns the smallest of `sizes` that is at least `needed`."""
     if sizes is None:
         return needed
     given = [as_int(what, size, least=0) for size in (sizes if isinstance(sizes, Sequence) else [sizes])]

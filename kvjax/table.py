@@ -1,4 +1,4 @@
-"""Markdown tables that also read well in a terminal."""
+"""Markdown tables that are also readable in a terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table of `rows`, each as long as `header`: the first `left` columns flush left, those of numbers right."""
+    """Returns a table of `rows`, each as long as `header`: the first `left` columns left-aligned, the others right."""
     cells = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * width if column < left else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
 
-    def line(words: Sequence[str]) -> str:
+    def line(values: Sequence[str]) -> str:
         aligned = (
-            word.ljust(width) if column < left else word.rjust(width)
-            for column, (word, width) in enumerate(zip(words, widths, strict=True))
+            value.ljust(width) if column < left else value.rjust(width)
+            for column, (value, width) in enumerate(zip(values, widths, strict=True))
         )
         return f"| {' | '.join(aligned)} |"
 

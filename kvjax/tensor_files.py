@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint, each read when it is asked for: safetensors files, a folder of them, or a mapping.
+"""Lazily read tensors of a checkpoint: a safetensors file, a folder of them, or a mapping.
 
-The safetensors package is not used: as of 0.8 it gives NumPy no float8. Of a file the header is read, and then the
-bytes of the tensors that are asked for. The format: https://huggingface.co/docs/safetensors.
+Not the safetensors package: as of 0.8 it does not return float8 as NumPy. Only the header of a file and the bytes of
+the requested tensors are read. The format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, is_of_torch, shown
 
 INDEX = "model.safetensors.index.json"
-"""The file that says which of a folder's files holds which tensor."""
+"""Maps each tensor of a folder to its file."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that is read, as in the safetensors package."""
+"""The longest accepted header, as in the safetensors package."""
 
 _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
@@ -39,20 +39,20 @@ _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 )
 
 type Tensors = Mapping[str, Callable[[], np.ndarray]]
-"""What reads each tensor, as float32, by the tensor's name."""
+"""Functions that read each tensor as float32, by name."""
 
 
 def open_tensors(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Tensors:
-    """The tensors of a checkpoint, none of them read yet.
+    """Opens the tensors of a checkpoint without reading them.
 
     Args:
       checkpoint: a safetensors file; a folder with `model.safetensors.index.json`, or else with safetensors files; or
         a mapping from names to arrays or tensors.
 
     Raises:
-      KVCacheValueError: a folder without such files, or a file that is not what it should be; the message names it.
+      KVCacheValueError: a folder without such files, or a malformed file; the message names it.
       KVCacheTypeError: neither a path nor a mapping from strings.
-      OSError: a file that cannot be read.
+      OSError: a file cannot be read.
     """
     if isinstance(checkpoint, Mapping):
         for name in checkpoint:
@@ -78,7 +78,7 @@ def _open_folder(folder: Path) -> Tensors:
 
 
 def has_tensors(folder: Path) -> bool:
-    """Whether a folder holds files that `open_tensors` reads."""
+    """Returns whether a folder holds files that `open_tensors` reads."""
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
@@ -94,7 +94,7 @@ def _open_index(index: Path) -> Tensors:
             raise KVCacheValueError(f"{str(index)!r}: got {shown(file)} for {shown(name)}, expected a file beside it")
         tensors = opened(index.with_name(file))
         if name not in tensors:
-            raise KVCacheValueError(f"{str(index)!r}: got {file!r} for {shown(name)}, which does not hold it")
+            raise KVCacheValueError(f"{str(index)!r}: got {file!r} for {shown(name)}, expected a file that holds it")
         return tensors[name]()
 
     return {name: functools.partial(read, name, file) for name, file in files.items()}
@@ -106,7 +106,7 @@ def _open_file(path: Path) -> Tensors:
         text = file.read(size) if size <= MAX_HEADER_BYTES else b""
     header = _parse(path, text)
     if not isinstance(header, dict):
-        raise KVCacheValueError(f"{str(path)!r}: got a header that is no object, expected a safetensors file")
+        raise KVCacheValueError(f"{str(path)!r}: got a header that is not an object, expected a safetensors file")
     start = 8 + size
     return {
         name: functools.partial(_read_tensor, path, start, name, entry)
@@ -119,13 +119,13 @@ def _read_tensor(path: Path, start: int, name: str, entry: Any) -> np.ndarray:
     what = f"tensor {shown(name)} of {str(path)!r}"
     try:
         dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
-        sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        is_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
         raise KVCacheValueError(f"{what}: got {shown(entry)}, expected dtype, shape and data_offsets") from None
     if dtype is None:
         raise KVCacheValueError(f"{what}: got dtype {shown(entry['dtype'])}, expected one of {', '.join(_DTYPES)}")
-    if not sound or math.prod(shape) * dtype.itemsize != end - begin:
-        raise KVCacheValueError(f"{what}: got {shown(entry)}, expected data_offsets of as many bytes as the shape has")
+    if not is_valid or math.prod(shape) * dtype.itemsize != end - begin:
+        raise KVCacheValueError(f"{what}: got {shown(entry)}, expected data_offsets that match the shape and dtype")
     with path.open("rb") as file:
         if start + end > file.seek(0, os.SEEK_END):
             raise KVCacheValueError(f"{what}: got {shown(entry)}, expected data_offsets within the file")
@@ -146,7 +146,7 @@ def _parse(path: Path, text: bytes) -> Any:
 
 def _as_float32(name: str, tensor: Any) -> np.ndarray:
     if is_of_torch(tensor):
-        tensor = tensor.detach().cpu().float().numpy()  # NumPy has none of torch's narrow floats
+        tensor = tensor.detach().cpu().float().numpy()  # NumPy lacks torch's narrow float dtypes
     try:
         return np.asarray(tensor).astype(np.float32)
     except (TypeError, ValueError):

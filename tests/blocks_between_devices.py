@@ -94,8 +94,8 @@ def check_what_would_fit() -> None:
     for axes, pages, device in ((P(None, None, None, "heads"), 400, 0), (P("heads"), 400, 0), (P(), 100, 0)):
         with pytest.raises(KVCacheMemoryError) as raised:
             KVCache.allocate(spec, 2**40, sharding=NamedSharding(MESHES[0], axes))
-        assert f"expected at most {pages}, for which " in str(raised.value), raised.value
-        assert f"are left on {DEVICES[device]}." in str(raised.value), raised.value
+        assert f"expected at most {pages}: " in str(raised.value), raised.value
+        assert f"are free on {DEVICES[device]}." in str(raised.value), raised.value
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def test_one_program_serves_every_window():
 
 def test_the_kernel_is_not_asked_for_a_window_in_an_array():
     query, cache, *tables = sliding_problem(3).args
-    with pytest.raises(kvjax.UnsupportedError, match=r"its sliding_window is an int; got an array"):
+    with pytest.raises(kvjax.UnsupportedError, match=r"sliding_window: got an array, expected an int"):
         paged_attention(query, cache, *tables, sliding_window=jnp.int32(3), implementation="mosaic")
 
 
@@ -341,7 +341,7 @@ F32 = np.zeros((2, 3, 4), np.float32)
         ([], [], KVCacheValueError, "outs: got no parts, expected at least one"),
         (F32[:0], F32[:0, :, 0], KVCacheValueError, "outs: got no parts, expected at least one"),
         (F32[0], F32[0, :, 0], KVCacheValueError, "outs: got shape (3, 4), expected [num_parts, ..., num_heads, head"),
-        (F32, F32, KVCacheValueError, "lses: got shape (2, 3, 4), expected (2, 3), that of outs less its last dim"),
+        (F32, F32, KVCacheValueError, "lses: got shape (2, 3, 4), expected (2, 3), that of outs without its last"),
         (F32.astype(np.float64), F32[..., 0], KVCacheTypeError, "outs: got dtype float64, expected one of float32"),
         (F32, F32[..., 0].astype(np.float16), KVCacheTypeError, "lses: got dtype float16, expected one of float32"),
         (F32, 3.0, KVCacheTypeError, "lses: got a float, expected an array or a sequence of arrays"),

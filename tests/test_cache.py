@@ -93,7 +93,7 @@ def test_a_cache_that_does_not_fit_says_what_was_asked_for():
         KVCache.allocate(SPEC, TOO_MANY)
     message = str(raised.value)
     asked = (
-        f"num_blocks: got {TOO_MANY}, which take {TOO_MANY * 1152:,} bytes (147,456.00 GiB), more memory than there is"
+        f"num_blocks: got {TOO_MANY}, which need {TOO_MANY * 1152:,} bytes (147,456.00 GiB), more memory than available"
     )
     assert message.startswith(asked)
     assert message.endswith(f"Each is a page of 1152 bytes of {SPEC}")
@@ -102,22 +102,20 @@ def test_a_cache_that_does_not_fit_says_what_was_asked_for():
 
 
 def test_more_bytes_than_there_are_numbers_for_do_not_fit_either():
-    with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which take {2**60 * 1152:,} bytes"):
+    with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which need {2**60 * 1152:,} bytes"):
         KVCache.allocate(SPEC, 2**60)
 
 
 def test_a_cache_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch):
     device = jax.local_devices()[0]
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 100 * SPEC.page_size_bytes + 17)
-    expected = (
-        f"; expected at most 100, for which 115,217 bytes (0.00 GiB) are left on {device}. Each is a page of 1152"
-    )
+    expected = f"; expected at most 100: 115,217 bytes (0.00 GiB) are free on {device}. Each is a page of 1152"
     for sharding in (None, jax.sharding.SingleDeviceSharding(device)):
         with pytest.raises(KVCacheMemoryError) as raised:
             KVCache.allocate(SPEC, TOO_MANY, sharding=sharding)
         assert expected in str(raised.value)
     for default in (device, "cpu"):
-        with jax.default_device(default), pytest.raises(KVCacheMemoryError, match="expected at most 100, for which"):
+        with jax.default_device(default), pytest.raises(KVCacheMemoryError, match="expected at most 100: "):
             KVCache.allocate(SPEC, TOO_MANY)
 
 
@@ -138,7 +136,7 @@ def test_a_cache_that_does_not_fit_on_a_gpu_says_how_many_pages_would():
     with jax.default_device(device):
         with pytest.raises(KVCacheMemoryError) as raised:
             KVCache.allocate(SPEC, too_many)
-        fits = re.search(r"expected at most (\d+), for which [\d,]+ bytes \(.*\) are left on ", str(raised.value))
+        fits = re.search(r"expected at most (\d+): [\d,]+ bytes \(.*\) are free on ", str(raised.value))
         assert 0 < int(fits[1]) <= limit // SPEC.page_size_bytes
         assert not page_bytes(KVCache.allocate(SPEC, 2)).any()
 

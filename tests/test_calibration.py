@@ -172,7 +172,7 @@ def test_samples_are_streamed(method: str, times: int):
         assert jax.tree.all(jax.tree.map(np.array_equal, scales, calibrate(SPECS, samples(), method=method)))
     else:
         with pytest.raises(
-            KVCacheTypeError, match="got a generator, which can be read once; method 'mse' expects a list"
+            KVCacheTypeError, match="got a generator, which can be read only once, expected for method 'mse' a list"
         ):
             calibrate(SPECS, samples(), method=method)
 
@@ -230,7 +230,7 @@ def test_nan_is_passed_over(method: str):
 def test_infinity_is_refused_by_its_layer(method: str):
     value = SAMPLES[0][3][1].copy()
     value[2, 1, 0] = -np.inf
-    with pytest.raises(KVCacheValueError, match="samples: got infinite values of layer 3, expected finite ones"):
+    with pytest.raises(KVCacheValueError, match="samples: got infinite values of layer 3, expected finite values"):
         calibrate(SPECS, [[*SAMPLES[0][:3], (SAMPLES[0][3][0], value)]], method=method)
 
 
@@ -272,19 +272,19 @@ def test_what_is_found_is_what_operations_take():
     ("change", "message"),
     [
         ({"method": "max"}, "method: got 'max', expected one of amax, percentile, mse"),
-        ({"percentile": 0}, "percentile: got 0, expected over 0 and at most 100"),
-        ({"percentile": float("nan")}, "percentile: got nan, expected over 0"),
+        ({"percentile": 0}, "percentile: got 0, expected above 0 and at most 100"),
+        ({"percentile": float("nan")}, "percentile: got nan, expected above 0"),
         (
             {"specs": [BF16, NVFP4, BF16, BF16], "per_head": True},
             "per_head: got True, expected False: no layer's dtype",
         ),
         ({"samples": []}, "samples: got no batch, expected at least one"),
-        ({"samples": [SAMPLES[0][:2]]}, "samples[0]: got keys and values of 2 layers, expected those of 4"),
+        ({"samples": [SAMPLES[0][:2]]}, "samples[0]: got keys and values of 2 layers, expected 4, one pair"),
         (
             {"samples": [SAMPLES[0], [(value, value) for _, value in SAMPLES[0]]]},
             "samples[1], keys of layer 0: got shape (8, 3, 16), expected [..., num_kv_heads=3, head_size=32]",
         ),
-        ({"samples": [[(key[:0], value[:0]) for key, value in SAMPLES[0]]]}, "and some tokens"),
+        ({"samples": [[(key[:0], value[:0]) for key, value in SAMPLES[0]]]}, "and at least one token"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -302,8 +302,8 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str):
             "keys of layer 0: got dtype int32, expected one",
         ),
         ([(None, value) for _, value in SAMPLES[0]], "samples[0], keys of layer 0: got a NoneType, expected an array"),
-        (None, "samples[0]: got a NoneType, expected (key, value) of each layer"),
-        ([(1, 2, 3)], "samples[0]: got a list, expected (key, value) of each layer"),
+        (None, "samples[0]: got a NoneType, expected (key, value) for each layer"),
+        ([(1, 2, 3)], "samples[0]: got a list, expected (key, value) for each layer"),
     ],
     ids=lambda value: str(value)[-40:],
 )

@@ -84,9 +84,9 @@ SLOT_ERRORS = [
     ({"slot_mapping": with_entry(GOOD_SLOTS, 1, 2**31 - 1)}, "slot_mapping[1]: got 2147483647, expected less than"),
     (
         {"slot_mapping": np.array([5, 9, 7, 9, 5], np.int32)},
-        "slot_mapping[3]: got 9, expected a slot of its own: slot_mapping[1] has it too",
+        "slot_mapping[3]: got 9, expected a unique slot: slot_mapping[1] is the same",
     ),
-    ({"slot_mapping": np.array([4, 4, 4, -1, -1], np.int32)}, "slot_mapping[1]: got 4, expected a slot of its own"),
+    ({"slot_mapping": np.array([4, 4, 4, -1, -1], np.int32)}, "slot_mapping[1]: got 4, expected a unique slot"),
 ]
 SCALE_ERRORS = [
     ({"k_scale": jnp.float32(0)}, f"k_scale: got 0.0, {SCALE_RANGE}"),
@@ -97,12 +97,12 @@ SCALE_ERRORS = [
 SEQUENCE_ERRORS = [
     (
         {"seq_lens": with_entry(LENS, 1, 25)},
-        "seq_lens[1]: got 25, expected between 0 and 24, what the 3 blocks of 8 tokens in its block table hold",
+        "seq_lens[1]: got 25, expected between 0 and 24, the capacity of the 3 blocks of 8 tokens in its block table",
     ),
     ({"seq_lens": with_entry(LENS, 2, -1)}, "seq_lens[2]: got -1, expected between 0 and 24"),
     (
         {"seq_lens": with_entry(LENS, 0, 17)},
-        "block_table[0, 2]: got -2, expected between 0 and 3, or -1 for a block that was given back: it holds some of"
+        "block_table[0, 2]: got -2, expected between 0 and 3, or -1 for a freed block: it holds some of"
         " the 17 tokens of its sequence",
     ),
     ({"block_table": with_entry(TABLE, (1, 1), 4)}, "block_table[1, 1]: got 4, expected between 0 and 3, or -1"),
@@ -115,7 +115,7 @@ PAIRS_ERRORS = [
     ),
     (
         {"pairs": with_entry(PAIRS, 3, [0, 1])},
-        "pairs[3]: got destination block 1, expected one of its own: pairs[0] has it too",
+        "pairs[3]: got destination block 1, expected a unique one: pairs[0] has the same",
     ),
 ]
 CASES = [
@@ -234,7 +234,7 @@ def test_inside_scan_and_vmap():
     def scan(cache, slots):
         return jax.lax.scan(lambda cache, slots: (write(cache, slot_mapping=slots), None), cache, slots)[0]
 
-    message = "slot_mapping[4]: got 31, expected a slot of its own: slot_mapping[0] has it too"
+    message = "slot_mapping[4]: got 31, expected a unique slot: slot_mapping[0] is the same"
     with kvjax.checked():
         for run, caches in ((scan, cache), (jax.vmap(lambda c, s: write(c, slot_mapping=s)), stacked)):
             error, _ = jax.jit(checkify.checkify(run))(caches, slots)
@@ -398,7 +398,7 @@ def test_slots_against_a_plain_loop(slots):
     elif taken is not None:
         earlier = max(i for i in range(taken) if slots[i] == slots[taken])
         assert found == (
-            f"slot_mapping[{taken}]: got {slots[taken]}, expected a slot of its own: slot_mapping[{earlier}] has it too"
+            f"slot_mapping[{taken}]: got {slots[taken]}, expected a unique slot: slot_mapping[{earlier}] is the same"
         )
     else:
         assert found is None

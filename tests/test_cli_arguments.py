@@ -8,7 +8,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.cli.arguments import at_least, memory, word_of
+from kvjax.cli.arguments import argument_of, at_least, memory
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_at_least():
     [
         ("0", "got 0, expected at least 1"),
         ("-8", "got -8, expected at least 1"),
-        ("many", "got 'many', expected a whole number of at least 1"),
-        ("1.5", "got '1.5', expected a whole number of at least 1"),
+        ("many", "got 'many', expected an integer of at least 1"),
+        ("1.5", "got '1.5', expected an integer of at least 1"),
         (f"{2**63}", f"got {2**63}, expected at most {2**63 - 1}"),
     ],
 )
@@ -62,7 +62,7 @@ def test_numbers_that_are_refused(word: str, message: str):
 
 
 def test_what_kvjax_refuses_is_told_whole():
-    read = word_of(kvjax.parse_kv_cache_dtype)
+    read = argument_of(kvjax.parse_kv_cache_dtype)
     assert read("half") is kvjax.KVCacheDType.FLOAT16
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         read("nvpf4")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.cli import READER_GONE, main
+from kvjax.cli import BROKEN_PIPE, main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests/data/configs"
@@ -288,7 +288,7 @@ def test_scales_that_are_missing_are_told(capsys: pytest.CaptureFixture[str], tm
     assert main(["plan", "--config", config]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
-        "warning: scales of layers 30-31 (fp8_e4m3): the checkpoint holds no scale, so 1 is taken"
+        "warning: scales of layers 30-31 (fp8_e4m3): the checkpoint holds no scale, so 1 is used"
     )
     assert [line for line in lines[1:] if "scale" in line] == [
         "scales of layers 0-29: self_attn.kv_scale",
@@ -300,7 +300,7 @@ def test_a_divisor_that_is_not_declared_is_told(capsys: pytest.CaptureFixture[st
     names = [f"{layer}.{name}" for layer in range(32) for name in MODELOPT]
     assert main(["plan", "--config", folder_with_scales(tmp_path, names, "NVFP4")]) == 0
     assert capsys.readouterr().out.startswith(
-        "warning: scales of layers 0-31 (nvfp4): nothing declares what the scales were divided by"
+        "warning: scales of layers 0-31 (nvfp4): the divisor of the scales is unknown"
     )
 
 
@@ -343,7 +343,7 @@ def test_layers_without_a_cache_are_told_and_not_counted(
     assert (document["num_layers"], document["layers_without_cache"]) == (8, [0, 1, 2, 4, 5, 6])
     assert document["totals"]["bytes_per_token"] == 2 * 2 * 256 * (2 + 1)
     assert main(["plan", "--config", config]) == 0
-    assert "\n6 layers have no KV cache of their own: 0-2, 4-6; what they keep instead" in capsys.readouterr().out
+    assert "\n6 layers have no KV cache of their own: 0-2, 4-6; any other state of theirs" in capsys.readouterr().out
     assert refusal(capsys, "--config", config, "--skip-layers", "4").startswith(
         "argument --skip-layers: skip_layers: got '4', expected one of a layer index from 0 to 7 that has a KV cache,"
     )
@@ -352,7 +352,7 @@ def test_layers_without_a_cache_are_told_and_not_counted(
 def test_what_is_assumed_of_a_model_is_in_the_plan(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     config = write_config(tmp_path, json.loads(Path(LLAMA).read_text()) | {"model_type": "no_such_model"})
     assumed = (
-        "config.model_type: got 'no_such_model', which kvjax does not know; assumed 32 of 32 layers with 8 KV heads of"
+        "config.model_type: got 'no_such_model', which is unknown to kvjax; assumed 32 of 32 layers with 8 KV heads of"
         " 128 elements, heads of hidden_size / num_attention_heads"
     )
     assert main(["plan", "--config", config, "--json"]) == 0
@@ -379,7 +379,7 @@ def test_what_the_checkpoint_leaves_unclear_is_warned_of_once(capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert json.loads(out)["groups"][0]["dtype"] == "bfloat16"
     [line] = err.splitlines()
-    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: the ModelOpt KV cache algorithm 'INT8' is not")
+    assert line.startswith("kvjax plan: warning: kv_cache_quant_algo: unknown ModelOpt KV cache algorithm 'INT8'")
 
 
 def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture[str]):
@@ -391,7 +391,7 @@ def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture
     assert [cell.strip() for cell in sliding.strip("|").split("|")] == (
         ["12: 0, 2, ..., 22", "sliding_window 128", "fp8_e4m3", "user", "2 x 64", "16", "256", "4,096", "0"]
     )
-    assert last.startswith("every token is counted in sliding layers too")
+    assert last.startswith("sliding layers count every token")
 
 
 def test_a_reader_that_leaves_is_no_error():
@@ -400,7 +400,7 @@ def test_a_reader_that_leaves_is_no_error():
     command = [sys.executable, "-m", "kvjax", "plan", "--config", str(CONFIGS / "gpt-oss-20b.json")]
     with open(writer, "wb") as stdout:
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (READER_GONE, "")
+    assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
 def test_no_device_is_asked_for():
@@ -443,7 +443,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["--kv-cache-dtype", "0=fp8,0=nvfp4"],
-            "argument --kv-cache-dtype: got '0' twice, expected each word once",
+            "argument --kv-cache-dtype: got '0' twice, expected each key once",
         ),
         (
             ["--kv-cache-dtype", "0-32=fp8"],
@@ -462,7 +462,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "argument --memory: got '40G', expected a number of bytes, or a number and one of B, KB,",
         ),
         (["--block-size", "0"], "argument --block-size: got 0, expected at least 1"),
-        (["--tensor-parallel", "two"], "argument --tensor-parallel: got 'two', expected a whole number of at least 1"),
+        (["--tensor-parallel", "two"], "argument --tensor-parallel: got 'two', expected an integer of at least 1"),
         (
             ["--tensor-parallel", "3"],
             "argument --tensor-parallel: tensor_parallel: got 3, expected a divisor or a multiple of a layer's 8 KV",

@@ -192,7 +192,7 @@ def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
         (["--dtype", "fp9"], "argument --dtype: kv_cache_dtype: got 'fp9', expected one of auto, float32, "),
         (["--dtype", "nvpf4"], "(did you mean 'nvfp4'?)"),
         (["--tokens", "31"], "argument --tokens: got 31, expected at least 32"),
-        (["--sequences", "many"], "argument --sequences: got 'many', expected a whole number of at least 1"),
+        (["--sequences", "many"], "argument --sequences: got 'many', expected an integer of at least 1"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(capsys, arguments, message):

@@ -339,7 +339,7 @@ def test_one_sequence_fewer_is_served():
 
 
 def test_queries_that_it_cannot_serve_have_a_reason():
-    with pytest.raises(UnsupportedError, match="its query is float16 or bfloat16; got float32"):
+    with pytest.raises(UnsupportedError, match="query: got float32, expected float16 or bfloat16"):
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))
 
 

@@ -274,7 +274,7 @@ def test_models_are_values():
         ({"num_key_value_heads": None, "num_attention_heads": None, "head_dim": 64}, "'num_attention_heads'"),
         ({"hidden_size": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
         ({"num_attention_heads": None}, "got no 'head_dim', expected it, or 'hidden_size' and 'num_attention_heads'"),
-        ({"hidden_size": 500}, "hidden_size=500; expected a multiple of num_attention_heads=8"),
+        ({"hidden_size": 500}, "hidden_size=500, expected a multiple of num_attention_heads=8"),
         ({"torch_dtype": None}, "got no 'dtype' or 'torch_dtype'"),
         ({"torch_dtype": "float8_e4m3fn"}, "model dtype: got 'float8_e4m3fn', expected one of float32"),
         ({"num_hidden_layers": 0}, "config.num_hidden_layers: got 0, expected an int of at least 1"),
@@ -294,12 +294,12 @@ def test_models_are_values():
             {"layer_types": ["full_attention", "indexed_attention"] * 2},
             "config.layer_types[1]: got 'indexed_attention', expected one of full_attention, chunked_attention, ",
         ),
-        ({"layer_types": ["linear_attention"] * 4}, "config: got no layer that keeps keys and values"),
+        ({"layer_types": ["linear_attention"] * 4}, "config: got no layer that caches keys and values"),
         ({"layer_types": ["full_attention"] * 3 + [[]]}, "config.layer_types[3]: got []"),
         ({"hybrid_layer_pattern": [0, 1, 2, 0]}, "config.hybrid_layer_pattern[2]: got 2, expected one of 0, 1"),
         ({"kv_lora_rank": 512, "v_head_dim": 128}, "kv_lora_rank=512: multi-head latent attention"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: some layers read another layer's cache"),
-        ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention keeps a state, not tokens"),
+        ({"full_attention_interval": 4}, "full_attention_interval=4: linear attention caches a state, not tokens"),
         ({"num_hidden_layers": 10_001}, "config.num_hidden_layers: got 10001, expected an int of at most 10000"),
         ({"num_hidden_layers": 10**12}, "config.num_hidden_layers: got 1000000000000, expected an int of at most"),
         ({"head_dim": 2**63}, f"config.head_dim: got {2**63}, expected an int of at most {2**63 - 1}"),
@@ -325,7 +325,7 @@ def test_a_model_of_no_known_type_is_read_by_the_plain_keys_and_said_so(model_ty
         model = read(model_type=model_type, num_key_value_heads=None, residual_kv_heads=3)
     assert model == read(num_key_value_heads=None)
     assert str(warned[0].message) == (
-        f"config.model_type: got {shown(model_type)}, which kvjax does not know, and 'residual_kv_heads', which it does"
+        f"config.model_type: got {shown(model_type)}, which is unknown to kvjax, and 'residual_kv_heads', which it does"
         " not read; assumed 4 of 4 layers with 8 KV heads of 64 elements, as many KV heads as num_attention_heads,"
         " heads of hidden_size / num_attention_heads"
     )
@@ -369,7 +369,7 @@ def test_keys_that_contradict_the_plain_ones_are_refused(changes: dict[str, Any]
         ("vit", "not a decoder"),
         ("bart", "the encoder's tokens"),
         ("deepseek_v32", "an indexer's key"),
-        ("bert", "an encoder keeps no"),
+        ("bert", "an encoder caches no"),
     ],
 )
 def test_models_that_keep_something_else_are_refused(model_type: str, reason: str):
@@ -382,7 +382,7 @@ def test_nothing_beside_text_config_is_taken_for_the_language_models():
     beside = {"head_dim": 7, "sliding_window": 5, "num_key_value_heads": 1, "torch_dtype": "float16"}
     model = ModelKVConfig.from_hf_config({"model_type": "llava", "text_config": text, **beside})
     assert model == ModelKVConfig((layer(2, 64),) * 4, KVCacheDType.FLOAT16)
-    with pytest.warns(KVCacheWarning, match="got 'some_vlm', which kvjax does not know, and reads text_config alone"):
+    with pytest.warns(KVCacheWarning, match="got 'some_vlm', which is unknown to kvjax; only text_config is read"):
         assert ModelKVConfig.from_hf_config({"model_type": "some_vlm", "text_config": text, **beside}) == model
     with pytest.raises(KVCacheValueError, match=r"config.text_config: got \[\], expected a mapping"):
         read(text_config=[])
@@ -495,13 +495,13 @@ def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[Laye
             | {"new_decoder_architecture": True, "num_kv_heads": 8, "hidden_size": 8192}
             | {"num_attention_heads": 128},
             [layer(8, 64)] * 2,
-            "num_kv_heads=8 KV heads are read; transformers' own cache repeats them",
+            "num_kv_heads=8 KV heads are assumed; transformers' own cache repeats them",
         ),
         (
             {"model_type": "mllama", "text_config": BASE | {"model_type": "mllama_text_model"}}
             | {"text_config": BASE | {"model_type": "mllama_text_model", "cross_attention_layers": [1]}},
             [layer(2, 64), None, layer(2, 64), layer(2, 64)],
-            "1 cross-attention layers keep keys and values of an image's tokens alone, which are not counted",
+            "1 cross-attention layers cache only keys and values of an image's tokens, which are not counted",
         ),
     ],
 )

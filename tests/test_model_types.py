@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvjax.hf_config.model_types import MODEL_TYPES
-from kvjax.hf_config.plain_keys import COMPOSITES, REFUSED
+from kvjax.hf_config.plain_keys import COMPOSITES, UNSUPPORTED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -56,7 +56,7 @@ def test_the_page_has_a_row_for_every_type_and_none_is_wrong():
     for model_type, row in ROWS.items():
         if model_type in MODEL_TYPES:
             assert row.startswith("right"), model_type
-        if model_type in REFUSED:
+        if model_type in UNSUPPORTED:
             assert row.startswith("refused"), model_type
 
 

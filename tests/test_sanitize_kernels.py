@@ -39,7 +39,7 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert capsys.readouterr().out.splitlines() == [
         f"wrote and gathered fp8_e4m3 {layout} linear, one {scales}"
         for layout in ("NHD", "HND")
-        for scales in ("scale", "scale a head")
+        for scales in ("scale", "scale per head")
     ]
 
 
@@ -105,14 +105,14 @@ def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPa
         torch.empty(0, dtype=torch.uint8).set_(key.untyped_storage())[DRIVER["_OFFSET"] - 1] = 0
 
     monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", write_before)
-    with pytest.raises(AssertionError, match="before the beginning of a tensor"):
+    with pytest.raises(AssertionError, match="before the start of a tensor"):
         DRIVER["main"](["--from-torch", "--num-tokens", "9", "--dtype", "bfloat16"])
 
 
 def test_jax_runs_no_kernels_of_torch_that_were_not_asked_for(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         DRIVER["main"](["--through-jax"])
-    assert "--through-jax is for --from-torch" in capsys.readouterr().err
+    assert "--through-jax requires --from-torch" in capsys.readouterr().err
 
 
 def test_where_no_kernel_can_run_it_fails():

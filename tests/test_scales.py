@@ -271,9 +271,9 @@ def test_where_nothing_declares_the_divisor_the_scale_stands_and_the_caller_may_
         scales = load_kv_scales(MODELOPT, model, requested)
     [message] = [str(warning.message) for warning in caught]
     dtype, costs = (
-        ("fp8_e4m3", "clamped") if requested == "fp8" else ("nvfp4", "block scales as they stand reach a sixth")
+        ("fp8_e4m3", "clamped") if requested == "fp8" else ("nvfp4", "the unchanged block scales use a sixth")
     )
-    assert message.startswith(f"scales of layers 0-2 ({dtype}): nothing declares what the scales were divided by")
+    assert message.startswith(f"scales of layers 0-2 ({dtype}): the divisor of the scales is unknown")
     assert "(amax_divisor=448)" in message
     assert "(amax_divisor=2688)" in message
     assert costs in message
@@ -292,7 +292,9 @@ def test_of_a_map_of_layers_each_declares_its_own():
     declared = hf_quant_config("MIXED_PRECISION")
     declared["quantization"] |= {"kv_cache_quantized_layers": names, "kv_cache_schema_version": 1}
     model = ModelKVConfig.from_hf_config(LLAMA, quantization_config=declared)
-    with pytest.warns(KVCacheWarning, match=r"^scales of layers 2 \(nvfp4\): nothing declares") as caught:
+    with pytest.warns(
+        KVCacheWarning, match=r"^scales of layers 2 \(nvfp4\): the divisor of the scales is unknown"
+    ) as caught:
         scales = load_kv_scales(MODELOPT, model)
     assert len(caught) == 1
     np.testing.assert_array_equal([layer.k_scale for layer in scales], of_tensor()[0] * [1, 0, 1] + [0, 1, 0])
@@ -315,7 +317,11 @@ def test_nvfp4_takes_the_largest_of_the_heads():
     [
         ("auto", "fp8_e4m3", "magnitudes above 448 are clamped and those up to 0.00098 read as zero"),
         ("fp8_e5m2", "fp8_e5m2", "magnitudes above 57344 are clamped and those up to 7.6e-06 read as zero"),
-        ("nvfp4", "nvfp4", "magnitudes above 2688 are clamped and a block of 16 with none above 0.0059 reads as zero"),
+        (
+            "nvfp4",
+            "nvfp4",
+            "magnitudes above 2688 are clamped and blocks of 16 with no magnitude above 0.0059 read as zero",
+        ),
     ],
 )
 def test_a_quantized_cache_without_scales_is_told_what_that_costs(tmp_path: Path, requested, dtype, costs):
@@ -323,9 +329,7 @@ def test_a_quantized_cache_without_scales_is_told_what_that_costs(tmp_path: Path
     with pytest.warns(KVCacheWarning) as caught:
         scales = load_kv_scales(tmp_path, model, requested)
     [message] = [str(warning.message) for warning in caught]
-    assert message.startswith(
-        f"scales of layers 0-2 ({dtype}): the checkpoint holds no scale, so 1 is taken, with which"
-    )
+    assert message.startswith(f"scales of layers 0-2 ({dtype}): the checkpoint holds no scale, so 1 is used:")
     assert costs in message
     assert "kvjax.calibrate" in message
     assert scales == (kvjax.KVScales(1, 1),) * LAYERS
@@ -357,7 +361,7 @@ def test_a_scale_that_stands_alone_is_taken_for_both(only: str):
     k = of_tensor()[0]
     tensors = each_layer({f"{only}_proj.{only}_scale": k})
     with pytest.warns(
-        KVCacheWarning, match=r"^scales of layers 0-2 .*: the checkpoint holds a scale of keys or of values alone"
+        KVCacheWarning, match=r"^scales of layers 0-2 .*: the checkpoint holds a scale of keys or of values only"
     ):
         scales = load_kv_scales(tensors, FP8_MODEL)
     np.testing.assert_array_equal([(layer.k_scale, layer.v_scale) for layer in scales], np.stack([k, k], 1))
@@ -375,9 +379,7 @@ def test_a_scale_out_of_range_is_named(scale: float):
 
 def test_a_scale_for_other_heads_is_named():
     name = "model.layers.1.self_attn.k_scale"
-    with pytest.raises(
-        KVCacheValueError, match=rf"^{name}: got shape \(3, 1, 1\), expected one scale, or one for each"
-    ):
+    with pytest.raises(KVCacheValueError, match=rf"^{name}: got shape \(3, 1, 1\), expected one scale, or one per"):
         load_kv_scales({name: np.ones((3, 1, 1), np.float32)}, FP8_MODEL)
 
 
@@ -440,13 +442,13 @@ def test_only_scales_are_read(tmp_path: Path):
         (b"", "a header that cannot be read"),
         (b"{", "a header that cannot be read"),
         (b"[" * 100_000, "a header that cannot be read"),
-        ([], "a header that is no object"),
+        ([], "a header that is not an object"),
         ({NAME: 3}, "expected dtype, shape and data_offsets"),
         ({NAME: SOUND | {"data_offsets": [0]}}, "expected dtype, shape and data_offsets"),
         ({NAME: SOUND | {"dtype": "I32"}}, "got dtype 'I32', expected one of F64, F32"),
-        ({NAME: SOUND | {"shape": [2]}}, "expected data_offsets of as many bytes"),
-        ({NAME: SOUND | {"shape": [-1]}}, "expected data_offsets of as many bytes"),
-        ({NAME: SOUND | {"shape": [1.0]}}, "expected data_offsets of as many bytes"),
+        ({NAME: SOUND | {"shape": [2]}}, "expected data_offsets that match"),
+        ({NAME: SOUND | {"shape": [-1]}}, "expected data_offsets that match"),
+        ({NAME: SOUND | {"shape": [1.0]}}, "expected data_offsets that match"),
         ({NAME: SOUND | {"data_offsets": [10**30, 10**30 + 4]}}, "expected data_offsets within the file"),
         ({NAME: SOUND | {"shape": [10**9], "data_offsets": [0, 4 * 10**9]}}, "expected data_offsets within the file"),
     ],
@@ -476,7 +478,7 @@ def test_a_header_of_any_length_takes_no_memory(tmp_path: Path):
         (json.dumps({"weight_map": {NAME: None}}), "expected a file beside it"),
         (
             json.dumps({"weight_map": {NAME: "a.safetensors"}}),
-            "'a.safetensors' for '" + NAME + "', which does not hold it",
+            "'a.safetensors' for '" + NAME + "', expected a file that holds it",
         ),
     ],
 )

@@ -94,10 +94,10 @@ REFUSED = [
         {},
         REPLICAS,
         P(None, None, None, ("replica", "tensor")),
-        "sharding: got 16 devices along replica/tensor for num_kv_heads=8, expected a divisor of it. Where there are"
-        " more devices than heads several hold the same ones",
+        "sharding: got 16 devices along replica/tensor for num_kv_heads=8, expected a divisor of it. To replicate"
+        " heads over more devices than heads, use a mesh of two axes",
     ),
-    ({}, TENSOR_8, P("tensor"), "num_blocks: got 12, expected a multiple of 8, into which P('tensor',) divides them"),
+    ({}, TENSOR_8, P("tensor"), "num_blocks: got 12, expected a multiple of 8, the number of shares in P('tensor',)"),
 ]
 
 

@@ -221,7 +221,7 @@ def test_a_dtype_that_nobody_parsed_is_refused(dtype):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: full(KVCacheDType.AUTO), "AUTO names no storage: resolve it with resolve_kv_cache_dtype first"),
+        (lambda: full(KVCacheDType.AUTO), "AUTO has no storage: resolve it with resolve_kv_cache_dtype first"),
         (lambda: full(BFLOAT16, layout="nhd"), "layout: got 'nhd', expected one of NHD, HND"),
         (lambda: full(BFLOAT16, layout="NDH"), "layout: got 'NDH', expected one of NHD, HND"),
         (lambda: full(BFLOAT16, layout=None), "layout: got None, expected one of NHD, HND"),
@@ -241,7 +241,7 @@ def test_a_dtype_that_nobody_parsed_is_refused(dtype):
         (lambda: full(NVFP4, 16, 8, 64, 72), "head_size_v: got 72, expected a multiple of 16 for NVFP4"),
         (
             lambda: full(NVFP4, page_size_padded=18431),
-            "page_size_padded: got 18431, expected at least 18432, the bytes that one page of this spec holds",
+            "page_size_padded: got 18431, expected at least 18432, the bytes of one page of this spec",
         ),
         (
             lambda: full(BFLOAT16, sliding_window=128),

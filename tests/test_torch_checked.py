@@ -38,7 +38,7 @@ def gather(cache: torch.Tensor, table: list[list[int]], lengths: list[int], k_sc
     [
         ([3, -1, 32], "slot_mapping[2]: got 32, expected less than num_slots=32, or negative for padding"),
         ([3, -1, 2**40], "slot_mapping[2]: got 1099511627776, expected less than num_slots=32, or negative"),
-        ([3, 5, 3], "slot_mapping[2]: got 3, expected a slot of its own: slot_mapping[0] has it too"),
+        ([3, 5, 3], "slot_mapping[2]: got 3, expected a unique slot: slot_mapping[0] is the same"),
     ],
 )
 def test_slots_are_looked_at_before_anything_is_written(device, slots, message):
@@ -54,8 +54,8 @@ def test_slots_are_looked_at_before_anything_is_written(device, slots, message):
 @pytest.mark.parametrize(
     ("table", "lengths", "message"),
     [
-        ([[0, 4]], [9], "block_table[0, 1]: got 4, expected between 0 and 3, or -1 for a block that was given back"),
-        ([[0, 1]], [17], "seq_lens[0]: got 17, expected between 0 and 16, what the 2 blocks of 8 tokens"),
+        ([[0, 4]], [9], "block_table[0, 1]: got 4, expected between 0 and 3, or -1 for a freed block"),
+        ([[0, 1]], [17], "seq_lens[0]: got 17, expected between 0 and 16, the capacity of the 2 blocks of 8 tokens"),
         ([[0, 1]], [-3], "seq_lens[0]: got -3, expected between 0 and 16"),
     ],
 )
@@ -101,7 +101,7 @@ def test_scales_are_looked_at_on_a_gpu_too(device, scale):
 def test_the_operations_that_compiled_code_calls_are_looked_at_too(device):
     cache, one = new_cache(device), torch.ones((), device=device)
     rows, slots = torch.ones(3, 2, 64, device=device), tensor([1, 2, 2], device)
-    with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"slot_mapping\[2\]: got 2, expected a slot of its"):
+    with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"slot_mapping\[2\]: got 2, expected a unique slot"):
         torch.ops.kvjax.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "fp8", one, one)
 
 

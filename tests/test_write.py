@@ -37,7 +37,7 @@ from kvjax import (
     reshape_and_cache_flash,
     unify_page_sizes,
 )
-from kvjax.ops.rows import MAX_SLOTS_A_TOKEN, last_of_each_slot
+from kvjax.ops.rows import MAX_SLOTS_PER_TOKEN, last_of_each_slot
 
 NVFP4, BFLOAT16 = KVCacheDType.NVFP4, KVCacheDType.BFLOAT16
 
@@ -185,7 +185,7 @@ def test_the_last_of_several_tokens_with_one_slot_is_written(implementation, dty
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("num_slots", [8, 20 * MAX_SLOTS_A_TOKEN + 1])
+@pytest.mark.parametrize("num_slots", [8, 20 * MAX_SLOTS_PER_TOKEN + 1])
 @given(st.sampled_from([0, 1, 2, 20]).flatmap(lambda size: st.lists(st.integers(-3, 9), min_size=size, max_size=size)))
 def test_the_last_token_of_each_slot_is_kept(num_slots, dtype, slots):
     slots = np.array(slots, dtype)

@@ -1,9 +1,9 @@
-"""Builds tiny models of each of transformers' causal language models and writes docs/models.md: what their own caches
-hold next to what kvjax reads of their configurations.
+"""Builds tiny models of each of transformers' causal language models and writes docs/models.md, which compares their
+caches with what kvjax reads of their configurations.
 
     JAX_PLATFORMS=cpu .venv/bin/python tools/check_models.py
 
-It takes minutes and uses no network. `make test-all` makes the same comparison (tests/test_model_types.py).
+Takes minutes, without network. `make test-all` makes the same comparison (tests/test_model_types.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Fuzzes what reads configurations, led by what it covers in kvjax: `make fuzz`, or with libFuzzer's options
+"""Coverage-guided fuzzing of the configuration parsers: `make fuzz`, or with libFuzzer's options
 
     JAX_PLATFORMS=cpu .venv-fuzz/bin/python tools/fuzz_parsers.py -max_total_time=600 -timeout=20 -rss_limit_mb=4096
 
-atheris makes the bytes, hypothesis makes JSON of them, and the properties are those of tests/test_fuzz_parsers.py. An
-input that breaks one ends the run with hypothesis' report of it, and is kept in a file that the same command, given
-that file, runs again.
+atheris generates bytes, hypothesis turns them into JSON, and the properties are those of tests/test_fuzz_parsers.py. A
+failing input ends the run with hypothesis' report and is saved in a file; pass that file to the same command to
+reproduce it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUNS = [
 
 
 def run(data: bytes) -> None:
-    """Hands one input to the property that its first byte names."""
+    """Passes an input to the property that its first byte selects."""
     if data:
         RUNS[data[0] % len(RUNS)](data[1:])
 

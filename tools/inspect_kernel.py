@@ -1,7 +1,7 @@
-"""What a kernel becomes on a GPU that need not be here: registers, spills, and its instructions in PTX and SASS.
+"""Prints what a kernel compiles to, without a GPU: registers, spills, and its PTX and SASS instructions.
 
-For the kernels of kvjax, `python tools/inspect_kernel.py write --dtype nvfp4 --target b200 --show sass`. For any other
-function, import this module before jax and call `inspect`, for one target a process.
+For kvjax's kernels: `python tools/inspect_kernel.py write --dtype nvfp4 --target b200 --show sass`. For other
+functions, import this module before jax and call `inspect`, with one target per process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ gpu_compile.prepare_environment()
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One machine instruction. Its warp issues the next one `stall` cycles later, or more."""
+    """A machine instruction. Its warp issues the next one at least `stall` cycles later."""
 
     address: int
     opcode: str
@@ -41,13 +41,13 @@ def inspect(
     donate_argnums: int | Sequence[int] = (),
     show: Collection[str] = (),
 ) -> gpu_compile.CompiledProgram:
-    """Compiles `function` for arguments of the shapes and dtypes of `args`, and prints what came of it.
+    """Compiles `function` for arguments of the shapes and dtypes of `args`, and prints the result.
 
-    `show` names what to print in full: "hlo", "ptx", "sass".
+    `show` selects what to print in full: "hlo", "ptx", "sass".
     """
     program = gpu_compile.compile_here(target, function, *args, donate_argnums=donate_argnums, disassemble=True)
     print(f"program: {' '.join(program.device_ops)}")
-    print(f"  {program.alias_size:,} bytes of the results are the arguments', {program.temp_size:,} temporary")
+    print(f"  {program.alias_size:,} bytes of the results alias arguments, {program.temp_size:,} temporary")
     if "hlo" in show:
         print(program.hlo)
     for kernel in program.kernels:
@@ -62,9 +62,9 @@ def inspect(
 
 
 def print_sass(sass: str | None) -> None:
-    """Counts of all instructions, and of those in each loop."""
+    """Prints counts of all instructions, and of those in each loop."""
     if sass is None:
-        print("  SASS: needs nvdisasm, of CUDA's toolkit or of triton")
+        print("  SASS: needs nvdisasm, from the CUDA toolkit or triton")
         return
     instructions, labels = parse_sass(sass)
     print(f"  SASS, {len(instructions)} instructions: {histogram(i.opcode for i in instructions)}")
@@ -75,7 +75,7 @@ def print_sass(sass: str | None) -> None:
 
 
 def parse_sass(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions, up to the padding after them, and the address that each label stands for."""
+    """Returns the instructions, without trailing padding, and the address of each label."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     new_labels: list[str] = []
@@ -93,7 +93,7 @@ def parse_sass(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def find_loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """First and last address of each range that a backward branch closes, the shortest, hence innermost, first."""
+    """Returns the first and last address of each range closed by a backward branch, shortest (innermost) first."""
     ranges = []
     for instruction in instructions:
         label = re.search(r"\.L\w+", instruction.operands) if instruction.opcode.startswith("BRA") else None
@@ -103,26 +103,26 @@ def find_loops(instructions: Iterable[Instruction], labels: dict[str, int]) -> l
 
 
 def histogram(opcodes: Iterable[str]) -> str:
-    """`opcode:count` of each, the most frequent first."""
+    """Returns `opcode:count` of each opcode, the most frequent first."""
     return " ".join(f"{opcode}:{count}" for opcode, count in collections.Counter(opcodes).most_common())
 
 
 def main() -> None:
-    """Inspects a kernel of kvjax as the command line says."""
+    """Inspects a kernel of kvjax, from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", choices=["write", "gather"])
     parser.add_argument("--target", choices=gpu_compile.TARGETS, default="h100")
-    parser.add_argument("--dtype", default="bfloat16", help="of the cache")
-    parser.add_argument("--dense-dtype", default="bfloat16", help="of what is written or gathered")
+    parser.add_argument("--dtype", default="bfloat16", help="KV cache dtype")
+    parser.add_argument("--dense-dtype", default="bfloat16", help="dtype of the written or gathered arrays")
     parser.add_argument("--layout", choices=["NHD", "HND"], default="NHD")
     parser.add_argument("--v-scale-layout", choices=["linear", "swizzled"], default="linear")
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-tokens", type=int, default=65536, help="to write, or of 64 sequences to gather")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens that a program takes")
-    parser.add_argument("--split-kv", action="store_true", help="separate programs write keys and values")
-    parser.add_argument("--unique-slots", action="store_true", help="promise that no two tokens have one slot")
+    parser.add_argument("--num-tokens", type=int, default=65536, help="to write, or to gather in 64 sequences")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per program")
+    parser.add_argument("--split-kv", action="store_true", help="each program takes either keys or values")
+    parser.add_argument("--unique-slots", action="store_true", help="promise that slots are unique")
     parser.add_argument("--show", choices=["hlo", "ptx", "sass"], nargs="*", default=())
     args = parser.parse_args()
 

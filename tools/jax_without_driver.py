@@ -1,7 +1,7 @@
-"""Keeps jax from looking for NVIDIA GPUs where there is no driver; `setup_env.sh` has environments run it at start.
+"""Makes jax use the CPU if there is no NVIDIA driver; environments made by `setup_env.sh` run it at startup.
 
-jax's CUDA plugin is there to compile kernels, and torch brings CUDA's libraries: with both and without a driver, the
-plugin ends the process with a segmentation fault as soon as jax looks for devices.
+With jax's CUDA plugin and CUDA's libraries (from torch) but no driver, the process would end with a segmentation fault
+as soon as jax looks for devices.
 """
 
 import ctypes

@@ -1,22 +1,22 @@
-"""Runs each kind of kernel, for tools that look into kernels while they run on a GPU.
+"""Runs each kind of kernel, for tools that inspect running kernels on a GPU.
 
-The kinds are a write and a gather of every storage dtype, in NHD and HND, with linear and with swizzled V scales, with
-one scale and with one a head; each write with slots that repeat, and with ones that are promised to be unique. From
-the root of the source tree, with a Python whose jax sees the GPU:
+The kinds are a write and a gather of every storage dtype, in NHD and HND, with linear and swizzled V scales, with one
+scale and with one per head; each write with repeated slots, and with slots that are promised to be unique. From the
+root of the source tree, with a Python whose jax sees the GPU:
 
     export XLA_PYTHON_CLIENT_ALLOCATOR=platform
     compute-sanitizer --tool memcheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
     compute-sanitizer --tool racecheck --kernel-regex kns=mosaic python3 tools/sanitize_kernels.py
     ncu --clock-control none -k regex:mosaic --set full python3 tools/sanitize_kernels.py --dtype nvfp4
 
-With that allocator every array is an allocation of its own. By default arrays share one, and memcheck takes an access
-past the end of an array for one to its neighbour. For times that say something, `--num-tokens 65536 --num-kv-heads 8`.
+That allocator makes a separate allocation for each array. By default arrays share one, and memcheck misses accesses
+past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv-heads 8`.
 
-`--attention` attends too, to whole sequences and to parts of them, by the kernels of `paged_attention`.
+`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts.
 
-`--from-torch` launches them from torch instead, as `kvjax_torch` compiles them for any number of tokens, on tensors
-that begin between two multiples of 256 bytes; with `--through-jax` JAX runs them there. Memory is torch's then:
-`export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for an allocation each.
+`--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
+tensors that start between multiples of 256 bytes; with `--through-jax`, JAX runs them. The memory is then torch's: use
+`export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for separate allocations.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _gather = jax.jit(gather_kv, static_argnames="implementation")
 _attend = jax.jit(paged_attention, static_argnames=("implementation", "sliding_window", "return_lse"))
 
 _OFFSET, _POISON = 16, 0xAB
-"""Bytes that tensors begin behind a multiple of 256, and what these are."""
+"""Offset in bytes of tensors from a multiple of 256, and the fill byte before them."""
 
 
 def kinds(
     dtypes: Sequence[KVCacheDType], num_kv_heads: int, head_size: int
 ) -> Iterator[tuple[FullAttentionSpec, tuple[int, ...]]]:
-    """Every layer that has kernels of its own, and the shape of its scales."""
+    """Yields every spec that has kernels of its own, and the shape of its scales."""
     for dtype, layout, v_scale_layout in itertools.product(dtypes, CacheLayout, VScaleLayout):
         if v_scale_layout is VScaleLayout.SWIZZLED and dtype.byte_format is not KVCacheDType.NVFP4:
             continue
@@ -78,9 +78,9 @@ def run(
     is_from_torch: bool,
     attends: bool = False,
 ) -> None:
-    """Writes all over a cache of as many slots, but some tokens to none or to another's, and reads all of it.
+    """Writes a whole cache, except tokens without a slot or with another's, and reads all of it.
 
-    Then again with each token in a slot of its own, or in none, and the promise that slots are unique.
+    Then repeats it with unique slots, some of them invalid, and the promise that they are unique.
     """
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
@@ -119,7 +119,7 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
     memories = []
 
     def copied(array: jax.Array) -> torch.Tensor:
-        """The same in torch's memory; memcheck sees what goes past its end, the caller what is written before it."""
+        """Copies to torch's memory; memcheck checks accesses past its end, the caller those before its start."""
         tensor = kvjax_torch.to_torch(array)
         memories.append(torch.full((_OFFSET + array.nbytes,), _POISON, dtype=torch.uint8, device=tensor.device))
         return memories[-1][_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -132,41 +132,45 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
     dtype, layout = spec.dtype.value, {"v_scale_layout": spec.v_scale_layout.value}
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
     keys, values = kvjax_torch.gather_kv(*caches, table, lengths, dtype, *scales, **layout)
-    keys.cpu(), values.cpu()  # arrays are freed only then
+    keys.cpu(), values.cpu()  # arrays are freed only after this
     for window in (None, 20) if attention else ():
         query, *sequences = attention
         options = {**layout, "sliding_window": window, "return_lse": True}
         out, lse = kvjax_torch.paged_attention(query, *caches, *sequences, dtype, *scales, **options)
         out.cpu(), lse.cpu()
     if any((memory[:_OFFSET] != _POISON).any() for memory in memories):
-        raise AssertionError("a kernel has written before the beginning of a tensor")
+        raise AssertionError("a kernel wrote before the start of a tensor")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the kinds that the command line asks for."""
+    """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
-    parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="of the cache")
+    parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="KV cache dtypes")
     parser.add_argument(
-        "--num-tokens", type=int, nargs="+", default=[33, 1001], help="by default one a program, and several"
+        "--num-tokens",
+        type=int,
+        nargs="+",
+        default=[33, 1001],
+        help="default: one for a single program, one for several",
     )
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--attention", action="store_true", help="attend too")
-    parser.add_argument("--from-torch", action="store_true", help="launch them on torch's stream")
-    parser.add_argument("--through-jax", action="store_true", help="with --from-torch: have JAX run them")
+    parser.add_argument("--attention", action="store_true", help="also run attention")
+    parser.add_argument("--from-torch", action="store_true", help="launch on torch's stream")
+    parser.add_argument("--through-jax", action="store_true", help="with --from-torch: run through JAX")
     args = parser.parse_args(arguments)
     if args.through_jax and not args.from_torch:
-        parser.error("--through-jax is for --from-torch")
+        parser.error("--through-jax requires --from-torch")
     if args.from_torch:
         from kvjax_torch import cuda
 
         cuda._through_jax = args.through_jax
-        warnings.simplefilter("error", RuntimeWarning)  # that JAX runs them, where nobody asked for that
+        warnings.simplefilter("error", RuntimeWarning)  # falling back to JAX is an error
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         for num_tokens in args.num_tokens:
             run(spec, scale_shape, num_tokens, args.from_torch, args.attention)
-        scales = "scale a head" if scale_shape else "scale"
+        scales = "scale per head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 
 

@@ -1,14 +1,14 @@
 #!/bin/sh
-# setup_env.sh ENV REQUIREMENT...: makes the virtual environment ENV, unless a usable one is there, and installs into it.
-# With a plugin of jax's in it, it takes the CPU where there is no NVIDIA driver, unless JAX_PLATFORMS says otherwise.
-# PYTHON names the interpreter to make it with; without it, the first that is new enough is taken.
+# setup_env.sh ENV REQUIREMENT...: creates the virtual environment ENV, unless a usable one exists, and installs into it.
+# If that includes a plugin of jax's, jax uses the CPU without an NVIDIA driver, unless JAX_PLATFORMS is set.
+# PYTHON names the interpreter; the default is the first that is new enough.
 set -eu
 env=$1
 shift
 minimum=$(sed -n 's/^requires-python = ">=\([0-9.]*\)"$/\1/p' pyproject.toml)
 candidates=${PYTHON:-python3 python3.12 python3.13 python3.14 python}
 
-# A name on PATH proves nothing (version managers leave shims behind that fail, Debian splits off ensurepip): run it.
+# Run it: a name on PATH may be a version manager's broken shim, and Debian packages ensurepip separately.
 usable() {
     "$1" -c "import ensurepip, sys; sys.exit(sys.version_info < tuple(map(int, '$minimum'.split('.'))))" >/dev/null 2>&1
 }
@@ -32,7 +32,7 @@ if ! usable "$env/bin/python"; then
             for candidate in $candidates; do
                 echo "    $candidate: $(describe "$candidate")"
             done
-            echo "Install a newer one, or name it where it is not on PATH: make PYTHON=/path/to/python$minimum ..."
+            echo "Install a newer one, or pass its path: make PYTHON=/path/to/python$minimum ..."
         } >&2
         exit 1
     fi
@@ -43,7 +43,7 @@ fi
 echo "==> installing $* into $env"
 "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@"
 
-# Whatever a newcomer runs there first has to find the CPU, also where the plugin that compiles kernels finds no driver.
+# Without a driver, the plugin that compiles kernels must not be initialized.
 if "$env/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("jax_plugins"))'; then
     packages=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cp tools/jax_without_driver.py "$packages"

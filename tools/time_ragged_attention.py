@@ -1,8 +1,8 @@
-"""What a serving step's attention takes on this GPU, kernel by kernel, and how far its result is from XLA's.
+"""Times a serving step's attention on this GPU, per kernel, and compares its result with XLA's.
 
     PYTHONPATH=. python tools/time_ragged_attention.py [--dtype=nvfp4] [--step=chunk] [--kernels]
 
-Times are of the device (CUPTI), of calls in turn on several caches, so that none lies in L2.
+Times are device times (CUPTI) of calls that alternate between several caches, so that none is in L2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks import timing
 
 NUM_CACHES = 4
 
-# Of each sequence how many query tokens and how many tokens in all; and what else its program is made for.
+# For each sequence, its query tokens and its total tokens; and the static sizes of the program.
 STEPS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "chunk": ([(2048, 8192)], {"max_q_len": 2048}),
     "chunks": ([(512, 4096)] * 8, {"max_q_len": 512, "max_prompts": 8}),
@@ -38,7 +38,7 @@ STEPS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
 
 
 def build(steps: list[tuple[int, int]], dtype: str) -> tuple[Any, list[kvjax.KVCache], tuple[Any, ...], dict[str, Any]]:
-    """Query, caches, tables and scales of a step."""
+    """Returns the query, caches, tables and scales of a step."""
     spec = kvjax.FullAttentionSpec(16, 8, 128, dtype=kvjax.KVCacheDType(dtype))
     q_lens, lens = np.array(steps, np.int32).T
     blocks = -(-lens // spec.block_size)
@@ -59,7 +59,7 @@ def build(steps: list[tuple[int, int]], dtype: str) -> tuple[Any, list[kvjax.KVC
 
 
 def by_kernel(call: Any, calls: int = 20) -> dict[str, float]:
-    """Median microseconds of a call's kernels, those of one name added up."""
+    """Returns the median microseconds of a call's kernels, summed by name."""
     cupti = timing._cupti()
     if cupti is None:
         return {}
@@ -77,11 +77,11 @@ def by_kernel(call: Any, calls: int = 20) -> dict[str, float]:
 
 
 def main() -> None:
-    """Times the steps that are asked for."""
+    """Times the requested steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="nvfp4")
-    parser.add_argument("--step", choices=STEPS, help="one of them; by default all")
-    parser.add_argument("--kernels", action="store_true", help="the time of each kernel, too")
+    parser.add_argument("--step", choices=STEPS, help="default: all")
+    parser.add_argument("--kernels", action="store_true", help="also print the time of each kernel")
     given = parser.parse_args()
     for name in [given.step] if given.step else STEPS:
         steps, options = STEPS[name]

@@ -1,9 +1,9 @@
-"""What `rope_and_cache` takes on this GPU, next to the write alone and to a copy of the queries.
+"""Times `rope_and_cache` on this GPU, and for comparison the write without it and a copy of the queries.
 
     PYTHONPATH=. python tools/time_rope.py [--dtype=bfloat16 nvfp4]
 
-Times are of the device (CUPTI), of calls in turn on several batches. 32 query heads, 8 KV heads of 128, a table of
-4,096 positions. Fails where bytes are not those of XLA on the CPU, never because of a time.
+Times are device times (CUPTI) of calls that alternate between several batches. 32 query heads, 8 KV heads of 128, a
+table of 4,096 positions. Fails if bytes differ from XLA's on the CPU; times are not checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _write = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, unique_slots=T
 
 
 def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     spec = kvjax.FullAttentionSpec(16, KV_HEADS, HEAD_SIZE, dtype=dtype)
     rng = np.random.default_rng(0)
     num_blocks = max(4 * num_tokens // spec.block_size, 64)
@@ -85,7 +85,7 @@ def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool) -> str:
 
 
 def main() -> None:
-    """Times each dtype that is asked for, for few tokens and for many, in both orders of pairs."""
+    """Times each requested dtype, for few and many tokens, in both pairings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stored = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES]
     parser.add_argument("--dtype", nargs="*", choices=stored, default=["bfloat16", "fp8_e4m3", "nvfp4"])

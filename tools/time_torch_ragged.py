@@ -1,9 +1,9 @@
-"""What a serving step's attention takes from torch on this GPU, and how far its result is from the decode kernel's.
+"""Times a serving step's attention from torch on this GPU, and compares its result with the decode kernel's.
 
     PYTHONPATH=.:interop python tools/time_torch_ragged.py [--dtype=nvfp4] [--step=chunk] [--kernels]
 
-Times are of one call in a replayed CUDA graph of calls in turn on several caches, so that none lies in L2, by CUDA's
-events; and of the host, of calls in a row.
+Device times, by CUDA events, are per call in a replayed CUDA graph of calls that alternate between several caches, so
+that none is in L2; host times are of consecutive calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = {"bfloat16": (128, torch.bfloat16), "fp8": (128, torch.uint8), "nvfp4": (
 
 
 def build(steps: list[tuple[int, int]], dtype: str) -> tuple[torch.Tensor, list[Any], tuple[torch.Tensor, ...]]:
-    """Query, caches with their dtype and scales, and table, lengths and starts of a step."""
+    """Returns the query, caches with their dtype and scales, and table, lengths and starts of a step."""
     q_lens, lens = torch.tensor(steps).T
     blocks = -(-lens // BLOCK_SIZE)
     num_blocks = int(blocks.sum())
@@ -49,7 +49,7 @@ def build(steps: list[tuple[int, int]], dtype: str) -> tuple[torch.Tensor, list[
 
 
 def error(out: torch.Tensor, query: torch.Tensor, cache: Any, tables: Any, options: dict[str, Any]) -> float:
-    """The largest difference from the decode kernel's results, for rows here and there."""
+    """Returns the largest difference from the decode kernel's results, for a sample of rows."""
     table, lens, starts = (x.cpu() for x in tables)
     row = torch.arange(0, len(query), max(1, len(query) // 64))
     seq = torch.searchsorted(starts[1:], row, right=True)
@@ -61,11 +61,11 @@ def error(out: torch.Tensor, query: torch.Tensor, cache: Any, tables: Any, optio
 
 
 def main() -> None:
-    """Times the steps that are asked for."""
+    """Times the requested steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=ROWS, default="nvfp4")
-    parser.add_argument("--step", choices=STEPS, help="one of them; by default all")
-    parser.add_argument("--kernels", action="store_true", help="the time of each kernel, too")
+    parser.add_argument("--step", choices=STEPS, help="default: all")
+    parser.add_argument("--kernels", action="store_true", help="also print the time of each kernel")
     given = parser.parse_args()
     for name in [given.step] if given.step else STEPS:
         steps, options = STEPS[name]
@@ -98,7 +98,7 @@ def main() -> None:
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3 / NUM_CACHES)
         print(
-            f"{name}: {np.median(times):,.1f} us, {on_host * 1e6:,.0f} of the host, {temporary / 2**20:,.0f} MiB of"
+            f"{name}: {np.median(times):,.1f} us, {on_host * 1e6:,.0f} us of host time, {temporary / 2**20:,.0f} MiB of"
             f" temporary memory; largest difference from the decode kernel {largest:.2g}"
         )
         if given.kernels:

@@ -1,4 +1,4 @@
-"""Runs the demo and puts its tables between the markers of README.md and of docs/calibration.md."""
+"""Runs the demo and inserts its tables between the markers of README.md and docs/calibration.md."""
 
 from __future__ import annotations
 

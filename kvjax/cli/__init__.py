@@ -10,18 +10,19 @@ from collections.abc import Sequence
 import kvjax
 from kvjax.cli import demo, plan
 
-READER_GONE = 141
-"""Exit status where nobody reads the output any more: what a shell says of a program that SIGPIPE ended."""
+BROKEN_PIPE = 141
+"""Exit status when the output's reader has closed it, as shells report SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (by default the process's own); returns the exit status.
+    """Runs the command line `argv` (default: the process's); returns the exit status.
 
     Raises:
-      SystemExit: as argparse does, on `--help` and on arguments that it refuses.
+      SystemExit: from argparse, on `--help` and on invalid arguments.
     """
     parser = argparse.ArgumentParser(
-        prog="kvjax", description="A paged KV cache for JAX: what it costs, and what it keeps."
+        prog="kvjax",
+        description="A paged KV cache for JAX: memory plans, and a demo of every dtype's cost and accuracy.",
     )
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read (`| head`) has had enough. Python flushes once more on its way out: into nothing.
+        # The reader (`| head`) is gone. Redirect Python's final flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        return BROKEN_PIPE
     return status

@@ -1,4 +1,4 @@
-"""Types of command line arguments: each reads a word, or says in argparse's way what it would have taken."""
+"""Argument types of the command line."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _UNITS = {
 }
 
 
-def word_of[T](parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as an argument's type: what kvjax says of a word that it refuses reaches the user whole."""
+def argument_of[T](parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Returns `parse` as an argument's type: kvjax's error message becomes argparse's."""
 
-    def read(word: str) -> T:
+    def read(text: str) -> T:
         try:
-            return parse(word)
+            return parse(text)
         except kvjax.KVCacheValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
 
 
-def kv_cache_dtypes(word: str) -> RequestedKVCacheDType:
-    """A dtype, or dtypes by layers, for `resolve_layer_dtypes`: `"0-3=bfloat16,sliding_window=fp8,*=nvfp4"`."""
-    parse = word_of(kvjax.parse_kv_cache_dtype)
-    if "=" not in word:
-        return parse(word)
+def kv_cache_dtypes(text: str) -> RequestedKVCacheDType:
+    """Parses a dtype, or dtypes by layers as in `resolve_layer_dtypes`: `"0-3=bfloat16,sliding_window=fp8,*=nvfp4"`."""
+    parse = argument_of(kvjax.parse_kv_cache_dtype)
+    if "=" not in text:
+        return parse(text)
     dtypes: dict[int | str, str | kvjax.KVCacheDType] = {}
-    for entry in word.split(","):
+    for entry in text.split(","):
         layers, equals, dtype = (part.strip() for part in entry.partition("="))
         if not equals:
             raise argparse.ArgumentTypeError(f"got {entry!r}, expected layers=dtype, as in '0-3=bfloat16,*=nvfp4'")
         if layers in dtypes:
-            raise argparse.ArgumentTypeError(f"got {layers!r} twice, expected each word once")
+            raise argparse.ArgumentTypeError(f"got {layers!r} twice, expected each key once")
         dtypes[layers] = parse(dtype)
     return dtypes
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of a whole number that is not below `least`, nor above `MAX_SIZE`."""
+    """Returns the type of an integer between `least` and `MAX_SIZE`."""
 
-    def read(word: str) -> int:
+    def read(text: str) -> int:
         try:
-            value = int(word)
+            value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {word!r}, expected a whole number of at least {least}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least {least}") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at least {least}")
         return _at_most(value)
@@ -62,13 +62,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-def memory(word: str) -> int:
-    """Bytes: `"40GiB"`, `"1.5 TB"`, `"512MiB"`, or a plain number of them. A fraction of a byte is dropped."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", word.strip().lower(), re.ASCII)
+def memory(text: str) -> int:
+    """Parses bytes: `"40GiB"`, `"1.5 TB"`, `"512MiB"`, or a plain number of bytes. Rounds down to whole bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower(), re.ASCII)
     size = {name.lower(): size for name, size in _UNITS.items()}.get(match[2] or "b") if match else None
     if match is None or size is None:
         raise argparse.ArgumentTypeError(
-            f"got {word!r}, expected a number of bytes, or a number and one of {', '.join(_UNITS)}, as in 40GiB"
+            f"got {text!r}, expected a number of bytes, or a number and one of {', '.join(_UNITS)}, as in 40GiB"
         )
     return _at_most(int(Fraction(match[1]) * size))
 

@@ -1,4 +1,4 @@
-"""`kvjax demo`: real text served from a paged cache in every dtype, and one table of what each costs and keeps."""
+"""`kvjax demo`: serves real text from a paged cache in every dtype, and prints each one's cost and accuracy."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import sys
 from typing import TYPE_CHECKING
 
 import kvjax
-from kvjax.cli.arguments import at_least, word_of
+from kvjax.cli.arguments import argument_of, at_least
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 EXTRA_MODULES = frozenset({"safetensors", "tqdm"})
-"""What the extra `demo` installs."""
+"""Modules that the extra `demo` installs."""
 
 MISSING_EXTRA = 2
-"""Exit status where the extra is not installed."""
+"""Exit status if the extra is not installed."""
 
 NO_TEXT = 1
-"""Exit status where this Python came without its standard library's sources."""
+"""Exit status if this Python lacks its standard library's sources."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,29 +27,26 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="serve held-out text through a paged cache in every dtype and compare them",
-        description="Serves held-out text with a small shipped transformer from a paged KV cache, in every dtype, and"
-        " prints what each dtype costs and keeps; then lets the model write on.",
+        description="Serves held-out text with a small included transformer from a paged KV cache, in every dtype, and"
+        " prints each dtype's cost and accuracy; then generates a continuation.",
     )
     parser.add_argument(
         "--dtype",
         dest="dtypes",
         action="append",
-        type=word_of(kvjax.parse_kv_cache_dtype),
+        type=argument_of(kvjax.parse_kv_cache_dtype),
         metavar="DTYPE",
-        help=f"KV cache dtype, may be given several times (default: all); one of"
-        f" {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
+        help=f"KV cache dtype, repeatable (default: all); one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
     )
-    parser.add_argument("--sequences", type=at_least(1), default=12, help="pieces of text (default: %(default)s)")
+    parser.add_argument("--sequences", type=at_least(1), default=12, help="number of texts (default: %(default)s)")
     parser.add_argument(
-        "--tokens", type=at_least(32), default=384, help="bytes of the longest piece (default: %(default)s)"
+        "--tokens", type=at_least(32), default=384, help="bytes of the longest text (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="which pieces (default: %(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="selects the texts (default: %(default)s)")
     parser.add_argument(
-        "--scales",
-        action="store_true",
-        help="also compare the ways to find scales: a second table, which takes as long again",
+        "--scales", action="store_true", help="also compare the ways to find scales, in a second table: twice the time"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""What each layer's cache costs and what a budget of bytes holds: as values, as text and as JSON."""
+"""A memory plan: the cost of each layer's cache and what a memory budget holds, as values, text and JSON."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvjax.scales import LayerScales
 from kvjax.table import markdown_table
 
 BASELINE = KVCacheDType.BFLOAT16
-"""What a plan is compared with: every layer stored so."""
+"""The dtype that a plan is compared with, in every layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose caches are alike; every figure is that of one layer on one device.
+    """Layers with equal caches; all numbers are per layer and device.
 
-    `layers`: their indices. `sliding_window`: tokens that a query sees, None for all. `source`: who chose the dtype.
-    `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds a scale for
-    each KV head. `scales`: the names of the scales of keys and of values, after the layer's index; none where the
-    layers need none or the checkpoint holds none, None where there were no weights to look into. `block_size`: tokens
-    of a page, more than asked for where other layers have larger pages. `page_bytes`: the same in every group;
-    `padding_bytes` of them hold nothing.
+    `layers`: their indices. `sliding_window`: tokens that a query attends to, None for all. `source`: where the dtype
+    comes from. `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds
+    a scale per KV head. `scales`: the names of the scales of keys and of values, after the layer's index; empty if the
+    layers need none or the checkpoint holds none, None if there are no weights. `block_size`: tokens of a page, more
+    than requested if other layers have larger pages. `page_bytes`: the same in every group; `padding_bytes` of them are
+    unused.
     """
 
     layers: tuple[int, ...]
@@ -59,7 +59,7 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """All layers together on one device: `tokens` is how many the budget holds, in whole pages."""
+    """All layers of one device: `tokens` is how many the budget holds, in whole pages."""
 
     bytes_per_token: int
     tokens: int
@@ -67,12 +67,12 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a model's KV cache costs; the fields are the keys of `kvjax plan --json`.
+    """The cost of a model's KV cache; the fields are the keys of `kvjax plan --json`.
 
-    `warnings`: what was assumed of the model, or passed over. `layers_without_cache`: indices of layers that keep no
-    keys and values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the
-    budget of one device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` to those, None
-    where those are 0.
+    `warnings`: what was assumed about the model, or ignored. `layers_without_cache`: indices of layers without keys and
+    values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
+    device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` relative to those, None if
+    those are 0.
     """
 
     warnings: tuple[str, ...]
@@ -98,27 +98,27 @@ class MemoryPlan:
         tensor_parallel: int,
         memory_bytes: int,
     ) -> Self:
-        """The plan of one device's share of a model.
+        """Makes the plan of one device's share of a model.
 
         Args:
-          model: the share, as `ModelKVConfig.shard` gives it.
+          model: the share, as `ModelKVConfig.shard` returns it.
           resolved: each layer's dtype.
-          specs: each layer's spec, with pages of its own size.
-          scales: what the checkpoint holds for each layer, None where there are no weights.
-          unskipped: each layer's dtype where none is skipped.
-          tensor_parallel: devices that hold such a share.
+          specs: each layer's spec, before unifying page sizes.
+          scales: what the checkpoint holds for each layer, None without weights.
+          unskipped: each layer's dtype without `skip_layers`.
+          tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
         """
         unified = kvjax.unify_page_sizes(specs)
-        # Skipped layers are bfloat16 here too, so that the comparison is with a cache that nobody quantized.
+        # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
         baseline = kvjax.unify_page_sizes(
             kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         )
         names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
         skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
-        alike: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
+        groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
-            alike.setdefault(facts, []).append(index)
+            groups.setdefault(facts, []).append(index)
         totals, bfloat16 = (
             Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
             for every in (unified, baseline)
@@ -130,18 +130,18 @@ class MemoryPlan:
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
-            groups=tuple(_group(layers, *facts) for facts, layers in alike.items()),
+            groups=tuple(_group(layers, *facts) for facts, layers in groups.items()),
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
         )
 
     def as_json(self) -> str:
-        """One JSON document."""
+        """Returns one JSON document."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def as_text(self) -> str:
-        """A table of the groups, and under it what the budget holds."""
+        """Returns a table of the groups, and below it what the budget holds."""
         header = ("layers", "attention", "dtype", "from", "KV heads", "block", "bytes/token", "page bytes", "padding")
         devices = f", one of {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         ratio = f" (ratio {self.ratio:.2f})" if self.ratio is not None else ""
@@ -164,15 +164,15 @@ class MemoryPlan:
         if self.layers_without_cache:
             lines.append(
                 f"{len(self.layers_without_cache)} layers have no KV cache of their own:"
-                f" {in_ranges(self.layers_without_cache)}; what they keep instead, if anything, is not counted"
+                f" {in_ranges(self.layers_without_cache)}; any other state of theirs is not counted"
             )
         if any(group.sliding_window for group in self.groups):
-            lines.append("every token is counted in sliding layers too: what leaves a window is not given back here")
+            lines.append("sliding layers count every token: blocks behind a window are not freed here")
         return "\n".join(lines)
 
 
 def _scale_names(layer: LayerScales) -> tuple[str, ...]:
-    """The names of a layer's scales, each once, after the layer's index."""
+    """Returns the distinct names of a layer's scales, after the layer's index."""
     parts = [split_layer_name(name) for name in layer.names if name]
     return tuple(dict.fromkeys(part.rest for part in parts if part))
 

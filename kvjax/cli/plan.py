@@ -1,4 +1,4 @@
-"""`kvjax plan`: what a model's KV cache costs in a dtype, and how many tokens a budget of memory holds."""
+"""`kvjax plan`: computes a model's KV cache size in a dtype, and how many tokens a memory budget holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvjax
-from kvjax.cli.arguments import at_least, kv_cache_dtypes, memory, word_of
+from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
 from kvjax.cli.memory_plan import MemoryPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales
@@ -28,39 +28,39 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to `kvjax`'s parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="print what a model's KV cache costs and how many tokens fit",
-        description="Prints each layer's KV cache dtype and where it comes from, bytes a token, pages and their"
-        " padding, and how many tokens a budget of memory holds next to bfloat16. Reads a configuration and, of"
-        " safetensors files beside it, the caches' scales: no weights, no device.",
+        help="print a model's KV cache size and how many tokens fit",
+        description="Prints each layer's KV cache dtype and its source, bytes per token, pages and their padding, and"
+        " how many tokens a memory budget holds, compared with bfloat16. Reads a configuration and the caches' scales"
+        " from safetensors files beside it; needs no other weights and no device.",
     )
     parser.add_argument(
         "--config",
         type=_read_config,
         required=True,
         metavar="CONFIG.json",
-        help="a model's config.json or the folder that holds it, with ModelOpt's hf_quant_config.json beside it where"
-        " there is one, or - for standard input",
+        help="a model's config.json or its folder, optionally with ModelOpt's hf_quant_config.json beside it; - for"
+        " standard input",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         type=kv_cache_dtypes,
         default="auto",
         metavar="DTYPE",
-        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}; or dtypes of layers (indices, ranges, kinds, * for"
+        help=f"one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}; or dtypes by layers (indices, ranges, kinds, * for"
         " the others), as in '0-3=bfloat16,sliding_window=fp8,*=nvfp4' (default: %(default)s)",
     )
     parser.add_argument(
         "--model-dtype",
-        type=word_of(parse_model_dtype),
+        type=argument_of(parse_model_dtype),
         metavar="DTYPE",
-        help="what the model computes in (default: the configuration's dtype)",
+        help="the model's compute dtype (default: the configuration's dtype)",
     )
     parser.add_argument(
         "--skip-layers",
         nargs="+",
         default=(),
         metavar="LAYER",
-        help="layers that keep the model dtype: indices from 0, ranges of them (0-3), and kinds of attention,"
+        help="layers that keep the model dtype: indices from 0, ranges (0-3), and kinds of attention,"
         f" {' or '.join(kvjax.AttentionKind)}",
     )
     parser.add_argument(
@@ -92,7 +92,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=kvjax.VScaleLayout.LINEAR.value,
         help="order of NVFP4 V scales (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=functools.partial(run, parser))
 
 
@@ -100,7 +100,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status.
 
     Raises:
-      SystemExit: as argparse does, where the arguments do not fit the model.
+      SystemExit: from argparse, if the arguments do not fit the model.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", kvjax.KVCacheWarning)
@@ -114,19 +114,19 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPlan:
-    with _refusing(parser, "argument --config: "):
+    with _argument_errors(parser, "argument --config: "):
         model = _model(args)
-    # What is refused of a map of dtypes may be a word of it: the message names the field.
-    with _refusing(parser, "" if isinstance(args.kv_cache_dtype, Mapping) else "argument --config: "):
+    # An error about a mapping of dtypes names the field itself.
+    with _argument_errors(parser, "" if isinstance(args.kv_cache_dtype, Mapping) else "argument --config: "):
         unskipped = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype)
-    with _refusing(parser, "argument --skip-layers: "):
+    with _argument_errors(parser, "argument --skip-layers: "):
         resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
-    with _refusing(parser, "argument --config: "):
+    with _argument_errors(parser, "argument --config: "):
         scales = _scales(args, model)
-    with _refusing(parser, "argument --tensor-parallel: "):
+    with _argument_errors(parser, "argument --tensor-parallel: "):
         model = model.shard(args.tensor_parallel)
-    # What is refused here is an argument together with others, or with the model: the message names the field.
-    with _refusing(parser):
+    # Errors here concern several arguments, or the model: the message names the field.
+    with _argument_errors(parser):
         specs = kvjax.resolve_layer_specs(
             model,
             args.kv_cache_dtype,
@@ -155,18 +155,18 @@ def _model(args: argparse.Namespace) -> kvjax.ModelKVConfig:
 
 
 def _scales(args: argparse.Namespace, model: kvjax.ModelKVConfig) -> tuple[LayerScales, ...] | None:
-    """The scales of the checkpoint that the configuration is of; None where no weights stand beside it."""
+    """Returns the scales of the configuration's checkpoint; None without weights beside it."""
     _, _, folder = args.config
     if folder is None or not has_tensors(folder):
         return None
     return read_layer_scales(open_tensors(folder), model, args.kv_cache_dtype, skip_layers=args.skip_layers)
 
 
-def _read_config(word: str) -> tuple[Any, Any, Path | None]:
-    """What `--config` names: the content of config.json, and of hf_quant_config.json or None, and their folder."""
-    if word == "-":
+def _read_config(name: str) -> tuple[Any, Any, Path | None]:
+    """Reads what `--config` names: config.json, hf_quant_config.json or None, and their folder."""
+    if name == "-":
         return _parse("standard input", sys.stdin.buffer.read()), None, None
-    path = Path(word)
+    path = Path(name)
     try:
         if path.is_dir():
             path /= "config.json"
@@ -190,8 +190,8 @@ def _parse(name: str, text: bytes) -> Any:
 
 
 @contextlib.contextmanager
-def _refusing(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[None]:
-    """What kvjax refuses inside ends the command as argparse ends it: usage, one line, status 2."""
+def _argument_errors(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[None]:
+    """Turns kvjax's errors into argparse's: usage, one line, status 2."""
     try:
         yield
     except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:

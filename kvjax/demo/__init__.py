@@ -1,4 +1,4 @@
-"""A byte-level transformer served from a paged cache: what each KV cache dtype costs and keeps, on real text.
+"""A byte-level transformer served from a paged cache: each KV cache dtype's cost and accuracy on real text.
 
-Reached through `kvjax demo`. Uses kvjax's public names alone, so it doubles as a worked example of them.
+Run by `kvjax demo`. It uses only kvjax's public names, so it is also an example of them.
 """

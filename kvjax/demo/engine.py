@@ -1,7 +1,6 @@
-"""The transformer over paged caches: one compiled step that prefills a chunk, one that decodes a batch.
+"""The transformer over paged caches: a compiled step that prefills a chunk, and one that decodes a batch.
 
-Both write the new tokens' keys and values first and then attend to what the cache holds, so every number that the demo
-reports has been through the cache.
+Both write the new tokens' keys and values and then attend to the cache, so all of the demo's results go through it.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import kvjax
 from kvjax.demo.model import Params, TransformerConfig, causal_attention, forward
 
 PADDING_SLOT = -1
-"""The slot of a token that is there only to fill up a batch: it is computed, and written nowhere."""
+"""The slot of a padding token, which is computed but not written."""
 
 
 class Batch(NamedTuple):
-    """The tokens of one step, int32: some of one sequence (prefill), or one of each of several (decode)."""
+    """The tokens of one step, int32: several of one sequence (prefill), or one of each of several (decode)."""
 
     tokens: np.ndarray  # [tokens]
     positions: np.ndarray  # [tokens], in their sequences
     slots: np.ndarray  # [tokens]
     block_tables: np.ndarray  # [sequences, max_blocks]
-    seq_lens: np.ndarray  # [sequences], this step's tokens counted
+    seq_lens: np.ndarray  # [sequences], including this step's tokens
 
 
 class StepOutput(NamedTuple):
-    """What a step computed for each of its tokens. All but `logits` are of every layer, `[layers, tokens, heads, dim]`.
+    """A step's results for each of its tokens. All but `logits` are per layer, `[layers, tokens, heads, dim]`.
 
-    The unquantized query, key and value are what an attention without a cache would have had to work with.
+    The unquantized query, key and value are the inputs of attention without a cache.
     """
 
     logits: np.ndarray  # [tokens, vocab_size]
@@ -47,7 +46,7 @@ class StepOutput(NamedTuple):
 
 @dataclasses.dataclass
 class Engine:
-    """A model and its caches, one a layer. A step donates `caches`, which is what makes the writes in place."""
+    """A model and its caches, one per layer. A step donates `caches`, so writes are in place."""
 
     config: TransformerConfig
     params: Params
@@ -62,10 +61,10 @@ class Engine:
         scales: Sequence[kvjax.KVScales],
         num_blocks: int,
     ) -> Engine:
-        """An engine with a cache of `num_blocks` blocks for every layer, which carries the layer's scales."""
+        """Returns an engine with a cache of `num_blocks` blocks, and its scales, for every layer."""
         caches = tuple(
-            kvjax.KVCache.allocate(spec, num_blocks, **of_layer._asdict())
-            for spec, of_layer in zip(specs, scales, strict=True)
+            kvjax.KVCache.allocate(spec, num_blocks, **layer_scales._asdict())
+            for spec, layer_scales in zip(specs, scales, strict=True)
         )
         return cls(config, params, caches)
 
@@ -117,7 +116,7 @@ def _run(
         trace.append((query, key, value, attended))
         return attended
 
-    # A GPU would otherwise multiply float32 matrices in TF32, and its rounding would drown that of the 16-bit caches.
+    # By default a GPU would multiply float32 matrices in TF32, whose rounding exceeds that of the 16-bit caches.
     with jax.default_matmul_precision("highest"):
         logits = forward(params, config, jnp.asarray(batch.tokens), jnp.asarray(batch.positions), attend)
     return (logits, *map(jnp.stack, zip(*trace, strict=True))), tuple(written)

@@ -1,4 +1,4 @@
-"""What a KV cache dtype costs and keeps: one row of the demo's table."""
+"""Measures a KV cache dtype's cost and accuracy: one row of the demo's table."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is the same for every dtype: the model, and the samples of its keys and values that scales are found by."""
+    """What is shared by all dtypes: the model, and samples of its keys and values for calibration."""
 
     config: TransformerConfig
     params: Params
     samples: Samples
 
     def layer_specs(self, dtype: kvjax.KVCacheDType, block_size: int) -> tuple[kvjax.AttentionSpec, ...]:
-        """The specs of its layers when a user asks for `dtype`, by the same way as any Hugging Face model."""
+        """Returns the specs of its layers for a requested `dtype`, as for any Hugging Face model."""
         model = kvjax.ModelKVConfig.from_hf_config(dataclasses.asdict(self.config))
         return kvjax.resolve_layer_specs(model, dtype, block_size=block_size)
 
     def engine(self, dtype: kvjax.KVCacheDType, num_blocks: int, block_size: int) -> Engine:
-        """The model over caches of `dtype`."""
+        """Returns the model over caches of `dtype`."""
         specs = self.layer_specs(dtype, block_size)
         return Engine.allocate(self.config, self.params, specs, kvjax.calibrate(specs, self.samples), num_blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The float32 model without a cache on the same text.
+    """Results of the float32 model without a cache on the same text.
 
     Attributes:
-      bits_per_byte: what the text costs it.
-      greedy: per sequence, the likeliest next token at each position: int `[length - 1]`.
+      bits_per_byte: its cross entropy on the text.
+      greedy: per sequence, the most likely next token at each position: int `[length - 1]`.
     """
 
     bits_per_byte: float
@@ -54,7 +54,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A dtype's measurements; `attention_error` in the units of the attention's outputs, whose RMS stands beside it."""
+    """A dtype's measurements; `attention_error` has the units of attention's outputs, as does their RMS."""
 
     dtype: str
     bytes_per_token: int
@@ -69,8 +69,8 @@ class Row:
 
 
 def dense_reference(model: Model, texts: Sequence[np.ndarray], max_length: int) -> Reference:
-    """Runs `texts` (uint8 `[length]`) through the model, each at once, with no cache."""
-    # Padding to one length compiles once; attention is causal, so no token sees what comes after it.
+    """Runs `texts` (uint8 `[length]`) through the model, each at once, without a cache."""
+    # Padding to one length compiles once; with causal attention it has no effect on the tokens before.
     padded = [np.pad(text[:-1].astype(np.int32), (0, max_length - len(text))) for text in texts]
     all_logits = [np.asarray(_dense_logits(model.params, tokens, config=model.config)) for tokens in padded]
     logits = [one[: len(text) - 1] for one, text in zip(all_logits, texts, strict=True)]
@@ -87,7 +87,7 @@ def evaluate(
     block_size: int,
     on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Row:
-    """Serves `requests`, which follow their texts, through caches of `dtype`, and measures what came out."""
+    """Serves `requests` (teacher-forced) through caches of `dtype`, and measures the results."""
     pool = kvjax.BlockPool(pool_size(requests, config, block_size), block_size)
     engine = model.engine(dtype, pool.num_blocks, block_size)
     served = serve(engine, requests, pool, config, on_tokens)
@@ -109,15 +109,14 @@ def evaluate(
 
 
 def bits_per_byte(logits: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> float:
-    """Mean bits of every byte but the first of each text, under the logits of the byte before it."""
+    """Returns the mean bits of every byte except each text's first, under the logits of the byte before it."""
     all_logits, targets = np.concatenate(logits), np.concatenate([text[1:].astype(np.int32) for text in texts])
     return float(jnp.mean(bits_per_token(jnp.asarray(all_logits), jnp.asarray(targets))))
 
 
 def _attention_errors(served: Served, config: TransformerConfig, max_length: int) -> tuple[float, float]:
-    """Largest difference, over layers and positions, from attention over unquantized keys and values of the same run.
-
-    Returns it, and the mean square of what attention ought to have given.
+    """Returns the largest difference, over layers and positions, from attention over the same run's unquantized keys
+    and values, and the mean square of the latter.
     """
     _, *trace = served.output
     length = trace[0].shape[1]

@@ -1,7 +1,7 @@
 """A small decoder-only transformer in plain JAX: RoPE, grouped-query attention, SwiGLU, sliding and full layers.
 
-`forward` leaves attention to its caller, so that training (dense) and serving (paged) run the same model.
-Parameters are one flat dict of arrays under the names they have in the weights file.
+`forward` takes attention as a function, so that training (dense) and serving (paged) run the same model. Parameters are
+a flat dict of arrays, named as in the weights file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ type Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of the model. `dataclasses.asdict` of it is a Hugging Face `config.json`, which kvjax can resolve."""
+    """Shape of the model. `dataclasses.asdict` of it is a Hugging Face `config.json`."""
 
     vocab_size: int = 256
     hidden_size: int = 192
@@ -44,12 +44,12 @@ class TransformerConfig:
         object.__setattr__(self, "num_hidden_layers", len(self.layer_types))
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of `layer` sees, its own included; None: all before it."""
+        """Returns how many positions a query of `layer` attends to, its own included; None for all."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape. The embedding is also the output projection."""
+    """Returns every parameter's name and shape. The embedding is also the output projection."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, hidden), "norm": (hidden,)}
@@ -69,7 +69,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: TransformerConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """Fresh float32 parameters: norms at one, matrices normal, scaled down by depth where they join the residual."""
+    """Returns initial float32 parameters: norms 1, matrices normal, residual projections scaled down by depth."""
 
     def init(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         if len(shape) == 1:
@@ -87,10 +87,9 @@ def init_params(config: TransformerConfig, key: jax.Array) -> dict[str, jax.Arra
 def forward(
     params: Params, config: TransformerConfig, tokens: jax.Array, positions: jax.Array, attend: Attend
 ) -> jax.Array:
-    """Logits `[tokens, vocab_size]` in float32 for `tokens [tokens]` at `positions [tokens]` of their sequences.
+    """Returns logits `[tokens, vocab_size]` in float32 for `tokens [tokens]` at `positions [tokens]`.
 
-    Attention is the only thing that sees more than one token, and `attend` computes it. The rest runs in the
-    parameters' dtype.
+    Only attention, computed by `attend`, mixes tokens. The rest runs in the parameters' dtype.
     """
     x = params["embedding"][tokens]
     rotate = _rotary(positions, config)
@@ -115,10 +114,10 @@ def forward(
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array, window: int | None
 ) -> jax.Array:
-    """Attention of `query [tokens, heads, head_dim]` at `positions [tokens]` over keys that start at position 0.
+    """Attends with `query [tokens, heads, head_dim]` at `positions [tokens]` to keys that start at position 0.
 
-    `key` and `value` are `[keys, kv_heads, head_dim]`; those past a query's position are never seen, so a tail of
-    padding does no harm.
+    `key` and `value` are `[keys, kv_heads, head_dim]`; keys past a query's position are masked, so trailing padding has
+    no effect.
     """
     distance = positions[:, None] - jnp.arange(len(key))
     visible = distance >= 0
@@ -128,7 +127,7 @@ def causal_attention(
 
 
 def dense_logits(params: Params, config: TransformerConfig, tokens: jax.Array) -> jax.Array:
-    """Logits `[tokens, vocab_size]` of one whole sequence, with no cache: what training fits and serving must give."""
+    """Returns the logits `[tokens, vocab_size]` of a whole sequence, without a cache: for training and as reference."""
     positions = jnp.arange(len(tokens))
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -138,7 +137,7 @@ def dense_logits(params: Params, config: TransformerConfig, tokens: jax.Array) -
 
 
 def bits_per_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """What each of `targets [tokens]` costs under `logits [tokens, vocab_size]`, in bits: float32 `[tokens]`."""
+    """Returns the cross entropy of each of `targets [tokens]` under `logits [tokens, vocab_size]`, in bits, float32."""
     log_probs = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0] / math.log(2)
 

@@ -1,4 +1,4 @@
-"""The whole demo: load the model, serve held-out text in every dtype, then let one of them write on."""
+"""Runs the whole demo: loads the model, serves held-out text in every dtype, then generates a continuation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPERATURE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run covers: `sequences` pieces of held-out text of up to `tokens` bytes, in each of `dtypes`.
+    """The scope of a run: `sequences` held-out texts of up to `tokens` bytes, in each of `dtypes`.
 
     With `scales`, also every way to find scales (`compare_scales`), over the same text.
     """
@@ -40,7 +40,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Held-out text, and what the model wrote after it."""
+    """A held-out prompt, and the model's continuation."""
 
     dtype: str
     prompt: str
@@ -49,7 +49,7 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run found. Every bits a byte is of the same held-out bytes. `scales` is empty unless asked for."""
+    """The results of a run. All bits per byte are of the same held-out bytes. `scales` is empty unless asked for."""
 
     device: str
     training: Mapping[str, str]
@@ -63,10 +63,10 @@ class Result:
 
 
 def run(options: Options) -> Result:
-    """Runs the demo; shows progress on stderr where that is a terminal.
+    """Runs the demo; shows progress on stderr if that is a terminal.
 
     Raises:
-      FileNotFoundError: this Python came without its standard library's sources.
+      FileNotFoundError: this Python lacks its standard library's sources.
     """
     loaded = weights.load()
     training, held_out = _read_text()
@@ -87,7 +87,7 @@ def run(options: Options) -> Result:
         if options.scales:
             bar.set_description("scales")
             scales = compare_scales(model, options.dtypes, work.texts, reference, options.tokens, BLOCK_SIZE)
-        bar.set_description(f"{dtype.value}, writing on")
+        bar.set_description(f"{dtype.value}, generating")
         pool = kvjax.BlockPool(pool_size(work.requests, config, BLOCK_SIZE), BLOCK_SIZE)
         engine = model.engine(dtype, pool.num_blocks, BLOCK_SIZE)
         (written,) = serve(engine, [work.continuation], pool, config, bar.update)
@@ -106,7 +106,7 @@ def run(options: Options) -> Result:
 
 
 def _read_text() -> tuple[np.ndarray, np.ndarray]:
-    """The training and the held-out part of the standard library."""
+    """Returns the training and the held-out part of the standard library."""
     root = text.standard_library()
     training, held_out = text.split(text.source_files(root))
     return text.read(root, training), text.read(root, held_out)
@@ -126,7 +126,7 @@ class _Work:
 
 
 def _work(held_out: np.ndarray, options: Options, rng: np.random.Generator) -> _Work:
-    """Texts of many lengths, a quarter to three quarters of each a prompt, in no order; and one to be written on."""
+    """Returns texts of many lengths in random order, each a quarter to three quarters prompt, and one to continue."""
     lengths = np.linspace(options.tokens, options.tokens // 3, options.sequences).astype(int)
     texts = text.excerpts(held_out, rng.permutation(lengths).tolist(), rng)
     shares = rng.uniform(0.25, 0.75, len(texts))
@@ -137,7 +137,7 @@ def _work(held_out: np.ndarray, options: Options, rng: np.random.Generator) -> _
 
 
 def _split_text(served: Served, request: Request) -> tuple[str, str]:
-    """The prompt and what came after it, as text."""
+    """Returns the prompt and its continuation, as text."""
     parts = np.split(served.tokens.astype(np.uint8), [len(request.prompt)])
     prompt, written = (part.tobytes().decode(errors="replace") for part in parts)
     return prompt, written

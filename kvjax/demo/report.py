@@ -1,4 +1,4 @@
-"""The demo's results for people (a Markdown table and what its columns mean) and for programs (JSON)."""
+"""Formats the demo's results: as Markdown tables with legends, and as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SCALES_COLUMNS = ("dtype", "scales", "key error", "value error", "bits/byte", "
 
 
 def as_json(result: program.Result) -> str:
-    """`result` as one JSON document, its fields by their names."""
+    """Returns `result` as one JSON document, keyed by field names."""
     return json.dumps(dataclasses.asdict(result), indent=2)
 
 
 def as_text(result: program.Result) -> str:
-    """The table and the meaning of its columns, the same for scales where dtypes have them, and the continuation."""
+    """Returns the table with its legend, the same for scales if dtypes take them, and the continuation."""
     parts = [markdown_table(_COLUMNS, [_cells(row) for row in result.rows]), _legend(result)]
     if result.scales:
         parts += [
@@ -88,10 +88,10 @@ def _filled(*lines: str) -> str:
 
 
 _SCALES_LEGEND = _filled(
-    "scales: how they were found on the same training text, by kvjax.calibrate; the table above is of amax.",
-    "1: not at all. other magnitudes: of the same model, were its keys 64 times and its values a 4096th as large, which"
-    " is nothing to a model without a cache; every way that calibrates gives then what it gives now.",
-    "key error, value error: root mean square of what storing changes in the held-out text's, over their own.",
+    "scales: how kvjax.calibrate computed them from the same training text; the table above uses amax.",
+    "1: not calibrated. other magnitudes: of an equivalent model whose keys are 64 times as large and whose values a"
+    " 4096th, for which every calibration method gives the same results as here.",
+    "key error, value error: root mean square error of the held-out text's stored keys and values, relative to theirs.",
     "bits/byte, greedy agreement: as above, with every key and value through the cache, each text at once.",
 )
 
@@ -99,9 +99,9 @@ _SCALES_LEGEND = _filled(
 def _continuation(continuation: program.Continuation) -> str:
     return "\n".join(
         [
-            f"--- held-out prompt, read into a {continuation.dtype} cache",
+            f"--- held-out prompt, prefilled into a {continuation.dtype} cache",
             continuation.prompt,
-            f"--- written on by the model, from that cache (temperature {program.TEMPERATURE})",
+            f"--- continuation by the model, from that cache (temperature {program.TEMPERATURE})",
             continuation.text,
         ]
     )

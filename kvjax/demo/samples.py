@@ -1,4 +1,4 @@
-"""The model's keys and values on sample text: what `kvjax.calibrate` reads."""
+"""The model's keys and values on sample text, for `kvjax.calibrate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type LayerKeysAndValues = tuple[tuple[jax.Array, jax.Array], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Runs the model over texts, `[texts, tokens]` integers, one at a time, each time that it is iterated."""
+    """Runs the model over texts, `[texts, tokens]` integers, one at a time; can be iterated repeatedly."""
 
     config: TransformerConfig
     params: Params
@@ -30,7 +30,7 @@ class Samples:
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def keys_and_values(params: Params, tokens: jax.Array, *, config: TransformerConfig) -> LayerKeysAndValues:
-    """What each layer would store of `tokens [tokens]`, one sequence: keys rotated, values as they are."""
+    """Returns what each layer would store of one sequence `tokens [tokens]`: rotated keys and values."""
     positions = jnp.arange(len(tokens))
     stored = []
 

@@ -1,4 +1,4 @@
-"""What each way to find scales keeps of keys and values, and of what the model says after it has read them back."""
+"""Compares calibration methods: the error of stored keys and values, and the model's results with them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import kvjax
 from kvjax.demo.evaluate import Model, Reference, bits_per_byte
 from kvjax.demo.model import Params, TransformerConfig, causal_attention, forward
 
-WAYS: Mapping[str, kvjax.KVScales | Mapping[str, Any]] = MappingProxyType(
+METHODS: Mapping[str, kvjax.KVScales | Mapping[str, Any]] = MappingProxyType(
     {
         "1": kvjax.KVScales(np.float32(1), np.float32(1)),
-        # As scales of 1 are for keys 64 times and values a 4096th as large: both are powers of two.
+        # Equivalent to scales of 1 for keys 64 times and values a 4096th as large: both are powers of two.
         "1, other magnitudes": kvjax.KVScales(np.float32(1 / 64), np.float32(4096)),
         "amax": {"method": "amax"},
         "percentile 99.99": {"method": "percentile", "percentile": 99.99},
@@ -28,14 +28,14 @@ WAYS: Mapping[str, kvjax.KVScales | Mapping[str, Any]] = MappingProxyType(
         "mse, per head": {"method": "mse", "per_head": True},
     }
 )
-"""Scales of every layer, or what `kvjax.calibrate` is asked for."""
+"""Scales of every layer, or arguments of `kvjax.calibrate`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalesRow:
-    """A dtype with scales found in one way.
+    """Results of a dtype with one method's scales.
 
-    `key_error` and `value_error`: root mean square of what storing changes, over that of the keys or of the values.
+    `key_error` and `value_error`: root mean square of the storage error, relative to that of the keys or the values.
     """
 
     dtype: str
@@ -54,11 +54,11 @@ def compare_scales(
     max_length: int,
     block_size: int,
 ) -> list[ScalesRow]:
-    """A row for each quantized dtype and each way that it has, over `texts` (uint8 `[length]`)."""
+    """Returns a row for each quantized dtype and each of its methods, over `texts` (uint8 `[length]`)."""
     rows = []
     for dtype in dtypes:
         specs = model.layer_specs(dtype, block_size)
-        for name, scales in _found(model, specs).items():
+        for name, scales in _scales_by_method(model, specs).items():
             read = [_read_back(model, specs, scales, text, max_length) for text in texts]
             errors = np.sqrt(sum(one.squared_errors for one in read) / sum(one.squares for one in read))
             agreement = [one.logits.argmax(axis=1) == best for one, best in zip(read, reference.greedy, strict=True)]
@@ -75,15 +75,17 @@ def compare_scales(
     return rows
 
 
-def _found(model: Model, specs: Sequence[kvjax.AttentionSpec]) -> dict[str, tuple[kvjax.KVScales, ...]]:
-    """The scales of each way that layers of these specs have."""
+def _scales_by_method(model: Model, specs: Sequence[kvjax.AttentionSpec]) -> dict[str, tuple[kvjax.KVScales, ...]]:
+    """Returns the scales of each method that applies to these specs."""
     if not any(spec.dtype.takes_scale for spec in specs):
         return {}
     has_heads = any(_has_scale_per_head(spec) for spec in specs)
     return {
-        name: (way,) * len(specs) if isinstance(way, kvjax.KVScales) else kvjax.calibrate(specs, model.samples, **way)
-        for name, way in WAYS.items()
-        if has_heads or isinstance(way, kvjax.KVScales) or "per_head" not in way
+        name: (method,) * len(specs)
+        if isinstance(method, kvjax.KVScales)
+        else kvjax.calibrate(specs, model.samples, **method)
+        for name, method in METHODS.items()
+        if has_heads or isinstance(method, kvjax.KVScales) or "per_head" not in method
     }
 
 
@@ -92,7 +94,7 @@ def _has_scale_per_head(spec: kvjax.AttentionSpec) -> bool:
 
 
 class _ReadBack(NamedTuple):
-    """Of a text through the model over what caches gave back; `squared_errors` and `squares` of keys and values."""
+    """A text's results with keys and values read from caches; `squared_errors` and `squares` of keys and values."""
 
     logits: np.ndarray
     squared_errors: np.ndarray
@@ -106,7 +108,7 @@ def _read_back(
     text: np.ndarray,
     max_length: int,
 ) -> _ReadBack:
-    # Of one length and with a scale for each head that may have one, all texts and ways share a program.
+    # With one length, and a scale per head wherever possible, all texts and methods share a program.
     shapes = [(spec.num_kv_heads,) if _has_scale_per_head(spec) else () for spec in specs]
     scales = tuple(
         kvjax.KVScales(*(np.broadcast_to(scale, shape) for scale in layer))
@@ -135,9 +137,9 @@ def _run(
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         nonlocal squared_errors, squares
         read = _through_cache(key, value, specs[layer], scales[layer])
-        for half, (stored, exact) in enumerate(zip(read, (key, value), strict=True)):
-            squared_errors = squared_errors.at[half].add(jnp.sum(jnp.where(is_text, stored - exact, 0.0) ** 2))
-            squares = squares.at[half].add(jnp.sum(jnp.where(is_text, exact, 0.0) ** 2))
+        for kv_index, (stored, exact) in enumerate(zip(read, (key, value), strict=True)):
+            squared_errors = squared_errors.at[kv_index].add(jnp.sum(jnp.where(is_text, stored - exact, 0.0) ** 2))
+            squares = squares.at[kv_index].add(jnp.sum(jnp.where(is_text, exact, 0.0) ** 2))
         return causal_attention(query, *read, positions, config.window(layer))
 
     with jax.default_matmul_precision("highest"):
@@ -148,7 +150,7 @@ def _run(
 def _through_cache(
     key: jax.Array, value: jax.Array, spec: kvjax.AttentionSpec, scales: kvjax.KVScales
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values, `[tokens, kv_heads, head_dim]`, as a cache of their own gives them back."""
+    """Returns keys and values, `[tokens, kv_heads, head_dim]`, written to a new cache and read back."""
     num_tokens = len(key)
     num_blocks = -(-num_tokens // spec.block_size)
     cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())

@@ -1,7 +1,7 @@
-"""Serves requests from one pool of blocks: chunked prefill, batched decode, and as many sequences at once as fit.
+"""Serves requests from one block pool: chunked prefill, batched decode, a limited number of sequences at once.
 
-Sequences take their blocks one at a time as they grow, so the blocks of those that run together are interleaved; one
-that ends frees its blocks for the next that waits.
+Sequences allocate blocks as they grow, so the blocks of concurrent sequences are interleaved; a finished sequence frees
+its blocks for the next.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ type NextToken = Callable[[int, np.ndarray], int]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A sequence to serve: `prompt` (integers `[tokens]`), continued by `next_token` to `length` tokens in all.
+    """A sequence to serve: `prompt` (integers `[tokens]`), continued by `next_token` to `length` tokens in total.
 
     Raises:
-      ValueError: an empty prompt, or one that leaves nothing to continue.
+      ValueError: an empty prompt, or one without tokens left to continue.
     """
 
     prompt: np.ndarray
@@ -38,12 +38,12 @@ class Request:
 
 
 def follow(text: np.ndarray, prompt_length: int) -> Request:
-    """Teacher forcing: the model is shown `text` whatever it predicts."""
+    """Returns a teacher-forced request: the tokens are those of `text`, whatever the model predicts."""
     return Request(text[:prompt_length], len(text), lambda position, _: int(text[position]))
 
 
 def sample(prompt: np.ndarray, num_tokens: int, *, temperature: float, seed: int) -> Request:
-    """Continues `prompt` by `num_tokens` tokens drawn from the model; a temperature of 0 takes the likeliest."""
+    """Returns a request for `num_tokens` tokens sampled from the model; temperature 0 is greedy."""
     rng = np.random.default_rng(seed)
 
     def next_token(_: int, logits: np.ndarray) -> int:
@@ -56,12 +56,12 @@ def sample(prompt: np.ndarray, num_tokens: int, *, temperature: float, seed: int
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
       tokens: the whole sequence, int32 `[length]`.
-      output: of every token but the last, which nothing follows: logits `[length - 1, vocab_size]` that predict the
-        token after it, and of every layer what went into and came out of attention.
+      output: for every token but the last: logits `[length - 1, vocab_size]` that predict the next token, and each
+        layer's inputs and outputs of attention.
       blocks: its blocks, in the order of its tokens.
     """
 
@@ -72,11 +72,11 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Sizes that the two compiled steps are made for.
+    """Static sizes of the two compiled steps.
 
     Attributes:
       max_running: sequences that run at once: the rows of a decode step.
-      chunk: prompt tokens of one sequence that a prefill step takes.
+      chunk: prompt tokens of one sequence in a prefill step.
       max_length: the longest sequence, in tokens.
     """
 
@@ -86,7 +86,7 @@ class ServeConfig:
 
 
 def pool_size(requests: Sequence[Request], config: ServeConfig, block_size: int) -> int:
-    """Blocks in which any `config.max_running` of `requests` fit: fewer than all need, so later ones reuse blocks."""
+    """Returns blocks for any `config.max_running` of `requests`: fewer than all need, so later ones reuse them."""
     needed = sorted((-(-request.length // block_size) for request in requests), reverse=True)
     return sum(needed[: config.max_running])
 
@@ -98,11 +98,11 @@ def serve(
     config: ServeConfig,
     on_tokens: Callable[[int], object] = lambda count: None,
 ) -> list[Served]:
-    """Runs `requests` to their ends, and calls `on_tokens` with the number of tokens that each step computed.
+    """Runs `requests` to completion; calls `on_tokens` with the number of tokens that each step computed.
 
     Raises:
       ValueError: a request is longer than `config.max_length`.
-      OutOfBlocksError: `pool` ran out of blocks; `pool_size` says how many are enough.
+      OutOfBlocksError: `pool` ran out of blocks; `pool_size` returns a sufficient number.
     """
     if too_long := [request.length for request in requests if request.length > config.max_length]:
         raise ValueError(f"requests: got lengths {too_long}, expected at most {config.max_length=}")
@@ -127,7 +127,7 @@ def serve(
 
 
 class _Sequence:
-    """A request that runs."""
+    """A running request."""
 
     def __init__(self, index: int, request: Request, paged: PagedSequence) -> None:
         self.index = index
@@ -146,7 +146,7 @@ class _Sequence:
         return self.num_computed == self.request.length - 1
 
     def record(self, output: StepOutput, rows: slice) -> None:
-        """Keeps the `rows` of a step that were this sequence's, and takes the next token where it has none yet."""
+        """Keeps this sequence's `rows` of a step, and appends the next token if it is not known yet."""
         logits, *trace = output
         self.outputs.append(StepOutput(logits[rows], *(array[:, rows] for array in trace)))
         self.num_computed += rows.stop - rows.start
@@ -195,12 +195,12 @@ def _decode(engine: Engine, sequences: Sequence[_Sequence], pool: BlockPool, con
 
 
 def _block_table(sequences: Sequence[_Sequence], pool: BlockPool, config: ServeConfig) -> np.ndarray:
-    """int32 `[len(sequences), max_blocks]`, zeros past each sequence's own blocks."""
+    """Returns int32 `[len(sequences), max_blocks]`, zeros past each sequence's own blocks."""
     max_blocks = -(-config.max_length // pool.block_size)
     return np.stack([_padded(sequence.paged.blocks, max_blocks) for sequence in sequences])
 
 
 def _padded(values: ArrayLike, length: int, fill: int = 0) -> np.ndarray:
-    """`values` as int32, with `fill` appended along the first axis up to `length`."""
+    """Returns `values` as int32, padded with `fill` along the first axis to `length`."""
     array = np.asarray(values, np.int32)
     return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1), constant_values=fill)

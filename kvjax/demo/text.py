@@ -1,7 +1,7 @@
-"""Real text that is at hand wherever Python is: the standard library's sources, split into training and held out.
+"""Text available with every Python: the standard library's sources, split into training and held-out files.
 
-The split hashes each file's path relative to the library, so a file lands on the same side on every machine and in
-every Python version, and weights trained on one have not seen the held-out files of another.
+The split hashes each file's path relative to the library, so it is the same on every machine and in every Python
+version: weights trained with one have not seen the held-out files of another.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ VOCAB_SIZE = 256
 """Text is bytes; every byte is a token."""
 
 HELD_OUT_PERCENT = 8
-"""Share of the files, in percent, that training never sees."""
+"""Percentage of the files that are excluded from training."""
 
 _EXCLUDED_DIRS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-# Machine-written tables, and what Linux distributions package apart: it would make the text differ between machines.
+# Generated tables, and modules that Linux distributions package separately, which would make the text vary.
 _EXCLUDED_MODULES = frozenset(
     {
         "distutils",
@@ -39,15 +39,15 @@ _EXCLUDED_MODULES = frozenset(
 
 
 def standard_library() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """Returns the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def source_files(root: Path) -> tuple[str, ...]:
-    """The `.py` files of the standard library in `root`, as sorted POSIX paths relative to it.
+    """Returns the `.py` files of the standard library in `root`, as sorted POSIX paths relative to it.
 
     Raises:
-      FileNotFoundError: `root` holds none, as where Python was installed without its sources.
+      FileNotFoundError: `root` has none, as if Python was installed without its sources.
     """
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     files = tuple(sorted(path.as_posix() for path in paths if _is_text(path)))
@@ -64,32 +64,32 @@ def _is_text(path: Path) -> bool:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether the file at `path` (relative, POSIX) is kept from training."""
+    """Returns whether the file at `path` (relative, POSIX) is excluded from training."""
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 def split(files: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`files` as (training, held out), each in the given order."""
+    """Returns `files` as (training, held out), each in the given order."""
     return tuple(f for f in files if not is_held_out(f)), tuple(f for f in files if is_held_out(f))
 
 
 def read(root: Path, files: Sequence[str]) -> np.ndarray:
-    """The bytes of `files`, one after the other: uint8 `[num_bytes]`."""
+    """Returns the concatenated bytes of `files`: uint8 `[num_bytes]`."""
     return np.frombuffer(b"".join((root / file).read_bytes() for file in files), np.uint8)
 
 
 def excerpts(text: np.ndarray, lengths: Sequence[int], rng: np.random.Generator) -> list[np.ndarray]:
-    """Pieces of `text` of the given `lengths`, drawn by `rng`, each from the start of a line on."""
+    """Returns random pieces of `text` of the given `lengths`, each from the start of a line."""
     line_starts = np.flatnonzero(text[: len(text) - max(lengths)] == ord("\n")) + 1
     starts = rng.choice(line_starts, len(lengths))
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def unigram_bits_per_byte(training: np.ndarray, text: np.ndarray) -> float:
-    """Bits a byte of `text` under the byte frequencies of `training`: what no context at all achieves.
+    """Returns the bits per byte of `text` under the byte frequencies of `training`: a baseline without context.
 
-    Frequencies are add-one smoothed, so a byte that training lacks costs a finite number of bits.
+    Frequencies are add-one smoothed, so a byte missing from `training` has finite cost.
     """
     counts = np.bincount(training, minlength=VOCAB_SIZE) + 1.0
     bits = np.log2(counts.sum()) - np.log2(counts)

@@ -1,4 +1,4 @@
-"""How long a write takes: the number that an in-place cache is for."""
+"""Measures the time of a write, which depends on being in place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NUM_BLOCKS = 1024
 NUM_CALLS = 50
 
 
-def seconds_per_written_token(alike: kvjax.KVCache) -> float:
-    """Wall time of a token's write into a cache of such a spec and scales: the median call over the tokens it writes.
+def seconds_per_written_token(template: kvjax.KVCache) -> float:
+    """Returns the median wall time per token of writes to a new cache of the template's spec and scales.
 
-    A call, dispatch included, writes `NUM_TOKENS` bfloat16 tokens to scattered slots of a donated cache, and is waited
-    for.
+    A call writes `NUM_TOKENS` bfloat16 tokens to scattered slots of a donated cache; the time includes dispatch and
+    waiting for the result.
     """
-    spec, rng = alike.spec, np.random.default_rng(0)
+    spec, rng = template.spec, np.random.default_rng(0)
     shape = (NUM_TOKENS, spec.num_kv_heads, spec.head_size)
     key, value = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
-    cache = kvjax.KVCache.allocate(spec, NUM_BLOCKS, k_scale=alike.k_scale, v_scale=alike.v_scale)
+    cache = kvjax.KVCache.allocate(spec, NUM_BLOCKS, k_scale=template.k_scale, v_scale=template.v_scale)
     slots = jnp.asarray(rng.permutation(NUM_BLOCKS * spec.block_size)[:NUM_TOKENS], jnp.int32)
 
     @functools.partial(jax.jit, donate_argnames="cache")

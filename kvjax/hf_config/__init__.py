@@ -1,1 +1,1 @@
-"""What the keys of a Hugging Face `config.json` say of the KV cache, for each type of model."""
+"""Reads a Hugging Face `config.json`, for each model type, for what concerns the KV cache."""

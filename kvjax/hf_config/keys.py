@@ -1,4 +1,4 @@
-"""Reads a key of a configuration: an int, or a list with an entry for each layer. Errors name the key."""
+"""Reads keys of a configuration: ints, flags, and lists with an entry per layer. Errors name the key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.errors import KVCacheValueError, got_expected, shown
 from kvjax.spec import MAX_SIZE
 
 MAX_LAYERS = 10_000
-"""Layers of a model that is read: many times those of any known, and a bound on what a mistaken number allocates."""
+"""Limit on a model's layers: far above any known model, it bounds what an invalid number allocates."""
 
 PLAIN_KEYS = (
     "num_hidden_layers",
@@ -21,14 +21,14 @@ PLAIN_KEYS = (
     "layer_types",
     "sliding_window",
 )
-"""The keys of most models; `kvjax.model_config` reads these and a few more."""
+"""The keys of most models; `kvjax.model_config` reads these and a few others."""
 
 type Facts = dict[str, Any]
-"""A configuration's keys and values; a key that stands there with null is left out."""
+"""A configuration's keys and values, without those that are null."""
 
 
 def num_layers(facts: Facts) -> int:
-    """The number of layers, bounded."""
+    """Returns the number of layers, at most `MAX_LAYERS`."""
     value = positive_int(facts, "num_hidden_layers")
     if value > MAX_LAYERS:
         raise KVCacheValueError(f"config.num_hidden_layers: got {value}, expected an int of at most {MAX_LAYERS}")
@@ -36,7 +36,7 @@ def num_layers(facts: Facts) -> int:
 
 
 def positive_int(facts: Facts, *keys: str) -> int:
-    """The value of the first of `keys` that is there."""
+    """Returns the value of the first of `keys` that is present."""
     value = first_int(facts, *keys)
     if value is None:
         raise KVCacheValueError(f"config: got no {' or '.join(repr(key) for key in keys)}, expected a positive int")
@@ -44,7 +44,7 @@ def positive_int(facts: Facts, *keys: str) -> int:
 
 
 def first_int(facts: Facts, *keys: str, minimum: int = 1) -> int | None:
-    """The value of the first of `keys` that is there; None where none is."""
+    """Returns the value of the first of `keys` that is present; None if none is."""
     for key in keys:
         if key in facts:
             return as_size(f"config.{key}", facts[key], minimum)
@@ -52,7 +52,7 @@ def first_int(facts: Facts, *keys: str, minimum: int = 1) -> int | None:
 
 
 def as_size(what: str, value: object, minimum: int) -> int:
-    """`value` where it is an int from `minimum` to `MAX_SIZE`."""
+    """Returns `value` if it is an int from `minimum` to `MAX_SIZE`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise KVCacheValueError(f"{what}: got {shown(value)}, expected an int of at least {minimum}")
     if value > MAX_SIZE:
@@ -61,7 +61,7 @@ def as_size(what: str, value: object, minimum: int) -> int:
 
 
 def flag(facts: Facts, key: str, default: bool) -> bool:
-    """A bool, `default` where the key is not there."""
+    """Returns a bool, `default` if the key is missing."""
     value = facts.get(key, default)
     if not isinstance(value, bool):
         raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected true or false")
@@ -69,7 +69,7 @@ def flag(facts: Facts, key: str, default: bool) -> bool:
 
 
 def indices(facts: Facts, key: str, layers: int) -> frozenset[int]:
-    """A list of layers, by their indices from 0."""
+    """Returns a list of layer indices, from 0, as a set."""
     value = facts.get(key)
     if not isinstance(value, (list, tuple)):
         raise KVCacheValueError(f"config.{key}: got {shown(value)}, expected a list of layer indices")
@@ -82,9 +82,9 @@ def indices(facts: Facts, key: str, layers: int) -> frozenset[int]:
 
 
 def per_layer[Meaning](facts: Facts, key: str, layers: int, meaning: Mapping[Any, Meaning]) -> list[Meaning]:
-    """A list with an entry for each layer, each replaced by its meaning."""
+    """Returns a list with an entry per layer, each mapped to its meaning."""
     entries = facts[key]
-    # More entries than layers describe the layers of a draft head, which has a cache of its own.
+    # Surplus entries describe the layers of a draft head, which has a cache of its own.
     if not isinstance(entries, (list, tuple)) or len(entries) < layers:
         raise KVCacheValueError(
             f"config.{key}: got {shown(entries)}, expected a list with an entry for each of {layers} layers"

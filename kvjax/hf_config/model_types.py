@@ -1,8 +1,7 @@
-"""The one table of the `model_type`s that are understood: each one's keys, and what they mean for the KV cache.
+"""The supported `model_type`s: each one's keys, and their meaning for the KV cache.
 
-A type's row brings its configuration to the plain keys that `kvjax.model_config` reads. The judge of every row is
-transformers: `docs/models.md` lists, for each of its causal language models, the cache that it keeps next to what is
-read here.
+A type's row translates its configuration to the plain keys that `kvjax.model_config` reads. transformers is the
+reference: `docs/models.md` compares, for each of its causal language models, its own cache with what is read here.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from kvjax.hf_config.keys import PLAIN_KEYS, Facts
 
 @dataclasses.dataclass(frozen=True)
 class ModelType:
-    """How one type of model states its KV cache.
+    """How a model type's configuration describes its KV cache.
 
     Attributes:
-      keys: what is read of its configuration; nothing else in there matters.
-      names: for plain keys that the type calls by names of its own, those names.
-      defaults: what transformers' class fills in where the configuration leaves a key out. A null is not left out.
-      translate: turns the type's own keys into plain ones, in place; returns what it had to assume, if anything.
+      keys: the keys that are read; all others are ignored.
+      names: the type's own names of plain keys.
+      defaults: values that transformers' class fills in for missing keys. A null is not missing.
+      translate: translates the type's own keys to plain ones, in place; returns what it had to assume, if anything.
     """
 
     keys: tuple[str, ...] = PLAIN_KEYS
@@ -34,7 +33,7 @@ class ModelType:
     translate: Callable[[Facts], str | None] | None = None
 
     def plain(self, part: Mapping[str, Any]) -> tuple[Facts, str | None]:
-        """The plain keys of a configuration of this type, and what was assumed."""
+        """Returns the plain keys of a configuration of this type, and what was assumed."""
         named = {name for names in self.names.values() for name in names}
         stated = {key: part[key] for key in part if key in self.keys or key in named}
         for key, names in self.names.items():
@@ -58,7 +57,7 @@ def _plain(*keys: str, translate: Callable[[Facts], str | None] | None = None, *
 def _mha(
     layers: str = "num_hidden_layers", heads: str = "num_attention_heads", hidden: str = "hidden_size"
 ) -> ModelType:
-    """A type whose every query head has a key and a value of its own, and which calls its sizes so."""
+    """Returns a type with one KV head per query head, and these names of its sizes."""
     plain = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden}
     return ModelType(
         keys=tuple(plain),
@@ -95,7 +94,7 @@ roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 
 MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
     {
-        # The plain keys, and what transformers fills in.
+        # Plain keys, with defaults of transformers.
         **dict.fromkeys(_PLAIN_TYPES.split(), _plain()),
         "bitnet": _plain(num_key_value_heads=5),
         "emu3_text_model": _plain(num_key_value_heads=8),
@@ -197,7 +196,7 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             global_head_dim=512,
             translate=translate.gemma4,
         ),
-        # The published checkpoints name no dtype; all that is not MXFP4 in them is bfloat16.
+        # The published checkpoints declare no dtype; everything but MXFP4 in them is bfloat16.
         "gpt_oss": _plain(
             num_key_value_heads=8,
             head_dim=64,
@@ -243,7 +242,7 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             sliding_window=4096,
             translate=translate.patterned(lambda layer: layer % 2 == 1),
         ),
-        # Some layers keep a state instead, or nothing.
+        # Some layers cache a state, or nothing.
         "bamba": _plain("attn_layer_indices", num_key_value_heads=8, translate=translate.bamba),
         "granitemoehybrid": ModelType(
             names={"layer_types": ("layers_block_type",)}, translate=translate.has_layer_types
@@ -314,7 +313,7 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             ),
             translate=translate.zamba,
         ),
-        # One latent a token for all heads.
+        # One latent per token for all heads.
         "axk1": _latent_type(),
         "deepseek_v2": _latent_type(),
         "deepseek_v3": _latent_type(),
@@ -330,7 +329,7 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             names={"num_hidden_layers": ("num_layers",)},
             translate=translate.longcat,
         ),
-        # Names of their own.
+        # Other names of plain keys.
         **dict.fromkeys(["gpt2", "gptj", "ctrl"], _mha("n_layer", "n_head", "n_embd")),
         **dict.fromkeys(["biogpt", "git", "gpt_neox", "gpt_neox_japanese", "opt", "persimmon"], _mha()),
         "bloom": ModelType(
@@ -377,7 +376,7 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             translate=translate.mpt,
         ),
         "xglm": _mha("num_layers", "attention_heads", "d_model"),
-        # Encoders, unless they are used as decoders.
+        # Encoders, unless used as decoders.
         **dict.fromkeys(
             _ENCODER_TYPES.split(),
             ModelType(

@@ -1,4 +1,4 @@
-"""Finds the language model in a `config.json`, refuses what keeps another cache, and brings the rest to plain keys."""
+"""Finds the language model in a `config.json`, rejects models with other caches, and returns the rest as plain keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvjax.errors import KVCacheValueError, shown
 from kvjax.hf_config.keys import PLAIN_KEYS, Facts
 from kvjax.hf_config.model_types import MODEL_TYPES, ModelType
 
-_STATE = "its layers keep a state, not tokens"
-_INDEXER = "sparse attention also keeps an indexer's key of each token"
-_ENCODER = "it is not a decoder, and keeps no keys and values"
-_CROSS = "the decoder's layers also keep keys and values of the encoder's tokens"
-_OTHER = "its cache is another than each layer's keys and values"
+_STATE = "its layers cache a state, not tokens"
+_INDEXER = "sparse attention also caches an indexer's key of each token"
+_ENCODER = "it is not a decoder, and caches no keys and values"
+_CROSS = "the decoder's layers also cache keys and values of the encoder's tokens"
+_OTHER = "its cache is not each layer's keys and values"
 
 _ENCODERS = """
 aimv2 aimv2_text_model aimv2_vision_model albert align align_text_model altclip altclip_text_model
@@ -54,7 +54,7 @@ bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_
 musicgen_melody_decoder mvp pegasus plbart prophetnet trocr whisper
 """
 
-REFUSED: Mapping[str, str] = types.MappingProxyType(
+UNSUPPORTED: Mapping[str, str] = types.MappingProxyType(
     {
         **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], _STATE),
         **dict.fromkeys(
@@ -64,18 +64,18 @@ REFUSED: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(_ENCODER_DECODERS.split(), _CROSS),
         **dict.fromkeys(["openai-gpt", "xlm"], "it runs without a cache"),
         "blt": "it is several models, each with a cache of its own",
-        "deepseek_v4": "compressed attention keeps one entry for several tokens",
+        "deepseek_v4": "compressed attention caches one entry for several tokens",
         **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], "its layers read another model's cache"),
         "reformer": _OTHER,
         "xlnet": _OTHER,
     }
 )
-"""Types of models that kvjax knows to keep something else than each layer's keys and values, and what."""
+"""Model types that cache something other than each layer's keys and values, and what."""
 
-_SOME_STATE = "some layers keep a state, not tokens"
-_LINEAR = "linear attention keeps a state, not tokens"
-_SOME_SLIDE = "it may say which layers slide"
-_SAID_BY_LAYER_TYPES = (_SOME_STATE, _LINEAR, _SOME_SLIDE)
+_SOME_STATE = "some layers cache a state, not tokens"
+_LINEAR = "linear attention caches a state, not tokens"
+_SOME_SLIDE = "it may define which layers slide"
+_IMPLIED_BY_LAYER_TYPES = (_SOME_STATE, _LINEAR, _SOME_SLIDE)
 
 CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -102,13 +102,13 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
         ),
         **dict.fromkeys(("full_attention_interval", "linear_attn_config", "linear_num_key_heads"), _LINEAR),
         **dict.fromkeys(
-            ("compress_rates", "compress_ratios"), "compressed attention keeps one entry for several tokens"
+            ("compress_rates", "compress_ratios"), "compressed attention caches one entry for several tokens"
         ),
-        "cross_attention_layers": "some layers keep keys and values of other tokens",
+        "cross_attention_layers": "some layers cache keys and values of other tokens",
         "add_cross_attention": _CROSS,
-        "cross_layer_interval": "some layers keep keys and values of other tokens",
+        "cross_layer_interval": "some layers cache keys and values of other tokens",
         **dict.fromkeys(("index_head_dim", "index_topk", "indexer_head_dim"), _INDEXER),
-        "kv_lora_rank": "multi-head latent attention keeps one latent a token",
+        "kv_lora_rank": "multi-head latent attention caches one latent per token",
         **dict.fromkeys(("num_kv_shared_layers", "kv_source_layers"), "some layers read another layer's cache"),
         "per_layer_config": "layers differ",
         **dict.fromkeys(
@@ -123,11 +123,11 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
                 "num_kv_heads",
                 "num_query_groups",
             ),
-            "it may say how many KV heads there are",
+            "it may define the number of KV heads",
         ),
         **dict.fromkeys(
             ("attention_head_dim", "attention_hidden_size", "d_head", "d_kv", "dim_head", "kv_channels"),
-            "it may say how large a head is",
+            "it may define the head size",
         ),
         **dict.fromkeys(
             (
@@ -149,11 +149,11 @@ CONTRADICTIONS: Mapping[str, str] = types.MappingProxyType(
                 "text_encoder",
                 "thinker_config",
             ),
-            "the language model's keys may stand in it; give that part",
+            "the language model's keys may be inside it; pass that part",
         ),
     }
 )
-"""Keys that say of a model of no known type that it may keep something else than the plain keys say."""
+"""Keys that suggest, for an unknown model type, that its cache is not what the plain keys describe."""
 
 _TEXT_MODELS = {
     "aria_text": "aria",
@@ -196,7 +196,7 @@ _TEXT_MODELS = {
 COMPOSITES: Mapping[str, str] = types.MappingProxyType(
     {composite: text for text, composites in _TEXT_MODELS.items() for composite in composites.split()}
 )
-"""Types with a `text_config`, and of what type that is where it does not say."""
+"""Types with a `text_config`, and its type if it has no `model_type`."""
 
 GENERIC = ModelType(
     keys=(
@@ -212,9 +212,9 @@ GENERIC = ModelType(
         "use_sliding_window",
     )
 )
-"""How a model of no known type is read."""
+"""How an unknown model type is read."""
 
-# Parts of names that may speak of a cache, and of names that do not though they have such a part.
+# Parts of key names that may concern a cache, and key names with such a part that do not.
 _DOUBTFUL = re.compile(
     r"(?:^|_)(?:kv|keys?|values?|heads?|latent|lora|window|sliding|local|global|linear|mamba|ssm|rnn|recurrent|state|"
     r"conv|cache|cross|shared?|layers?_type|block_type|pattern|interval|hybrid)(?:_|$)"
@@ -223,30 +223,30 @@ _HARMLESS = re.compile(
     r"^(?:use_cache|cache_|vision|audio|image|moe|mlp|no_rope)|(?:_config|_act)$|attention_heads|bias|chunk_size_feed|"
     r"dropout|dtype|embed|expert|init|lm_head|logit|loss|norm|output_|rope|router|scal|token"
 )
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Doubts:
-    """What to warn of, if anything, and whether the layers were guessed by the plain keys."""
+    """What to warn about, if anything, and whether the layers were assumed from the plain keys."""
 
     warning: str = ""
     guessed: bool = False
 
 
 def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Doubts]:
-    """The part of a configuration that describes the language model, its plain keys, and what is doubtful about them.
+    """Returns a configuration's language model part, its plain keys, and what is uncertain about them.
 
     Raises:
-      KVCacheValueError: a model that keeps something else than its layers' keys and values, or that may.
+      KVCacheValueError: a model that caches, or may cache, something other than its layers' keys and values.
     """
     part, model_type = _language_model(config)
-    for place in (config, part):
-        _refuse(place)
+    for section in (config, part):
+        _reject(section)
     outer = config.get("model_type")
     beside = ""
     if part is not config and outer is not None and not (isinstance(outer, str) and outer in COMPOSITES):
-        beside = f"config.model_type: got {shown(outer)}, which kvjax does not know, and reads text_config alone"
+        beside = f"config.model_type: got {shown(outer)}, which is unknown to kvjax; only text_config is read"
     if (known := MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None) is not None:
         if part.get("per_layer_config") and "per_layer_config" not in known.keys:
             raise _contradiction(part, "per_layer_config")
@@ -254,7 +254,7 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
         of_text = f"config.model_type: got {model_type!r}: {assumed}" if assumed else ""
         return part, facts, Doubts("; ".join(filter(None, (beside, of_text))))
     for key, why in CONTRADICTIONS.items():
-        if part.get(key) and not ("layer_types" in part and why in _SAID_BY_LAYER_TYPES):
+        if part.get(key) and not ("layer_types" in part and why in _IMPLIED_BY_LAYER_TYPES):
             raise _contradiction(part, key)
     facts, _ = GENERIC.plain(part)
     names = [
@@ -267,10 +267,10 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
         and _DOUBTFUL.search(key)
         and not _HARMLESS.search(key)
     ]
-    doubtful = ", ".join(names[:_MOST_NAMED] + ["others"] * (len(names) > _MOST_NAMED))
+    doubtful = ", ".join(names[:_MAX_NAMED] + ["others"] * (len(names) > _MAX_NAMED))
     unread = ""
     if model_type is not None:
-        unread = f"config.model_type: got {shown(model_type)}, which kvjax does not know" + (
+        unread = f"config.model_type: got {shown(model_type)}, which is unknown to kvjax" + (
             f", and {doubtful}, which it does not read" if doubtful else ""
         )
     elif doubtful:
@@ -279,7 +279,7 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
 
 
 def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
-    """The part that describes the language model, and its type: `text_config` alone, where there is one."""
+    """Returns the part that describes the language model (`text_config`, if present) and its type."""
     text, outer = config.get("text_config"), config.get("model_type")
     if text is None:
         return config, outer
@@ -291,20 +291,21 @@ def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], objec
     return text, model_type
 
 
-def _refuse(place: Mapping[str, Any]) -> None:
-    model_type = place.get("model_type")
-    if isinstance(model_type, str) and (why := REFUSED.get(COMPOSITES.get(model_type, model_type))):
+def _reject(section: Mapping[str, Any]) -> None:
+    model_type = section.get("model_type")
+    if isinstance(model_type, str) and (why := UNSUPPORTED.get(COMPOSITES.get(model_type, model_type))):
         raise KVCacheValueError(
-            f"config.model_type: got {model_type!r}: {why}; expected a decoder whose layers keep keys and values"
+            f"config.model_type: got {model_type!r}: {why}; expected a decoder whose layers cache keys and values"
         )
-    if place.get("is_encoder_decoder"):
+    if section.get("is_encoder_decoder"):
         raise KVCacheValueError(
-            f"config: got is_encoder_decoder={shown(place['is_encoder_decoder'])}: {_CROSS}; expected a decoder alone"
+            f"config: got is_encoder_decoder={shown(section['is_encoder_decoder'])}: {_CROSS}; expected a decoder-only"
+            " model"
         )
 
 
-def _contradiction(place: Mapping[str, Any], key: str) -> KVCacheValueError:
+def _contradiction(section: Mapping[str, Any], key: str) -> KVCacheValueError:
     return KVCacheValueError(
-        f"config: got {key}={shown(place[key])}: {CONTRADICTIONS[key]}; expected a model_type that kvjax knows, or one"
-        " whose layers each keep keys and values as the plain keys say"
+        f"config: got {key}={shown(section[key])}: {CONTRADICTIONS[key]}; expected a known model_type, or a model whose"
+        " layers each cache keys and values as the plain keys describe"
     )

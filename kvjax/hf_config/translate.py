@@ -1,4 +1,4 @@
-"""Turns what one type of model states in keys of its own into the plain keys, in place.
+"""Translates model-specific keys to the plain keys, in place.
 
 Each function returns what it had to assume, if anything.
 """
@@ -21,12 +21,12 @@ from kvjax.hf_config.keys import (
     positive_int,
 )
 
-# What a layer keeps, by the names that `layer_types` has for it. Sliding and full layers keep keys and values.
+# Kinds of layers, named as in `layer_types`. Sliding and full layers cache keys and values.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def patterned(rule: Callable[[int], bool], *, then: str = FULL, otherwise: str = SLIDING) -> Callable[[Facts], None]:
-    """Fills in `layer_types` where it is missing: `then` for the layers that the rule names."""
+    """Fills in a missing `layer_types`: `then` for the layers that satisfy the rule."""
 
     def translate(facts: Facts) -> None:
         if "layer_types" not in facts:
@@ -36,49 +36,49 @@ def patterned(rule: Callable[[int], bool], *, then: str = FULL, otherwise: str =
 
 
 def every(facts: Facts, key: str, *, then: str = FULL, otherwise: str = SLIDING) -> None:
-    """Fills in `layer_types` where it is missing: `then` for the last of each `facts[key]` layers."""
+    """Fills in a missing `layer_types`: `then` for the last of each `facts[key]` layers."""
     period = positive_int(facts, key)
     patterned(lambda layer: (layer + 1) % period == 0, then=then, otherwise=otherwise)(facts)
 
 
 def every_of(key: str, **kinds: str) -> Callable[[Facts], None]:
-    """`every` as a row's translation."""
+    """Returns `every` as a row's translation."""
     return lambda facts: every(facts, key, **kinds)
 
 
 def has_layer_types(facts: Facts) -> None:
-    """The type's layers differ, and only `layer_types` says how."""
+    """Requires `layer_types`, without which the kinds of layers are unknown."""
     if "layer_types" not in facts:
         raise KVCacheValueError("config: got no 'layer_types', expected a list with the kind of each layer")
 
 
 def one_of(*kinds: str) -> Mapping[str, str]:
-    """The meaning of a list's entries: each stands for itself, and older names for newer ones."""
+    """Returns the meanings of a list's entries: each kind is itself, older names are mapped to newer ones."""
     older = {"attention": FULL, "mamba": LINEAR}
     return {**{kind: kind for kind in kinds}, **{old: new for old, new in older.items() if new in kinds}}
 
 
 def all_heads(facts: Facts) -> None:
-    """Every query head has a key and a value of its own."""
+    """Sets one KV head per query head."""
     facts["num_key_value_heads"] = positive_int(facts, "num_attention_heads")
 
 
 def encoder(facts: Facts) -> None:
-    """A decoder made of an encoder's layers, or an encoder, which keeps nothing."""
+    """Accepts an encoder's layers used as a decoder; rejects encoders, which cache nothing."""
     if not flag(facts, "is_decoder", False):
         raise KVCacheValueError(
-            "config: got no is_decoder=true: an encoder keeps no keys and values; expected a decoder"
+            "config: got no is_decoder=true: an encoder caches no keys and values; expected a decoder"
         )
     if flag(facts, "add_cross_attention", False):
         raise KVCacheValueError(
-            "config: got add_cross_attention=True: the layers also keep keys and values of an encoder's tokens;"
+            "config: got add_cross_attention=True: the layers also cache keys and values of an encoder's tokens;"
             " expected a decoder without an encoder"
         )
     all_heads(facts)
 
 
 def latent(facts: Facts) -> str:
-    """Multi-head latent attention: one latent a token, and one key with positions, for all heads together."""
+    """Multi-head latent attention: one latent per token and one key with positions, shared by all heads."""
     rank, rope = positive_int(facts, "kv_lora_rank"), positive_int(facts, "qk_rope_head_dim")
     heads, nope, value = (positive_int(facts, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     facts |= {"num_key_value_heads": 1, "head_dim": rank, "v_head_dim": rope}
@@ -91,13 +91,13 @@ def latent(facts: Facts) -> str:
 
 
 def longcat(facts: Facts) -> str:
-    """Each layer has two attentions, with a cache each."""
-    facts["num_hidden_layers"] = 2 * num_layers(facts)  # each has two attentions
+    """LongCat: each layer has two attentions, with a cache each."""
+    facts["num_hidden_layers"] = 2 * num_layers(facts)
     return latent(facts)
 
 
 def kimi_linear(facts: Facts) -> None:
-    """Layers of linear attention and of latent attention, which `linear_attn_config` counts from 1."""
+    """Kimi Linear: linear and latent attention layers, which `linear_attn_config` counts from 1."""
     linear = facts.get("linear_attn_config", {})
     if "layer_types" in facts:
         return
@@ -116,13 +116,13 @@ def kimi_linear(facts: Facts) -> None:
 
 
 def falcon(facts: Facts) -> str | None:
-    """One KV head for all (7B), one for each head, or some (40B and 180B)."""
+    """Falcon: one KV head (7B), one per query head, or a few (40B and 180B)."""
     heads = positive_int(facts, "num_attention_heads")
     if flag(facts, "new_decoder_architecture", False):
         facts["num_key_value_heads"] = shared = first_int(facts, "num_key_value_heads") or heads
         if shared != heads:
             return (
-                f"num_kv_heads={shared} KV heads are read; transformers' own cache repeats them for each of"
+                f"num_kv_heads={shared} KV heads are assumed; transformers' own cache repeats them for each of"
                 f" num_attention_heads={heads}"
             )
     else:
@@ -131,7 +131,7 @@ def falcon(facts: Facts) -> str | None:
 
 
 def gpt_bigcode(facts: Facts) -> None:
-    """One KV head for all, or one for each head."""
+    """GPTBigCode: one KV head, or one per query head."""
     if flag(facts, "multi_query", True):
         facts["num_key_value_heads"] = 1
     else:
@@ -139,7 +139,7 @@ def gpt_bigcode(facts: Facts) -> None:
 
 
 def attn_config(facts: Facts) -> Mapping[str, Any]:
-    """The mapping that holds what MPT and DBRX say of attention."""
+    """Returns the mapping of MPT's and DBRX's attention keys."""
     value = facts.get("attn_config", {})
     if not isinstance(value, Mapping):
         raise KVCacheValueError(f"config.attn_config: got {shown(value)}, expected a mapping")
@@ -147,13 +147,13 @@ def attn_config(facts: Facts) -> Mapping[str, Any]:
 
 
 def dbrx(facts: Facts) -> None:
-    """The number of KV heads stands in `attn_config`."""
+    """DBRX: the number of KV heads is in `attn_config`."""
     heads = attn_config(facts).get("kv_n_heads")
     facts["num_key_value_heads"] = as_size("config.attn_config.kv_n_heads", 1 if heads is None else heads, 1)
 
 
 def mpt(facts: Facts) -> None:
-    """A KV head for each head. `attn_config` may ask for others, which transformers does not build."""
+    """MPT: one KV head per query head. `attn_config` may specify others, which transformers does not build."""
     attention = attn_config(facts)
     if attention.get("attn_type", "multihead_attention") != "multihead_attention" or attention.get("kv_n_heads"):
         raise KVCacheValueError(
@@ -163,27 +163,27 @@ def mpt(facts: Facts) -> None:
 
 
 def bamba(facts: Facts) -> None:
-    """Layers of attention, by their indices, among Mamba layers."""
+    """Bamba: attention layers, by index, among Mamba layers."""
     count = num_layers(facts)
     full = indices(facts, "attn_layer_indices", count) if "attn_layer_indices" in facts else frozenset()
     facts["layer_types"] = [FULL if layer in full else LINEAR for layer in range(count)]
 
 
 def jamba(facts: Facts) -> None:
-    """A layer of attention in each period, the others Mamba layers."""
+    """Jamba: one attention layer per period, the others Mamba layers."""
     period, offset = positive_int(facts, "attn_layer_period"), first_int(facts, "attn_layer_offset", minimum=0)
     facts["layer_types"] = [FULL if layer % period == offset else LINEAR for layer in range(num_layers(facts))]
 
 
 def layers_block_type(facts: Facts) -> None:
-    """`layer_types` by the name that Zamba has for it."""
+    """Zamba: `layers_block_type` is its name for `layer_types`."""
     if "layers_block_type" not in facts:
         raise KVCacheValueError("config: got no 'layers_block_type', expected a list with the kind of each layer")
     facts["layer_types"] = facts["layers_block_type"]
 
 
 def zamba(facts: Facts) -> None:
-    """Mamba layers, some of them with attention over twice the hidden size."""
+    """Zamba: Mamba layers, some of them with attention over twice the hidden size."""
     layers_block_type(facts)
     facts["layer_types"] = per_layer(facts, "layer_types", num_layers(facts), one_of("hybrid", LINEAR))
     if "head_dim" not in facts:
@@ -191,7 +191,7 @@ def zamba(facts: Facts) -> None:
 
 
 def recurrent_gemma(facts: Facts) -> None:
-    """A block of recurrent and of sliding layers, again and again."""
+    """RecurrentGemma: a repeated block of recurrent and sliding layers."""
     block, count = facts.get("block_types"), num_layers(facts)
     kinds = {"recurrent": LINEAR, "attention": SLIDING}
     if not isinstance(block, (list, tuple)) or not block:
@@ -201,7 +201,7 @@ def recurrent_gemma(facts: Facts) -> None:
 
 
 def nemotron_h(facts: Facts) -> None:
-    """Mamba, attention, MLP and expert layers, as a list or as a string of letters."""
+    """Nemotron-H: Mamba, attention, MLP and expert layers, as a list or as a string of letters."""
     kinds = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
     if "layers_block_type" in facts:
         facts["layer_types"] = facts["layers_block_type"]
@@ -219,7 +219,7 @@ def nemotron_h(facts: Facts) -> None:
 
 
 def lfm2(facts: Facts) -> None:
-    """Layers of attention, by their indices, among convolutions."""
+    """LFM2: attention layers, by index, among convolutions."""
     if "layer_types" not in facts:
         count = num_layers(facts)
         full = indices(facts, "full_attn_idxs", count) if "full_attn_idxs" in facts else range(count)
@@ -227,7 +227,7 @@ def lfm2(facts: Facts) -> None:
 
 
 def modernbert_decoder(facts: Facts) -> None:
-    """Every third layer or so is full; the window is half of `local_attention`."""
+    """ModernBERT decoder: every n-th layer is full; the window is half of `local_attention`."""
     facts.setdefault("sliding_window", positive_int(facts, "local_attention") // 2)
     period = positive_int(facts, "global_attn_every_n_layers")
     patterned(lambda layer: layer % period == 0)(facts)
@@ -235,8 +235,8 @@ def modernbert_decoder(facts: Facts) -> None:
 
 
 def mimo(facts: Facts) -> None:
-    """Sliding layers have twice the KV heads."""
-    # The window counts the tokens before the query here, and the query's own elsewhere.
+    """MiMo: sliding layers have twice the KV heads."""
+    # Its window excludes the query's own token; kvjax's includes it.
     if "sliding_window_size" in facts:
         facts["sliding_window"] = positive_int(facts, "sliding_window_size") + 1
     if "hybrid_layer_pattern" not in facts:
@@ -245,7 +245,7 @@ def mimo(facts: Facts) -> None:
 
 
 def inkling(facts: Facts) -> None:
-    """Sliding layers by their indices, or five of six."""
+    """Inkling: sliding layers by index, or five of six."""
     if "layer_types" not in facts:
         count = num_layers(facts)
         local = (
@@ -257,9 +257,8 @@ def inkling(facts: Facts) -> None:
 
 
 def hrm_text(facts: Facts) -> None:
-    """Layers that run several times for each token, and keep keys and values each time."""
-    # Each of its layers runs several times a token and keeps keys and values each time. What transformers writes holds
-    # the number of layers beside the number of all these; other files hold the number of layers alone.
+    """HRM: layers run several times per token, and cache keys and values each time."""
+    # Configurations by transformers hold both the number of layers and the number of all runs; others only the former.
     if "num_layers_per_stack" not in facts:
         high, low = positive_int(facts, "H_cycles"), positive_int(facts, "L_cycles")
         facts["num_hidden_layers"] = num_layers(facts) * high * (low + 1)
@@ -267,24 +266,24 @@ def hrm_text(facts: Facts) -> None:
 
 
 def one_direction(facts: Facts) -> None:
-    """Embedding models attend in both directions, and keep nothing."""
+    """Rejects embedding models, which attend in both directions and cache nothing."""
     value = facts.get("use_bidirectional_attention")
     if value is True or value == "all":
         raise KVCacheValueError(
-            f"config: got use_bidirectional_attention={value!r}: an encoder keeps no keys and values; expected a"
+            f"config: got use_bidirectional_attention={value!r}: an encoder caches no keys and values; expected a"
             " decoder"
         )
 
 
 def gemma3(facts: Facts) -> None:
-    """Gemma 3, whose sliding layers follow a pattern."""
+    """Gemma 3: sliding layers follow a pattern."""
     one_direction(facts)
     if "layer_types" not in facts:
         every(facts, "sliding_window_pattern")
 
 
 def gemma_shared(facts: Facts) -> None:
-    """Gemma 3n and 4, whose last layers may read the cache of an earlier one."""
+    """Gemma 3n and 4: the last layers may read an earlier layer's cache."""
     one_direction(facts)
     has_layer_types(facts)
     count = num_layers(facts)
@@ -296,7 +295,7 @@ def gemma_shared(facts: Facts) -> None:
 
 
 def gemma4(facts: Facts) -> None:
-    """Gemma 4, whose full layers have heads of other sizes."""
+    """Gemma 4: full layers have other head sizes."""
     gemma_shared(facts)
     if "per_layer_config" in facts:
         facts.pop("global_head_dim", None)
@@ -307,7 +306,7 @@ def gemma4(facts: Facts) -> None:
 
 
 def per_layer_config(facts: Facts) -> dict[int, Facts]:
-    """What transformers writes of layers that differ from the rest, by their indices."""
+    """Returns transformers' overrides for single layers, by index."""
     layers = facts["per_layer_config"]
     if not isinstance(layers, Mapping):
         raise KVCacheValueError(f"config.per_layer_config: got {shown(layers)}, expected a mapping")
@@ -321,31 +320,31 @@ def per_layer_config(facts: Facts) -> dict[int, Facts]:
             key for key in differs if key not in ("head_dim", "num_key_value_heads")
         ]:
             raise KVCacheValueError(
-                f"config.per_layer_config[{layer}]: got {shown(other)}, expected head_dim and num_key_value_heads alone"
+                f"config.per_layer_config[{layer}]: got {shown(other)}, expected only head_dim and num_key_value_heads"
             )
         read[int(layer)] = dict(differs)
     return read
 
 
 def mllama(facts: Facts) -> str | None:
-    """Layers that attend to an image, by their indices."""
+    """Llama 3.2 Vision: layers that attend to an image, by index."""
     count = num_layers(facts)
     cross = indices(facts, "cross_attention_layers", count)
     facts["layer_types"] = ["cross_attention" if layer in cross else FULL for layer in range(count)]
     return (
-        f"{len(cross)} cross-attention layers keep keys and values of an image's tokens alone, which are not counted"
+        f"{len(cross)} cross-attention layers cache only keys and values of an image's tokens, which are not counted"
         if cross
         else None
     )
 
 
 def may_slide(facts: Facts) -> None:
-    """Where transformers derives the sliding layers by a rule of its own, `layer_types` has to say which they are."""
+    """Requires `layer_types` where transformers derives the sliding layers by a rule of its own."""
     if flag(facts, "use_sliding_window", False):
         has_layer_types(facts)
 
 
 def slides_where(facts: Facts) -> None:
-    """Exaone's layers follow a pattern where there is a window."""
+    """Exaone: layers follow a pattern if there is a window."""
     if "layer_types" not in facts and "sliding_window" in facts:
         every(facts, "sliding_window_pattern")

@@ -1,4 +1,4 @@
-"""Checks of what callers hand to an operation: shapes and dtypes when traced, scales by value where it is known."""
+"""Checks of operations' arguments: shapes and dtypes when traced, values of scales where they are known."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int
 
 INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-"""Element types that keys, values, queries and dequantized results may have."""
+"""Dtypes that keys, values, queries and dequantized results may have."""
 
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
 MAX_WINDOW = 2**31 - 1
-"""No sequence is longer: a window beyond it restricts nothing."""
+"""The longest sequence: a larger window restricts nothing."""
 
-LAYERS_OWN: Final = "layer"
-"""As a window, that of the layer's spec; None is none at all."""
+OF_LAYER: Final = "layer"
+"""As a window: the window of the layer's spec. None is no window."""
 
 type Window = int | np.integer[Any] | jax.Array | Literal["layer"] | None
-"""Tokens that a row sees, its own included."""
+"""Tokens that a row attends to, its own included."""
 
 
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
-    """Raises where `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
+    """Raises if `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
     if not isinstance(array, (jax.Array, np.ndarray)):
         raise KVCacheTypeError(f"{what}: got {kind_of(array)}, expected an array{for_torch(array)}")
     if array.dtype not in dtypes:
@@ -48,7 +48,7 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
 
 
 def check_cache(cache: Any, what: str = "cache") -> None:
-    """Raises where `cache` is not a `KVCache` whose array is there and is the one that its spec describes."""
+    """Raises if `cache` is not a `KVCache` with a live array that its spec describes."""
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
@@ -56,7 +56,7 @@ def check_cache(cache: Any, what: str = "cache") -> None:
 
 
 def check_devices(cache: KVCache, **arrays: Any) -> None:
-    """Raises where an array was put on other devices than the cache; traced ones show where they are on compiling."""
+    """Raises if an array is committed to other devices than the cache's; XLA checks traced ones when it compiles."""
     if isinstance(cache.kv, jax.core.Tracer):
         return
     devices = cache.kv.devices()
@@ -75,11 +75,11 @@ def _names(devices: set[jax.Device]) -> str:
 
 
 def as_layer(cache: KVCache, layer: ArrayLike | None) -> jax.Array | None:
-    """The number of a cache's layer as an int32 scalar, which may be out of range; None for a cache of one layer.
+    """Returns the layer as an int32 scalar, which may be out of range; None for a cache of one layer.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a layer for a cache of one, none for a cache of several, or not an int or an
-        integer scalar; and an int out of range.
+      KVCacheValueError, KVCacheTypeError: a layer for a cache of one, none for a cache of several, neither an int nor
+        an integer scalar, or an int out of range.
     """
     num_layers = cache.num_layers
     if num_layers is None:
@@ -96,15 +96,15 @@ def as_layer(cache: KVCache, layer: ArrayLike | None) -> jax.Array | None:
     check_array("layer", layer, [], INDEX_DTYPES)
     if is_checked():
         check_layer(layer, num_layers)
-    if layer.dtype == jnp.int32:  # as it is: each operation here would be one more before a kernel
+    if layer.dtype == jnp.int32:  # unchanged: each operation here would be one more before a kernel
         return layer
     return jnp.where((layer >= 0) & (layer < num_layers), layer, -1).astype(jnp.int32)
 
 
 def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
-    """`slot_mapping` as a JAX array, in which the slots that write nothing still do.
+    """Returns `slot_mapping` as a JAX array in which slots that write nothing still write nothing.
 
-    Where x64 is off JAX keeps the low half of a NumPy int64, which may lie inside the cache though the whole does not.
+    Without x64 JAX truncates NumPy int64 to its low half, which may be a slot of the cache where the whole is not.
     """
     if isinstance(slot_mapping, np.ndarray):
         slot_mapping = np.where((slot_mapping >= 0) & (slot_mapping < num_slots), slot_mapping, -1)
@@ -112,18 +112,18 @@ def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
 
 
 def as_blocks(block_table: Any, cache: KVCache) -> jax.Array:
-    """`block_table` as an int32 JAX array, in which an entry that is not a block of the cache still is not one."""
+    """Returns `block_table` as int32; an entry that is not a block of the cache still is not one."""
     if block_table.dtype == np.int32 and cache.sharding is None:
         return jnp.asarray(block_table)
-    # The low half of an int64 may be a block. And a share of a divided cache, which counts its own blocks, has to tell
-    # what is no block at all from one of another share: it is -1.
+    # The low half of an int64 may be a block. And a share of a divided cache, which numbers its own blocks, has to tell
+    # an entry that is no block (-1) from a block of another share.
     xp: Any = np if isinstance(block_table, np.ndarray) else jnp
     is_block = (block_table >= 0) & (block_table < cache.num_blocks)
     return jnp.asarray(xp.where(is_block, block_table, -1).astype(np.int32))
 
 
 def as_lengths(seq_lens: ArrayLike) -> jax.Array:
-    """`seq_lens` as a JAX array, in which a NumPy int64 past what int32 holds is as long as one can be."""
+    """Returns `seq_lens` as a JAX array; NumPy int64 lengths beyond int32 are clamped."""
     if isinstance(seq_lens, np.ndarray):
         seq_lens = np.clip(seq_lens, 0, np.iinfo(np.int32).max)
     return jnp.asarray(seq_lens)
@@ -132,13 +132,13 @@ def as_lengths(seq_lens: ArrayLike) -> jax.Array:
 def as_scales(
     cache: KVCache, layer: jax.Array | None, k_scale: ArrayLike | None, v_scale: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode scales of a call: those that it was given, else the cache's, of its layer.
+    """Returns the decode scales of a call: the given ones, else those of the cache's layer.
 
     They are float32 and broadcast against `[..., num_kv_heads, head_size]`.
 
     Raises:
       KVCacheTypeError: not a number or an array of numbers.
-      KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a value known now that is not between
+      KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a known value that is not between
         `MIN_SCALE` and `MAX_SCALE`.
     """
     return _as_scale("k_scale", k_scale, cache, layer), _as_scale("v_scale", v_scale, cache, layer)
@@ -151,7 +151,7 @@ def _as_scale(what: str, scale: Any, cache: KVCache, layer: jax.Array | None) ->
             return jnp.asarray(1.0, jnp.float32)
         if layer is not None and np.ndim(scale):
             scale = lax.dynamic_index_in_dim(jnp.asarray(scale), layer, keepdims=False)
-    is_on_device = isinstance(scale, jax.Array)  # to look at one its caller has to ask: that waits for the device
+    is_on_device = isinstance(scale, jax.Array)  # reading its value waits for the device: only in checked mode
     (check_scale_type if is_on_device and not is_checked() else check_scale)(what, scale)
     array = jnp.asarray(scale, jnp.float32)
     check_scale_shape(what, array, cache.spec)
@@ -159,7 +159,7 @@ def _as_scale(what: str, scale: Any, cache: KVCache, layer: jax.Array | None) ->
 
 
 def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array | None:
-    """The sinks of so many query heads, which have to fit the cache's; None where there are none."""
+    """Returns the sinks after checking that the number of query heads fits the cache; None for none."""
     if num_heads % spec.num_kv_heads or not num_heads:
         raise KVCacheValueError(
             f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
@@ -171,19 +171,19 @@ def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array | Non
 
 
 def as_sm_scale(sm_scale: Any, spec: AttentionSpec) -> float:
-    """The factor on logits, by default one over the root of the head size."""
+    """Returns the factor on logits, default `1 / sqrt(head_size)`."""
     return 1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale)
 
 
 def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array | None]:
-    """A window as an int that a program is made for, or as an int32 scalar on the device, where it is one.
+    """Returns a window as a static int, or as an int32 scalar on the device if it is an array.
 
-    Both are None where every token is inside it. The scalar may be of any number.
+    Both are None if there is no restriction. The scalar's value is unchecked.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: neither a positive int, an integer scalar, None nor `LAYERS_OWN`.
+      KVCacheValueError, KVCacheTypeError: neither a positive int, an integer scalar, None nor `OF_LAYER`.
     """
-    if isinstance(window, str) and window == LAYERS_OWN:
+    if isinstance(window, str) and window == OF_LAYER:
         window = spec.sliding_window
     if window is None:
         return None, None
@@ -192,7 +192,7 @@ def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array |
         if is_checked():
             check_window(window)
         return None, jnp.clip(window, 0, MAX_WINDOW).astype(jnp.int32)
-    expected = f"an int, an integer scalar, None for no window, or {LAYERS_OWN!r} for the layer's own"
+    expected = f"an int, an integer scalar, None for no window, or {OF_LAYER!r} for the layer's own"
     if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
         raise KVCacheTypeError(
             f"sliding_window: got {shown(window)} of type {type_name(window)}, expected {expected}{for_torch(window)}"
@@ -203,7 +203,7 @@ def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array |
 
 
 def reach_of(window: tuple[int | None, jax.Array | None], num_rows: Any, most_rows: int) -> Any:
-    """How many of its last tokens a sequence of `num_rows` rows, at most `most_rows`, needs; None for all."""
+    """Returns how many of its last tokens a sequence of `num_rows` rows (at most `most_rows`) needs; None for all."""
     restricted, on_device = window
     most = MAX_WINDOW - most_rows
     if on_device is not None:
@@ -212,7 +212,7 @@ def reach_of(window: tuple[int | None, jax.Array | None], num_rows: Any, most_ro
 
 
 def _as_number(what: str, number: Any) -> float:
-    """A number that a program is made of as float; one that float32 holds."""
+    """Returns a static number as float; raises if it is not finite in float32."""
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
         raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type_name(number)}, expected a float or None")
     magnitude: Any = abs(number)
@@ -222,7 +222,7 @@ def _as_number(what: str, number: Any) -> float:
 
 
 def as_soft_cap(cap: Any) -> float | None:
-    """A soft cap as float; None for none."""
+    """Returns a soft cap as float; None for none."""
     if cap is None:
         return None
     number = _as_number("logits_soft_cap", cap)

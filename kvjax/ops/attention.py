@@ -1,4 +1,4 @@
-"""Attention of the last tokens of each sequence over a paged cache: `paged_attention`."""
+"""`paged_attention`: attention of each sequence's last tokens over a paged cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_seen_here, flat_pages
+from kvjax.cache import KVCache, flat_pages, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INPUT_DTYPES,
-    LAYERS_OWN,
+    OF_LAYER,
     Window,
     as_sinks,
     as_sm_scale,
@@ -82,57 +82,56 @@ def paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sm_scale: float | None = None,
-    sliding_window: Window = LAYERS_OWN,
+    sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of the last tokens of each sequence over its cached tokens: grouped-query, softmax in float32.
+    """Attention of each sequence's last tokens over its cached tokens: grouped-query, softmax in float32.
 
-    Row `j` of `q_len` stands at position `seq_lens - q_len + j` and sees every token up to its own, so that the query
-    tokens are causal among themselves: write their keys and values first. With a window of W it sees the last W of
-    these, its own included. The logit of a token is `query . key * sm_scale`, and with a soft cap
+    Row `j` of `q_len` is at position `seq_lens - q_len + j` and attends to every token up to its own, so the query
+    tokens are causal among themselves: write their keys and values first. With a window of W it attends to the last W
+    of these, its own included. The logit of a token is `query . key * sm_scale`; with a soft cap,
     `cap * tanh(logit / cap)` of that. A sink is one more logit in the softmax's denominator, without a value.
 
-    A row that sees nothing, for example of a sequence shorter than `q_len`, is 0, and its log-sum-exp is its sink, or
-    -inf. Tokens that no row of a sequence sees may hold anything, NaN included, and so may entries of the block table
-    past its length or before its window. Tokens in any other entry that is not a block of the cache are not seen.
+    A row that attends to nothing, for example of a sequence shorter than `q_len`, is 0, and its log-sum-exp is its
+    sink, or -inf. Tokens outside every row's reach may hold anything, NaN included, and so may block table entries past
+    the sequence's length or before its window. Any other entry that is not a block of the cache masks its tokens.
 
     Args:
-      query: `[num_seqs, num_heads, head_size]`, one token a sequence, or `[num_seqs, q_len, num_heads, head_size]`;
-        float32, float16 or bfloat16. `num_heads` is a multiple of `num_kv_heads`, and neighbouring query heads share a
+      query: `[num_seqs, num_heads, head_size]`, one token per sequence, or `[num_seqs, q_len, num_heads, head_size]`;
+        float32, float16 or bfloat16. `num_heads` is a multiple of `num_kv_heads`; neighbouring query heads share a
         KV head.
       cache: the layer's cache, or that of several layers.
       block_table: int32 `[num_seqs, max_blocks]`, the pages of each sequence.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, those of the query included.
-      layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
-        Of an array out of range no tokens are seen. None for a cache of one.
-      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      layer: the layer to read in a cache of several, an int or an int32 scalar that may be traced. An array out of
+        range masks all tokens. None for a cache of one layer.
+      k_scale: the decode scale that the keys were written with, if not the cache's; default: the cache's, or 1.
       v_scale: the same for the values.
-      sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a row sees, its own included: an int, or an int32 scalar that may be traced, which
-        XLA serves, and with which a row sees nothing where it is below 1; None for no window. By default the layer's.
-      logits_soft_cap: what no logit exceeds, a positive Python number; None for no cap.
-      sinks: float32 `[num_heads]`, a logit of each head in units of the natural exponential, neither scaled nor capped;
-        -inf for none.
+      sm_scale: factor on the logits, a Python number; default `1 / sqrt(head_size)`.
+      sliding_window: tokens that a row attends to, its own included: an int; an int32 scalar that may be traced (XLA
+        only; below 1 it masks all tokens); or None for no window. Default: the layer's.
+      logits_soft_cap: upper bound of the logits, a positive Python number; None for no cap.
+      sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, and however
-        many there are; docs/attention.md says what that costs.
+      batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch and its size;
+        docs/attention.md states the cost.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose.
 
     Returns:
       `[num_seqs, num_heads, head_size_v]` or `[num_seqs, q_len, num_heads, head_size_v]`, of `query`'s dtype. With
-      `return_lse` a pair of this and the natural logarithm of each softmax's denominator, the sink included: float32,
+      `return_lse`, a pair of this and the natural logarithm of each softmax's denominator, the sink included: float32,
       of the same shape without `head_size_v`. `merge_attention_states` takes such pairs.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype, scale, window, cap or sink that does not fit, naming it.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap or sink; the message names it.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    cache = as_seen_here(cache)
+    cache = local_view(cache)
     spec = cache.spec
     dims: list[tuple[str, int | None]] = [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)]
     if has_rows := np.ndim(query) == 4:
@@ -182,23 +181,23 @@ def _attention_xla(
     logits_soft_cap: float | None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What every implementation takes, checked, and returns; and the reference of its numbers.
+    """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
     Args:
-      cache: one device's cache or share of it.
+      cache: one device's cache or its share of one.
       query: `[num_seqs, q_len, num_heads, head_size]`.
-      block_table: int32 `[num_seqs, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
-      seq_lens: int32 `[num_seqs]`, of any numbers: below 0 is 0. Past `max_blocks * block_size` there are no tokens,
-        but the rows stand at the end of the length as it is given.
-      layer: int32 `[]`, of any number: one out of range holds no tokens. None for a cache of one layer.
+      block_table: int32 `[num_seqs, max_blocks]`, unchecked: entries outside the cache hold no tokens.
+      seq_lens: int32 `[num_seqs]`, unchecked: negative means 0. Past `max_blocks * block_size` there are no tokens, but
+        the rows' positions count from the given length.
+      layer: int32 `[]`, unchecked: one out of range holds no tokens. None for a cache of one layer.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where a head has none; None for none at all.
-      window_array: int32 `[]`, at least 0, instead of `window`; None where that holds, as in every kernel.
+      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
+      window_array: int32 `[]`, at least 0, instead of `window`; None to use `window`, as kernels require.
       sm_scale: finite.
       window: from 1 to `MAX_WINDOW`.
       logits_soft_cap: positive and finite.
-      batch_invariant: whether bits of a sequence are to depend on it alone: then each is attended to by itself.
+      batch_invariant: whether a sequence's bits depend on it alone: then sequences are attended to one at a time.
 
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
@@ -230,9 +229,10 @@ def _attention_xla(
     return attended.astype(query.dtype), lse
 
 
-def _own_sequences(
+def own_query_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
+    """Returns arguments that start with a query, a block table and lengths, in a share's numbering."""
     return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
@@ -248,22 +248,22 @@ def attention_mosaic(
     window_array: jax.Array | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `_attention_xla` returns, by the decode kernel."""
+    """Attends with the decode kernel; returns what `_attention_xla` does."""
     arrays = block_table, seq_lens, layer, k_scale, v_scale, sinks
-    if not query.size or not block_table.size:  # no programs, or no pages to be read
+    if not query.size or not block_table.size:  # nothing to launch, or no pages to read
         return _attention_xla(cache, query, *arrays, window_array, **static)
     return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
 
 
 def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:
-    """The types of the outputs and the log-sum-exps."""
+    """Returns the types of the outputs and the log-sum-exps."""
     rows = query.shape[:-1]
     out = jax.ShapeDtypeStruct((*rows, cache.spec.head_size_v), query.dtype)
     return out, jax.ShapeDtypeStruct(rows, np.dtype(np.float32))
 
 
 def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: int) -> kernel.BatchSizes:
-    """The sizes of a batch-invariant call, of one device's share of the sequences, for `why_not_mosaic`."""
+    """Returns the sizes of a batch-invariant call, for one device's share of the sequences."""
     num_seqs, q_len, num_heads, _ = query_shape
     if cache.sharding is not None:
         num_seqs //= partition_of(cache.spec, cache.sharding, cache.num_layers).num_block_shares
@@ -271,17 +271,17 @@ def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: in
 
 
 def why_not_mosaic(
-    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None, cache: KVCache
+    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None, spec: AttentionSpec
 ) -> str | None:
-    """Why the kernel cannot serve queries of a dtype over a cache; None where it can.
+    """Returns why the kernel cannot serve queries of a dtype over caches of a spec; None if it can.
 
     `sizes` are those of a batch-invariant call, None for other calls.
     """
     if not is_window_static:
-        return "its sliding_window is an int; got an array"
+        return "sliding_window: got an array, expected an int"
     if query_dtype == np.float32:
-        return "its query is float16 or bfloat16; got float32"
-    return kernel.why_not(cache.spec, sizes)
+        return "query: got float32, expected float16 or bfloat16"
+    return kernel.why_not(spec, sizes)
 
 
 @functools.cache
@@ -306,6 +306,6 @@ def _candidates(
                 "",
             ),
             results=("sequences queries heads head_size", "sequences queries heads"),
-            own=_own_sequences,
+            own=own_query_sequences,
         ),
     )

@@ -1,4 +1,4 @@
-"""Copying whole pages: within a cache, `copy_blocks`, and between two, on the device and off it, `swap_blocks`."""
+"""Copies of whole pages: `copy_blocks` within a cache, `swap_blocks` between two, also across devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from kvjax.cache import SCALES, KVCache, as_seen_here, split_region
+from kvjax.cache import SCALES, KVCache, local_view, split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
 from kvjax.ops import select
@@ -27,26 +27,26 @@ from kvjax.spec import AttentionSpec
 def copy_blocks(
     cache: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None, implementation: str | None = None
 ) -> KVCache:
-    """Copies whole pages of a cache to others of its pages, bytes as they are, block scales and padding included.
+    """Copies whole pages of a cache to others of its pages, byte for byte, with block scales and padding.
 
-    A block of a cache of several layers is a page in each of them, and all of these are copied.
+    In a cache of several layers a block is a page in each, and all of them are copied.
 
-    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) it is in place and costs
-    what the pages cost, whatever the cache's size. Every page is read before any is written: a pair copies what its
-    source held before the call, also where another pair writes to it, and two pairs may exchange pages.
+    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) it is in place, at the
+    cost of the copied pages, whatever the cache's size. All pages are read before any is written: a pair copies what
+    its source held before the call, even if another pair writes to it, and two pairs may exchange pages.
 
     Args:
       cache: the layer's cache, or the pool that layers share.
-      pairs: int32 or int64 `[num_pairs, 2]`: source block and destination block of each copy. A pair with a negative
-        block, or with one at or past `cache.num_blocks`, copies nothing: fill up with -1 to a number of pairs that is
-        compiled already. With two pairs of one destination it is unspecified what that page holds.
-      layer: to copy the pages of one layer alone, its number, an int or an int32 scalar that may be traced. Of an array
-        out of range nothing is copied.
+      pairs: int32 or int64 `[num_pairs, 2]`: source block and destination block of each copy. A pair with a block that
+        is negative, or at or past `cache.num_blocks`, copies nothing: pad with -1 to a number of pairs that is already
+        compiled. If two pairs have one destination, that page's contents are unspecified.
+      layer: to copy the pages of one layer only: its number, an int or an int32 scalar that may be traced. An array out
+        of range copies nothing.
       implementation: `"xla"`, or `None` to choose.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape or dtype that does not fit, naming it.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: an invalid shape or dtype; the message names it.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
     _check_pairs(pairs, cache, cache)
@@ -57,38 +57,37 @@ def copy_blocks(
 
 
 def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None) -> KVCache:
-    """Copies whole pages of one cache to pages of another, which may be elsewhere: on the host, on another GPU.
+    """Copies whole pages of one cache to pages of another, which may be on the host or on another GPU.
 
-    To take pages off a GPU and bring them back, keep a cache of the same spec on the host,
-    `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, as they
-    are, byte for byte; those of all layers, where the caches are of several. `source` is left as it is.
-    **`destination` is donated**, and so written in place: use the cache that is returned.
+    To move pages off a GPU and back, keep a cache of the same spec on the host,
+    `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
+    byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
+    place: use the returned cache.
 
-    The two may be divided among devices in any two ways. Where pages hold scales, a device's are those of its own
-    heads: if the other cache divides the heads into another number of shares, the bytes of each page are put into its
-    order.
+    The two may be divided among devices in different ways. Where pages hold scales, a device's pages are those of its
+    own heads: if the caches divide the heads into different numbers of shares, each page's bytes are reordered.
 
-    Traced, as inside `jit`, it is a copy between caches of one device, in place where the caller donates `destination`.
-    Such caches whose heads are divided into different numbers of shares are not taken there.
+    Traced, as inside `jit`, it copies between caches of one device, in place if the caller donates `destination`.
+    Reordering is not supported there.
 
-    A page means what the scales of its cache make of it, so the two carry the same: other ones are refused. For that
-    their values are read, which waits for the call that returned them; traced, that is in checked mode alone.
+    A page's bytes have meaning only with its cache's scales, so both caches must carry the same scales. Comparing them
+    reads their values, which waits for the call that returned them; traced values are compared in checked mode only.
 
     Args:
       source: the cache to read.
-      destination: the cache to write, with the same spec and as many layers. Spread over devices, it is by a
-        `NamedSharding`.
-      pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, at best a NumPy
-        array: one on a device has to come to the host first. As in `copy_blocks`, a pair with a block outside its cache
-        copies nothing, and every number of pairs is compiled for once.
-      layer: to copy the pages of one layer alone, its number, as in `copy_blocks`.
+      destination: the cache to write, with the same spec and number of layers. If it is divided among devices, its
+        sharding is a `NamedSharding`.
+      pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, preferably a
+        NumPy array: one on a device is first copied to the host. As in `copy_blocks`, a pair with a block outside its
+        cache copies nothing, and each number of pairs is compiled once.
+      layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype or spec that does not fit, naming it; one cache given twice;
-        caches that carry different scales, or traced ones of which one alone carries a scale; traced caches of which
-        a page's bytes lie in different orders.
-      UnsupportedError: a cache in another memory of a device than its own, or a destination spread over devices by
-        another kind of sharding.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
+        twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
+        need reordering.
+      UnsupportedError: a cache in a memory other than its device's default, or a destination divided by another kind
+        of sharding.
     """
     check_cache(source, "source")
     check_cache(destination, "destination")
@@ -98,7 +97,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         got, expected = getattr(destination.spec, field.name), getattr(source.spec, field.name)
         if got != expected:
             raise KVCacheValueError(
-                f"destination.spec: got {field.name}={_word(got)}, expected {_word(expected)}, as source.spec has it"
+                f"destination.spec: got {field.name}={_shown(got)}, expected {_shown(expected)}, as source.spec has it"
             )
     if source.num_layers != destination.num_layers:
         raise KVCacheValueError(
@@ -109,13 +108,13 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         _check_same_scale(what, source, destination)
     layer = None if layer is None else as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
-    is_in_order = source.spec.has_head_axis or shares[0] == shares[1]
+    has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
     if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs, layer)):
-        if not is_in_order:
+        if not has_same_order:
             raise KVCacheValueError(
                 f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
-                f" a traced call, expected {shares[0]} as source has: their bytes lie in another order. Call"
-                " swap_blocks outside jit and shard_map, where it puts them in order"
+                f" a traced call, expected {shares[0]} as source has: their bytes are in another order. Call"
+                " swap_blocks outside jit and shard_map, where it reorders them"
             )
         from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
         names = "source", "destination"
@@ -127,7 +126,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     sharding = _sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(np.asarray(pairs), source, destination, layer)
     pages = _take_jit(source.kv, from_blocks, layer)
-    if not is_in_order:
+    if not has_same_order:
         if shares[0] > 1:
             pages = jax.device_put(pages, _undivided(sharding))
         pages = _regroup(pages, source.spec, *shares)
@@ -142,11 +141,11 @@ def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
 
 
 def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
-    """Raises where a scale of two caches is known not to be the same."""
+    """Raises if a scale of the two caches is known to differ."""
     scales = getattr(source, what), getattr(destination, what)
     if scales[0] is scales[1]:
         return
-    expected = f"as source.{what} has it, for a page means what its scales make of it"
+    expected = f"as source.{what} has it: pages are meaningful only with their scales"
     is_traced = any(isinstance(scale, jax.core.Tracer) for scale in scales)
     if is_traced and any(scale is None for scale in scales):
         got, wanted = ("none" if scale is None else "one" for scale in scales[::-1])
@@ -155,10 +154,10 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
         return
     as_shown = (scale if isinstance(scale, jax.core.Tracer) else _on_host(scale) for scale in scales)
     xp, old, new = readable(*as_shown)
-    if source.num_layers is not None:  # of layers, and of heads
+    if source.num_layers is not None:  # [num_layers] against [num_layers, num_kv_heads]
         old, new = (scale[:, None] if scale.ndim == 1 else scale for scale in (old, new))
     old, new = xp.broadcast_arrays(old, new)
-    differ = (old < new) | (old > new)  # not what is not known, which is NaN
+    differ = (old < new) | (old > new)  # False for NaN, which stands for unknown
     first = xp.argmax(differ)
     refuse(
         differ.any(),
@@ -169,7 +168,7 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
 
 
 def _on_host(scale: Any) -> np.ndarray:
-    """A scale that is not traced, NaN where only other processes have it."""
+    """Returns a concrete scale as a NumPy array, NaN where only other processes hold it."""
     if scale is None:
         return np.ones((), np.float32)
     if not isinstance(scale, jax.Array) or scale.is_fully_addressable or scale.is_fully_replicated:
@@ -180,7 +179,7 @@ def _on_host(scale: Any) -> np.ndarray:
     return known
 
 
-def _word(value: Any) -> str:
+def _shown(value: Any) -> str:
     return repr(getattr(value, "value", value))
 
 
@@ -189,18 +188,18 @@ def _check_memory(name: str, kv: jax.Array) -> None:
     device: Any = next(iter(kv.sharding.addressable_devices))
     if kind not in (None, own := device.default_memory().kind):
         raise UnsupportedError(
-            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r}: XLA would copy all of it for each call."
+            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r}: XLA would copy all of it in each call."
             " On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
         )
 
 
 def _sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:
-    """How some pages are spread to lie where those of a whole cache lie; pages that are spread come to each device."""
+    """Returns the sharding of selected pages that matches the whole cache's; each device gets all selected pages."""
     sharding = kv.sharding
     if isinstance(sharding, NamedSharding):
         return _together(sharding, layer)
     if len(sharding.device_set) > 1:
-        raise UnsupportedError(f"destination: got a cache spread by {sharding}, expected a NamedSharding or one device")
+        raise UnsupportedError(f"destination: got a cache on {sharding}, expected a NamedSharding or one device")
     return sharding
 
 
@@ -209,21 +208,21 @@ def _together(sharding: NamedSharding, layer: ArrayLike | None) -> NamedSharding
 
 
 def _undivided(sharding: Sharding) -> Sharding:
-    """Where whole pages lie on every device."""
+    """Returns the sharding that replicates whole pages on every device."""
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _head_shares(cache: KVCache) -> int:
-    """Into how many shares a cache's heads are divided; each device's pages are those of its own."""
-    return cache.spec.num_kv_heads // as_seen_here(cache).local_spec.num_kv_heads
+    """Returns the number of shares into which a cache's heads are divided."""
+    return cache.spec.num_kv_heads // local_view(cache).local_spec.num_kv_heads
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares: int) -> jax.Array:
-    """Pages with scales, `[..., *spec.cache_shape(n)[1:]]`, in the byte order of another number of shares of the heads.
+    """Reorders pages with scales, `[..., *spec.cache_shape(n)[1:]]`, for another number of shares of the heads.
 
     A share's part of the array, along the axis of heads, is a page of its heads: their regions one after the other.
-    A region's rows of a head, swizzled ones too, lie in a page in one order whatever the number of heads beside it.
+    Within a region the rows of a head, swizzled or not, have one order whatever the number of heads beside it.
     """
     page_shape = spec.cache_shape(1)[1:]
     lead, head_axis = pages.shape[: pages.ndim - len(page_shape)], -3 if spec.layout is CacheLayout.HND else -2
@@ -245,9 +244,9 @@ def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares:
 def _as_blocks(
     pairs: Any, source: KVCache, destination: KVCache, layer: Any
 ) -> tuple[ArrayLike, ArrayLike, ArrayLike | None]:
-    """Blocks to read, blocks to write and the layer: of a pair that copies nothing, some block and one past the last.
+    """Returns blocks to read, blocks to write and the layer. A pair that copies nothing writes past the last block.
 
-    Those of NumPy stay on the host: JAX's programs take them where they run, and keep but the low half of an int64.
+    NumPy arrays stay on the host: JAX would truncate an int64, and a program takes them where it runs.
     """
     xp: Any = jnp if isinstance(pairs, jax.Array) or isinstance(layer, jax.Array) else np
     from_blocks, to_blocks = pairs[:, 0], pairs[:, 1]
@@ -261,9 +260,9 @@ def _as_blocks(
 
 
 def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
-    """Pages as integers: XLA adds up what devices hold of them, and floats' -0.0 would become 0.0, and NaNs others."""
+    """Returns pages as integers: gathering across devices sums, which would change floats' -0.0 and NaNs."""
     sharding = jax.typeof(kv).sharding
-    # Of pages that are spread over an explicit axis JAX asks where they are to come together.
+    # For a gather from an explicitly sharded axis JAX requires the result's sharding.
     together = None if sharding.spec[0] is None else _together(sharding, layer)
     stored = lax.bitcast_convert_type(kv, f"uint{8 * kv.dtype.itemsize}")
     return stored.at[_index(blocks, layer)].get(mode="clip", out_sharding=together)
@@ -276,7 +275,7 @@ def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | 
 
 
 def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
-    """Of a block's pages in all layers those are neighbours in the array; that of one layer is one of them."""
+    """Returns the index of blocks' pages: in all layers, or in one."""
     return blocks if layer is None else (blocks, layer)
 
 

@@ -1,4 +1,4 @@
-"""Reading a paged cache back as dense, dequantized keys and values: `gather_kv`."""
+"""`gather_kv`: reads a paged cache as dense, dequantized keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of
+from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
@@ -42,32 +42,31 @@ def gather_kv(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of whole sequences, dequantized.
+    """Returns the dequantized keys and values of whole sequences.
 
     Args:
       cache: the layer's cache, or that of several layers.
-      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. Tokens in an entry that is not
-        a block of the cache are not there, as those of a block that was given back, -1; entries past a sequence's last
-        block may hold anything.
+      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. An entry that is not a block of
+        the cache, such as -1 for a freed block, reads as zeros; entries past a sequence's last block may hold anything.
       seq_lens: int32 `[num_seqs]`: tokens of each sequence.
-      layer: in a cache of several layers the number of the layer to read, an int or an int32 scalar that may be traced.
-        Of an array out of range no tokens are there. None for a cache of one.
-      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      layer: the layer to read in a cache of several, an int or an int32 scalar that may be traced. An array out of
+        range reads zeros. None for a cache of one layer.
+      k_scale: the decode scale that the keys were written with, if not the cache's; default: the cache's, or 1.
       v_scale: the same for the values.
-      dtype: float32, float16 or bfloat16 of the result; by default the storage dtype of an unquantized layer, else
+      dtype: float32, float16 or bfloat16, of the result; default: the storage dtype of an unquantized layer, else
         the spec's `model_dtype`. Decoding is in float32 and rounds once.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Returns:
       `(key, value)`: `[num_seqs, max_len, num_kv_heads, head_size]` and `[.., head_size_v]`, where `max_len` is
-      `max_blocks * block_size`; zeros from each sequence's length on, and for tokens that are not there.
+      `max_blocks * block_size`; zeros from each sequence's length on, and for tokens in no block of the cache.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or scale; the message names it.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    cache = as_seen_here(cache)
+    cache = local_view(cache)
     spec = cache.spec
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale)
     out = _result_dtype(dtype, spec)
@@ -81,7 +80,7 @@ def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]
         return spec.storage_dtype if spec.quant_mode is KVQuantMode.NONE else spec.model_dtype.info.storage_dtype
     try:
         out = jnp.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError):  # NumPy has strings of structured dtypes evaluated
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates strings of structured dtypes
         out = None
     if out not in INPUT_DTYPES:
         got = shown(dtype) if out is None else out
@@ -99,10 +98,10 @@ def as_sequences(
     num_seqs: int | None = None,
     last_tokens: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """What sequences of a cache are read by, checked and as JAX arrays: table, lengths, layer and scales.
+    """Checks the arguments of a read and returns them as JAX arrays: table, lengths, layer and scales.
 
-    Table and lengths are int32, of any numbers. Where only the `last_tokens` of a sequence are read (an int, or one for
-    each), the entries before theirs are neither checked nor taken for blocks of another share.
+    Table and lengths are int32, with unchecked values. Where only the `last_tokens` of a sequence are read (an int, or
+    one for each), earlier entries are neither checked nor attributed to another share.
     """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
     check_devices(cache, block_table=block_table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, v_scale=v_scale)
@@ -120,7 +119,7 @@ def as_sequences(
 
 
 def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:
-    """The table with -1 for the blocks before those of the last tokens of each sequence."""
+    """Returns the table with -1 for the blocks before those of the last tokens of each sequence."""
     is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
@@ -128,17 +127,17 @@ def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: 
 
 
 def in_one_layer(cache: KVCache, layer: jax.Array | None, block_table: jax.Array) -> tuple[KVCache, jax.Array]:
-    """A cache with the pages of all layers as those of one, and a layer's block table in its numbers."""
+    """Returns a cache with the pages of all layers as one layer's, and a layer's block table in its numbering."""
     if layer is None:
         return cache, block_table
     return as_one_layer(cache), pages_of(cache, layer, block_table, otherwise=-1)
 
 
-def tokens_there(block_table: jax.Array, seq_lens: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
-    """Which tokens of sequences there are: bool `[num_seqs, max_blocks * block_size]`.
+def token_mask(block_table: jax.Array, seq_lens: jax.Array, num_blocks: int, block_size: int) -> jax.Array:
+    """Returns the mask of existing tokens, bool `[num_seqs, max_blocks * block_size]`.
 
-    None from a sequence's length on, and none whose block is not one of the cache's `num_blocks`: whatever would be
-    read in place of those belongs to another sequence. So every implementation reads none of them.
+    False from a sequence's length on, and for entries that are not one of the cache's `num_blocks`: clamped, they would
+    read another sequence's tokens, so every implementation masks them.
     """
     is_block = jnp.repeat((block_table >= 0) & (block_table < num_blocks), block_size, axis=1)
     return is_block & (jnp.arange(is_block.shape[1])[None, :] < seq_lens[:, None])
@@ -154,15 +153,15 @@ def gather_xla(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """What `gather_kv` returns, of arguments that are checked, in XLA."""
+    """Gathers in XLA, from checked arguments; returns what `gather_kv` does."""
     cache, block_table = in_one_layer(cache, layer, block_table)
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
-    there = tokens_there(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
+    there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
-    def decode(half: int, scale: jax.Array) -> jax.Array:
-        decoded = decode_rows(page_rows(pages, spec, half), spec, scale, dtype)
+    def decode(kv_index: int, scale: jax.Array) -> jax.Array:
+        decoded = decode_rows(page_rows(pages, spec, kv_index), spec, scale, dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(there, dense, jnp.zeros((), dtype))
 
@@ -170,7 +169,7 @@ def gather_xla(
 
 
 def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]) -> Any:
-    """The types of what `gather_kv` returns."""
+    """Returns the types of `gather_kv`'s results."""
     spec = cache.spec
     shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
     return tuple(jax.ShapeDtypeStruct((*shape, size), dtype) for size in (spec.head_size, spec.head_size_v))
@@ -186,7 +185,7 @@ def gather_mosaic(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """What `gather_xla` returns, by the kernel."""
+    """Gathers with the kernel; returns what `gather_xla` does."""
     spec = cache.spec
     keys, values = _dense(cache, block_table, dtype=dtype)
     if not keys.shape[0] * keys.shape[1]:
@@ -203,9 +202,9 @@ def gather_mosaic(
 def own_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, block_table: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A block table in a share's own numbers, and lengths: of a sequence with a block in another share 0.
+    """Returns a block table in a share's numbering, and lengths: 0 for a sequence with a block in another share.
 
-    An entry that is not a block of the whole cache is negative, as `as_blocks` has it, and stays so.
+    An entry that is not a block of the whole cache is negative, as `as_blocks` makes it, and stays negative.
     """
     is_block = block_table >= 0
     own = block_table - first_block.astype(block_table.dtype)

@@ -1,4 +1,4 @@
-"""Joining attention over parts of a sequence: `merge_attention_states`."""
+"""`merge_attention_states`: joins attention over parts of a sequence."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvjax.ops.arguments import INPUT_DTYPES, check_array
 def merge_attention_states(
     outs: ArrayLike | Sequence[ArrayLike], lses: ArrayLike | Sequence[ArrayLike]
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over several sets of tokens together, from the attention over each and its log-sum-exp.
+    """Merges attention over disjoint sets of tokens, given the output and the log-sum-exp of each.
 
     `lse = log(sum(exp(lses)))` and `out = sum(exp(lses - lse) * outs)`, in float32, as in FlashInfer and in section 2.2
-    of https://arxiv.org/abs/2501.01005, but with natural logarithms. No token may be in two sets, and of a sink only
-    one set may know.
+    of https://arxiv.org/abs/2501.01005, but with natural logarithms. No token may be in two sets, and a sink may be
+    included in one set only.
 
-    A part whose log-sum-exp is -inf counts for nothing, whatever is in its `outs`; where all are -inf the result is 0
-    with -inf.
+    A part whose log-sum-exp is -inf has no weight, whatever its `outs` hold; if all are -inf, the result is 0 with
+    -inf.
 
     Args:
-      outs: of each part `[..., num_heads, head_size_v]`, float32, float16 or bfloat16: a sequence of arrays of one
-        shape and dtype, or one array of them, `[num_parts, ..., num_heads, head_size_v]`.
-      lses: of each part float32 `[..., num_heads]`, likewise: what `paged_attention` returns with `return_lse`.
+      outs: `[..., num_heads, head_size_v]` for each part, float32, float16 or bfloat16: a sequence of arrays of one
+        shape and dtype, or one stacked array, `[num_parts, ..., num_heads, head_size_v]`.
+      lses: float32 `[..., num_heads]` for each part, likewise: what `paged_attention` returns with `return_lse`.
 
     Returns:
       `(out, lse)`: `[..., num_heads, head_size_v]` of the dtype of `outs`, and float32 `[..., num_heads]`.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: no part, or shapes or dtypes that do not fit, naming the argument.
+      KVCacheValueError, KVCacheTypeError: no part, or an invalid shape or dtype; the message names the argument.
     """
     parts, logs = _parts("outs", outs, INPUT_DTYPES), _parts("lses", lses, (np.dtype(np.float32),))
     shape, count = parts[0].shape, len(parts)
@@ -48,7 +48,7 @@ def merge_attention_states(
         )
     if (len(logs), *logs[0].shape) != (count, *shape[:-1]):
         raise KVCacheValueError(
-            f"lses: got shape {(len(logs), *logs[0].shape)}, expected {(count, *shape[:-1])}, that of outs less its"
+            f"lses: got shape {(len(logs), *logs[0].shape)}, expected {(count, *shape[:-1])}, that of outs without its"
             " last dimension"
         )
     out, lse = merge_parts(parts, logs)
@@ -56,15 +56,15 @@ def merge_attention_states(
 
 
 def merge_parts(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """What `merge_attention_states` returns, in float32, of parts that are checked and need not be of one dtype.
+    """Returns what `merge_attention_states` does, in float32, for checked parts, whose dtypes may differ.
 
-    Part after part, so that a compiler makes one pass over all of them without stacking them first.
+    Written as a fold over the parts, so that the compiler makes one pass without stacking them.
     """
     largest = functools.reduce(jnp.maximum, lses)
-    shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # an infinity less itself would be NaN
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # inf - inf would be NaN
     weights = [jnp.exp(lse - shift) for lse in lses]
     total = functools.reduce(jnp.add, weights)
-    # What has no weight may be NaN.
+    # A part without weight may be NaN.
     weighted = [
         jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
         for out, lse, weight in zip(outs, lses, weights, strict=True)
@@ -74,7 +74,7 @@ def merge_parts(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[j
 
 
 def _parts(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> list[jax.Array]:
-    """The parts one by one, also of one array of them."""
+    """Returns the parts as a list, also from a stacked array."""
     is_one = isinstance(parts, (jax.Array, np.ndarray))
     if not is_one and not isinstance(parts, (list, tuple)):
         raise KVCacheTypeError(f"{what}: got {kind_of(parts)}, expected an array or a sequence of arrays")

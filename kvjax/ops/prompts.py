@@ -1,10 +1,10 @@
-"""Attention of many query tokens of a sequence on a GPU: its pages made dense by the gather kernel, then cuDNN.
+"""Attention of long query chunks on a GPU: the gather kernel makes a sequence's pages dense, then cuDNN attends.
 
-cuDNN has a row see the keys up to its own number, and no hole among them. So a sequence is attended to in two parts,
-which its log-sum-exps join: the blocks in which its new tokens stand, causal, with the rows where their tokens are
-among these keys; and all blocks before, without a mask. A sliding window needs one part alone, of the blocks that it
-reaches. What cuDNN does not have (a soft cap, other head sizes, 16-bit pages of another dtype than the query's) the
-running softmax of `ops.softmax` attends to, over the same dense keys and values.
+cuDNN's causal mask lets a row see the keys up to its own index, without gaps. So a sequence is split in two parts,
+merged by their log-sum-exps: the blocks that hold its new tokens, causal, with each row at the index of its token;
+and all earlier blocks, without a mask. With a sliding window one part is enough, of the blocks within its reach. What
+cuDNN does not support (a soft cap, other head sizes, 16-bit pages of another dtype than the query's) is computed by the
+online softmax of `ops.softmax` over the same dense keys and values.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
 from kvjax.ops import softmax
-from kvjax.ops.gather import gather_mosaic, tokens_there
+from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.ops.merge import merge_parts
 from kvjax.spec import AttentionSpec
 
 DENSE_BYTES = 1 << 30
-"""What the rows, keys and values of the sequences that are attended to at once may take; those of one may take more."""
+"""Limit on the rows, keys and values of the sequences processed at once; a single sequence may exceed it."""
 
 LOGITS_BYTES = 256 << 20
-"""What the logits of a chunk may take where cuDNN does not serve: of fewer tokens, results are rescaled more often."""
+"""Limit on the logits of a chunk without cuDNN; fewer tokens would mean rescaling results more often."""
 
 MAX_HEAD_SIZE = 256
-"""Of cuDNN's forward pass on sm_90, which is what jax asks of sm_100 as well."""
+"""Of cuDNN's forward pass on sm_90; jax requires the same on sm_100."""
 
 
 class Sequences(NamedTuple):
-    """Sequences of a cache of one layer; one of no query tokens and length 0 is none.
+    """Sequences of a cache of one layer; padding has no query tokens and length 0.
 
     Attributes:
-      table: int32 `[num_prompts, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
+      table: int32 `[num_prompts, max_blocks]`, unchecked: entries outside the cache hold no tokens.
       lens: int32 `[num_prompts]`, tokens of each, at least 0.
       q_ends: int32 `[num_prompts]`, the row after its last.
       q_lens: int32 `[num_prompts]`, its rows.
@@ -63,34 +63,34 @@ def attend(
     window: int | None,
     logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of the rows of some sequences, in lots of as many as `DENSE_BYTES` hold.
+    """Attends with the rows of some sequences, in batches of as many as `DENSE_BYTES` hold.
 
     Args:
       cache: of one layer, on one device.
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`.
-      sequences: whose rows they are; of more than `max_q_len` the last ones may be left out.
+      sequences: whose rows they are; beyond `max_q_len` the last rows may be left out.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
+      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
       max_q_len: most rows of a sequence.
-      sm_scale: factor of the logits.
-      window: tokens that a row sees, its own included.
+      sm_scale: factor on the logits.
+      window: tokens that a row attends to, its own included.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
 
     Returns:
-      Of each sequence rows that stand at positions in order: `[num_prompts, num_rows, num_heads, head_size_v]` of the
-      query's dtype, the float32 log-sum-exp `[num_prompts, num_rows, num_heads]`, and at which position the first one
-      does, `[num_prompts]`.
+      For each sequence, rows at consecutive positions: `[num_prompts, num_rows, num_heads, head_size_v]` of the query's
+      dtype, the float32 log-sum-exp `[num_prompts, num_rows, num_heads]`, and the position of the first row,
+      `[num_prompts]`.
     """
     num_prompts, max_blocks = sequences.table.shape
     if window is not None and window >= max_blocks * cache.spec.block_size:
         window = None
-    # A flash kernel takes the largest logit before the scale, which has to leave it the largest.
+    # cuDNN takes the maximum before it multiplies by sm_scale, so a scale that is not positive would break it.
     by_cudnn = sm_scale > 0 and logits_soft_cap is None and why_not_cudnn(cache.spec, query.dtype) is None
     plan = _Plan(by_cudnn, max_q_len, sm_scale, window, logits_soft_cap)
 
-    def attend_lot(lot: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _attend_lot(cache, query, lot, k_scale, v_scale, sinks, plan)
+    def attend_batch(batch: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _attend_batch(cache, query, batch, k_scale, v_scale, sinks, plan)
 
     heads, num_rows = query.shape[1], max_q_len + 2 * cache.spec.block_size + (window or 0)
     itemsize = _Dense.dtype_of(cache, query).itemsize
@@ -99,20 +99,20 @@ def attend(
     ) * (cache.spec.head_size + cache.spec.head_size_v)  # fmt: skip
     at_once = max(1, min(num_prompts, DENSE_BYTES // prompt_bytes))
     if at_once == num_prompts:
-        return attend_lot(sequences)
-    num_lots = -(-num_prompts // at_once)
+        return attend_batch(sequences)
+    num_batches = -(-num_prompts // at_once)
 
     def divided(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, num_lots * at_once - num_prompts), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(num_lots, at_once, *x.shape[1:])
+        padded = jnp.pad(x, ((0, num_batches * at_once - num_prompts), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(num_batches, at_once, *x.shape[1:])
 
-    lots = lax.map(attend_lot, jax.tree.map(divided, sequences))
-    out, lse, first = (lax.collapse(x, 0, 2)[:num_prompts] for x in lots)
+    batches = lax.map(attend_batch, jax.tree.map(divided, sequences))
+    out, lse, first = (lax.collapse(x, 0, 2)[:num_prompts] for x in batches)
     return out, lse, first
 
 
 def why_not_cudnn(spec: AttentionSpec, dtype: np.dtype[Any]) -> str | None:
-    """Why cuDNN cannot attend with queries of a dtype over pages of a spec; None where it can."""
+    """Returns why cuDNN cannot attend with queries of a dtype over pages of a spec; None if it can."""
     if spec.quant_mode is KVQuantMode.NONE and spec.storage_dtype != dtype:
         return f"its keys, values and queries are of one dtype; got {spec.storage_dtype} pages and {dtype} queries"
     if spec.head_size_v != spec.head_size:
@@ -130,7 +130,7 @@ class _Plan(NamedTuple):
     logits_soft_cap: float | None
 
 
-def _attend_lot(
+def _attend_batch(
     cache: KVCache,
     query: jax.Array,
     sequences: Sequences,
@@ -140,7 +140,7 @@ def _attend_lot(
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     dense = _Dense.of(cache, query, sequences, k_scale)
-    parts, first = (_by_cudnn if plan.by_cudnn else _by_running_softmax)(dense, plan)
+    parts, first = (_by_cudnn if plan.by_cudnn else _by_online_softmax)(dense, plan)
     num_heads, head_size_v = query.shape[1], cache.spec.head_size_v
     if sinks is not None:
         no_value = jnp.zeros((1, 1, 1, head_size_v), query.dtype)
@@ -153,24 +153,24 @@ def _attend_lot(
 
 
 def _of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.Array:
-    """A scale `[]` or `[num_kv_heads, 1]` as `[num_heads]`, for query heads."""
+    """Returns a scale `[]` or `[num_kv_heads, 1]` as `[num_heads]`, per query head."""
     shape = spec.num_kv_heads, num_heads // spec.num_kv_heads
     return jnp.broadcast_to(scale.reshape(-1, 1), shape).reshape(num_heads)
 
 
 class _Dense(NamedTuple):
-    """Sequences whose rows, keys and values are made dense in 16 bits, which hold stored elements exactly.
+    """Dense rows, keys and values in 16 bits, which represent stored elements exactly.
 
-    What is quantized fits float16, which has three bits more than bfloat16, but not with any scale: of the scale of the
-    keys these get the power of two, and the query the rest, which rounds it to float16. (What is left of a key below
-    2**-24 is lost, and there is none past 65,504.) The scale of the values is left to whoever has the result.
-    Unquantized pages are of the query's dtype, or else all becomes float32.
+    Quantized elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
+    keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
+    2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
+    Unquantized pages keep the query's dtype if it is theirs, else all is float32.
 
     Attributes:
       cache: of one layer.
       query: `[num_tokens, num_heads, head_size]`.
       sequences: whose rows these are.
-      factor: of each query head, float32 `[num_heads]`.
+      factor: per query head, float32 `[num_heads]`.
       k_scale: float32, a power of two.
       dtype: of rows, keys and values.
     """
@@ -188,18 +188,18 @@ class _Dense(NamedTuple):
         if spec.quant_mode is KVQuantMode.NONE:
             return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
         rest, exponent = jnp.frexp(k_scale)
-        rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # 1 and 1 of a scale of 1
+        rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # a scale of 1 becomes 1 and 1
         return cls(cache, query, sequences, _of_each_head(rest, spec, num_heads), power, dtype)
 
     @staticmethod
     def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
-        """That of dense rows, keys and values."""
+        """Returns the dtype of dense rows, keys and values."""
         if cache.spec.quant_mode is not KVQuantMode.NONE:
             return np.dtype(np.float16)
         return query.dtype if cache.spec.storage_dtype == query.dtype else np.dtype(np.float32)
 
     def rows(self, first: jax.Array, num_rows: int) -> jax.Array:
-        """The query's rows of each sequence's positions from `first` on; of those without, any other row."""
+        """Returns the query's rows for positions from `first` on; arbitrary rows where a position has none."""
         _, lens, q_ends, _ = self.sequences
         row = (q_ends - lens + first)[:, None] + jnp.arange(num_rows)[None, :]
         rows = self.query[jnp.clip(row, 0, self.query.shape[0] - 1)]
@@ -209,7 +209,7 @@ class _Dense(NamedTuple):
         return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(self.dtype)
 
     def gather(self, table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the blocks of a table, zeros where it has none."""
+        """Returns the keys and values of a table's blocks, zeros for entries without one."""
         one = jnp.ones((), jnp.float32)
         return gather_mosaic(self.cache, table, lens, None, self.k_scale, one, dtype=self.dtype)
 
@@ -218,25 +218,25 @@ Parts = list[tuple[jax.Array, jax.Array]]
 
 
 def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
-    """The parts of the attention of each sequence's rows, and the position of the first row."""
+    """Returns the parts of each sequence's attention, and the position of the first row."""
     cache, sequences = dense.cache, dense.sequences
     size, (_, max_blocks) = cache.spec.block_size, sequences.table.shape
     before = 0 if plan.window is None else plan.window - 1
     start = jnp.maximum(sequences.lens - sequences.q_lens - before, 0)  # the first token of the first part
     first_block = start // size
-    # The least number of blocks that hold so many tokens wherever they begin.
+    # Enough blocks for so many tokens at any offset in the first block.
     num_blocks = min(-(-(before + plan.max_q_len + size - 1) // size), max_blocks)
     column = first_block[:, None] + jnp.arange(num_blocks)[None, :]
     table = jnp.take_along_axis(sequences.table, column, axis=1, mode="fill", fill_value=-1)
     first, num_rows = first_block * size, num_blocks * size
     lens = sequences.lens - first
     rows = dense.rows(first, num_rows)
-    num_used = jnp.clip(lens, 1, num_rows)  # of no rows, or no tokens, cuDNN may make anything
+    num_used = jnp.clip(lens, 1, num_rows)  # cuDNN's result for no rows or no tokens is undefined
     keys, values = dense.gather(table, lens)
-    if plan.window is not None:  # what is before the window may be NaN, which no weight of 0 makes 0
+    if plan.window is not None:  # tokens before the window may be NaN, which a weight of 0 does not remove
         is_reached = (jnp.arange(size)[None, :] >= (start - first)[:, None])[:, :, None, None]
         blocks = (jnp.where(is_reached, x[:, :size], jnp.zeros((), x.dtype)) for x in (keys, values))
-        # Made before anything is stored, or XLA would copy the whole array first.
+        # Computed before the update, or XLA would copy the whole array first.
         blocks = lax.optimization_barrier(tuple(blocks))
         keys, values = (x.at[:, :size].set(block) for x, block in zip((keys, values), blocks, strict=True))
     own = compat.cudnn_attention(
@@ -248,7 +248,7 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
         return [own], first
     table, lens = _blocks_before(cache, sequences.table, first_block)
     keys, values = dense.gather(table, lens)
-    # No more rows than are asked for: cuDNN takes 128 or more at a time, whether there are any or not.
+    # No more rows than requested: cuDNN computes 128 or more at a time, used or not.
     num_rows = min(plan.max_q_len, num_rows)
     out, lse = compat.cudnn_attention(
         dense.rows(start, num_rows),
@@ -264,7 +264,7 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
 
 
 def _rows_from(part: tuple[jax.Array, jax.Array], first: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Of each sequence `num_rows` rows from a row of its own on; past the last one, that again."""
+    """Returns `num_rows` rows per sequence from its row `first` on; past the end, the last row repeats."""
     row = jnp.clip(first[:, None] + jnp.arange(num_rows)[None, :], 0, part[0].shape[1] - 1)
     seq = jnp.arange(len(first))[:, None]
     out, lse = (x[seq, row] for x in part)
@@ -272,23 +272,23 @@ def _rows_from(part: tuple[jax.Array, jax.Array], first: jax.Array, num_rows: in
 
 
 def _blocks_before(cache: KVCache, table: jax.Array, first_block: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tables of the blocks of the cache that stand before a column, without holes, and how many tokens they hold."""
+    """Returns compacted tables of the cache's blocks before a column, and the number of tokens they hold."""
     column = jnp.arange(table.shape[1])[None, :]
     is_kept = (column < first_block[:, None]) & (table >= 0) & (table < cache.num_blocks)
-    place = jnp.where(is_kept, jnp.cumsum(is_kept, axis=1) - 1, table.shape[1])
+    index = jnp.where(is_kept, jnp.cumsum(is_kept, axis=1) - 1, table.shape[1])
     seq = jnp.broadcast_to(jnp.arange(table.shape[0])[:, None], table.shape)
-    closed_up = jnp.full_like(table, -1).at[seq, place].set(table, mode="drop")
-    return closed_up, jnp.sum(is_kept, axis=1, dtype=jnp.int32) * cache.spec.block_size
+    compacted = jnp.full_like(table, -1).at[seq, index].set(table, mode="drop")
+    return compacted, jnp.sum(is_kept, axis=1, dtype=jnp.int32) * cache.spec.block_size
 
 
 def _without_holes(
     out: jax.Array, lse: jax.Array, is_block: jax.Array, size: int, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention over blocks of `size` tokens of which some are not there, given what it came to with zeros.
+    """Removes missing blocks, of `size` tokens, from the result of causal attention that read them as zeros.
 
-    The logit of such a token was 0, its value too: each added 1 to the denominator, and nothing else. There are some
-    where a cache does not hold a sequence's newest blocks, as in a table of a shared prefix. Where there are none
-    nothing changes; the result is the less precise the more of the denominator they were.
+    Each of their tokens had logit 0 and value 0, so it added 1 to the denominator and nothing else. There are such
+    blocks if a cache does not hold a sequence's newest ones, as in a table of a shared prefix. Precision drops with
+    their share of the denominator; without any, the result is unchanged.
     """
     row, column = np.arange(out.shape[1]), np.arange(is_block.shape[1])
 
@@ -301,25 +301,25 @@ def _without_holes(
         holes -= holes_up_to(row - window)
         span = np.minimum(span, window)
     is_all, holes = (holes == span[None, :])[:, :, None], holes[:, :, None]
-    share = jnp.where(holes > 0, 1.0 - holes * jnp.exp(-lse), 1.0)  # of the denominator that remains
+    share = jnp.where(holes > 0, 1.0 - holes * jnp.exp(-lse), 1.0)  # fraction of the denominator that remains
     share = jnp.maximum(share, np.finfo(np.float32).eps)
     scaled = jnp.where((holes > 0)[..., None], out / share[..., None], out).astype(out.dtype)
     return scaled, jnp.where(is_all, -jnp.inf, lse + jnp.log(share))
 
 
-def _by_running_softmax(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
-    """One part, and the position of the first row, which is that of a sequence's first query token."""
+def _by_online_softmax(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
+    """Returns one part, and the position of the first row, a sequence's first query token."""
     cache, sequences, num_heads = dense.cache, dense.sequences, dense.query.shape[1]
     spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
     first = sequences.lens - sequences.q_lens
     row = jnp.arange(plan.max_q_len)[None, :]
     positions = jnp.where(row < sequences.q_lens[:, None], first[:, None] + row, -1)
     logits_bytes = 4 * num_prompts * plan.max_q_len * num_heads
-    size = softmax.blocks_a_chunk(max_blocks, logits_bytes * spec.block_size, LOGITS_BYTES)
+    size = softmax.blocks_per_chunk(max_blocks, logits_bytes * spec.block_size, LOGITS_BYTES)
     num_chunks = -(-max_blocks // size)
     table = jnp.pad(sequences.table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
     keys, values = dense.gather(table, sequences.lens)
-    there = tokens_there(table, sequences.lens, cache.num_blocks, spec.block_size)
+    there = token_mask(table, sequences.lens, cache.num_blocks, spec.block_size)
 
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         length = size * spec.block_size

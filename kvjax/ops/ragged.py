@@ -1,4 +1,4 @@
-"""Attention for a whole serving step, prompts in chunks beside sequences that decode: `ragged_paged_attention`."""
+"""`ragged_paged_attention`: attention for a whole serving step, chunked prefills and decodes together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_seen_here
+from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.ops import prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
-    LAYERS_OWN,
+    OF_LAYER,
     Window,
     as_lengths,
     as_sinks,
@@ -29,8 +29,8 @@ from kvjax.ops.arguments import (
     check_devices,
     reach_of,
 )
-from kvjax.ops.attention import attended, attention_mosaic, invariant_batch, why_not_mosaic
-from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
+from kvjax.ops.attention import attended, attention_mosaic, invariant_batch, own_query_sequences, why_not_mosaic
+from kvjax.ops.gather import as_sequences, in_one_layer
 from kvjax.ops.rows import why_not_whole_elements
 from kvjax.ops.softmax import attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
@@ -38,11 +38,10 @@ from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_bool, as_int
 
 MAX_DECODE_Q_LEN = 8
-"""Query tokens of a sequence up to which the decode kernel is the way, unless a caller says so otherwise."""
+"""Default limit of query tokens per sequence for the decode kernel."""
 
 TILE_ROWS = 64
-"""Rows of one sequence that XLA attends with at once: the more there are, the less often its pages are decoded, and
-the more rows are idle for a sequence that has fewer."""
+"""Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
 
 
 @overload
@@ -104,7 +103,7 @@ def ragged_paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     sm_scale: float | None = None,
-    sliding_window: Window = LAYERS_OWN,
+    sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
@@ -114,57 +113,55 @@ def ragged_paged_attention(
     decode_q_len: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of the last tokens of each sequence over its cached tokens, of each sequence as many as it has.
+    """Attention of each sequence's last tokens over its cached tokens, with a query length per sequence.
 
-    Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]` of the query, which are its last tokens: row `j` of them
-    stands at position `seq_lens[i] - q_len_i + j`, and sees what it would in `paged_attention`; write their keys and
-    values first. Names and meaning are those of ragged paged attention on TPUs.
+    Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]` of the query, its last tokens. Row `j` of them is at
+    position `seq_lens[i] - q_len_i + j` and attends to what it would in `paged_attention`: write their keys and values
+    first. Names and meaning are those of ragged paged attention on TPUs.
 
-    A row that sees nothing is 0, and its log-sum-exp is its sink, or -inf; so are rows of no sequence, from
-    `cu_q_lens[-1]` on. Of a sequence without query rows nothing is read.
+    A row that attends to nothing is 0, and its log-sum-exp is its sink, or -inf; so are rows past `cu_q_lens[-1]`.
+    Sequences without query rows are not read.
 
-    `max_q_len`, `max_prompts` and `decode_q_len` say what a compiled program is made for. The kernels serve no row
-    beyond them: it comes out as one that sees nothing. XLA serves all rows, whatever they say. The
-    defaults serve every call, at a cost: docs/attention.md.
+    `max_q_len`, `max_prompts` and `decode_q_len` are the static sizes that a program is compiled for. The kernels
+    return a row beyond them as one that attends to nothing; XLA serves all rows. The defaults serve every call, at a
+    cost: docs/attention.md.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. `num_heads` is a multiple of
-        `num_kv_heads`, and neighbouring query heads share a KV head.
+        `num_kv_heads`; neighbouring query heads share a KV head.
       cache: the layer's cache, or that of several layers.
       block_table: int32 `[num_seqs, max_blocks]`, the pages of each sequence.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, those of the query included.
-      cu_q_lens: int32 `[num_seqs + 1]`, the first row of each sequence, and the end of the last one's; 0 first, and
-        none less than the one before it.
-      layer: in a cache of several layers the number of the layer to read; as for `paged_attention`.
-      k_scale: the decode scale that the keys were written with, where it is not the cache's; by default that, or 1.
+      cu_q_lens: int32 `[num_seqs + 1]`, cumulative query lengths: starts with 0 and never decreases.
+      layer: the layer to read in a cache of several, as in `paged_attention`.
+      k_scale: the decode scale that the keys were written with, if not the cache's; default: the cache's, or 1.
       v_scale: the same for the values.
-      sm_scale: factor on the logits, a Python number; by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a row sees, its own included: an int, or an int32 scalar that may be traced, which
-        XLA serves, and with which a row sees nothing where it is below 1; None for no window. By default the layer's.
-      logits_soft_cap: what no logit exceeds, a positive Python number; None for no cap.
-      sinks: float32 `[num_heads]`, a logit of each head in units of the natural exponential, neither scaled nor capped;
-        -inf for none.
+      sm_scale: factor on the logits, a Python number; default `1 / sqrt(head_size)`.
+      sliding_window: tokens that a row attends to, its own included: an int; an int32 scalar that may be traced (XLA
+        only; below 1 it masks all tokens); or None for no window. Default: the layer's.
+      logits_soft_cap: upper bound of the logits, a positive Python number; None for no cap.
+      sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether a sequence's results are to have the same bits whatever else is in the batch, for the
-        same `max_q_len` and `decode_q_len`. The kernels promise that of sequences that decode alone.
-      max_q_len: most query tokens of a sequence, a Python int; by default `num_tokens`. 1 is decode.
-      max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; by default as many as can be
-        in `num_tokens`.
-      decode_q_len: most query tokens of a sequence that is attended to as one that decodes, each in rows for so many; a
-        Python int, by default `max_q_len` if that is at most 8, else 1.
-      implementation: `"mosaic"`, the kernels and cuDNN, or `"xla"`; `None` chooses.
+      batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch, for the same
+        `max_q_len` and `decode_q_len`. The kernels guarantee it only for decodes.
+      max_q_len: most query tokens of a sequence, a Python int; default `num_tokens`. 1 is decode.
+      max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
+        `num_tokens` can hold.
+      decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
+        Python int, default `max_q_len` if that is at most 8, else 1.
+      implementation: `"mosaic"` (the kernels and cuDNN), `"xla"`, or `None` to choose.
 
     Returns:
-      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse` a pair of this and the natural
+      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse`, a pair of this and the natural
       logarithm of each softmax's denominator, the sink included: float32 `[num_tokens, num_heads]`.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype, scale, window, cap, sink or number that does not fit, naming
-        it.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap, sink or number; the message
+        names it.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    cache = as_seen_here(cache)
+    cache = local_view(cache)
     spec = cache.spec
     dims = [("num_tokens", None), ("num_heads", None), ("head_size", spec.head_size)]
     check_array("query", query, dims, INPUT_DTYPES)
@@ -210,7 +207,7 @@ def ragged_paged_attention(
         logits_soft_cap=as_soft_cap(logits_soft_cap),
         batch_invariant=batch_invariant,
     )
-    # Of each share of the blocks: a row is one sequence's, and so one share's, and to all others sees nothing.
+    # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
     attended, lse = (
         (attended[0], lse[0]) if attended.shape[0] == 1 else (jnp.sum(attended, axis=0), jnp.max(lse, axis=0))
     )
@@ -226,9 +223,9 @@ def _as_buckets(
     *,
     batch_invariant: bool = False,
 ) -> dict[str, int]:
-    """The numbers that a program is made for, each as small as the others allow.
+    """Returns the sizes that a program is compiled for, each as small as the others allow.
 
-    With `batch_invariant` the number of tokens, which is the batch's, limits none that are given.
+    With `batch_invariant`, given numbers are not limited by the number of tokens, which depends on the batch.
     """
     longest = num_tokens if max_q_len is None else as_int("max_q_len", max_q_len, least=1)
     longest = longest if batch_invariant else min(longest, num_tokens)
@@ -243,14 +240,14 @@ def _as_buckets(
 
 
 class Rows(NamedTuple):
-    """What the rows of a query are, `[num_tokens]` each: of which sequence, and whether of any."""
+    """For each row of a query, `[num_tokens]`: its sequence, and whether it has one."""
 
     seq: jax.Array
     is_any: jax.Array
 
     @classmethod
     def of(cls, num_tokens: int, q_starts: jax.Array, q_ends: jax.Array) -> Rows:
-        """Of sequences `[num_seqs]`, in order, which need not begin at 0."""
+        """Returns the rows of sequences `[num_seqs]`, which are in order but may start past row 0."""
         token = jnp.arange(num_tokens)
         seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
         seq = jnp.minimum(seq, q_ends.shape[0] - 1)
@@ -258,7 +255,7 @@ class Rows(NamedTuple):
 
 
 def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
-    """The results of rows that see nothing."""
+    """Returns the results of rows that attend to nothing."""
     num_tokens, num_heads, _ = query.shape
     lse = jnp.broadcast_to(softmax.sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
@@ -282,27 +279,26 @@ def _ragged_xla(
     decode_q_len: int,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What every implementation takes, checked, and returns; and the reference of its numbers.
+    """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
-    The rows of a sequence are taken in tiles of neighbours, of which some attend at once, one lot after the other.
+    The rows of each sequence are split into tiles; a loop processes a fixed number of tiles at a time.
 
     Args:
-      cache: one device's cache or share of it.
-      query: `[num_tokens, num_heads, head_size]`, the rows of sequences of other shares among them.
-      block_table: int32 `[num_seqs, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
-      seq_lens: int32 `[num_seqs]`, of any numbers: below 0 is 0.
+      cache: one device's cache or its share of one.
+      query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
+      block_table: int32 `[num_seqs, max_blocks]`, unchecked: entries outside the cache hold no tokens.
+      seq_lens: int32 `[num_seqs]`, unchecked: negative means 0.
       q_starts: int32 `[num_seqs]`, the first row of each sequence, in order.
       q_ends: likewise the row after the last.
-      layer: int32 `[]`, of any number: one out of range holds no tokens. None for a cache of one layer.
+      layer: int32 `[]`, unchecked: one out of range holds no tokens. None for a cache of one layer.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
-      window_array: int32 `[]`, at least 0, instead of `static`'s `window`; None where that holds, as in every kernel.
-      max_q_len: as `ragged_paged_attention` takes them, here and below; no row depends on them in XLA.
+      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
+      window_array: int32 `[]`, at least 0, instead of `static`'s `window`; None to use that, as kernels require.
+      max_q_len: as in `ragged_paged_attention`, here and below; in XLA no result depends on them.
       max_prompts: of these sequences.
       decode_q_len: at most `max_q_len`.
-      static: `sm_scale`, `window`, `logits_soft_cap` and `batch_invariant`, as `paged_attention`'s implementations take
-        them.
+      static: `sm_scale`, `window`, `logits_soft_cap` and `batch_invariant`, as in `paged_attention`'s implementations.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
@@ -333,20 +329,20 @@ def _ragged_xla(
         out, lse = attend_pages(cache, rows, *sequences, k_scale, v_scale, sinks, **static)
         return out.astype(query.dtype), lse
 
-    # A sequence ends with a tile that may have one row only.
+    # The last tile of a sequence may hold a single row.
     most_tiles = (num_tokens + num_seqs * (size - 1)) // size
     out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
     rows = Rows.of(num_tokens, q_starts, q_ends)
-    place = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
-    return _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), place, nothing)
+    index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
+    return _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
 
 
 def _where(
-    condition: jax.Array, found: tuple[jax.Array, ...], place: jax.Array, otherwise: tuple[jax.Array, ...]
+    condition: jax.Array, found: tuple[jax.Array, ...], index: jax.Array, otherwise: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """For each row what was found at its place, where the condition holds; of one share."""
+    """Returns `found[index]` for each row where the condition holds, with a leading dimension of one share."""
     out, lse = (
-        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(place, 0, x.shape[0] - 1)], other)[None]
+        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)[None]
         for x, other in zip(found, otherwise, strict=True)
     )
     return out, lse
@@ -370,10 +366,10 @@ def _ragged_mosaic(
     decode_q_len: int,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `_ragged_xla` returns: short sequences by the decode kernel, all others as `prompts` has it.
+    """Attends with the decode kernel for short sequences and with `prompts` for the others.
 
-    Both are of static shapes, and which sequence belongs to which is decided by arithmetic on the device: to the decode
-    kernel a sequence that is not its own is an empty one.
+    Returns what `_ragged_xla` does. Shapes are static; the device computes which path serves a sequence. On the decode
+    path, a sequence of the other path has length 0.
     """
     num_tokens, num_seqs = query.shape[0], block_table.shape[0]
     arrays = layer, k_scale, v_scale, sinks, window_array
@@ -390,19 +386,19 @@ def _ragged_mosaic(
     own_lens = jnp.where(is_short & (q_lens > 0), seq_lens, 0)
     from_last = jnp.arange(-decode_q_len, 0)[None, :]
     packed = query[jnp.clip(q_ends[:, None] + from_last, 0, num_tokens - 1)]
-    # Rows of other sequences would have a say in how this one's are rounded.
+    # Rows of other sequences would affect the rounding of this one's.
     packed = jnp.where((q_lens[:, None] + from_last >= 0)[..., None, None], packed, jnp.zeros((), packed.dtype))
     if static["window"] is None or decode_q_len == 1:
         decoded = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
     else:
-        # A row that a sequence has not would reach further back than those that it has, to what may be NaN there.
+        # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
         lens = jnp.where(q_lens[:, None] + from_last >= 0, own_lens[:, None] + 1 + from_last, 0)
         table = jnp.repeat(block_table, decode_q_len, axis=0)
         rows_of_one = packed.reshape(-1, 1, *query.shape[1:])
         decoded = attention_mosaic(cache, rows_of_one, table, lens.reshape(-1), *arrays, **static)
-    place = rows.seq * decode_q_len + decode_q_len - from_end
+    index = rows.seq * decode_q_len + decode_q_len - from_end
     found = lax.collapse(decoded[0], 0, 2), lax.collapse(decoded[1], 0, 2)
-    short = _where(rows.is_any & is_short[rows.seq], found, place, _nothing(query, sinks, cache.spec.head_size_v))
+    short = _where(rows.is_any & is_short[rows.seq], found, index, _nothing(query, sinks, cache.spec.head_size_v))
     if not max_prompts:
         return short
 
@@ -428,14 +424,8 @@ def _ragged_mosaic(
 
 
 def _attended(*args: Any, **static: Any) -> Any:
-    """The types of `_ragged_xla`'s results."""
+    """Returns the types of `_ragged_xla`'s results."""
     return tuple(jax.ShapeDtypeStruct((1, *result.shape), result.dtype) for result in attended(*args, **static))
-
-
-def _own_sequences(
-    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, query: jax.Array, *args: jax.Array
-) -> tuple[jax.Array, ...]:
-    return query, *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
 
 
 def _why_not_mosaic(
@@ -443,14 +433,14 @@ def _why_not_mosaic(
     is_window_static: bool,
     prompts_vary: bool,
     sizes: kernel.BatchSizes | None,
-    cache: KVCache,
+    spec: AttentionSpec,
 ) -> str | None:
     if prompts_vary:
         return (
-            "cuDNN promises no bits, and serves sequences of more than decode_q_len query tokens; with"
-            " batch_invariant=True it takes max_prompts=0"
+            "sequences with more than decode_q_len query tokens run in cuDNN, which is not bitwise deterministic across"
+            " batches; batch_invariant=True needs max_prompts=0"
         )
-    return why_not_mosaic(query_dtype, is_window_static, sizes, cache) or why_not_whole_elements(cache)
+    return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_whole_elements(spec)
 
 
 @functools.cache
@@ -467,6 +457,6 @@ def _candidates(
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),
             results=("blocks tokens heads head_size", "blocks tokens heads"),
-            own=_own_sequences,
+            own=own_query_sequences,
         ),
     )

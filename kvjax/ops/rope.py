@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax import quant
-from kvjax.cache import KVCache, as_seen_here
+from kvjax.cache import KVCache, local_view
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels.write import Rotated, Rotation
 from kvjax.ops import select
@@ -41,40 +41,38 @@ def rope_and_cache(
 ) -> tuple[jax.Array, KVCache]:
     """Rotates queries and keys by their positions, and writes keys and values into their slots.
 
-    The bytes are those of rotating, rounding to the dtype of `key` and writing: a pair `(x, y)` of elements becomes
-    `(x * cos - y * sin, y * cos + x * sin)`, computed in float32, products rounded first. Queries are rotated for every
-    token, also for one whose slot writes nothing.
+    The stored bytes are those of rotating, rounding to `key`'s dtype and writing. A pair `(x, y)` of elements becomes
+    `(x * cos - y * sin, y * cos + x * sin)`, in float32, with each product rounded. Queries are rotated for every
+    token, including tokens whose slot writes nothing.
 
     Args:
       query: `[num_tokens, num_heads, head_size]` or `[batch, time, num_heads, head_size]`, of `key`'s dtype.
       key: `[num_tokens, num_kv_heads, head_size]` or `[batch, time, ...]`, float32, float16 or bfloat16.
-      value: of `key`'s dtype; its heads may have a size of their own.
-      cache: as `reshape_and_cache_flash` takes it, and so are `slot_mapping`, `layer`, the scales and
-        `unique_slots`.
+      value: of `key`'s dtype; its head size may differ.
+      cache: as in `reshape_and_cache_flash`, and so are `slot_mapping`, `layer`, the scales and `unique_slots`.
       slot_mapping: int32 or int64 `[num_tokens]` or `[batch, time]`.
-      positions: int32 or int64 `[num_tokens]` or `[batch, time]`: the row of `cos_sin_cache` of each token. One before
-        its first row takes that, one past its last the last.
-      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as vLLM's rotary embeddings have it: of
-        each position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`;
-        elements of a head from there on stay as they are.
-      is_neox: whether element `i` of a head is paired with `i + rot_dim / 2` (NeoX, Llama), else `2 i` with `2 i + 1`
-        (GPT-J).
-      layer: the number of the layer in a cache of several.
+      positions: int32 or int64 `[num_tokens]` or `[batch, time]`: each token's row of `cos_sin_cache`, clamped to its
+        range.
+      cos_sin_cache: float32, float16 or bfloat16 `[max_position, rot_dim]`, as in vLLM's rotary embeddings: for each
+        position the cosines of `rot_dim / 2` pairs, then the sines. `rot_dim` is even and at most `head_size`; the
+        remaining elements of a head are left unchanged.
+      is_neox: whether element `i` of a head pairs with `i + rot_dim / 2` (NeoX, Llama) or `2 i` with `2 i + 1` (GPT-J).
+      layer: the layer to write in a cache of several.
       k_scale: decode scale of the keys, instead of the cache's.
       v_scale: that of the values.
       unique_slots: promises that no two written tokens share a slot.
-      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device. Of float32 keys, and of odd head
-        sizes, XLA rotates and the kernel writes.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device. For float32 keys and for odd head
+        sizes XLA rotates and the kernel writes.
 
     Returns:
-      `(query, cache)`: the rotated queries, of the shape and dtype of `query`, and the cache to use from now on.
+      `(query, cache)`: the rotated queries, of `query`'s shape and dtype, and the cache to use from now on.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype or scale that does not fit, naming it; differentiation.
-      UnsupportedError: the implementation asked for cannot serve this call.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or scale; the message names it. Also differentiation.
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    given, cache = cache, as_seen_here(cache)
+    given, cache = cache, local_view(cache)
     written = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
     tokens = list(zip(names, np.shape(key), strict=False))
@@ -89,8 +87,8 @@ def rope_and_cache(
     max_position, rot_dim = np.shape(cos_sin_cache)
     if rot_dim % 2 or not 2 <= rot_dim <= cache.spec.head_size or not max_position:
         raise KVCacheValueError(
-            f"cos_sin_cache: got shape {(max_position, rot_dim)}, expected positions, and an even rot_dim of 2 to"
-            f" head_size={cache.spec.head_size}"
+            f"cos_sin_cache: got shape {(max_position, rot_dim)}, expected at least one position and an even rot_dim of"
+            f" 2 to head_size={cache.spec.head_size}"
         )
     check_devices(cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
     unique_slots, is_neox = as_bool("unique_slots", unique_slots), as_bool("is_neox", is_neox)
@@ -114,7 +112,7 @@ def rope_and_cache(
 
 
 def _as_positions(positions: Any, max_position: int) -> jax.Array:
-    """int32, of which one that is no row still is none."""
+    """Returns positions as int32, clamped where they may not fit."""
     if positions.dtype == np.int32:
         return jnp.asarray(positions)
     xp: Any = np if isinstance(positions, np.ndarray) else jnp

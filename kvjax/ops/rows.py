@@ -1,4 +1,4 @@
-"""Keys and values as the rows of a page's regions: encoded and scattered, gathered and decoded, in XLA."""
+"""Stores keys and values in the regions of pages in XLA: encode, scatter, gather, decode."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 KEYS, VALUES = 0, 1
-"""The halves of a page: their index in `PageRegions`, and on the array's axis of two where it has one."""
+"""Indices in `PageRegions`, and on the axis of two of arrays that have one."""
 
 
-# Jitted, for keys and values are alike: tracing and lowering either takes as long as all else of an operation.
+# Jitted because keys and values are alike: tracing and lowering one takes as long as the rest of an operation.
 @functools.partial(jax.jit, static_argnums=1)
 def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[jax.Array, ...]:
-    """`x` `[..., num_kv_heads, head_size]` as stored rows: data and, where pages hold them, scales."""
+    """Encodes `x` `[..., num_kv_heads, head_size]` as stored rows: data and, where pages hold them, scales."""
     match spec.quant_mode:
         case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
             return quant.encode_per_token_head(x, spec.dtype)
@@ -40,7 +40,7 @@ def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[ja
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """What rows as `encode_rows` makes them stand for, in `dtype`."""
+    """Decodes rows that `encode_rows` made, to `dtype`."""
     match spec.quant_mode:
         case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
             codes, scales = rows
@@ -55,14 +55,14 @@ def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array
     return quant.cast(decoded, dtype)
 
 
-MAX_SLOTS_A_TOKEN = 1024
-"""Up to so many slots for each token a table of all slots is made, else tokens are sorted: a write is to cost what its
-tokens cost, whatever the cache's size. A sort takes longer: 53 us on an H200 for 16,384 tokens, a table 4."""
+MAX_SLOTS_PER_TOKEN = 1024
+"""Up to this, a table of all slots finds duplicates; above, a sort, so that the cost of a write does not depend on the
+cache's size. On an H200, for 16,384 tokens, the sort takes 53 us, the table 4."""
 
 
 def last_of_each_slot(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Slots `[num_tokens]` in which every token but the last of each slot has -1 instead, and so writes nothing."""
-    if num_slots > MAX_SLOTS_A_TOKEN * slots.shape[0]:
+    """Returns slots `[num_tokens]` with -1 for every token but the last of each slot."""
+    if num_slots > MAX_SLOTS_PER_TOKEN * slots.shape[0]:
         order = jnp.argsort(slots, stable=True)
         in_order = slots[order]
         is_last = jnp.append(in_order[1:] != in_order[:-1], True)[: slots.shape[0]]
@@ -73,47 +73,49 @@ def last_of_each_slot(slots: jax.Array, num_slots: int) -> jax.Array:
     return jnp.where(last_token.at[index].get(mode="fill", fill_value=-1) == token, slots, -1)
 
 
-def scatter_rows(cache: KVCache, half: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array) -> KVCache:
+def scatter_rows(
+    cache: KVCache, kv_index: int, rows: Sequence[jax.Array], block: jax.Array, token: jax.Array
+) -> KVCache:
     """Writes rows `[num_tokens, num_kv_heads, row]`, as `encode_rows` makes them, to a cache's `KEYS` or `VALUES`.
 
-    Token `i` goes to offset `token[i]` of page `block[i]`; one whose block is past the last page is dropped.
+    Token `i` goes to offset `token[i]` of page `block[i]`; a block past the last page drops it.
     """
     spec = cache.spec
     stored = [_to_array_dtype(row, spec) for row in rows]
     if spec.has_head_axis:
-        # Indexed by its own axes, a cache that is sharded over heads needs no communication.
-        return KVCache(cache.kv.at[_token_index(spec, half, block, token)].set(stored[0], mode="drop"), spec)
+        # Indexed by its own axes, a cache that is sharded over heads needs no communication here.
+        return KVCache(cache.kv.at[_token_index(spec, kv_index, block, token)].set(stored[0], mode="drop"), spec)
     pages = flat_pages(cache)
-    for row, region in zip(stored, spec.regions[half], strict=True):
+    for row, region in zip(stored, spec.regions[kv_index], strict=True):
         pages = _scatter_region(pages, row, region, block, token)
     return with_flat_pages(cache, pages)
 
 
-def page_rows(pages: jax.Array, spec: AttentionSpec, half: int) -> list[jax.Array]:
-    """The `KEYS` or `VALUES` of pages `[..., *spec.cache_shape(n)[1:]]`, as `encode_rows` made them.
+def page_rows(pages: jax.Array, spec: AttentionSpec, kv_index: int) -> list[jax.Array]:
+    """Returns the `KEYS` or `VALUES` of pages `[..., *spec.cache_shape(n)[1:]]`, as `encode_rows` made them.
 
     Each is `[..., block_size, num_kv_heads, row]`: data and, where pages hold them, scales.
     """
     if spec.has_head_axis:
-        rows = pages[..., _columns(spec, half)] if spec.is_diffkv else pages[..., half, :, :, :]
+        rows = pages[..., _columns(spec, kv_index)] if spec.is_diffkv else pages[..., kv_index, :, :, :]
         return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
     dtypes = spec.storage_dtype, spec.dtype.info.scale_dtype
     return [
         from_array_dtype(_region_rows(flat, spec, region), dtype)
-        for region, dtype in zip(spec.regions[half], dtypes, strict=False)
+        for region, dtype in zip(spec.regions[kv_index], dtypes, strict=False)
         if dtype is not None
     ]
 
 
-def _token_index(spec: AttentionSpec, half: int, block: jax.Array, token: jax.Array) -> tuple[Any, ...]:
-    """Index of tokens' keys or values in an array that has a head axis; its result is `[num_tokens, heads, row]`."""
+def _token_index(spec: AttentionSpec, kv_index: int, block: jax.Array, token: jax.Array) -> tuple[Any, ...]:
+    """Returns an index into an array with a head axis that selects tokens' rows, `[num_tokens, heads, row]`."""
     inner = (token, slice(None)) if spec.layout is CacheLayout.NHD else (slice(None), token)
-    return (block, *inner, _columns(spec, half)) if spec.is_diffkv else (block, half, *inner)
+    return (block, *inner, _columns(spec, kv_index)) if spec.is_diffkv else (block, kv_index, *inner)
 
 
-def _columns(spec: AttentionSpec, half: int) -> slice:
-    return (slice(spec.head_size), slice(spec.head_size, None))[half]
+def _columns(spec: AttentionSpec, kv_index: int) -> slice:
+    return (slice(spec.head_size), slice(spec.head_size, None))[kv_index]
 
 
 def _tokens_first(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -125,7 +127,7 @@ def _scatter_region(
 ) -> jax.Array:
     """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
     num_tokens, num_heads, row = rows.shape
-    # What lies in a run of bytes: all heads of a token, those of one, or of a swizzled region each byte by itself.
+    # Contiguous runs of bytes: all heads of a token, one head, or single bytes in a swizzled region.
     if region.swizzled:
         runs: tuple[int, ...] = num_heads, row
     else:
@@ -144,7 +146,7 @@ def _scatter_region(
     columns = [lax.reshape(x, (*updates.shape[:2], 1)) for x in (lax.broadcast_in_dim(block, shape, [0]), offsets)]
     indices = lax.concatenate(columns, 2)
     if num_tokens * math.prod(runs) == 1:
-        # Of a single one XLA on CPU makes a choice between the pages with it and without, and copies all of them.
+        # For a single update XLA on CPU selects between the pages with and without it, and copies all of them.
         indices = jnp.concatenate([indices, jnp.full_like(indices, pages.shape[0])])  # past the last page: dropped
         updates = jnp.concatenate([updates, updates])
     return lax.scatter(
@@ -163,7 +165,7 @@ def _times(index: jax.Array, stride: int) -> jax.Array:
 
 
 def _region_rows(pages: jax.Array, spec: AttentionSpec, region: PageRegion) -> jax.Array:
-    """One region of flat pages `[..., page_bytes]` as bytes `[..., block_size, num_kv_heads, row]`."""
+    """Returns one region of flat pages `[..., page_bytes]` as bytes `[..., block_size, num_kv_heads, row]`."""
     rows = _tokens_first(split_region(pages, spec, region), spec)
     if region.swizzled:
         num_scales = rows.shape[-1]
@@ -181,15 +183,16 @@ def _to_array_dtype(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 
 def from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Rows of a cache array, `[..., bytes]` or `[..., elements]`, as elements of `dtype`, their bits untouched."""
+    """Bitcasts rows of a cache array, `[..., bytes]` or `[..., elements]`, to `dtype`."""
     if rows.dtype != dtype and dtype.itemsize > 1:
         rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)
 
 
-def why_not_whole_elements(cache: KVCache) -> str | None:
-    """Why a kernel cannot take the pages as rows of elements; `None` where it can."""
-    spec = cache.spec
+def why_not_whole_elements(spec: AttentionSpec) -> str | None:
+    """Returns why a kernel cannot read the pages as rows of elements; None if it can."""
     if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
-        return f"pages of {spec.page_size_bytes} bytes hold no whole number of elements of {itemsize}"
+        return (
+            f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"
+        )
     return None

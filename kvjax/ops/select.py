@@ -1,4 +1,4 @@
-"""The one dispatcher: which implementation of an operation serves a call."""
+"""The dispatcher: picks the implementation of an operation that serves a call."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding
 
 from kvjax.cache import KVCache, without_scales
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
-from kvjax.partition import Signature, partition_of, run_on_shares
+from kvjax.partition import Partition, Signature, partition_of, run_on_shares
 from kvjax.spec import AttentionSpec
 
 
@@ -30,95 +29,139 @@ class Implementation(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """An operation's implementations, which take the same arguments, the cache first.
+    """The implementations of an operation. All take the same arguments, the cache first.
 
-    `why_not_mosaic` says of a cache why the kernel cannot serve it, `None` where it can. `results` goes with a kernel:
-    called as they are, it gives the shapes and dtypes that they return, as arrays or `jax.ShapeDtypeStruct`s.
-    `differentiable` names the parameters of `xla` with respect to which its gradients are right.
-    `signature` says what of the other arguments and of the results belongs to a device's share of a cache: a caller of
-    `choose` that gives it calls an implementation with arrays, and whatever else there is by name.
+    Attributes:
+      xla: runs anywhere.
+      mosaic: the kernel; None if there is none.
+      results: takes the same arguments, returns the shapes and dtypes of the results, as arrays or
+        `jax.ShapeDtypeStruct`s. Required with `mosaic`.
+      why_not_mosaic: returns why the kernel cannot serve caches of a spec, None if it can.
+      signature: how the other arguments and the results are divided among the devices of a divided cache. With it,
+        pass arrays by position and everything else by name. None if the operation runs on the whole cache.
+      differentiable: parameters of `xla` whose gradients are correct.
     """
 
     xla: Callable[..., Any]
     mosaic: Callable[..., Any] | None = None
     results: Callable[..., Any] | None = None
-    why_not_mosaic: Callable[[KVCache], str | None] = lambda cache: None
+    why_not_mosaic: Callable[[AttentionSpec], str | None] = lambda spec: None
     signature: Signature | None = None
     differentiable: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True)
-class _OnAShare:
-    """An operation on one device's share of a cache; equal to another of the same operation, as jit wants it."""
-
-    operation: str
-    wanted: Implementation | None
-    candidates: Candidates
-    num_layers: int | None
-
-    def __call__(self, kv: jax.Array, spec: AttentionSpec, *args: Any, **static: Any) -> Any:
-        cache = KVCache(kv, spec, num_layers=self.num_layers)
-        serve = _choose(self.operation, self.wanted, self.candidates, cache)
-        return serve(cache, *args, **static)
+type _Kernel = tuple[Callable[..., Any], Callable[..., Any]]
+"""`Candidates.mosaic` and `Candidates.results`."""
 
 
 def choose(operation: str, requested: str | None, candidates: Candidates, cache: KVCache) -> Callable[..., Any]:
-    """The implementation asked for, or for `None` the kernel where it can serve, else XLA.
+    """Returns the requested implementation; for `None` the kernel if it can serve the call, else XLA.
 
-    A cache that is an array says where it is; one that is traced shows on lowering, and then an implementation that was
-    asked for and cannot serve raises. Of a cache that is divided among devices, as `as_seen_here` gives it, each device
-    runs the implementation on its share.
+    The device of a concrete cache is known here, that of a traced cache only at lowering: a requested implementation
+    that cannot serve raises then. For a divided cache (as `local_view` returns it) each device runs the implementation
+    on its share.
 
-    Traced arguments that are not `differentiable` have no gradient: what is returned refuses one, for implementations
-    read bits, through which JAX has a gradient of 0.
+    The returned function raises on differentiation with respect to arguments that are not `differentiable`.
+    Implementations bitcast, and JAX would silently return a gradient of 0.
 
     Raises:
-      KVCacheValueError: no such implementation.
-      UnsupportedError: the one asked for cannot serve this call; with the reason.
+      KVCacheValueError: unknown implementation.
+      UnsupportedError: the requested implementation cannot serve this call; with the reason.
     """
-    wanted = _as_wanted(requested)
-    serve = _choose(operation, wanted, candidates, cache)
-    return functools.partial(_call_without_gradient, operation, wanted, candidates, serve)
+    wanted = _parse(requested)
+    divided = None
+    if cache.sharding is not None and candidates.signature is not None:
+        divided = partition_of(cache.spec, cache.sharding, cache.num_layers)
+    kernel = None
+    if wanted is not Implementation.XLA:
+        kernel, reason = _serving_kernel(candidates, cache, divided)
+        if reason is not None and wanted is Implementation.MOSAIC:
+            raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
+    return functools.partial(_call, operation, candidates, kernel, wanted is Implementation.MOSAIC, divided)
 
 
-def _as_wanted(requested: str | None) -> Implementation | None:
+def _parse(requested: str | None) -> Implementation | None:
     try:
         return None if requested is None else Implementation(requested)
     except ValueError:
         raise KVCacheValueError(got_expected("implementation", requested, list(Implementation))) from None
 
 
-def _choose(
-    operation: str, wanted: Implementation | None, candidates: Candidates, cache: KVCache
-) -> Callable[..., Any]:
-    if cache.sharding is not None and candidates.signature is not None:
-        on_a_share = _OnAShare(operation, wanted, candidates, cache.num_layers)
-        return functools.partial(_run_on_shares, on_a_share, candidates.signature)
-    serve = _choose_here(operation, wanted, candidates, cache)
-    if not isinstance(cache.kv, jax.core.Tracer):
-        return serve
-    return functools.partial(_call, operation, _traced_once(operation, serve))
+def _serving_kernel(
+    candidates: Candidates, cache: KVCache, divided: Partition | None
+) -> tuple[_Kernel | None, str | None]:
+    """Returns the kernel if it can serve the cache, or None and the reason."""
+    if candidates.mosaic is None or candidates.results is None:
+        return None, "it has no kernel; got 'mosaic', expected one of xla"
+    if divided is None:
+        reason = candidates.why_not_mosaic(cache.spec) or placement.why_not(cache.kv)
+    else:  # a share is always traced, so its device is known at lowering
+        reason = candidates.why_not_mosaic(divided.share(cache.spec))
+    return (None if reason else (candidates.mosaic, candidates.results)), reason
 
 
-def _call_without_gradient(
+def _call(
     operation: str,
-    wanted: Implementation | None,
     candidates: Candidates,
-    serve: Callable[..., Any],
+    kernel: _Kernel | None,
+    required: bool,
+    divided: Partition | None,
     cache: KVCache,
     *args: Any,
     **static: Any,
 ) -> Any:
-    mosaic, xla, results = candidates.mosaic, candidates.xla, candidates.results
-    names = [None if name in candidates.differentiable else name for name in _parameters(xla)]
+    names = [None if name in candidates.differentiable else name for name in _parameters(candidates.xla)]
     cache = without_scales(cache)
     kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
     cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
-    if serve is mosaic and results is not None and any(isinstance(array, jax.core.Tracer) for array in arrays):
-        # Of a cache that is an array: a kernel that is called as it is would be differentiated itself.
-        in_a_program = _where_it_can(wanted is not None, mosaic, xla, results)
-        serve = functools.partial(_call, operation, _traced_once(operation, in_a_program))
-    return serve(cache, *arrays, **static)
+    is_traced = isinstance(kv, jax.core.Tracer)
+    if kernel is not None:  # a kernel called directly with traced arguments would itself be differentiated
+        is_traced |= any(isinstance(array, jax.core.Tracer) for array in arrays)
+    if divided is None and not is_traced:
+        return (candidates.xla if kernel is None else kernel[0])(cache, *arrays, **static)
+    serve = candidates.xla if kernel is None else _placed(required, kernel[0], candidates.xla, kernel[1])
+    run = _traced_once(operation, serve)
+    if divided is not None and candidates.signature is not None:
+        on_share = _OnShare(run, cache.num_layers)
+        return run_on_shares(operation, on_share, candidates.signature, divided, cache.spec, kv, *arrays, **static)
+    for array in jax.tree.leaves(arrays):
+        if isinstance(array, jax.Array) and any(entry is not None for entry in jax.typeof(array).sharding.spec):
+            raise KVCacheValueError(
+                f"{operation}: got {jax.typeof(array)}, divided over explicit axes, for a cache that is not divided;"
+                " expected a whole array, as jax.reshard(array, PartitionSpec()) returns, or a divided cache,"
+                " KVCache.allocate(..., sharding=...): see docs/scaling.md, Explicit axes"
+            )
+    return run(tuple(static.items()), cache, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnShare:
+    """Runs an implementation on one device's share of a cache. Hashable, as jit's static arguments must be."""
+
+    run: Callable[..., Any]
+    num_layers: int | None
+
+    def __call__(self, kv: jax.Array, spec: AttentionSpec, *args: Any, **static: Any) -> Any:
+        return self.run(tuple(static.items()), KVCache(kv, spec, num_layers=self.num_layers), *args)
+
+
+@functools.cache
+def _placed(
+    required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any], results: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function that picks the kernel or XLA at lowering; the same one for equal arguments."""
+    return functools.partial(placement.run, required, mosaic, xla, results)
+
+
+@functools.cache
+def _traced_once(operation: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `serve` jitted, so that equal calls, as of a model's layers, trace and lower once."""
+
+    def run(static: tuple[tuple[str, Any], ...], cache: KVCache, *args: Any) -> Any:
+        return serve(cache, *args, **dict(static))
+
+    run.__name__ = operation  # the name that profilers show
+    return jax.jit(run, static_argnums=0)
 
 
 @functools.cache
@@ -127,9 +170,9 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def without_gradient(operation: str, names: Sequence[str | None], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, of which those that have a name raise where they are differentiated; names past the last are unused.
+    """Returns the arrays; those with a name raise on differentiation. Surplus names are unused.
 
-    A tangent that is known to be 0, as of a cache that is carried past what is differentiated, is none.
+    A symbolically zero tangent, as of a cache that is carried through a differentiated function, does not raise.
     """
     named = {
         i: name
@@ -150,68 +193,14 @@ def _without_gradient(operation: str, names: tuple[str, ...], arrays: list[Any])
 
 
 def _refuse_gradient(operation: str, names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
-    [arrays], [moves] = primals, tangents
-    for name, move in zip(names, moves, strict=True):
-        if not isinstance(move, SymbolicZero):
+    [arrays], [dots] = primals, tangents
+    for name, dot in zip(names, dots, strict=True):
+        if not isinstance(dot, SymbolicZero):
             raise KVCacheTypeError(
                 f"{operation}: cannot differentiate with respect to {name}; training through a cache is not supported."
                 f" Pass jax.lax.stop_gradient({name}); to train, attend over dense keys and values"
             )
-    return arrays, moves
+    return arrays, dots
 
 
 _without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
-
-
-def _choose_here(
-    operation: str, wanted: Implementation | None, candidates: Candidates, cache: KVCache
-) -> Callable[..., Any]:
-    """What `choose` returns for a cache that is one device's; of equal arguments the same function."""
-    if wanted is Implementation.XLA:
-        return candidates.xla
-    mosaic, results = candidates.mosaic, candidates.results
-    if mosaic is None or results is None:
-        reason: str | None = "it has no kernel; got 'mosaic', expected one of xla"
-    else:
-        reason = candidates.why_not_mosaic(cache) or placement.why_not(cache.kv)
-    if reason is None and mosaic is not None and results is not None:
-        if not isinstance(cache.kv, jax.core.Tracer):
-            return mosaic
-        return _where_it_can(wanted is not None, mosaic, candidates.xla, results)
-    if wanted is not None:
-        raise UnsupportedError(f"{operation}: implementation 'mosaic' cannot serve this call: {reason}")
-    return candidates.xla
-
-
-@functools.cache
-def _where_it_can(
-    required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any], results: Callable[..., Any]
-) -> Callable[..., Any]:
-    return functools.partial(placement.run, required, mosaic, xla, results)
-
-
-@functools.cache
-def _traced_once(operation: str, serve: Callable[..., Any]) -> Callable[..., Any]:
-    """`serve` as a function that programs call: calls that are alike, as of a model's layers, trace and lower one."""
-
-    def run(static: tuple[tuple[str, Any], ...], cache: KVCache, *args: Any) -> Any:
-        return serve(cache, *args, **dict(static))
-
-    run.__name__ = operation  # as profilers show it
-    return jax.jit(run, static_argnums=0)
-
-
-def _call(operation: str, run: Callable[..., Any], cache: KVCache, *args: Any, **static: Any) -> Any:
-    for array in jax.tree.leaves(args):
-        if isinstance(array, jax.Array) and any(entry is not None for entry in jax.typeof(array).sharding.spec):
-            raise KVCacheValueError(
-                f"{operation}: got {jax.typeof(array)}, divided over explicit axes, for a cache that is not divided;"
-                " expected a whole array, as jax.reshard(array, PartitionSpec()) returns, or a divided cache,"
-                " KVCache.allocate(..., sharding=...): see docs/scaling.md, Explicit axes"
-            )
-    return run(tuple(static.items()), cache, *args)
-
-
-def _run_on_shares(run: _OnAShare, signature: Signature, cache: KVCache, *args: Any, **static: Any) -> Any:
-    divided = partition_of(cache.spec, cast(NamedSharding, cache.sharding), cache.num_layers)
-    return run_on_shares(run.operation, run, signature, divided, cache.spec, cache.kv, *args, **static)

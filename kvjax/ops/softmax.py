@@ -1,7 +1,7 @@
-"""Attention with a running softmax: the one masked softmax of every operation that attends in XLA.
+"""Online softmax: the masked softmax of every attention in XLA.
 
-Keys and values come in chunks, so that memory is bounded whatever the lengths: after each chunk a row has the largest
-logit so far, the sum of `exp(logit - largest)` and the values weighted with these, which the next chunk rescales
+Keys and values come in chunks, which bounds memory for any length. After each chunk a row has the largest logit so far,
+the sum of `exp(logit - largest)` and the values weighted with these, which the next chunk rescales
 (https://arxiv.org/abs/2205.14135, algorithm 1).
 """
 
@@ -16,21 +16,21 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.ops.gather import gather_xla, tokens_there
+from kvjax.ops.gather import gather_xla, token_mask
 
 CHUNK_BYTES = 64 << 20
-"""What the keys, values and logits of a chunk may take together; one block of each sequence may take more."""
+"""Limit on the keys, values and logits of a chunk together; a chunk of one block per sequence may exceed it."""
 
 INVARIANT_TOKENS = 1024
-"""Tokens of a chunk whose size is not to depend on the batch; one block may hold more."""
+"""Tokens in a chunk whose size must not depend on the batch; a single block may hold more."""
 
 Read = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
-"""Makes of a chunk's number its keys `[num_seqs, size, num_kv_heads, head_size]`, its values and which tokens there are
-in it, bool `[num_seqs, size]`; the chunk's tokens stand at positions `number * size` and after."""
+"""Returns a chunk by number: keys `[num_seqs, size, num_kv_heads, head_size]`, values and the mask of existing tokens,
+bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size` on."""
 
 
 class State(NamedTuple):
-    """Of each row, `[num_seqs, num_kv_heads, num_rows, group]`, what the chunks so far come to, in float32."""
+    """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32."""
 
     largest: jax.Array
     total: jax.Array
@@ -38,7 +38,7 @@ class State(NamedTuple):
 
 
 def sinks_of_heads(sinks: jax.Array | None, num_heads: int) -> jax.Array:
-    """The sink of each head, `[num_heads]`: -inf adds `exp(-inf)`, nothing, to a denominator."""
+    """Returns the sink of each head, `[num_heads]`; -inf adds 0 to a denominator."""
     return jnp.full(num_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
 
 
@@ -55,20 +55,20 @@ def attend(
     window: int | jax.Array | None,
     logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of rows, each at its position, over the tokens of its sequence up to there.
+    """Attends with each row, at its position, to the tokens of its sequence up to there.
 
-    Products are of the keys' and the values' dtype, summed in float32; of float32 they are exact to its last bits.
+    Products are of the keys' and values' dtype, summed in float32; in float32 with "highest" precision.
 
     Args:
       query: `[num_seqs, num_rows, num_heads, head_size]`.
-      read: what gives a chunk.
+      read: returns a chunk.
       num_chunks: at least 1.
-      positions: int32 `[num_seqs, num_rows]`; a row below 0 sees nothing.
-      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
+      positions: int32 `[num_seqs, num_rows]`; a row below 0 attends to nothing.
+      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
       num_kv_heads: of the keys and values.
       head_size_v: of the values.
-      sm_scale: factor of the logits.
-      window: tokens that a row sees, its own included.
+      sm_scale: factor on the logits.
+      window: tokens that a row attends to, its own included.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
 
     Returns:
@@ -87,7 +87,7 @@ def attend(
         seen = (age >= 0) & there[:, None, :]
         if window is not None:
             seen &= age < window
-        # What no row sees may be anything, and a weight of 0 makes 0 of a number only.
+        # Masked values may be NaN, which a weight of 0 does not remove.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         logits = sm_scale * jnp.einsum(
             "shqgd,sthd->shqgt",
@@ -100,7 +100,7 @@ def attend(
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
         logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
         largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
-        shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # of nothing at all: an infinity less itself would be NaN
+        shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # -inf if nothing is unmasked: inf - inf would be NaN
         kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None])
         weighted = jnp.einsum(
             "shqgt,sthd->shqgd",
@@ -119,7 +119,7 @@ def attend(
         jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, 1.0), shape),
         jnp.zeros((*shape, head_size_v), jnp.float32),
     )
-    # The first chunk by itself: what it makes of `nothing` has the type that the loop keeps, under shard_map too.
+    # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
     state = step(nothing, 0)
     if num_chunks > 1:
         state, _ = lax.scan(lambda state, number: (step(state, number), None), state, jnp.arange(1, num_chunks))
@@ -144,14 +144,14 @@ def attend_pages(
     logits_soft_cap: float | None,
     batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` over the pages of a cache of one layer, read back in float32.
+    """Calls `attend` on the pages of a cache of one layer, decoded to float32.
 
-    `block_table` `[num_seqs, max_blocks]` and `seq_lens` `[num_seqs]` are int32, of any numbers; all else is as there.
-    With `batch_invariant` chunks are of as many tokens whatever the number and the lengths of sequences.
+    `block_table` `[num_seqs, max_blocks]` and `seq_lens` `[num_seqs]` are int32 and unchecked; the rest is as there.
+    With `batch_invariant` the size of chunks does not depend on the number and the lengths of sequences.
     """
     spec = cache.spec
     num_seqs, max_blocks = block_table.shape
-    size = blocks_a_chunk(
+    size = blocks_per_chunk(
         max_blocks, spec.block_size * num_seqs * 4 * (_token_elements(cache) + query.shape[1] * query.shape[2])
     )
     if batch_invariant:
@@ -163,7 +163,7 @@ def attend_pages(
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
         keys, values = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
-        return keys, values, tokens_there(blocks, lengths, cache.num_blocks, spec.block_size)
+        return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
     return attend(
         query,
@@ -182,9 +182,9 @@ def attend_pages(
 def one_by_one(
     attend: Callable[..., tuple[jax.Array, jax.Array]], sequences: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` of arrays of sequences, called for one sequence after the other.
+    """Calls `attend` on one sequence at a time.
 
-    A product over a batch may be summed in an order that the size of the batch decides.
+    The summation order of a batched product may depend on the size of the batch.
     """
     out, lse = lax.map(lambda one: attend(*(x[None] for x in one)), tuple(sequences))
     return out[:, 0], lse[:, 0]
@@ -194,6 +194,6 @@ def _token_elements(cache: KVCache) -> int:
     return cache.spec.num_kv_heads * (cache.spec.head_size + cache.spec.head_size_v)
 
 
-def blocks_a_chunk(max_blocks: int, block_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many blocks of each sequence a chunk takes, at least 1, where one of each takes `block_bytes`."""
+def blocks_per_chunk(max_blocks: int, block_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Returns the blocks of each sequence in a chunk, at least 1, where one block of each takes `block_bytes`."""
     return max(1, min(max_blocks, chunk_bytes // max(block_bytes, 1)))

@@ -1,4 +1,4 @@
-"""Checked mode: slots, block tables, lengths, scales and pairs are looked at by value, where a caller asks for it."""
+"""Checked mode: operations also check the values of slots, block tables, lengths, scales and pairs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from jax.typing import ArrayLike
 from kvjax.scale_values import readable, refuse
 from kvjax.spec import as_bool
 
-# Part of the key of every trace and program that JAX keeps: none made without the checks is run with them.
+# Part of JAX's trace and compilation cache keys: a program made without the checks does not run in checked mode.
 _checked = jax.make_user_context(False)
-# Whether any thread ever asked. Until then to look costs a third, of which a call from torch would take notice.
+# Whether any thread ever entered. Until then this skips reading the context, which takes three times as long.
 _ever_entered = False
 
 
 def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Within this context, this thread's operations check the values of what they are given, too.
+    """Within this context, this thread's operations also check the values of their arguments.
 
-    A slot at or past `num_slots`, which would write nothing; two tokens with one slot; a block outside the cache that a
-    sequence needs; a length that its block table does not hold; a scale that is not between `MIN_SCALE` and
-    `MAX_SCALE`; pairs of blocks past the cache or with one destination. What is negative on purpose, padding of slots
-    and pairs, is none of these, nor is -1 in a block table, which stands for a block that was given back.
+    They reject a slot at or past `num_slots`, which would write nothing; two tokens with one slot; a block outside the
+    cache that a sequence needs; a length beyond its block table; a scale not between `MIN_SCALE` and `MAX_SCALE`;
+    pairs of blocks past the cache or with one destination. They accept negative slots and pairs, which are padding, and
+    -1 in a block table, which stands for a freed block.
 
-    Arrays are read on the host, which waits for them, before anything is written. What is traced is checked by
-    `jax.experimental.checkify`: a jitted step is then `jax.jit(checkify.checkify(step), ...)`, which returns an error
-    to `throw` beside its result; without `checkify` JAX refuses to compile it. A program that was compiled outside the
-    context is compiled again inside, with the checks, and the other way round.
+    Arrays are read on the host, which waits for them, before anything is written. Traced values are checked by
+    `jax.experimental.checkify`: jit a step as `jax.jit(checkify.checkify(step), ...)`, which returns an error to
+    `throw` beside its result. Without `checkify` JAX refuses to compile it. A program that was compiled outside the
+    context is compiled again inside, with the checks, and vice versa.
 
     Args:
-      enabled: whether to check; `checked(False)` within a checked context leaves it.
+      enabled: whether to check; `checked(False)` disables the checks inside a checked context.
 
     Raises:
-      KVCacheValueError: by an operation inside, naming the first offender; by `throw` it is JAX's
+      KVCacheValueError: from an operation inside; the message names the first invalid value. From `throw` it is
         `checkify.JaxRuntimeError` with that message.
     """
     enabled = as_bool("enabled", enabled)
@@ -46,7 +46,7 @@ def checked(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
 
 
 def is_checked() -> bool:
-    """Whether this thread is inside `checked`."""
+    """Returns whether this thread is inside `checked`."""
     return _ever_entered and _checked.value
 
 
@@ -54,7 +54,7 @@ def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
     """Checks that slots `[num_tokens]` are less than `num_slots`, and that no two tokens share one.
 
     Raises:
-      KVCacheValueError: names the first token whose slot is past the cache or taken.
+      KVCacheValueError: names the first token whose slot is past the cache or already used.
     """
     xp, slots = readable(slot_mapping)
     num_tokens = slots.shape[0]
@@ -71,7 +71,7 @@ def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
     first, second = _first_repeated(xp, slots)
     refuse(
         second < num_tokens,
-        "slot_mapping[{second}]: got {slot}, expected a slot of its own: slot_mapping[{first}] has it too",
+        "slot_mapping[{second}]: got {slot}, expected a unique slot: slot_mapping[{first}] is the same",
         first=first,
         second=second,
         slot=slots[xp.minimum(second, num_tokens - 1)],
@@ -79,7 +79,7 @@ def check_slots(slot_mapping: ArrayLike, num_slots: int) -> None:
 
 
 def check_positions(positions: ArrayLike, slot_mapping: ArrayLike, max_position: int) -> None:
-    """Checks that positions `[num_tokens]` are rows of a table of `max_position`, but for tokens with a negative slot.
+    """Checks that positions `[num_tokens]` of tokens without a negative slot are rows of a table of `max_position`.
 
     Raises:
       KVCacheValueError: names the first that is not.
@@ -100,11 +100,10 @@ def check_positions(positions: ArrayLike, slot_mapping: ArrayLike, max_position:
 def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int, block_size: int) -> None:
     """Checks that `[num_seqs]` lengths fit `[num_seqs, max_blocks]` tables, and that the blocks they need exist.
 
-    An entry may be -1, for a block that was given back: its tokens are not there. Entries past a sequence's last block
-    may be anything.
+    An entry may be -1, for a freed block: its tokens are masked. Entries past a sequence's last block may be anything.
 
     Raises:
-      KVCacheValueError: names the first length, or else the first entry.
+      KVCacheValueError: names the first wrong length, or else the first wrong entry.
     """
     xp, table, lens = readable(block_table, seq_lens)
     num_seqs, max_blocks = table.shape
@@ -114,8 +113,8 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     seq = xp.argmax(wrong)
     refuse(
         wrong.any(),
-        f"seq_lens[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, what the"
-        f" {max_blocks} blocks of {block_size} tokens in its block table hold",
+        f"seq_lens[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, the capacity of the"
+        f" {max_blocks} blocks of {block_size} tokens in its block table",
         seq=seq,
         length=lens[seq],
     )
@@ -127,7 +126,7 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     refuse(
         wrong.any(),
         f"block_table[{{seq}}, {{column}}]: got {{block}}, expected between 0 and {num_blocks - 1}, or -1"
-        " for a block that was given back: it holds some of the {length} tokens of its sequence",
+        " for a freed block: it holds some of the {length} tokens of its sequence",
         seq=entry // max_blocks,
         column=entry % max_blocks,
         block=table.reshape(-1)[entry],
@@ -138,16 +137,16 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
 def check_query_lens(
     cu_q_lens: ArrayLike, num_tokens: int, max_q_len: int, decode_q_len: int, max_prompts: int
 ) -> None:
-    """Checks that `[num_seqs + 1]` starts of query rows are in order, and that the sequences fit their buckets.
+    """Checks that `[num_seqs + 1]` cumulative query lengths increase, and that the sequences fit the static sizes.
 
     Raises:
-      KVCacheValueError: names the first start that is not 0, before the one ahead of it or past the rows; or else the
-        first sequence with more than `max_q_len` rows, or the one that is one too many of more than `decode_q_len`.
+      KVCacheValueError: names the first entry out of order or past the rows; else the first sequence with more than
+        `max_q_len` rows; else the number of sequences with more than `decode_q_len`, if above `max_prompts`.
     """
     xp, starts = readable(cu_q_lens)
-    ahead = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
+    previous = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
     is_first = np.arange(starts.shape[0]) == 0
-    wrong = (starts < ahead) | (starts > num_tokens) | (is_first & (starts != 0))
+    wrong = (starts < previous) | (starts > num_tokens) | (is_first & (starts != 0))
     seq = xp.argmax(wrong)
     refuse(
         wrong.any(),
@@ -177,7 +176,7 @@ def check_query_lens(
 
 
 def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None:
-    """Checks that `[num_pairs, 2]` blocks are in their caches or negative, and that no two go to one destination.
+    """Checks that `[num_pairs, 2]` blocks are in their caches or negative, and that destinations are unique.
 
     Raises:
       KVCacheValueError: names the first pair.
@@ -201,7 +200,7 @@ def check_pairs(pairs: ArrayLike, num_source: int, num_destination: int) -> None
     first, second = _first_repeated(xp, destination)
     refuse(
         second < num_pairs,
-        "pairs[{second}]: got destination block {block}, expected one of its own: pairs[{first}] has it too",
+        "pairs[{second}]: got destination block {block}, expected a unique one: pairs[{first}] has the same",
         first=first,
         second=second,
         block=destination[xp.minimum(second, num_pairs - 1)],
@@ -233,12 +232,15 @@ def check_window(window: ArrayLike) -> None:
 
 
 def _first_repeated(xp: ModuleType, indices: Any) -> tuple[Any, Any]:
-    """The first element that an earlier one equals, after that one; negative ones aside. `len(indices)` for none."""
+    """Returns the indices of the first non-negative element that repeats an earlier one: (earlier, repeat).
+
+    Both are `len(indices)` if there is none.
+    """
     none = indices.shape[0]
     order = xp.argsort(indices, stable=True)
     in_order = indices[order]
     repeated = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0)
     if not repeated.shape[0]:
         return none, none
-    place = xp.argmin(xp.where(repeated, order[1:], none))
-    return order[place], xp.where(repeated[place], order[place + 1], none)
+    pair = xp.argmin(xp.where(repeated, order[1:], none))
+    return order[pair], xp.where(repeated[pair], order[pair + 1], none)

@@ -1,4 +1,4 @@
-"""Writing tokens into a paged cache: `reshape_and_cache_flash` and `reshape_and_cache_flash_diffkv`."""
+"""`reshape_and_cache_flash` and `reshape_and_cache_flash_diffkv`: write tokens into a paged cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_one_layer, as_seen_here, flat_pages, pages_of, with_array
+from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of, with_array
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
@@ -55,11 +55,11 @@ def reshape_and_cache_flash(
 ) -> KVCache:
     """Writes tokens into their slots, encoded as the cache's layer stores them.
 
-    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place and
-    costs what the tokens cost, whatever the cache's size. No byte outside the written slots changes.
+    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place; its
+    cost depends on the number of tokens, not on the cache's size. No byte outside the written slots changes.
 
     In a `lax.scan` over layers, carry one cache of all of them (`KVCache.allocate(..., num_layers=...)`) and pass the
-    number of the `layer`: that is in place too. Caches stacked for the scan to slice are copied in every step.
+    `layer`: that is in place too. A scan over stacked caches copies them in every step.
 
     Args:
       key: `[num_tokens, num_kv_heads, head_size]` or `[batch, time, num_kv_heads, head_size]`; float32, float16 or
@@ -67,23 +67,22 @@ def reshape_and_cache_flash(
       value: of `key`'s shape and dtype.
       cache: the layer's cache, or that of several layers.
       slot_mapping: int32 or int64 `[num_tokens]` or `[batch, time]`: `block * block_size + offset` of each token.
-        Negative slots and those at or past `cache.num_slots` write nothing. Of several tokens with one slot the last is
-        written.
-      layer: in a cache of several layers the number of the layer to write, an int or an int32 scalar that may be
-        traced; the slots are that layer's. An array out of range writes nothing. None for a cache of one.
+        Negative slots and those at or past `cache.num_slots` write nothing. If several tokens have one slot, the last
+        is written.
+      layer: the layer to write in a cache of several, an int or an int32 scalar that may be traced; the slots are that
+        layer's. An array out of range writes nothing. None for a cache of one layer.
       k_scale: positive float32 decode scale of the keys (`value = stored * scale`), a scalar or for fp8
-        `[num_kv_heads]`, instead of the cache's; by default that, or 1 where it carries none. Unquantized layers have
-        no scale and ignore it.
+        `[num_kv_heads]`; default: the cache's, or 1. Unquantized layers ignore it.
       v_scale: the same for the values.
       unique_slots: promises that no two written tokens share a slot, as `unique_indices` does in `jax.numpy`, and skips
-        the check. If two do, the bytes of that slot are undefined.
+        the duplicate check. If two do, the bytes of that slot are undefined.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a shape, dtype, layout or scale that does not fit, naming it; also keys and
-        values of different head sizes, for which there is `reshape_and_cache_flash_diffkv`.
-      UnsupportedError: the implementation asked for cannot serve this call.
-      KVCacheTypeError: on differentiation by any argument. Rounding has no useful gradient: stop it before the write.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, layout or scale; the message names it. Also for keys
+        and values of different head sizes: use `reshape_and_cache_flash_diffkv`.
+      UnsupportedError: the requested implementation cannot serve this call.
+      KVCacheTypeError: on differentiation with respect to any argument, for rounding has no useful gradient.
     """
     check_cache(cache)
     if cache.spec.is_diffkv:
@@ -106,10 +105,10 @@ def reshape_and_cache_flash_diffkv(
     unique_slots: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
-    """`reshape_and_cache_flash` for layers whose values have a head size of their own.
+    """Writes tokens as `reshape_and_cache_flash` does, for layers whose values have another head size than the keys.
 
-    `value` is `[num_tokens, num_kv_heads, head_size_v]` or `[batch, time, num_kv_heads, head_size_v]`; equal head sizes
-    are served too. Everything else is as there.
+    `value` is `[num_tokens, num_kv_heads, head_size_v]` or `[batch, time, num_kv_heads, head_size_v]`. Equal head sizes
+    also work.
     """
     check_cache(cache)
     return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
@@ -126,7 +125,7 @@ def _write(
     unique_slots: bool,
     implementation: str | None,
 ) -> KVCache:
-    given, cache = cache, as_seen_here(cache)
+    given, cache = cache, local_view(cache)
     tokens = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
     unique_slots = as_bool("unique_slots", unique_slots)
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
@@ -143,7 +142,7 @@ def as_tokens(
     k_scale: ArrayLike | None,
     v_scale: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """What a write takes of its caller, checked and as JAX arrays with one dimension of tokens."""
+    """Checks the arguments of a write and returns them as JAX arrays with one dimension of tokens."""
     spec = cache.spec
     heads = ("num_kv_heads", spec.num_kv_heads)
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
@@ -163,7 +162,7 @@ def as_tokens(
 
 
 def flat_tokens(array: Any) -> Any:
-    """`[batch, time, ...]` as `[batch * time, ...]`."""
+    """Reshapes `[batch, time, ...]` to `[batch * time, ...]`."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
@@ -178,18 +177,18 @@ def write_xla(
     *,
     unique_slots: bool,
 ) -> jax.Array:
-    """Writes tokens that are checked, in XLA; returns the pages."""
+    """Writes checked tokens in XLA; returns the pages."""
     spec = cache.spec
     if not unique_slots:
-        # Of rows that are scattered to one place XLA keeps the last on CPU; elsewhere it may mix their elements.
+        # Of rows with one index, XLA's scatter keeps the last on CPU; elsewhere it may mix their elements.
         only_last = functools.partial(last_of_each_slot, num_slots=cache.num_slots)
         slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=only_last)
-    # Past the last page: a negative one would count from the end.
+    # Past the last page, for a negative index would count from the end.
     page = pages_of(cache, layer, slot_mapping // spec.block_size, otherwise=cache.num_pages)
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
-    for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        pages = scatter_rows(pages, half, encode_rows(x, spec, scale), page, token)
+    for kv_index, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
+        pages = scatter_rows(pages, kv_index, encode_rows(x, spec, scale), page, token)
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
@@ -205,7 +204,7 @@ def write_mosaic(
     unique_slots: bool,
     rotated: kernel.Rotated | None = None,
 ) -> Any:
-    """By the kernel; of keys that are rotated first, the rotated queries and the pages."""
+    """Writes with the kernel; returns the pages, or with `rotated` the rotated queries and the pages."""
     if not key.size:
         return cache.kv
     if key.shape[0] >= kernel.SEARCHED and not unique_slots:
@@ -247,7 +246,7 @@ def own_slots(
     slot_mapping: jax.Array,
     *others: Any,
 ) -> tuple[Any, ...]:
-    """Slots of a share's own blocks as it counts them; by blocks, for the first slot may be past what int32 holds."""
+    """Returns slots in a share's numbering, computed by block, for the share's first slot may not fit int32."""
     block = slot_mapping // spec.block_size - first_block.astype(slot_mapping.dtype)
     slots = block * spec.block_size + slot_mapping % spec.block_size
     return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *others
