@@ -10,8 +10,6 @@ Scales are *decode* scales: `value = stored * scale`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -36,16 +34,13 @@ LEAST_TOKEN_SCALE = 1e-6
 NOT_A_FLOAT32 = 1.0 + 2.0**-52
 """The float64 next to 1: a factor without effect on a float32 result, and not representable in float32."""
 
-CANONICAL_NAN_BITS: Mapping[np.dtype, int] = MappingProxyType(
-    {
-        np.dtype(np.float32): 0x7FFFFFFF,
-        np.dtype(np.float16): 0x7FFF,
-        np.dtype(ml_dtypes.bfloat16): 0x7FFF,
-        np.dtype(ml_dtypes.float8_e4m3fn): 0x7F,
-        np.dtype(ml_dtypes.float8_e5m2): 0x7F,
-    }
-)
-"""The NaN that NVIDIA GPUs' convert instructions write. Every dtype conversion of a NaN produces this one."""
+
+def canonical_nan_bits(dtype: np.dtype) -> int:
+    """Returns the bits of the NaN that NVIDIA GPUs' convert instructions write: all of them but the sign.
+
+    Every dtype conversion of a NaN produces this one.
+    """
+    return (1 << 8 * np.dtype(dtype).itemsize - 1) - 1
 
 
 def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
@@ -75,12 +70,12 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if x.dtype == dtype:
         return x
     converted = _bfloat16_bits(_to(x, np.float32)) if dtype == ml_dtypes.bfloat16 else _bits(_to(x, dtype))
-    return lax.bitcast_convert_type(_where(_is_nan(x), CANONICAL_NAN_BITS[dtype], converted), dtype)
+    return lax.bitcast_convert_type(_where(_is_nan(x), canonical_nan_bits(dtype), converted), dtype)
 
 
 def with_canonical_nan(x: jax.Array) -> jax.Array:
     """Returns `x` (float32) with every NaN replaced by the canonical one."""
-    return lax.bitcast_convert_type(_where(_is_nan(x), CANONICAL_NAN_BITS[x.dtype], _bits(x)), x.dtype)
+    return lax.bitcast_convert_type(_where(_is_nan(x), canonical_nan_bits(x.dtype), _bits(x)), x.dtype)
 
 
 def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array:

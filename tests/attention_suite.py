@@ -17,7 +17,7 @@ import cache_model
 import ml_dtypes
 import numpy as np
 import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, covering
+from helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, cache_from_bytes, covering
 
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
@@ -90,7 +90,7 @@ class Case:
 
 def is_valid(case: dict[str, Any]) -> bool:
     """Whether there is such a cache, and it does not take minutes."""
-    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
+    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"] in FP8_NAMES
     swizzles = case["v_scale_layout"] == "swizzled"
     if (swizzles and not (can_swizzle and case["block_size"] % 4 == 0)) or (
         case["scales"] == "per_head" and not takes_per_head

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, KVQuantMode
+from kvjax.kernels import memory
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
 SPECIALS = (
@@ -22,6 +23,14 @@ SPECIALS = (
     *(1e-42, -1e-42, 1e-39, -1e-39, 6e-8, -6e-8),  # subnormal in float32, in bfloat16 too, in float16
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
+
+KERNEL_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype in memory.DTYPES)
+"""Those that kernels write and gather."""
+
+FP8_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode is KVQuantMode.FP8_PER_TENSOR)
+"""Those that take a scale per KV head as well as one per tensor."""
+
+FP8_NAMES = tuple(dtype.value for dtype in FP8_DTYPES)
 
 FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4)
 """One of each kind: stored as they are, in 8 bits with a scale, in rows or in blocks with scales of their own."""

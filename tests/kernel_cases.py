@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers import (
+    FP8_NAMES,
     INPUT_DTYPES,
+    KERNEL_DTYPES,
     SPECIALS,
     assert_same_bytes,
     assert_same_floats,
@@ -26,14 +28,14 @@ from helpers import (
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCache, KVCacheDType, gather_kv
+from kvjax import AttentionSpec, KVCache, KVCacheDType, gather_kv
 from kvjax.kernels import arithmetic, compat
 from kvjax.kernels.registers import THREADS, lane_layout
 
 Case = dict[str, Any]
 
 FORMAT_AXES = {
-    "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+    "dtype": [dtype.value for dtype in KERNEL_DTYPES],
     "dense_dtype": list(INPUT_DTYPES),  # of what is written or gathered
     "layout": ["NHD", "HND"],
     "v_scale_layout": ["linear", "swizzled"],
@@ -66,7 +68,7 @@ def is_valid(case: Case) -> bool:
 
 
 def _is_format(case: Case) -> bool:
-    takes_swizzled, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
+    takes_swizzled, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"] in FP8_NAMES
     return (takes_swizzled or case["v_scale_layout"] == "linear") and (takes_per_head or case["scales"] == "scalar")
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, simple_spec
+from helpers import FP8_DTYPES, assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, simple_spec
 from interpret_mode import interpret_mode
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
@@ -50,7 +50,6 @@ from kvjax import (
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 NVFP4 = KVCacheDType.NVFP4
-FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
 NUM_HEADS, NUM_BLOCKS = 8, 8
 
 
@@ -210,7 +209,7 @@ def make_inputs(names: Any, division: str, *, divided: bool) -> tuple[dict[str, 
     for i, name in enumerate(names):
         spec = SPECS[name]
         tokens[name] = tuple(put(x, 1) for x in kv_tokens(spec, len(SLOTS), seed=i, specials=False))
-        shape = (2, NUM_HEADS) if spec.dtype in FP8 else (2,)
+        shape = (2, NUM_HEADS) if spec.dtype in FP8_DTYPES else (2,)
         k_scale, v_scale = np.exp2(np.random.default_rng(i).uniform(-7, 2, shape)).astype(np.float32)
         scales[name] = {"k_scale": put(k_scale, 0), "v_scale": put(v_scale, 0)}
     return tokens, scales
@@ -415,7 +414,7 @@ def check_within_shard_map() -> None:
         over = {axis: axis if axis in axes else None for axis in ("data", "tensor")}
         spec = cache.sharding.spec
         cache_spec = P(*(over.get(entry) for entry in spec))
-        head_spec = P(over["tensor"]) if cache.spec.dtype in FP8 else P()
+        head_spec = P(over["tensor"]) if cache.spec.dtype in FP8_DTYPES else P()
         in_specs = (cache_spec, P(None, over["tensor"]), P(over["data"]), head_spec)
         if AXIS_TYPE == "Explicit":
             tokens = [jax.device_put(x, NamedSharding(MESH, P(None, over["tensor"]))) for x in tokens]
@@ -558,7 +557,7 @@ def check_carried_scales(name: str, division: str) -> KVCache:
     cache = KVCache.allocate(given.spec, NUM_BLOCKS, sharding=given.sharding, **scales)
     cache = dataclasses.replace(cache, kv=given.kv)
     _, heads = DIVISIONS[division]
-    of_heads = P(heads) if given.spec.dtype in FP8 and heads else P()
+    of_heads = P(heads) if given.spec.dtype in FP8_DTYPES and heads else P()
     assert [scale.sharding.spec for scale in (cache.k_scale, cache.v_scale)] == [of_heads] * 2
     write = compile_without_collectives(reshape_and_cache_flash, *tokens, cache, SLOTS)
     written = write(*tokens, cache, SLOTS)

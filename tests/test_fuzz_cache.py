@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from cache_model import CacheModel, Rows, Scales, encode, holds
 from helpers import (
+    FP8_DTYPES,
     INPUT_DTYPES,
     SPECIALS,
     assert_same_bytes,
@@ -214,7 +215,7 @@ def slots(draw: st.DrawFn, count: int, num_slots: int, *, int64: bool, duplicate
 @st.composite
 def scales(draw: st.DrawFn, spec: AttentionSpec, per_head: tuple[bool, ...]) -> Scales:
     scale = st.sampled_from([1.0, 0.0173, 1.9, 2.0**-100, 2.0**100, 2.0**-20, 3e-5])
-    if spec.dtype.value.startswith("fp8_e") and draw(st.sampled_from(per_head)):
+    if spec.dtype in FP8_DTYPES and draw(st.sampled_from(per_head)):
         heads = st.lists(scale, min_size=spec.num_kv_heads, max_size=spec.num_kv_heads)
         return tuple(np.array(draw(heads), np.float32) for _ in range(2))
     return draw(scale), draw(scale)

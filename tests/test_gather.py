@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 from helpers import (
+    FP8_NAMES,
     INPUT_DTYPES,
     assert_same_bytes,
     assert_same_floats,
@@ -51,7 +52,7 @@ AXES = {
 
 
 def is_valid(case: dict) -> bool:
-    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"].startswith("fp8_e")
+    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"] in FP8_NAMES
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
 
 

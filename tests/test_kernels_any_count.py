@@ -23,13 +23,23 @@ from any_count import (
     write_kernel,
 )
 from gpu_compile import TARGETS, compile_for, why_not
-from helpers import FEW_DTYPES, assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, run_write, simple_spec
+from helpers import (
+    FEW_DTYPES,
+    KERNEL_DTYPES,
+    assert_same_bytes,
+    kv_tokens,
+    matrix,
+    page_bytes,
+    poisoned,
+    run_write,
+    simple_spec,
+)
 from interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
+from kvjax import AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
 from kvjax.kernels.write import plan
 
-EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+EACH_DTYPE = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=lambda dtype: dtype.value)
 NUM_BLOCKS = 3
 
 
@@ -45,7 +55,7 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @matrix(
     {
-        "dtype": STORED_KV_CACHE_DTYPES,
+        "dtype": KERNEL_DTYPES,
         "operation": ["write", "write of unique slots", "gather"],
         "num_kv_heads": [1, 8],
         "target": TARGETS,
@@ -88,7 +98,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @matrix(
     {
-        "dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode.is_per_token_head],
+        "dtype": [dtype for dtype in KERNEL_DTYPES if dtype.info.quant_mode.is_per_token_head],
         "operation": ["write", "gather"],
         "target": TARGETS,
     },
@@ -238,7 +248,7 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads):
 
 @matrix(
     {
-        "dtype": STORED_KV_CACHE_DTYPES,
+        "dtype": KERNEL_DTYPES,
         "tokens": [(1, False), (3, False), (5, False), (9, False), (33, False), (5, True)],
     }
 )

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu_compile import TARGETS, CompiledProgram, compile_for
-from helpers import FEW_DTYPES, INPUT_DTYPES, each_case, matrix, pairwise, simple_spec
+from helpers import FEW_DTYPES, FP8_NAMES, INPUT_DTYPES, KERNEL_DTYPES, each_case, matrix, pairwise, simple_spec
 from kernel_cases import elementwise, reciprocals
 
 from kvjax import (
-    STORED_KV_CACHE_DTYPES,
     AttentionSpec,
     KVCache,
     KVCacheDType,
@@ -32,7 +31,7 @@ ARCHITECTURES = {"h100": "sm_90a", "b200": "sm_100a"}
 NUM_BLOCKS = 4096
 
 SPEC_AXES = {
-    "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+    "dtype": [dtype.value for dtype in KERNEL_DTYPES],
     "layout": ["NHD", "HND"],
     "v_scale_layout": ["linear", "swizzled"],
     "heads": [(1, 128), (3, 80), (5, 112), (8, 128), (16, 256)],
@@ -55,7 +54,7 @@ GATHER_AXES = SPEC_AXES | {
 
 def is_valid(case: dict) -> bool:
     can_swizzle = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
-    takes_per_head = case["dtype"].startswith("fp8_e")
+    takes_per_head = case["dtype"] in FP8_NAMES
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scales"] == "scalar")
 
 
@@ -163,13 +162,13 @@ TYPICAL = {
 }
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_the_smallest_token(dtype):
     program = compile_write("h100", TYPICAL | {"dtype": dtype.value, "heads": (1, 16), "num_tokens": 1})
     assert_one_sound_kernel(program, "h100")
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "target": TARGETS}, few={"dtype": FEW_DTYPES, "target": ["h100"]})
+@matrix({"dtype": KERNEL_DTYPES, "target": TARGETS}, few={"dtype": FEW_DTYPES, "target": ["h100"]})
 def test_a_cache_that_is_not_donated_is_copied_once(dtype, target):
     program = compile_write(target, TYPICAL | {"dtype": dtype.value}, donate_argnums=())
     assert program.device_ops == ("copy", "custom-call")

@@ -8,10 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FEW_DTYPES, INPUT_DTYPES, assert_same_bytes, assert_same_floats, matrix, poisoned, simple_spec
+from helpers import (
+    FEW_DTYPES,
+    INPUT_DTYPES,
+    KERNEL_DTYPES,
+    assert_same_bytes,
+    assert_same_floats,
+    matrix,
+    poisoned,
+    simple_spec,
+)
 from interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType, gather_kv, quant
+from kvjax import KVCacheDType, gather_kv, quant
 from kvjax.cache import flat_pages
 from kvjax.kernels import decoding
 from kvjax.kernels.gather import GatherConfig, gather
@@ -80,7 +89,7 @@ def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(s
     assert layout.replication_factor == max(1, THREADS // elements)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "tokens": [1, 4, 16]}, few={"dtype": FEW_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "tokens": [1, 4, 16]}, few={"dtype": FEW_DTYPES})
 def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
     spec = simple_spec(dtype, block_size=16, head_size_v=32)
     cache, table = poisoned(spec, 3), np.array([[2, 0], [1, 7]], np.int32)
@@ -110,7 +119,7 @@ def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
     assert not read_or_zero[1].any()
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "padding": [0, 4, 72]}, few={"dtype": FEW_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "padding": [0, 4, 72]}, few={"dtype": FEW_DTYPES})
 def test_pages_of_a_shared_pool(dtype, padding):
     spec = simple_spec(dtype)
     cache = poisoned(dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding), 3)
@@ -130,7 +139,7 @@ def test_nothing_to_read(num_seqs, max_blocks):
     assert [x.shape for x in got] == [(num_seqs, 8 * max_blocks, 2, 64)] * 2
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
 def test_programs_do_not_race(dtype, layout):
     spec = simple_spec(dtype, layout=layout, head_size=32)
     cache, table, lengths = poisoned(spec, 3), np.array([[2, 0], [0, 0]], np.int32), np.array([13, 8], np.int32)

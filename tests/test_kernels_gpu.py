@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers import (
     INPUT_DTYPES,
+    KERNEL_DTYPES,
     assert_same_bytes,
     each_case,
     kv_tokens,
@@ -41,7 +42,7 @@ from kernel_cases import (
 )
 from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
+from kvjax import KVCacheDType
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +65,7 @@ def test_a_reciprocal_is_rounded_right_for_every_mantissa(exponent):
     assert_same_bytes(np.asarray(jax.jit(reciprocals)(x)), expected)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "num_tokens": [64, 3000, 20_000]})
+@matrix({"dtype": KERNEL_DTYPES, "num_tokens": [64, 3000, 20_000]})
 def test_of_eight_tokens_for_each_slot_the_last_is_written_whole(dtype, num_tokens):
     spec, num_blocks = simple_spec(dtype, num_kv_heads=4, head_size=128), num_tokens // 64
     key, value = kv_tokens(spec, num_tokens, jnp.bfloat16)
@@ -90,7 +91,7 @@ def numbers_next_to_roundings(dtype: KVCacheDType, source: np.dtype, scale: floa
 
 
 @matrix(
-    {"dtype": STORED_KV_CACHE_DTYPES, "scale": [1.0, 0.0173, 3.7, MIN_SCALE, MAX_SCALE], "dense_dtype": INPUT_DTYPES},
+    {"dtype": KERNEL_DTYPES, "scale": [1.0, 0.0173, 3.7, MIN_SCALE, MAX_SCALE], "dense_dtype": INPUT_DTYPES},
     valid=lambda case: case["dtype"].is_quantized or case["scale"] == 1,
     pairs=True,
 )
@@ -100,7 +101,7 @@ def test_every_rounding_is_that_of_xla(dtype, scale, dense_dtype):
     check_encoding(dtype, x, scale)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "dense_dtype": INPUT_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "dense_dtype": INPUT_DTYPES})
 def test_every_stored_pattern_is_read_as_xla_reads_it(dtype, dense_dtype):
     """Eight megabytes hold each number of 16 bits, and each NVFP4 byte with each block scale, dozens of times."""
     spec = simple_spec(dtype)
@@ -130,7 +131,7 @@ def run_apart(function: Callable[..., None], *args: Any) -> None:
 
 # Under `--dist loadgroup` one worker makes all of these, and no others wait for their turn.
 @pytest.mark.xdist_group("caches of 9 GiB")
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": ["NHD", "HND"]})
+@matrix({"dtype": KERNEL_DTYPES, "layout": ["NHD", "HND"]})
 def test_the_ends_of_a_cache_that_32_bits_do_not_address(dtype, layout, room_on_the_gpu):
     num_bytes = 9 * 2**30
     needed = 3 * num_bytes  # it makes two, and leaves as much to what other workers do meanwhile

@@ -18,6 +18,7 @@ import pytest
 from helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
+    KERNEL_DTYPES,
     SPECIALS,
     assert_same_bytes,
     can_write,
@@ -32,7 +33,7 @@ from helpers import (
 )
 from interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES, KVCache, KVCacheDType, UnsupportedError
+from kvjax import KVCache, KVCacheDType, UnsupportedError
 
 SMALL_AXES = kernel_cases.FORMAT_AXES | {
     "head_size": [64, 80, 112, 128, 256],
@@ -56,7 +57,7 @@ def test_an_interpreted_gather_has_the_bits_of_xla(case):
         kernel_cases.check_gather(case)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "dense_dtype": INPUT_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "dense_dtype": INPUT_DTYPES})
 def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
     with np.errstate(over="ignore", under="ignore"):
         x = np.array(SPECIALS, np.float32).astype(INPUT_DTYPES[dense_dtype])
@@ -64,7 +65,7 @@ def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
         kernel_cases.check_encoding(dtype, x, 0.0371)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
+@matrix({"dtype": KERNEL_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_the_first_and_the_last_blocks_of_a_cache(dtype):
     with interpret_mode():
         kernel_cases.check_ends(simple_spec(dtype), 12)
@@ -119,7 +120,7 @@ def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatc
 
 
 @matrix(
-    {"dtype": STORED_KV_CACHE_DTYPES, "page_size_padded": [None, 9000, 9001]},
+    {"dtype": KERNEL_DTYPES, "page_size_padded": [None, 9000, 9001]},
     few={"dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], "page_size_padded": [9000, 9001]},
     pairs=True,
 )
@@ -131,7 +132,7 @@ def test_the_kernel_refuses_pages_of_no_whole_number_of_elements_alone(dtype, pa
         run_write("mosaic", *kv_tokens(spec, 2), poisoned(spec, 2), np.array([3, 9], np.int32)).kv.block_until_ready()
 
 
-DTYPES_AND_LAYOUTS = matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
+DTYPES_AND_LAYOUTS = matrix({"dtype": KERNEL_DTYPES, "layout": ["NHD", "HND"]}, few={"dtype": FEW_DTYPES})
 
 
 @DTYPES_AND_LAYOUTS

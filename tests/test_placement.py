@@ -11,10 +11,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_count import gather_kernel, write_kernel
 from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
-from kvjax.kernels import placement
+from kvjax.kernels import attention, memory, placement
 from kvjax.ops import select
 
 TABLE, LENS = np.array([[0, 1], [2, 3]], np.int32), np.array([5, 9], np.int32)
@@ -157,3 +158,26 @@ def test_a_program_exported_for_two_platforms_has_the_implementation_of_each(dty
         expected = step(*args)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert_same_bytes(np.asarray(mine), np.asarray(theirs))
+
+
+def test_a_dtype_without_kernels_is_served_by_xla(monkeypatch):
+    """As every new one is, until it is named among those that kernels serve."""
+    spec = simple_spec(KVCacheDType.FP8_E5M2)
+    query = jnp.ones((2, spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    operations = {
+        "write": lambda cache, **options: reshape_and_cache_flash(*kv_tokens(spec, 2), cache, LENS, **options),
+        "gather": lambda cache, **options: gather_kv(cache, TABLE, LENS, **options),
+        "attention": lambda cache, **options: paged_attention(query, cache, TABLE, LENS, **options),
+    }
+    for operation in operations.values():
+        assert "mosaic_gpu" in lower(operation, ("cuda",), poisoned(spec, 4))
+    monkeypatch.setattr(memory, "DTYPES", memory.DTYPES - {KVCacheDType.FP8_E5M2})
+    monkeypatch.setattr(attention, "DTYPES", attention.DTYPES - {KVCacheDType.FP8_E5M2})
+    jax.clear_caches()  # of what was lowered above
+    for operation in operations.values():
+        with pytest.raises(UnsupportedError, match="fp8_e5m2"):
+            operation(poisoned(spec, 4), implementation="mosaic")
+        assert "mosaic_gpu" not in lower(operation, ("cuda",), poisoned(spec, 4))
+    for kernel in (write_kernel, gather_kernel):
+        with pytest.raises(UnsupportedError, match="dtype: got 'fp8_e5m2', which no kernel"):
+            kernel(spec)

@@ -12,7 +12,7 @@ import jax.test_util
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import kv_tokens, matrix, poisoned, simple_spec
+from helpers import FP8_DTYPES, kv_tokens, matrix, poisoned, simple_spec
 from jax.experimental import checkify
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,7 +36,6 @@ from kvjax import (
 
 SLOTS, PAIRS = np.arange(5, dtype=np.int32), np.array([[0, 1]], np.int32)
 TABLE, LENS = np.array([[0, 1], [2, 3]], np.int32), np.array([5, 9], np.int32)
-FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
 
 
 def layers(caches: list[KVCache], key: Any, value: Any, query: Any) -> Any:
@@ -105,7 +104,7 @@ def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query:
 def test_operations_promote_no_ranks(dtype: KVCacheDType):
     """JAX refuses when it traces: implementations when it lowers, and those of both platforms."""
     swizzled = {"v_scale_layout": "swizzled"} if dtype is KVCacheDType.NVFP4 else {}
-    scale = np.ones(2 if dtype in FP8 else (), np.float32)
+    scale = np.ones(2 if dtype in FP8_DTYPES else (), np.float32)
     by_block = NamedSharding(jax.make_mesh((1,), ("data",)), P("data"))
     for spec in (simple_spec(dtype, **swizzled), simple_spec(dtype, layout="HND", head_size_v=32)):
         for sharding in (None, by_block):

@@ -14,6 +14,7 @@ import pytest
 import reference
 from helpers import (
     INPUT_DTYPES,
+    KERNEL_DTYPES,
     assert_same_bytes,
     each_case,
     kv_tokens,
@@ -195,7 +196,7 @@ def test_checked_mode_names_a_position_without_a_row():
 
 COMPILED = pairwise(
     {
-        "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+        "dtype": [dtype.value for dtype in KERNEL_DTYPES],
         "input_dtype": ["float16", "bfloat16"],
         "is_neox": [True, False],
         "heads": [(1, 1), (8, 2), (32, 8), (15, 3)],

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gpu_compile import compile_for
-from helpers import FEW_DTYPES, matrix, simple_spec
+from helpers import FEW_DTYPES, KERNEL_DTYPES, matrix, simple_spec
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax import (
-    STORED_KV_CACHE_DTYPES,
     AttentionSpec,
     KVCache,
     KVCacheDType,
@@ -59,7 +58,7 @@ def compile_write(dtype: KVCacheDType, division: str, implementation: str | None
     return compile_for("b200", functools.partial(write, implementation=implementation), *args, donate_argnums=2)
 
 
-@matrix({"dtype": STORED_KV_CACHE_DTYPES, "division": MESHES}, few={"dtype": FEW_DTYPES})
+@matrix({"dtype": KERNEL_DTYPES, "division": MESHES}, few={"dtype": FEW_DTYPES})
 def test_a_write_is_one_kernel_in_place_on_each_device(dtype, division):
     program = compile_write(dtype, division, None)
     assert not program.collectives
@@ -83,7 +82,7 @@ def test_xla_writes_in_place_on_each_device(dtype, division):
 
 
 @matrix(
-    {"operation": OPERATIONS, "dtype": STORED_KV_CACHE_DTYPES, "division": MESHES},
+    {"operation": OPERATIONS, "dtype": KERNEL_DTYPES, "division": MESHES},
     few={"dtype": FEW_DTYPES},
     valid=lambda case: case["operation"] == "gather_kv" or case["dtype"] in FEW_DTYPES,
 )

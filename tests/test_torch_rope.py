@@ -15,7 +15,17 @@ import pytest
 import reference
 from any_count import BFLOAT16, page_memory, scale_memory
 from gpu_compile import compile_for, why_not
-from helpers import FEW_DTYPES, INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec, tokens
+from helpers import (
+    FEW_DTYPES,
+    INPUT_DTYPES,
+    KERNEL_DTYPES,
+    assert_same_bytes,
+    each_case,
+    kv_tokens,
+    pairwise,
+    simple_spec,
+    tokens,
+)
 from interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
@@ -209,7 +219,7 @@ def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], 
 
 COMPILED = pairwise(
     {
-        "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
+        "dtype": [dtype.value for dtype in KERNEL_DTYPES],
         "is_neox": [True, False],
         "heads": [(32, 8), (8, 1)],
         "rotated": [128, 64],

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec
+from helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +49,7 @@ AXES = {
 
 def is_valid(case: dict) -> bool:
     swizzles = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
-    fp8 = case["dtype"].startswith("fp8_e")
+    fp8 = case["dtype"] in FP8_NAMES
     return (
         (swizzles or case["v_scale_layout"] == "linear")
         and (fp8 or (case["scale"] != "per_head" and case["element"] == "bytes"))

@@ -14,6 +14,7 @@ import pytest
 import reference
 from helpers import (
     FEW_DTYPES,
+    FP8_NAMES,
     INPUT_DTYPES,
     assert_same_bytes,
     cache_from_bytes,
@@ -59,7 +60,7 @@ SCALES = {"one": (1.0, 1.0), "scalar": (0.0173, 1.9)}
 
 def is_valid(case: dict) -> bool:
     can_swizzle = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
-    takes_per_head = case["dtype"].startswith("fp8_e")
+    takes_per_head = case["dtype"] in FP8_NAMES
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
 
 

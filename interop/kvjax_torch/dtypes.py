@@ -63,8 +63,10 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
 
 def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
     """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
-    own = torch_dtype(dtype.info.storage_dtype)
-    return (own,) if own is torch.uint8 or not dtype.is_quantized else (torch.uint8, own)
+    if not dtype.is_quantized:
+        return (torch_dtype(dtype.info.storage_dtype),)
+    own = getattr(torch, dtype.info.storage_dtype.name, torch.uint8)  # torch may lack the dtype
+    return (torch.uint8,) if own is torch.uint8 else (torch.uint8, own)
 
 
 def head_row_bytes(dtype: KVCacheDType, head_size: int) -> int:

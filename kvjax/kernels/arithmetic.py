@@ -13,7 +13,7 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
-from kvjax.quant import CANONICAL_NAN_BITS, E2M1_MAX, E2M1_SECOND, E2M1_VALUES, LEAST_TOKEN_SCALE
+from kvjax.quant import E2M1_MAX, E2M1_SECOND, E2M1_VALUES, LEAST_TOKEN_SCALE, canonical_nan_bits
 
 
 def reciprocal(divisor: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
         return wide.astype(dtype)
     # Widening bfloat16 is a shift, which keeps the bits of a NaN.
     bits = lax.bitcast_convert_type(wide, jnp.uint32)
-    nan = jnp.full_like(bits, CANONICAL_NAN_BITS[dtype])
+    nan = jnp.full_like(bits, canonical_nan_bits(dtype))
     return lax.bitcast_convert_type(jnp.where(wide == wide, bits, nan), dtype)
 
 
@@ -86,7 +86,7 @@ def _float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if compat.interpreting():  # the instruction saturates and has one NaN, XLA's conversion does neither
         largest = float(jnp.finfo(dtype).max)
         bits = lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8)
-        return jnp.where(jnp.isnan(x), jnp.uint8(CANONICAL_NAN_BITS[dtype]), bits)
+        return jnp.where(jnp.isnan(x), jnp.uint8(canonical_nan_bits(dtype)), bits)
     return lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
 
 

@@ -36,6 +36,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     Pages,
+    check_dtype,
     scale_arguments,
     scales_of,
 )
@@ -232,7 +233,11 @@ def any_count(
     The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
     dense keys and values. Where each token and head has a scale, k_scale and v_scale are the memory of these,
     `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the next.
+
+    Raises:
+      UnsupportedError: no kernel decodes the dtype.
     """
+    check_dtype(spec)
     config = GatherConfig.choose(spec, dtype)
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
     dense_names = "key", "value"

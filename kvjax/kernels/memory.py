@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
@@ -25,7 +27,42 @@ from kvjax.spec import AttentionSpec
 ANY_LENGTH = 1 << 24
 """Leading dimension of references to caller-owned memory, whose size is known at launch only. Nothing depends on it."""
 
+DTYPES = frozenset(
+    {
+        KVCacheDType.FLOAT32,
+        KVCacheDType.FLOAT16,
+        KVCacheDType.BFLOAT16,
+        KVCacheDType.FP8_E4M3,
+        KVCacheDType.FP8_E5M2,
+        KVCacheDType.FP8_PER_TOKEN_HEAD,
+        KVCacheDType.INT8_PER_TOKEN_HEAD,
+        KVCacheDType.NVFP4,
+        KVCacheDType.NVFP4_4OVER6,
+    }
+)
+"""Dtypes that the write and gather kernels encode and decode. XLA serves a new dtype until it is added here."""
+
 Number = int | jax.Array
+
+
+def why_not_dtype(spec: AttentionSpec) -> str | None:
+    """Why no kernel writes or gathers the dtype of a spec; None where one does."""
+    return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
+
+
+def why_not_pages(spec: AttentionSpec) -> str | None:
+    """Why no kernel writes or gathers pages of a spec in a JAX array; None where one does."""
+    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
+        return (
+            f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"
+        )
+    return why_not_dtype(spec)
+
+
+def check_dtype(spec: AttentionSpec) -> None:
+    """Raises `UnsupportedError` for a dtype that no kernel writes or gathers."""
+    if reason := why_not_dtype(spec):
+        raise UnsupportedError(reason)
 
 
 class Rows(NamedTuple):

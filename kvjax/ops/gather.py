@@ -13,6 +13,7 @@ from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
+from kvjax.kernels.memory import why_not_pages
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -25,7 +26,7 @@ from kvjax.ops.arguments import (
     check_cache,
     check_devices,
 )
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows, why_not_whole_elements
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
 from kvjax.ops.values import check_sequences, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
@@ -223,7 +224,7 @@ _IMPLEMENTATIONS = select.Candidates(
     xla=gather_xla,
     mosaic=gather_mosaic,
     results=_dense,
-    why_not_mosaic=why_not_whole_elements,
+    why_not_mosaic=why_not_pages,
     signature=Signature(
         arguments=("sequences blocks_in_order", "sequences", "", "heads", "heads"),
         results=("sequences tokens heads head_size",) * 2,

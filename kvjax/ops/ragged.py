@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
+from kvjax.kernels.memory import why_not_pages
 from kvjax.ops import prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -31,7 +32,6 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.attention import attended, attention_mosaic, invariant_batch, own_query_sequences, why_not_mosaic
 from kvjax.ops.gather import as_sequences, in_one_layer
-from kvjax.ops.rows import why_not_whole_elements
 from kvjax.ops.softmax import attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
@@ -440,7 +440,7 @@ def _why_not_mosaic(
             "sequences with more than decode_q_len query tokens run in cuDNN, which is not bitwise deterministic across"
             " batches; batch_invariant=True needs max_prompts=0"
         )
-    return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_whole_elements(spec)
+    return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_pages(spec)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,10 @@ def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[ja
             return quant.encode_nvfp4(x, scale, spec.dtype)
         case KVQuantMode.FP8_PER_TENSOR:
             return (quant.encode_fp8(x, scale, spec.dtype),)
-        case _:
+        case KVQuantMode.NONE:
             return (quant.cast(x, spec.storage_dtype),)
+        case _:
+            assert_never(spec.quant_mode)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
@@ -50,8 +52,10 @@ def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array
             decoded = quant.decode_nvfp4(data, block_scales, scale)
         case KVQuantMode.FP8_PER_TENSOR:
             decoded = quant.decode_fp8(rows[0], scale)
-        case _:
+        case KVQuantMode.NONE:
             decoded = rows[0]
+        case _:
+            assert_never(spec.quant_mode)
     return quant.cast(decoded, dtype)
 
 
@@ -187,12 +191,3 @@ def from_array_dtype(rows: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     if rows.dtype != dtype and dtype.itemsize > 1:
         rows = rows.reshape(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize, dtype.itemsize)
     return lax.bitcast_convert_type(rows, dtype)
-
-
-def why_not_whole_elements(spec: AttentionSpec) -> str | None:
-    """Returns why a kernel cannot read the pages as rows of elements; None if it can."""
-    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
-        return (
-            f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"
-        )
-    return None

@@ -16,6 +16,7 @@ from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of,
 from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
+from kvjax.kernels.memory import why_not_pages
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -34,7 +35,6 @@ from kvjax.ops.rows import (
     from_array_dtype,
     last_of_each_slot,
     scatter_rows,
-    why_not_whole_elements,
 )
 from kvjax.ops.values import check_slots, is_checked
 from kvjax.partition import CACHE, Signature
@@ -256,7 +256,7 @@ _IMPLEMENTATIONS = select.Candidates(
     xla=write_xla,
     mosaic=write_mosaic,
     results=_written,
-    why_not_mosaic=why_not_whole_elements,
+    why_not_mosaic=why_not_pages,
     signature=Signature(
         arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),
         results=CACHE,

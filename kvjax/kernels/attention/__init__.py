@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
@@ -39,6 +40,19 @@ from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
+
+DTYPES = frozenset(
+    {
+        KVCacheDType.FLOAT32,
+        KVCacheDType.FLOAT16,
+        KVCacheDType.BFLOAT16,
+        KVCacheDType.FP8_E4M3,
+        KVCacheDType.FP8_E5M2,
+        KVCacheDType.NVFP4,
+        KVCacheDType.NVFP4_4OVER6,
+    }
+)
+"""Dtypes that `formats` decodes. XLA attends to caches of any other."""
 
 WIDE = 256
 """Above this `head_size + head_size_v`, registers hold the output of one tile of query rows only."""
@@ -90,7 +104,7 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None) -> s
 
     `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
     """
-    if spec.quant_mode.is_per_token_head:
+    if spec.dtype not in DTYPES:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:
         return f"it multiplies {TILE} elements of a key at once; got head_size={spec.head_size}"

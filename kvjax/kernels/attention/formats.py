@@ -173,8 +173,10 @@ class Format:
             case KVCacheDType.FP8_E5M2:
                 zero = lanes.splat(0, jnp.uint32)
                 return [lanes.permute(word, zero, selector) for word in words for selector in (0x1404, 0x3424)]
-            case _:
+            case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
                 return list(words)
+            case _:
+                raise NotImplementedError(self.dtype)
 
     def value_pairs(self, word: jax.Array, scale: jax.Array | None) -> list[jax.Array]:
         """Of units of two tokens, in the lower and the upper half, a pair for each of their elements.
@@ -195,8 +197,10 @@ class Format:
             case KVCacheDType.FP8_E5M2:
                 zero = lanes.splat(0, jnp.uint32)
                 return [lanes.permute(word, zero, selector) for selector in (0x2404, 0x3414)]
-            case _:
+            case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
                 return [word]
+            case _:
+                raise NotImplementedError(self.dtype)
 
 
 def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:

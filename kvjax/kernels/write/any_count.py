@@ -22,6 +22,7 @@ from kvjax.kernels.memory import (
     PageMemory,
     RowMemory,
     Rows,
+    check_dtype,
     scale_arguments,
     scales_of,
 )
@@ -61,7 +62,11 @@ def any_count(
 
     Returns:
       A kernel of slots, keys, values, the keys' and values' pages, those of `rotated`, k_scale, v_scale.
+
+    Raises:
+      UnsupportedError: no kernel encodes the dtype.
     """
+    check_dtype(spec)
     words_per_slot = np.dtype(slot_dtype).itemsize // 4
     rungs = plan.rungs(spec, unique_slots, RUNG_TOKENS[-1] if rotated is None else MAX_ROTATED_TOKENS)
     thresholds = [rung.min_tokens for rung in rungs]
