@@ -37,6 +37,4 @@ model.set_attn_implementation("kvjax")  # or from_pretrained(..., attn_implement
 for dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "nvfp4"):
     cache = KvjaxCache(model.config, kv_cache_dtype=dtype, num_blocks=8)
     same = (generate(cache) == expected).sum().item()
-    print(
-        f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens equal DynamicCache's"
-    )
+    print(f"{dtype:>8}: {cache.bytes_per_token:4} bytes/token, {same} of {expected.numel()} tokens as DynamicCache")
