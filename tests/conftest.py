@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,6 +24,10 @@ if not _has_nvidia_driver():
     # With CUDA's libraries installed (torch brings them) and no driver, the version check of jax's CUDA plugin ends the
     # process with a segmentation fault. Set before jax is imported, and inherited by the tests' subprocesses.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Tests on a CPU spend most of their time in XLA's compiler. What one process compiled, others and later runs load.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build/jax-cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Each process of the tests would take most of a GPU's memory for itself, though several run side by side.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -10,7 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from helpers import FEW_DTYPES, INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
 from interpret_mode import interpret_mode
+from jax.experimental.compilation_cache import compilation_cache
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
 
@@ -30,6 +31,16 @@ RUNS = [
     pytest.param("mosaic", STORED_KV_CACHE_DTYPES, id="mosaic", marks=pytest.mark.gpu),
 ]
 INTERPRETED = [pytest.param("interpreted", STORED_KV_CACHE_DTYPES, id="interpreted", marks=pytest.mark.full)]
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew() -> Iterator[None]:
+    """Without the programs that other tests, and other runs of these, have compiled."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def digests(name: str, dtypes: Sequence[KVCacheDType]) -> list[str]:
@@ -66,7 +77,7 @@ def test_two_processes_store_the_same_bytes(name, dtypes):
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, name, *options, *(dtype.value for dtype in dtypes)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "JAX_ENABLE_COMPILATION_CACHE": "false"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
