@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -60,6 +61,30 @@ def _why_no_gpu() -> str | None:
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation of the operations that store and read bytes: all are held to the same tests."""
     return request.param
+
+
+OPTIMIZED = {
+    *("test_determinism", "test_gather", "test_kernels_arithmetic", "test_quant"),
+    *("test_sharded_compile", "test_torch_write", "test_write", "test_write_in_place"),
+}
+"""Modules of tests whose programs XLA optimizes in every run: they show that no optimization changes a stored byte."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leaves optimizations out where they change nothing that a test looks at: compiling takes longer than running."""
+    import jax
+
+    is_sample = not request.config.getoption("full") and not _has_nvidia_driver()
+    if not is_sample:
+        yield
+        return
+    is_optimized = request.module.__name__ in OPTIMIZED
+    if is_optimized:
+        jax.clear_caches()  # of what other modules have compiled
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -188,9 +188,12 @@ def each_case(
 def _marks(cases: Sequence[dict[str, Any]], few: Mapping[str, Collection[Any]], size: int) -> list[Any]:
     """Marks that leave in every run cases that hold each value of each axis, or with `size` 2 each two of two axes.
 
-    Of an axis that `few` has these are its values there. Combinations that no case has do not count.
+    Of an axis that `few` has these are its values there; of dtypes, if not there, those of `FEW_DTYPES`. Combinations
+    that no case has do not count.
     """
-
+    kinds = [*FEW_DTYPES, *(dtype.value for dtype in FEW_DTYPES)]
+    if "dtype" not in few and any(case.get("dtype") in kinds for case in cases):
+        few = {**few, "dtype": kinds}
     held = [set(itertools.combinations([(axis, repr(value)) for axis, value in case.items()], size)) for case in cases]
     candidates = [i for i, case in enumerate(cases) if all(case[axis] in values for axis, values in few.items())]
     todo = set().union(*(held[i] for i in candidates))

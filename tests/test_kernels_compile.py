@@ -229,8 +229,10 @@ def step_over_layers(cache, keys, values, slots, table, lengths, implementation)
     return jax.lax.scan(step, cache, (keys, values, jnp.arange(NUM_LAYERS, dtype=jnp.int32)))
 
 
-@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("implementation", [None, "mosaic", "xla"])
+@matrix(
+    {"implementation": [None, "mosaic", "xla"], "dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4]},
+    few={"dtype": [KVCacheDType.NVFP4]},
+)
 def test_a_scan_over_layers_moves_no_cache(implementation, dtype):
     """The carried cache stays where it is, and one kernel writes, and one reads, whichever layer it is."""
     spec = make_spec(TYPICAL | {"dtype": dtype.value})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers import each_case, matrix, pairwise
+from helpers import FEW_DTYPES, each_case, matrix, pairwise
+
+from kvjax import STORED_KV_CACHE_DTYPES
 
 AXES = {"dtype": ["a", "b", "c"], "layout": ["NHD", "HND"], "heads": [1, 2, 8]}
 
@@ -38,6 +40,16 @@ def test_of_an_axis_there_may_be_few_values():
     few, _ = taken(matrix(AXES, few={"dtype": ["a"], "heads": [1, 8]}))
     assert {values[0] for values in few} == {"a"}
     assert {values[2] for values in few} == {1, 8}
+
+
+def test_of_dtypes_one_of_each_kind_is_taken():
+    names = [dtype.value for dtype in STORED_KV_CACHE_DTYPES]
+    for values, kinds in ((STORED_KV_CACHE_DTYPES, FEW_DTYPES), (names, [dtype.value for dtype in FEW_DTYPES])):
+        few, total = taken(matrix({"dtype": values, "layout": AXES["layout"]}))
+        assert {values[0] for values in few} == set(kinds)
+        assert (len(few), total) == (len(kinds), 2 * len(values))
+        named, _ = taken(matrix({"dtype": values}, few={"dtype": values[:1]}))
+        assert [values[0] for values in named] == [values[0]]
 
 
 def test_cases_are_taken_as_combinations_are():
