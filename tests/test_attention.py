@@ -159,6 +159,13 @@ def test_batch_invariant(attend, case):
     suite.check_alone(case, functools.partial(attend, batch_invariant=True), sequences=range(len(case.seq_lens)))
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_no_query_tokens_have_no_rows(batch_invariant):
+    query, *rest = suite.build(Case("nvfp4")).args
+    out = paged_attention(query[:, :0], *rest, batch_invariant=batch_invariant)
+    assert out.shape == (len(query), 0, *query.shape[2:])
+
+
 def test_what_is_batch_invariant_is_right(attend):
     suite.check(
         Case("nvfp4", lengths=(1100, 0, 17), sinks=True, cap=5.0), functools.partial(attend, batch_invariant=True)

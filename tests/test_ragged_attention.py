@@ -469,6 +469,13 @@ def test_batch_invariant(options, attend):
                 assert_same_bytes(rows, expected[seq])
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_step_without_tokens_gives_no_rows(batch_invariant):
+    call = small_call() | {"query": np.ones((0, 4, 64), np.float16), "cu_q_lens": np.zeros(3, np.int32)}
+    call |= {"seq_lens": np.zeros(2, np.int32), "batch_invariant": batch_invariant}
+    assert ragged_paged_attention(**call).shape == (0, 4, 64)
+
+
 def test_prompts_of_the_kernels_are_not_batch_invariant():
     problem = build(ragged((9,), (20,)))
     asked = {"implementation": "mosaic", "batch_invariant": True}

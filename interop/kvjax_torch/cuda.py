@@ -4,13 +4,14 @@ A serving loop repeats the same write with other contents, and its kernel takes 
 up. After a write was checked, planned and launched, writes of the same kind, which differ from it only in addresses and
 in the number of tokens, are launched without either.
 
-The host never waits for the GPU, with two exceptions: in `kvjax.checked()` every call reads values back, and the first
-use of a float scale on a device copies it there (`ops`).
+A launched call never has the host wait for the GPU, with two exceptions: in `kvjax.checked()` every call reads values
+back, and the first use of a float scale on a device copies it there (`ops`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -372,7 +373,7 @@ def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | Non
             " results; that costs the host more time and a compilation for each number of tokens, and"
             " torch.cuda.graph cannot record it. Attention gathers first.",
             RuntimeWarning,
-            stacklevel=6,
+            skip_file_prefixes=(os.path.dirname(__file__), os.path.dirname(torch.__file__)),
         )
         return None
 

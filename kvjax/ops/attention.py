@@ -284,7 +284,7 @@ def why_not_mosaic(
     return kernel.why_not(spec, sizes)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _candidates(
     query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None
 ) -> select.Candidates:

@@ -443,7 +443,7 @@ def _why_not_mosaic(
     return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_pages(spec)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _candidates(
     query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, sizes: kernel.BatchSizes | None
 ) -> select.Candidates:

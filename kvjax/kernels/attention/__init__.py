@@ -122,6 +122,8 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None) -> s
 def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes) -> str | None:
     """Why the kernel has no workspace for a batch-invariant call; None where it has."""
     for heads, runs in passes(spec, batch.group, batch.q_len):
+        if not runs:  # no query tokens
+            continue
         tokens = runs[0]  # no run of these heads has more
         problem = Problem(
             spec=spec,
