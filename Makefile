@@ -1,4 +1,4 @@
-# Every target sets up what it needs; a virtual environment is made anew only when pyproject.toml has changed.
+# Every target sets up what it needs; a virtual environment is rebuilt only when pyproject.toml has changed.
 
 # The demo has an environment of its own: it stays small, and jax must not meet there the CUDA plugin that tests use.
 DEMO_ENV := .venv-demo

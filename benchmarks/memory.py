@@ -33,7 +33,7 @@ def _number(path: Path) -> int | None:
 
 
 def why_too_large(device_bytes: int, host_bytes: int = 0) -> str | None:
-    """Why so many bytes cannot be had; `None` where they can."""
+    """Why so many bytes cannot be allocated; `None` if they can."""
     if jax.default_backend() != "gpu":
         device_bytes, host_bytes = device_bytes + host_bytes, 0
     needs = (("the device", device_bytes, free_bytes()), ("the host", host_bytes, host_free_bytes()))

@@ -298,7 +298,7 @@ SERVE = Lines(
     ),
     note="A step decodes one token of each sequence. Reading: the time that weights and pages take at the rate of a"
     " kernel that only reads. Host: for how long the host is busy in a step while the device works on the one before;"
-    " exposed: what a step of the engine takes beyond one in a row of steps that nobody waits for, as a share of it."
+    " exposed: what a step of the engine takes beyond a step without synchronization, as a share of it."
     " kvjax's steps are those of an engine, from one step's tokens to the next's; peers have none, and their steps are"
     " such a row's.",
     keep=lambda m: True,

@@ -77,7 +77,7 @@ class ServeBenchmark(output.Program):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
     def serve_in_torch(self, name: str, wanted: list[ServeJob], rate: float | None) -> None:
-        """In memory that JAX has let go of: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`."""
+        """In memory that JAX has released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`."""
         if reason := serves_torch.why_missing():
             self.results.skip(name, reason, asked_for=True)
             return

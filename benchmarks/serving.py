@@ -297,7 +297,7 @@ class Served:
     Attributes:
       steps: from one step's tokens to the next's, as the engine runs them.
       host: what the host was busy for in each, while it did not wait.
-      device: steps in a row that nobody waits for, without an engine.
+      device: back-to-back steps without synchronization, without an engine.
       tokens: that were decoded.
       temporary_bytes: of the program.
     """

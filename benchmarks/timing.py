@@ -58,7 +58,7 @@ class Clock(enum.StrEnum):
 _WORDS = {
     Clock.DEVICE: "device timestamps of kernels (CUPTI)",
     Clock.EVENTS: "CUDA's events around calls in a row",
-    Clock.HOST: "the host's clock around calls in a row that nobody waits for",
+    Clock.HOST: "the host's clock around back-to-back calls without synchronization",
     Clock.WALL: "wall clock around a call, dispatch included",
 }
 
@@ -204,7 +204,7 @@ def _measure_by_wall_clock(
 
 
 def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: int = 11) -> Timing:
-    """Times calls in a row that nobody waits for but at the end: what each adds, by the host or on the device."""
+    """Times back-to-back calls, synchronized at the end only: what each adds, by the host or on the device."""
     count, samples = min(count, LIMITS.max_calls), min(samples, LIMITS.max_calls)
     jax.block_until_ready(call(0))  # compiles
     seconds = []

@@ -186,7 +186,7 @@ def test_flags_choose_rows_of_attention(tmp_path):
     assert all(0 < each["error"] < 0.01 for each in measured)
 
 
-def test_what_cannot_be_had_is_said_and_the_rest_runs(tmp_path):
+def test_what_is_unavailable_is_reported_and_the_rest_runs(tmp_path):
     flags = ["--smoke", "--implementation=mosaic", "--cases=gpt-oss-20b", f"--json={tmp_path / 'measured.json'}"]
     done = run("pack", *flags)
     if jax.default_backend() == "gpu":
@@ -201,7 +201,7 @@ def test_what_cannot_be_had_is_said_and_the_rest_runs(tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_calls_from_torch_are_one_kernel_that_nobody_waits_for(tmp_path):
+def test_on_a_gpu_calls_from_torch_are_one_kernel_without_synchronization(tmp_path):
     pytest.importorskip("torch")
     measured = run_and_read(tmp_path, "bridge", "--tokens=64")["measurements"]
     of = {operation: [m for m in measured if m["operation"] == f"bridge {operation}"] for operation in BRIDGE}

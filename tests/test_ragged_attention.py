@@ -48,6 +48,22 @@ PADDING = 3
 GRID = {"lengths": (1328, 18, 463, 17, 0, 2, 40), "q_lens": (1, 5, 129, 0, 0, 4, 40)}
 """What a serving step holds: decodes, short and long chunks, a whole prompt, and what batches are padded with."""
 
+OPTIONS = (
+    {},
+    {"sinks": True},
+    {"dtype": "bfloat16", "cap": 50.0, "window": 256},
+    {"dtype": "float16", "query_dtype": "float16", "window": 16, "block_size": 8},
+    {"dtype": "float16", "query_dtype": "bfloat16", "group": 5},
+    {"dtype": "float32", "query_dtype": "float32", "block_size": 1},
+    {"dtype": "fp8_e5m2", "query_dtype": "float16", "scales": "scalar", "head_size": 80},
+    {"dtype": "fp8_e4m3", "head_size": 128, "head_size_v": 64},
+    {"dtype": "nvfp4", "v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 1},
+    {"dtype": "nvfp4", "block_size": 784, "window": 1024, "sinks": True, "cap": 30.0},
+    {"dtype": "fp8_e4m3", "sm_scale": -0.07, "window": 40},
+    {"dtype": "nvfp4", "head_size": 112, "window": 1, "num_kv_heads": 3},
+)
+"""Of calls on `GRID`, in the full matrices."""
+
 
 def ragged(q_lens: Sequence[int], lengths: Sequence[int], **options: Any) -> Case:
     options.setdefault("block_size", 16)
@@ -140,23 +156,7 @@ def slack(case: Case, attend: Any) -> dict[str, float]:
     [
         ragged(**GRID, dtype="nvfp4", scales="scalar"),
         ragged(**GRID, dtype="fp8_e4m3", scales="per_head", layout="HND", sinks=True, window=127),
-        *(
-            pytest.param(ragged(**GRID, **options), marks=pytest.mark.full)
-            for options in (
-                {},
-                {"sinks": True},
-                {"dtype": "bfloat16", "cap": 50.0, "window": 256},
-                {"dtype": "float16", "query_dtype": "float16", "window": 16, "block_size": 8},
-                {"dtype": "float16", "query_dtype": "bfloat16", "group": 5},
-                {"dtype": "float32", "query_dtype": "float32", "block_size": 1},
-                {"dtype": "fp8_e5m2", "query_dtype": "float16", "scales": "scalar", "head_size": 80},
-                {"dtype": "fp8_e4m3", "head_size": 128, "head_size_v": 64},
-                {"dtype": "nvfp4", "v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 1},
-                {"dtype": "nvfp4", "block_size": 784, "window": 1024, "sinks": True, "cap": 30.0},
-                {"dtype": "fp8_e4m3", "sm_scale": -0.07, "window": 40},
-                {"dtype": "nvfp4", "head_size": 112, "window": 1, "num_kv_heads": 3},
-            )
-        ),
+        *(pytest.param(ragged(**GRID, **options), marks=pytest.mark.full) for options in OPTIONS),
     ],
     ids=str,
 )

@@ -143,7 +143,7 @@ def reshape_and_cache(
 ) -> None:
     """Starts the write of bfloat16 tokens into `cache`, in place and behind JAX's back.
 
-    Everything must be ready before, and nobody else may hold the cache's array. `synchronize` waits for the write.
+    Everything must be ready before, and nothing else may hold the cache's array. `synchronize` waits for the write.
     """
     num_tokens, row_elements = key.shape[0], key.shape[1] * key.shape[2]
     arrays = key, value, cache.kv, slot_mapping, k_scale, v_scale

@@ -77,7 +77,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
 
 
 def serve(job: ServeJob) -> Timing:
-    """Steps in a row that nobody waits for, without an engine; each is the last of full sequences."""
+    """Back-to-back steps without synchronization, without an engine; each is the last of full sequences."""
     of, number, compiled = job.of, job.num_seqs, program(job.of, job.num_seqs).result()
     one = jax.random.normal(
         jax.random.key(7), (of.seq_len, of.config.num_key_value_heads, of.config.head_dim), workload.INPUT_DTYPE

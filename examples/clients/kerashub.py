@@ -3,7 +3,7 @@
     pip install keras-hub==0.32.0 jax && export KERAS_BACKEND=jax
 
 KerasHub's attention layers look for a serving context (`keras_hub.src.vllm`): where there is one, they hand their
-queries, keys and values to its function, with whatever its caches hold for that layer. So nothing of a model changes.
+queries, keys and values to its function, with whatever its caches hold for that layer. The model does not change.
 `Step.__call__` is a step for `examples.engine.Engine`. What KerasHub has to be told:
 
 - tokens are the batch, one of each: `[num_tokens, 1]`, and their positions stand in the context;
