@@ -299,8 +299,8 @@ SERVE = Lines(
     note="A step decodes one token of each sequence. Reading: the time that weights and pages take at the rate of a"
     " kernel that only reads. Host: for how long the host is busy in a step while the device works on the one before;"
     " exposed: what a step of the engine takes beyond a step without synchronization, as a share of it."
-    " kvjax's steps are those of an engine, from one step's tokens to the next's; peers have none, and their steps are"
-    " such a row's.",
+    " kvjax's steps are those of an engine, from one step's tokens to the next's; peers run without an engine"
+    " and without synchronization.",
     keep=lambda m: True,
     order=_serve_order,
 )
