@@ -285,8 +285,10 @@ def _add_errors(x: jax.Array, state: _State, spec: AttentionSpec, per_head: bool
 
     def squared_error(scale: jax.Array) -> jax.Array:
         scale = scale[:, None] if per_head else scale[0]
-        stored = decode_rows(encode_rows(x, spec, scale), spec, scale, np.dtype(np.float32))
-        error = jnp.where(jnp.isnan(x), 0.0, stored - x.astype(jnp.float32))
+        # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
+        stored = lax.optimization_barrier(encode_rows(x, spec, scale))
+        read = decode_rows(stored, spec, scale, np.dtype(np.float32))
+        error = jnp.where(jnp.isnan(x), 0.0, read - x.astype(jnp.float32))
         return jnp.sum(_by_scale(error * error, per_head), axis=1)
 
     return errors + lax.map(squared_error, tried), tried

@@ -205,7 +205,7 @@ def _squared_errors(blocks: jax.Array, codes: jax.Array, steps: jax.Array) -> ja
     with jax.enable_x64(True):
         values = _to(lax.abs(e2m1_values(codes)), np.float64)
         stored = _times_each_block(values, _to(steps, np.float64))
-        errors = _to(lax.sub(_to(lax.abs(blocks), np.float64), stored), np.float32)
+        errors = _rounded(lax.sub(_to(lax.abs(blocks), np.float64), stored))
     sums = sum_of_squares(*(lax.slice_in_dim(errors, start, None, 2, errors.ndim - 1) for start in (0, 1)))
     while sums.shape[-1] > 1:
         even, odd = (lax.slice_in_dim(sums, start, None, 2, sums.ndim - 1) for start in (0, 1))
@@ -286,7 +286,12 @@ def _normal(x: jax.Array) -> jax.Array:
 
 def _flushed(x: jax.Array) -> jax.Array:
     """Converts non-negative float64 to float32, flushing subnormals to 0."""
-    return _to(_where(lax.lt(x, np.float64(2.0**-126)), 0.0, x), np.float32)
+    return _rounded(_where(lax.lt(x, np.float64(2.0**-126)), 0.0, x))
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Rounds float64 to float32. XLA on GPUs would cancel this and a conversion back, but for the barrier."""
+    return lax.optimization_barrier(_to(x, np.float32))
 
 
 def decode_nvfp4(data: jax.Array, block_scales: jax.Array, scale: ArrayLike) -> jax.Array:

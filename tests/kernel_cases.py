@@ -149,20 +149,28 @@ def check_write(case: Case) -> None:
         compare_writes(spec, num_blocks, key, value, slots, **make_scales(case))
 
 
-def check_encoding(dtype: KVCacheDType, x: np.ndarray, scale: float) -> None:
+def check_encoding(dtype: KVCacheDType, x: np.ndarray, scale: float, implementation: str = "mosaic") -> None:
     """Stores numbers of any shape, and compares with XLA on the CPU."""
     spec = simple_spec(dtype, num_kv_heads=1, head_size=128)
     x = np.resize(x, (-(-x.size // spec.head_size), 1, spec.head_size))
     num_blocks = -(-len(x) // spec.block_size)
     slots = np.arange(len(x), dtype=np.int32)
-    compare_writes(spec, num_blocks, x, x[::-1], slots, k_scale=np.float32(scale), v_scale=np.float32(scale))
+    scales = {name: np.float32(scale) for name in ("k_scale", "v_scale")}
+    compare_writes(spec, num_blocks, x, x[::-1], slots, implementation, **scales)
 
 
-def compare_writes(spec: AttentionSpec, num_blocks: int, *tokens: np.ndarray, **scales: np.ndarray) -> None:
-    key, value, slots = tokens
+def compare_writes(
+    spec: AttentionSpec,
+    num_blocks: int,
+    key: np.ndarray,
+    value: np.ndarray,
+    slots: np.ndarray,
+    implementation: str = "mosaic",
+    **scales: Any,
+) -> None:
     with jax.default_device(jax.devices("cpu")[0]):
         expected = page_bytes(run_write("xla", key, value, poisoned(spec, num_blocks), slots, **scales))
-    written = page_bytes(run_write("mosaic", key, value, poisoned(spec, num_blocks), slots, **scales))
+    written = page_bytes(run_write(implementation, key, value, poisoned(spec, num_blocks), slots, **scales))
     assert_same_bytes(written, expected)
 
 

@@ -40,7 +40,7 @@ from kernel_cases import (
     covering,
     reciprocals,
 )
-from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values
+from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values, nearly_tied_blocks
 
 from kvjax import KVCacheDType
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
@@ -99,6 +99,11 @@ def test_every_rounding_is_that_of_xla(dtype, scale, dense_dtype):
     with np.errstate(over="ignore", under="ignore"):
         x = numbers_next_to_roundings(dtype, np.dtype(INPUT_DTYPES[dense_dtype]), scale)
     check_encoding(dtype, x, scale)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_four_over_six_compares_sums_to_the_last_bit(implementation):
+    check_encoding(KVCacheDType.NVFP4_4OVER6, nearly_tied_blocks(0.0173), 0.0173, implementation)
 
 
 @matrix({"dtype": KERNEL_DTYPES, "dense_dtype": INPUT_DTYPES})

@@ -244,6 +244,27 @@ def adversarial_blocks(scale: float) -> np.ndarray:
         return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
 
 
+def nearly_tied_blocks(scale: float) -> np.ndarray:
+    """`[blocks, 16]` float32, in pairs one bit of one element apart: 6 has less error in one, 4 in the other."""
+
+    def keeps_six(x: np.ndarray) -> np.ndarray:
+        return (reference.encode_nvfp4_4over6(x, scale)[1] == reference.encode_nvfp4(x, scale)[1])[:, 0]
+
+    low = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32) * np.float32(6 * 100 * scale)
+    low[:, 0] = np.abs(low[:, 0])
+    high = low.copy()
+    high[:, 0] *= np.float32(0.8)
+    is_pair = keeps_six(low) != keeps_six(high)
+    low, high = low[is_pair], high[is_pair]
+    six = keeps_six(low)
+    while (bits := [x[:, 0].copy().view(np.int32) for x in (low, high)]) and (np.abs(bits[0] - bits[1]) > 1).any():
+        middle = low.copy()
+        middle[:, 0] = (bits[0] + (bits[1] - bits[0]) // 2).view(np.float32)
+        same = (keeps_six(middle) == six)[:, None]
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    return np.concatenate([low, high])
+
+
 NVFP4_ENCODINGS = {
     KVCacheDType.NVFP4: reference.encode_nvfp4,
     KVCacheDType.NVFP4_4OVER6: reference.encode_nvfp4_4over6,
@@ -288,6 +309,15 @@ def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
     assert ((six == four) & (six > 0)).any()
     assert (six < four).any()
     assert (four < six).any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0173])
+def test_four_over_six_compares_sums_to_the_last_bit(scale):
+    x = nearly_tied_blocks(scale)
+    assert len(x) >= 200
+    stored = jax.jit(functools.partial(quant.encode_nvfp4, dtype=KVCacheDType.NVFP4_4OVER6))(x, jnp.float32(scale))
+    for got, expected in zip(stored, reference.encode_nvfp4_4over6(x, scale), strict=True):
+        assert_same_bytes(np.asarray(got).view(np.uint8), expected)
 
 
 def test_four_over_six_has_the_bytes_of_nvfp4_where_it_keeps_six():

@@ -43,7 +43,11 @@ def decode_per_token_head(
       dtype: of the elements.
       broadcast: from `[...]` to `[..., head_size]`, in the registers of `codes`.
     """
-    values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
+    if stored is KVCacheDType.INT8_PER_TOKEN_HEAD:
+        # A bitcast to int8 would leave them unsigned: Mosaic GPU skips casts between integers of one width.
+        values = ((codes.astype(jnp.int32) ^ 128) - 128).astype(jnp.float32)
+    else:
+        values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
     return cast(_product(values, broadcast(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
 
 
