@@ -51,6 +51,7 @@ PROGRAMS = [
     "sharded",
     "layers",
     "attention",
+    "ragged",
     "generate",
 ]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
@@ -148,6 +149,7 @@ EXPECTED = {
         for peer in ("one cache, scan", "one cache, unrolled", "a cache a layer, unrolled")
     ],
     "attention": [("attention", "kvjax", dtype) for dtype in DTYPES],
+    "ragged": [("ragged attention", peer, dtype) for peer in ("kvjax", "kvjax, each alone") for dtype in DTYPES],
     "generate": [
         ("decode step", "DynamicCache, sdpa", "bfloat16"),
         *(("decode step", f"KvjaxCache, {how}", dtype) for how in ("sdpa", "kvjax") for dtype in DTYPES),
@@ -163,6 +165,7 @@ EXPECTED_WITH_TORCH = {
         *(("host write", "kvjax_torch", dtype) for dtype in DTYPES),
     ],
     "attention": [("attention", "torch sdpa", "bfloat16")],
+    "ragged": [("ragged attention", "kvjax_torch", dtype) for dtype in DTYPES],
 }
 
 
