@@ -16,7 +16,7 @@ PER_TOKEN_HEAD = tuple(dtype.value for dtype in shapes.PER_TOKEN_HEAD)
 READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
 """Peers: of attention a kernel that only reads, of `generate` transformers' own cache and attention over pages."""
 
-ALONE, FLASHINFER = "kvjax, each alone", "FlashInfer FA2"
+NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
 """Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
 
 
@@ -38,13 +38,13 @@ class Measure(enum.Enum):
     ONE_TOKEN = "x 1 token"
     TOKENS = "x bf16 tokens/s"
     FLASHINFER = "x FlashInfer FA2"
-    ALONE = "times as fast as each alone"
+    NO_CASCADE = "times as fast as without cascade"
     READING_TIME = "x reading"
     EXPOSED = "of a step exposed"
 
 
 SHARES = (Measure.COPY, Measure.READ, Measure.EXPOSED)
-AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.ALONE, Measure.TOKENS)
+AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.NO_CASCADE, Measure.TOKENS)
 """Those to reach; the others are not to be exceeded."""
 
 
@@ -124,7 +124,7 @@ RAGGED: Mapping[str, Sequence[Bar]] = {
     **dict.fromkeys(("chunk", "chunks", "whole"), _PROMPTS),
     "mixed": [Bar(Measure.FLASHINFER, 0.35)],
     "speculative": [Bar(Measure.FLASHINFER, 0.5)],
-    "shared-prefix": [Bar(Measure.ALONE, 2.5)],
+    "shared-prefix": [Bar(Measure.NO_CASCADE, 2.5)],
 }
 """Of NVFP4 in a step."""
 
@@ -237,9 +237,9 @@ def value(measure: Measure, m: Measurement, rows: Rows) -> float | None:
             return None if fastest is None else fastest.seconds / m.seconds
         case Measure.FLASHINFER:
             return over(m, rows.like(m, peer=FLASHINFER))
-        case Measure.ALONE:
-            alone = rows.like(m, peer=ALONE)
-            return None if alone is None else alone.seconds / m.seconds
+        case Measure.NO_CASCADE:
+            without = rows.like(m, peer=NO_CASCADE)
+            return None if without is None else without.seconds / m.seconds
         case Measure.TOKENS:
             most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MOST in each.facts.get("rows", "")]
             return tokens_a_second(m) / tokens_a_second(most[0]) if most else None

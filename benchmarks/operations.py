@@ -192,7 +192,7 @@ TORCH_KERNELS = Lines(
 )
 
 READ_SHARE = of_bar("share", Measure.READ, share)
-VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.ALONE, bars.READ)
+VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)
 """Who is no peer of attention."""
 
 
@@ -223,7 +223,7 @@ ATTENTION = Lines(
 
 RAGGED = Lines(
     "Time of attention in a step",
-    (*_OF_ROW, us_of("from torch us", by("kvjax_torch")), us_of("each alone us", by(bars.ALONE)), *_BEST),
+    (*_OF_ROW, us_of("from torch us", by("kvjax_torch")), us_of("no cascade us", by(bars.NO_CASCADE)), *_BEST),
     note="32 query heads over 8 KV heads of 128, NHD. chunk: 2,048 new tokens behind 6,144; chunks: 8 x (512 behind"
     " 3,584); whole: 8,192 new; mixed: 1,024 behind 3,072, and 63 decodes at 4,096; speculative: 64 x (4 behind 4,092);"
     " shared-prefix: 64 decodes at 8,448, of which 8,192 are shared and read once, or by each sequence alone.",

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks import workload
-from benchmarks.bars import ALONE
+from benchmarks.bars import NO_CASCADE
 from benchmarks.peers import attends, attends_flashinfer, in_torch
 from benchmarks.peers.attention_inputs import OWN_ERROR, RaggedInputs, RaggedJob, paged, workers
 from benchmarks.peers.peer import Peer, Run
@@ -18,9 +18,9 @@ from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCache, KVCacheDType
 
 
-def alone_run(inputs: RaggedInputs) -> Run:
+def no_cascade_run(inputs: RaggedInputs) -> Run:
     """Every sequence reads the tokens that all share."""
-    [compiling] = _alone(inputs.job)
+    [compiling] = _no_cascade_ahead(inputs.job)
     compiled = compiling.result()
 
     def call(number: int) -> jax.Array:
@@ -30,7 +30,7 @@ def alone_run(inputs: RaggedInputs) -> Run:
     return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
 
 
-def _alone(job: RaggedJob) -> Sequence[Future[Any]]:
+def _no_cascade_ahead(job: RaggedJob) -> Sequence[Future[Any]]:
     return [paged(job, job.query, None)]
 
 
@@ -77,7 +77,7 @@ def _is_whole(job: RaggedJob) -> bool:
 
 PEERS: tuple[Peer[RaggedJob, RaggedInputs], ...] = (
     Peer("kvjax", attends.KVJAX.prepare, why_missing=attends.KVJAX.why_missing, ahead=attends.KVJAX.ahead, own=True),
-    Peer(ALONE, alone_run, serves=lambda job: job.row.prefix_len > 0, ahead=_alone, own=True),
+    Peer(NO_CASCADE, no_cascade_run, serves=lambda job: job.row.prefix_len > 0, ahead=_no_cascade_ahead, own=True),
     Peer(
         "cuDNN",
         attends.dense_run,
