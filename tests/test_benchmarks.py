@@ -575,7 +575,8 @@ def test_what_does_not_fit_into_memory_is_skipped(results, error):
 
 def test_what_would_not_fit_into_memory_is_not_tried(results):
     assert memory.why_too_large(1, 1) is None
-    assert compare_all(results, [], lambda _: memory.why_too_large(1 << 60)) == {}
+    peers = [fake_peer("kvjax", lambda _: fail(MemoryError()))]
+    assert compare_all(results, peers, lambda _: memory.why_too_large(1 << 60)) == {}
     assert re.match(r"too little memory: needs 1,0.*GiB on the device", results.skipped["fake: a case, 3"])
     huge = WriteJob(shapes.LLAMA_8B, BFLOAT16, 1 << 40)
     assert "too little memory" in huge.why_too_large(1 << 40)
