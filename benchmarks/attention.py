@@ -46,9 +46,8 @@ class AttentionBenchmark(output.Program):
         attends.compile_ahead(wanted, peers)
         built = [peer for peer in peers if peer in attends.BUILT]
         for some in ([peer for peer in peers if peer not in built], built):
-            served = [job for job in wanted if any(peer.serves(job) for peer in some)]
             too_large = AttentionJob.why_too_large
-            compare.compare_all(self, "attention", served, some, AttentionInputs, too_large, copies=False)
+            compare.compare_all(self, "attention", wanted, some, AttentionInputs, too_large, copies=False)
 
 
 if __name__ == "__main__":

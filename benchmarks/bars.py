@@ -16,6 +16,9 @@ PER_TOKEN_HEAD = tuple(dtype.value for dtype in shapes.PER_TOKEN_HEAD)
 READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
 """Peers: of attention a kernel that only reads, of `generate` transformers' own cache and attention over pages."""
 
+NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
+"""Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
+
 
 class Measure(enum.Enum):
     """What a bar is about: a share or a speed to reach, or a ratio of times or a time not to exceed."""
@@ -34,12 +37,14 @@ class Measure(enum.Enum):
     WINDOW = "x the window's length"
     ONE_TOKEN = "x 1 token"
     TOKENS = "x bf16 tokens/s"
+    FLASHINFER = "x FlashInfer FA2"
+    NO_CASCADE = "times as fast as without cascade"
     READING_TIME = "x reading"
     EXPOSED = "of a step exposed"
 
 
 SHARES = (Measure.COPY, Measure.READ, Measure.EXPOSED)
-AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.TOKENS)
+AT_LEAST = (Measure.COPY, Measure.READ, Measure.FASTEST_BFLOAT16, Measure.NO_CASCADE, Measure.TOKENS)
 """Those to reach; the others are not to be exceeded."""
 
 
@@ -114,6 +119,15 @@ ATTENTION: Mapping[str, Mapping[str, Bar]] = {
 NVFP4_SPEEDUP = Bar(Measure.FASTEST_BFLOAT16, 2.2)
 """Of NVFP4 in the first row of attention."""
 
+_PROMPTS = Bar(Measure.FLASHINFER, 0.5), Bar(Measure.FASTEST_BFLOAT16, 0.91)
+RAGGED: Mapping[str, Sequence[Bar]] = {
+    **dict.fromkeys(("chunk", "chunks", "whole"), _PROMPTS),
+    "mixed": [Bar(Measure.FLASHINFER, 0.35)],
+    "speculative": [Bar(Measure.FLASHINFER, 0.5)],
+    "shared-prefix": [Bar(Measure.NO_CASCADE, 2.5)],
+}
+"""Of NVFP4 in a step."""
+
 MOST, SAME = "as many as fit", "the same number"
 """Rows of serving that bars are about, as a file names them."""
 
@@ -181,6 +195,9 @@ _BARS: Mapping[str, Callable[[Measurement], list[Bar | None]]] = {
     "bridge kernel": lambda m: [TORCH_KERNEL] if m.peer == "kvjax_torch" else [],
     "bridge replay": lambda m: [REPLAY] if m.peer == "kvjax_torch" else [],
     "attention": _of_attention,
+    "ragged attention": lambda m: (
+        [*RAGGED.get(str(m.subject["case"]), ())] if (m.peer, m.dtype) == (OWN, NVFP4) else []
+    ),
     "decode step": lambda m: [GENERATE[m.dtype]] if m.peer == PAGED else [],
     "serve": _of_serve,
 }
@@ -218,6 +235,11 @@ def value(measure: Measure, m: Measurement, rows: Rows) -> float | None:
         case Measure.FASTEST_BFLOAT16:
             fastest = fastest_bfloat16(m, rows)
             return None if fastest is None else fastest.seconds / m.seconds
+        case Measure.FLASHINFER:
+            return over(m, rows.like(m, peer=FLASHINFER))
+        case Measure.NO_CASCADE:
+            without = rows.like(m, peer=NO_CASCADE)
+            return None if without is None else without.seconds / m.seconds
         case Measure.TOKENS:
             most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MOST in each.facts.get("rows", "")]
             return tokens_a_second(m) / tokens_a_second(most[0]) if most else None

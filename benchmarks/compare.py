@@ -66,7 +66,8 @@ def compare_all[J: Job, Inputs](
     results = test.results
     results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
     for job in jobs:
-        serving = [peer for peer in peers if peer.serves(job)]
+        if not (serving := [peer for peer in peers if peer.serves(job)]):
+            continue
         what = f"{operation}: {', '.join(str(plain(value)) for value in job.subject.values())}"
         with test.subTest(**job.subject):
             inputs: Inputs | None = None

@@ -192,7 +192,7 @@ TORCH_KERNELS = Lines(
 )
 
 READ_SHARE = of_bar("share", Measure.READ, share)
-VARIANTS = (OWN, "kvjax xla", bars.READ)
+VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)
 """Who is no peer of attention."""
 
 
@@ -205,20 +205,28 @@ def _name_of(other: Other) -> Callable[[Measurement, Rows], str]:
     return lambda m, rows: escaped(found.peer) if (found := other(m, rows)) else "-"
 
 
+_OF_ROW = (Column("row", about(CASE).words, is_text=True), about(DTYPE), US, SPREAD)
+_BEST = (
+    *(Column("next best", _name_of(_next_best)), us_of("its us", _next_best)),
+    *(Column("fastest bf16", _name_of(bars.fastest_bfloat16)), us_of("bf16 us", bars.fastest_bfloat16)),
+    *(of_bar("times as fast", Measure.FASTEST_BFLOAT16), Column("bars", BAR.words), REACHED),
+)
 ATTENTION = Lines(
     "Time of attention",
-    (
-        *(Column("row", about(CASE).words, is_text=True), about(DTYPE), US, SPREAD),
-        *(us_of("reading us", by(bars.READ)), READ_SHARE),
-        *(Column("next best", _name_of(_next_best)), us_of("its us", _next_best)),
-        *(Column("fastest bf16", _name_of(bars.fastest_bfloat16)), us_of("bf16 us", bars.fastest_bfloat16)),
-        of_bar("times as fast", Measure.FASTEST_BFLOAT16),
-        *(Column("bars", BAR.words), REACHED),
-    ),
+    (*_OF_ROW, us_of("reading us", by(bars.READ)), READ_SHARE, *_BEST),
     note="A row is sequences x tokens of each, 32 query heads over 8 KV heads of 128, one query token a sequence, NHD,"
     " where its name says nothing else. Share: of the rate of a kernel that only reads as many bytes as the pages hold."
     " Next best: the fastest of the others in the same row and dtype. Fastest bf16: of anyone in this run, kvjax"
     " included, and how many times as fast kvjax is in this dtype.",
+)
+
+
+RAGGED = Lines(
+    "Time of attention in a step",
+    (*_OF_ROW, us_of("from torch us", by("kvjax_torch")), us_of("no cascade us", by(bars.NO_CASCADE)), *_BEST),
+    note="32 query heads over 8 KV heads of 128, NHD. chunk: 2,048 new tokens behind 6,144; chunks: 8 x (512 behind"
+    " 3,584); whole: 8,192 new; mixed: 1,024 behind 3,072, and 63 decodes at 4,096; speculative: 64 x (4 behind 4,092);"
+    " shared-prefix: 64 decodes at 8,448, of which 8,192 are shared and read once, or by each sequence alone.",
 )
 
 
@@ -421,6 +429,12 @@ OPERATIONS = {
             ATTENTION,
             short=ATTENTION_SHORT,
             is_headline=True,
+        ),
+        Operation(
+            "ragged attention",
+            (*ATTENTION_ABOUT, Field("num_prompts", "prompts"), Field("prefix_len", "shared")),
+            (PERCENT,),
+            RAGGED,
         ),
         Operation("write", (*WRITE, TOKENS), (CODES_APART,), WRITES, against="num_tokens", is_headline=True),
         Operation("write by cache size", (*WRITE, CACHE_BYTES, TOKENS), (TEMPORARY_BYTES,), against="cache_bytes"),

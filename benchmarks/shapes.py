@@ -123,6 +123,10 @@ class AttentionRow:
         """Pages that a call has to read."""
         return int((-(-self.seq_lens // BLOCK_SIZE) - self.first_blocks).sum())
 
+    def table(self, blocks: np.ndarray) -> np.ndarray:
+        """`[num_seqs, blocks_a_seq]`: the pages of each sequence, of all of them in some order."""
+        return blocks.reshape(self.num_seqs, self.blocks_a_seq)
+
     def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
         """What tables and files say of this row in a dtype of the cache."""
         window = {} if self.window is None else {"window_len": self.window}
@@ -169,3 +173,66 @@ SMOKE_ATTENTION_ROWS = (
 )
 
 ATTENTION_ROWS_BY_NAME = {row.name: row for row in (*ATTENTION_ROWS, *HOST_ATTENTION_ROWS, *SMOKE_ATTENTION_ROWS)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedRow(AttentionRow):
+    """One call of attention in a step of a server, of sequences of one length.
+
+    Attributes:
+      num_prompts: so many of them, the first ones, have `q_len` query tokens, the others one; None for all.
+      prefix_len: tokens at their beginning that all of them share, in whole blocks.
+    """
+
+    num_prompts: int | None = None
+    prefix_len: int = 0
+
+    @property
+    def cu_q_lens(self) -> np.ndarray:
+        """int32 `[num_seqs + 1]`, where the query tokens of each sequence start."""
+        is_prompt = np.arange(self.num_seqs) < (self.num_seqs if self.num_prompts is None else self.num_prompts)
+        return np.concatenate([[0], np.where(is_prompt, self.q_len, 1).cumsum()]).astype(np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all sequences."""
+        return int(self.cu_q_lens[-1])
+
+    @property
+    def prefix_blocks(self) -> int:
+        return self.prefix_len // BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        return self.prefix_blocks + self.num_seqs * (self.blocks_a_seq - self.prefix_blocks)
+
+    @property
+    def num_blocks_read(self) -> int:
+        return self.num_blocks
+
+    def table(self, blocks: np.ndarray) -> np.ndarray:
+        shared, own = np.split(blocks, [self.prefix_blocks])
+        return np.concatenate([np.tile(shared, (self.num_seqs, 1)), own.reshape(self.num_seqs, -1)], axis=1)
+
+    def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
+        more = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
+        return {**super().subject(dtype), **{key: value for key, value in more.items() if value is not None}}
+
+
+RAGGED_ROWS = (
+    RaggedRow("chunk", 1, 8_192, q_len=2_048),
+    RaggedRow("chunks", 8, 4_096, q_len=512),
+    RaggedRow("whole", 1, 8_192, q_len=8_192),
+    RaggedRow("mixed", 64, 4_096, q_len=1_024, num_prompts=1),
+    RaggedRow("speculative", 64, 4_096, q_len=4),
+    RaggedRow("shared-prefix", 64, 8_448, prefix_len=8_192),
+)
+"""What is timed on a GPU, 32 query heads over 8 KV heads of 128."""
+
+HOST_RAGGED_ROWS = (
+    RaggedRow("3x48", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, num_prompts=1),
+    RaggedRow("3x48-shared-32", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, prefix_len=32),
+)
+"""The same on the CPU, and to see that it runs."""
+
+RAGGED_ROWS_BY_NAME = {row.name: row for row in (*RAGGED_ROWS, *HOST_RAGGED_ROWS)}

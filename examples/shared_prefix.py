@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,17 @@ BLOCK_SIZE = 16
 
 
 def shared_prefix_attention(
-    query: jax.Array, cache: kvjax.KVCache, prefix_table: jax.Array, table: jax.Array, own_lens: jax.Array
+    query: jax.Array,
+    cache: kvjax.KVCache,
+    prefix_table: jax.Array,
+    table: jax.Array,
+    own_lens: jax.Array,
+    **options: Any,
 ) -> jax.Array:
     """Attends with one row per sequence, `[num_seqs, num_heads, head_size]`, to the prefix and its own tokens.
 
     `prefix_table` `[num_prefix_blocks]` has whole blocks; `table` `[num_seqs, max_blocks]` and `own_lens` describe the
-    tokens after it.
+    tokens after it. `options` are those of both calls, such as scales.
     """
     num_seqs, size = query.shape[0], cache.spec.block_size
     none = jnp.full(-(-num_seqs // size), -1, jnp.int32)  # the rows' own positions: no block
@@ -40,8 +46,9 @@ def shared_prefix_attention(
         jnp.array([0, num_seqs]),
         max_q_len=num_seqs,
         return_lse=True,
+        **options,
     )
-    own = kvjax.paged_attention(query, cache, table, own_lens, return_lse=True)
+    own = kvjax.paged_attention(query, cache, table, own_lens, return_lse=True, **options)
     out, _ = kvjax.merge_attention_states(*zip(prefix, own, strict=True))
     return out
 

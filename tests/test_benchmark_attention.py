@@ -20,17 +20,18 @@ from interpret_mode import interpret_mode
 
 from benchmarks import ahead, bars, shapes, tables, timing
 from benchmarks.measurement import Measurement, Rows
-from benchmarks.operations import ATTENTION
-from benchmarks.peers import attends, attends_flashinfer, read
-from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
+from benchmarks.operations import ATTENTION, RAGGED
+from benchmarks.peers import attends, attends_flashinfer, attends_ragged, read
+from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob, RaggedInputs, RaggedJob
 from benchmarks.peers.peer import Run
-from benchmarks.shapes import BLOCK_SIZE, AttentionRow
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow, RaggedRow
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.quant import E2M1_VALUES
 
 BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
 NHD, HND = CacheLayout
 TINY = AttentionRow("tiny", 3, 64, num_heads=4, num_kv_heads=2, head_size=32)
+TINY_MIXED = RaggedRow("tiny", 3, 61, num_heads=4, num_kv_heads=2, head_size=32, q_len=20, num_prompts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -167,22 +168,22 @@ def decoded(pages, scales):
     return (values.unflatten(-1, (-1, 16)) * scales.float()[..., None]).flatten(-2)
 
 
-def attended(query, caches, scales, table, lengths, layout, sm_scale, q_len, window):
-    """Attention as FlashInfer's documentation has it, in torch: `query` of `[num_seqs * q_len, ...]`."""
+def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, window):
+    """Attention as FlashInfer's documentation has it, in torch: `query` of `[sum(q_lens), ...]`."""
     import torch
 
     halves = [
         decoded(half, of) if layout == "NHD" else decoded(half, of).transpose(1, 2)
         for half, of in zip(caches, scales or (None, None), strict=True)
     ]
-    rows = []
-    for number, (blocks, length) in enumerate(zip(table, lengths, strict=True)):
+    rows, tokens = [], iter(query)
+    for q_len, blocks, length in zip(q_lens, table, lengths, strict=True):
         key, value = (half[blocks].flatten(0, 1)[:length].transpose(0, 1) for half in halves)
         group = query.shape[1] // key.shape[0]
         key, value = (x.repeat_interleave(group, 0) for x in (key, value))  # [num_heads, length, head_size]
         for token in range(q_len):
             position = length - q_len + token
-            logits = torch.einsum("hd,htd->ht", query[number * q_len + token].float(), key) * sm_scale
+            logits = torch.einsum("hd,htd->ht", next(tokens).float(), key) * sm_scale
             age = position - torch.arange(length)
             logits[:, (age < 0) | (age >= (window or length + 1))] = -math.inf
             rows.append(torch.einsum("ht,htd->hd", logits.softmax(-1), value))
@@ -210,8 +211,30 @@ class Wrapper:
         assert not enable_pdl
         window = None if options["window_left"] == -1 else options["window_left"] + 1
         q_len = options.get("q_len_per_req", 1)
-        table = self.table, self.lengths
-        return attended(query, caches, kv_cache_sf, *table, self.layout, options["sm_scale"], q_len, window)
+        table, q_lens = (self.table, self.lengths), [q_len] * len(self.lengths)
+        return attended(query, caches, kv_cache_sf, *table, self.layout, options["sm_scale"], q_lens, window)
+
+
+class PrefillWrapper(Wrapper):
+    """Stands for FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`."""
+
+    def __init__(self, workspace, kv_layout, backend):
+        assert backend in ("fa2", "fa3")
+        self.layout = kv_layout
+
+    def plan(self, qo_indptr, *args, causal, q_data_type, **options):
+        import torch
+
+        assert causal
+        assert (q_data_type, qo_indptr.dtype) == (torch.bfloat16, torch.int32)
+        self.q_lens = qo_indptr.diff().tolist()
+        super().plan(*args, **options)
+
+    def run(self, query, caches, *, kv_cache_sf, out, enable_pdl):
+        assert caches[0].dtype is self.options["kv_data_type"]
+        assert not enable_pdl
+        options = self.table, self.lengths, self.layout, self.options["sm_scale"], self.q_lens, None
+        return out.copy_(attended(query, caches, kv_cache_sf, *options))
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -228,7 +251,8 @@ def xqa_batch_decode_with_kv_cache(
         bits = [[1, 0], [3, 0], [7, 0], [15, 0]]
         assert options["mask"].view(torch.int16).tolist() == [bits] * len(table)
     window = None if window_left == -1 else window_left + 1
-    found = attended(query, caches, None, table.long(), lengths.tolist(), kv_layout, bmm1_scale, q_len, window)
+    q_lens = [q_len] * len(table)
+    found = attended(query, caches, None, table.long(), lengths.tolist(), kv_layout, bmm1_scale, q_lens, window)
     return found * bmm2_scale
 
 
@@ -238,7 +262,8 @@ def flashinfer(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("kvjax_torch")
     built = []
-    package = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+    wrappers = {"BatchDecodeWithPagedKVCacheWrapper": Wrapper, "BatchPrefillWithPagedKVCacheWrapper": PrefillWrapper}
+    package = types.SimpleNamespace(**wrappers)
     modules = {
         "flashinfer": package,
         "flashinfer.decode": types.SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa_batch_decode_with_kv_cache),
@@ -247,7 +272,7 @@ def flashinfer(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    caches = attends_flashinfer.fa2_module, attends_flashinfer.xqa_module, attends_flashinfer._deadline
+    caches = attends_flashinfer.prefill_module, attends_flashinfer.xqa_module, attends_flashinfer._deadline
     for cache in caches:
         cache.cache_clear()
     yield built
@@ -272,15 +297,61 @@ def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
     assert len(flashinfer) == 1
 
 
+@each_case([{"peer": peer, "dtype": dtype} for peer in attends_ragged.PEERS for dtype in shapes.TIMED_DTYPES])
+def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
+    peer = case["peer"]
+    rows = [
+        TINY_MIXED,
+        dataclasses.replace(TINY_MIXED, q_len=4, num_prompts=None),
+        dataclasses.replace(TINY_MIXED, seq_len=48, q_len=48, num_prompts=None),
+        dataclasses.replace(TINY_MIXED, q_len=1, num_prompts=None, prefix_len=32),
+    ]
+    for job in (RaggedJob(row, case["dtype"]) for row in rows):
+        if peer.name != "cuDNN" and peer.serves(job):
+            inputs = RaggedInputs(job)
+            assert error_of(peer.prepare(inputs), inputs) < 2 * OWN_ERROR
+            if peer.name == "kvjax_torch":
+                attends_ragged.call_in_torch_once(job)
+
+
+def test_dense_attention_attends_to_a_whole_prompt():
+    job = RaggedJob(dataclasses.replace(TINY_MIXED, seq_len=48, q_len=48, num_prompts=None), BFLOAT16)
+    [peer] = [peer for peer in attends_ragged.PEERS if peer.name == "cuDNN"]
+    assert [peer.serves(RaggedJob(row, BFLOAT16)) for row in (job.row, TINY_MIXED)] == [True, False]
+    inputs = RaggedInputs(job)
+    assert error_of(attends.dense_run(inputs, implementation="xla"), inputs) < OWN_ERROR
+
+
+def test_a_step_packs_tokens_and_shares_pages():
+    assert TINY_MIXED.cu_q_lens.tolist() == [0, 20, 21, 22]
+    job = RaggedJob(TINY_MIXED, NVFP4)
+    assert job.query_shape == (22, 4, 32)
+    assert {19, 20, 21} <= {*job.sampled.tolist()}  # the last token of each sequence
+    inputs = RaggedInputs(job)
+    lengths = dict(zip(job.sampled.tolist(), np.asarray(inputs.sampled_sequences[1]).tolist(), strict=True))
+    assert (lengths[0], lengths[19], lengths[20]) == (42, 61, 61)
+    shared = dataclasses.replace(TINY_MIXED, q_len=1, num_prompts=None, prefix_len=32)
+    assert shared.num_blocks_read == shared.num_blocks == 2 + 3 * 2
+    assert shared.table(np.arange(8)).tolist() == [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]]
+
+
 def test_what_flashinfer_builds_is_built_once_and_waited_for_a_while(flashinfer, monkeypatch):
     jobs = [AttentionJob(row, dtype) for row in shapes.ATTENTION_ROWS for dtype in shapes.TIMED_DTYPES]
     attends_flashinfer.build_ahead(jobs, attends.BUILT)
     for job in jobs:
-        attends_flashinfer.wait_for(attends_flashinfer.fa2_module, *attends_flashinfer.fa2_key(job))
+        attends_flashinfer.wait_for(attends_flashinfer.prefill_module, *attends_flashinfer.prefill_key(job))
     with_xqa = [job for job in jobs if attends_flashinfer.XQA.serves(job)]
     for job in with_xqa:
         attends_flashinfer.wait_for(attends_flashinfer.xqa_module, *attends_flashinfer.xqa_key(job))
     assert len(flashinfer) == len({*flashinfer}) == 3 * 3 + 2 * 5
+    steps = [RaggedJob(row, dtype) for row in shapes.RAGGED_ROWS for dtype in shapes.TIMED_DTYPES]
+    attends_flashinfer.build_ahead(steps, attends_ragged.PEERS)
+    for job in steps:
+        if (peer := attends_flashinfer.PREFILL["fa3"]).serves(job):
+            attends_flashinfer.wait_for(attends_flashinfer.prefill_module, *attends_flashinfer.prefill_key(job, "fa3"))
+            assert peer.name == "FlashInfer FA3"
+    assert [key[0] for key in flashinfer].count("fa3") == 1
+    assert len(flashinfer) == 3 * 3 + 2 * 5 + 1
     never: ahead.Future[None] = ahead.Future()
     monkeypatch.setattr(attends_flashinfer, "_deadline", lambda: 0.0)
     with pytest.raises(TimeoutError, match="not built within --build_seconds=240"):
@@ -354,6 +425,53 @@ def test_a_line_of_the_table():
         "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
     }
     assert tables.bars_summary(ATTENTION, MEASURED) == " 4 of 6 bars hold."
+
+
+def step(row: str, dtype: KVCacheDType, peer: str, us: float) -> Measurement:
+    subject = shapes.RAGGED_ROWS_BY_NAME[row].subject(dtype)
+    times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
+    return Measurement("ragged attention", subject, peer, times, bytes_moved=1)
+
+
+STEPS = Rows(
+    [
+        step("chunk", NVFP4, "kvjax", 500.0),
+        step("chunk", NVFP4, "kvjax_torch", 900.0),
+        step("chunk", NVFP4, "FlashInfer FA2", 1_010.0),
+        step("chunk", BFLOAT16, "kvjax", 480.0),
+        step("chunk", BFLOAT16, "FlashInfer FA3", 440.0),
+        step("mixed", NVFP4, "kvjax", 320.0),
+        step("mixed", NVFP4, "FlashInfer FA2", 800.0),
+        step("speculative", NVFP4, "kvjax", 137.0),
+        step("shared-prefix", NVFP4, "kvjax", 180.0),
+        step("shared-prefix", NVFP4, "kvjax without cascade", 540.0),
+        step("shared-prefix", FP8, "kvjax", 180.0),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "expected"),
+    [
+        ("chunk", NVFP4, ["0.50 x FlashInfer FA2: pass", "0.88 times as fast as bf16: falls short"]),
+        ("chunk", BFLOAT16, []),
+        ("mixed", NVFP4, ["0.40 x FlashInfer FA2: falls short"]),
+        ("speculative", NVFP4, ["-"]),  # FlashInfer was not timed
+        ("shared-prefix", NVFP4, ["3.00 times as fast as without cascade: pass"]),
+        ("shared-prefix", FP8, []),
+    ],
+)
+def test_bars_of_a_step(row, dtype, expected):
+    [line] = STEPS.find("kvjax", case=row, dtype=dtype.value)
+    assert bars.verdicts(line, STEPS) == expected
+
+
+def test_a_line_of_the_table_of_steps():
+    assert {*bars.RAGGED} == {row.name for row in shapes.RAGGED_ROWS}
+    [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")
+    words = {column.heading: column.words(line, STEPS) for column in RAGGED.columns}
+    assert (words["from torch us"], words["no cascade us"]) == ("900.00", "-")
+    assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "FlashInfer FA3")
 
 
 def test_no_bar_is_judged_by_the_wall_clock():

@@ -487,7 +487,7 @@ def broken(change: Callable[[dict], object]) -> dict:
         (broken(lambda file: file["measurements"][3].pop("peer")), "write.json: measurements[3]: 'peer' is missing"),
         (
             broken(lambda file: file["measurements"][1].update(operation="wrote")),
-            "write.json: measurements[1]: 'operation': got 'wrote', expected one of ['attention', 'write'",
+            "write.json: measurements[1]: 'operation': got 'wrote', expected one of ['attention', 'ragged attention'",
         ),
         (
             broken(lambda file: file["measurements"][1].update(num_tokens=-1)),

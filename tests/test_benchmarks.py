@@ -51,6 +51,7 @@ PROGRAMS = [
     "sharded",
     "layers",
     "attention",
+    "ragged",
     "generate",
 ]
 EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
@@ -148,6 +149,7 @@ EXPECTED = {
         for peer in ("one cache, scan", "one cache, unrolled", "a cache a layer, unrolled")
     ],
     "attention": [("attention", "kvjax", dtype) for dtype in DTYPES],
+    "ragged": [("ragged attention", peer, dtype) for peer in ("kvjax", "kvjax without cascade") for dtype in DTYPES],
     "generate": [
         ("decode step", "DynamicCache, sdpa", "bfloat16"),
         *(("decode step", f"KvjaxCache, {how}", dtype) for how in ("sdpa", "kvjax") for dtype in DTYPES),
@@ -163,6 +165,7 @@ EXPECTED_WITH_TORCH = {
         *(("host write", "kvjax_torch", dtype) for dtype in DTYPES),
     ],
     "attention": [("attention", "torch sdpa", "bfloat16")],
+    "ragged": [("ragged attention", "kvjax_torch", dtype) for dtype in DTYPES],
 }
 
 
@@ -572,7 +575,8 @@ def test_what_does_not_fit_into_memory_is_skipped(results, error):
 
 def test_what_would_not_fit_into_memory_is_not_tried(results):
     assert memory.why_too_large(1, 1) is None
-    assert compare_all(results, [], lambda _: memory.why_too_large(1 << 60)) == {}
+    peers = [fake_peer("kvjax", lambda _: fail(MemoryError()))]
+    assert compare_all(results, peers, lambda _: memory.why_too_large(1 << 60)) == {}
     assert re.match(r"too little memory: needs 1,0.*GiB on the device", results.skipped["fake: a case, 3"])
     huge = WriteJob(shapes.LLAMA_8B, BFLOAT16, 1 << 40)
     assert "too little memory" in huge.why_too_large(1 << 40)

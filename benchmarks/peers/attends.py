@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
     def call(number: int) -> jax.Array:
         cache = inputs.caches[inputs.cache_number(number)]
-        return compiled(query, cache, inputs.table, inputs.seq_lens, **workload.scales())
+        return compiled(query, cache, *inputs.numbers, **workload.scales())
 
     facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
     return Run(call, functools.partial(inputs.check, most=OWN_ERROR), facts=facts)
@@ -67,27 +68,35 @@ def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
     """Attention of JAX to dense caches of the same tokens: no pages."""
     compiled = dense_attention(inputs.job, implementation).result()
     dense = [inputs.dense() for _ in inputs.caches]
+    query = inputs.query.reshape(_dense_shape(inputs.job))
 
     def call(number: int) -> jax.Array:
-        return compiled(inputs.query, *dense[inputs.cache_number(number)], inputs.seq_lens)
+        return compiled(query, *dense[inputs.cache_number(number)], inputs.seq_lens)
 
     return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
 
 
+def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
+    return job.row.num_seqs, job.row.q_len, job.row.num_heads, job.row.head_size
+
+
 @functools.cache
 def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
-    """`jax.nn.dot_product_attention` for a job, being compiled: `(query, key, value, seq_lens)`."""
+    """`jax.nn.dot_product_attention` for a job, being compiled: `(query, key, value, seq_lens)`.
+
+    Several query tokens of a sequence are all its tokens.
+    """
     row = job.row
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, seq_lens: jax.Array) -> jax.Array:
-        lengths: dict[str, Any] = {"key_value_seq_lengths": seq_lens, "implementation": implementation}
-        return jax.nn.dot_product_attention(query, key, value, **lengths)
+        options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
+        return jax.nn.dot_product_attention(query, key, value, **options | {"implementation": implementation})
 
     dense = jax.ShapeDtypeStruct(
         (row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size), jnp.bfloat16
     )
     query, lengths = (
-        jax.ShapeDtypeStruct(job.query_shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct(_dense_shape(job), jnp.bfloat16),
         jax.ShapeDtypeStruct(row.seq_lens.shape, jnp.int32),
     )
     return compiling(attend, query, dense, dense, lengths)
@@ -188,10 +197,17 @@ def _why_no_triton() -> str | None:
 KVJAX: Peer[AttentionJob, AttentionInputs]
 KVJAX_IN_XLA: Peer[AttentionJob, AttentionInputs]
 KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
+KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
 READ = Peer[AttentionJob, AttentionInputs]("read", read_run, why_missing=_why_no_gpu)
-CUDNN = Peer[AttentionJob, AttentionInputs]("cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu)
+CUDNN = Peer[AttentionJob, AttentionInputs](
+    "cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
+)
 TRITON = Peer[AttentionJob, AttentionInputs](
-    "JAX Triton", triton_run, serves=_serves_triton, why_missing=_why_no_triton
+    "JAX Triton",
+    triton_run,
+    serves=_serves_triton,
+    why_missing=_why_no_triton,
+    ahead=lambda job: [triton_attention(job, False)],
 )
 SDPA = Peer[AttentionJob, AttentionInputs](
     "torch sdpa", torch_run, serves=_serves_torch, why_missing=in_torch.why_missing
@@ -202,20 +218,16 @@ BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
 
 
-def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
+def compile_ahead[J: AttentionJob](jobs: Sequence[J], peers: Sequence[Peer[J, Any]]) -> None:
     """Compiles what takes longest of what these peers need for these jobs, on several cores.
 
     It waits for all of it: threads that lower programs keep the one that starts calls from its turn. An error is
     raised where the result is asked for.
     """
-    programs = []
+    programs: list[Future[Any]] = []
     for job in jobs:
-        if any(peer.serves(job) for peer in peers if peer is not READ):
-            programs.append(reference(job))
-        if KVJAX in peers:
-            programs.append(attention(job, output.IMPLEMENTATION.value))
-        if CUDNN in peers and CUDNN.serves(job):
-            programs.append(dense_attention(job, "cudnn"))
-        if TRITON in peers and TRITON.serves(job):
-            programs.append(triton_attention(job, False))
+        serving = [peer for peer in peers if peer is not READ and peer.serves(job)]
+        programs += [reference(job)] if serving else []
+        for peer in serving:
+            programs += peer.ahead(job)
     concurrent.futures.wait(programs)

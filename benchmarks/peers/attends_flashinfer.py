@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, where it is installed: its kernels for tensor cores (FA2), and TensorRT-LLM's (XQA)."""
+"""Attention by FlashInfer, where it is installed: its kernels for tensor cores (FA2, FA3), and TensorRT-LLM's (XQA)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from absl import flags
 from benchmarks import workload
 from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
-from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
+from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob, RaggedInputs, RaggedJob
 from benchmarks.peers.in_torch import borrow, float_scales
 from benchmarks.peers.peer import Peer, Run, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE
@@ -74,26 +74,34 @@ def scales_of(job: AttentionJob) -> tuple[float, float]:
     return k_scale, v_scale
 
 
+def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:
+    """The pages of each sequence as FlashInfer plans for them: where they start, their numbers, tokens in the last."""
+    import torch
+
+    counts = [-(-int(length) // BLOCK_SIZE) for length in inputs.job.row.seq_lens]
+    blocks = [some[:count] for some, count in zip(borrow(inputs.table), counts, strict=True)]
+    last = [(int(length) - 1) % BLOCK_SIZE + 1 for length in inputs.job.row.seq_lens]
+    starts = [0, *itertools.accumulate(counts)]
+    return torch.tensor(starts, dtype=torch.int32), torch.cat(blocks), torch.tensor(last, dtype=torch.int32)
+
+
 def fa2_run(inputs: AttentionInputs) -> Run:
     """The decode wrapper. Values are not multiplied by their scale, for which it launches a kernel of its own."""
     import torch
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     job, row = inputs.job, inputs.job.row
-    wait_for(fa2_module, *fa2_key(job))
-    table = borrow(inputs.table)
+    wait_for(prefill_module, *prefill_key(job))
+    query = borrow(inputs.query).flatten(0, 1)
     k_scale, v_scale = scales_of(job)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=table.device),
+        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device),
         row.layout.value,
         use_tensor_cores=True,
         backend="fa2",
     )
-    counts = [-(-int(length) // BLOCK_SIZE) for length in row.seq_lens]
     wrapper.plan(
-        torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
-        torch.cat([blocks[:count] for blocks, count in zip(table, counts, strict=True)]),
-        torch.tensor([(int(length) - 1) % BLOCK_SIZE + 1 for length in row.seq_lens], dtype=torch.int32),
+        *page_table(inputs),
         row.num_heads,
         row.num_kv_heads,
         row.head_size,
@@ -104,18 +112,48 @@ def fa2_run(inputs: AttentionInputs) -> Run:
         sm_scale=k_scale / row.head_size**0.5,
         **({"q_len_per_req": row.q_len} if row.q_len > 1 else {}),
     )
-    query = borrow(inputs.query).flatten(0, 1)
-    caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
+    return _wrapper_run(inputs, wrapper, query, v_scale)
+
+
+def _wrapper_run(inputs: AttentionInputs, wrapper: Any, query: Any, v_scale: float, **options: Any) -> Run:
+    caches = [views(borrow(cache.kv), inputs.job.spec) for cache in inputs.caches]
 
     def call(number: int) -> Any:
         pages, block_scales = caches[inputs.cache_number(number)]
         # With programmatic launches a kernel's time would hold its wait for the one before.
-        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False)
+        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False, **options)
 
     def check(attended: Any) -> dict[str, float]:
         return inputs.check(attended.float().cpu().numpy(), most=PEER_ERROR, factor=v_scale)
 
     return Run(call, check, in_torch.wait)
+
+
+def prefill_run(inputs: RaggedInputs, *, backend: str) -> Run:
+    """The prefill wrapper, for prompts and decodes. Results go into a tensor that it need not fill with zeros first."""
+    import torch
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    job, row = inputs.job, inputs.job.row
+    wait_for(prefill_module, *prefill_key(job, backend))
+    query = borrow(inputs.query)
+    k_scale, v_scale = scales_of(job)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device), row.layout.value, backend=backend
+    )
+    wrapper.plan(
+        torch.from_numpy(row.cu_q_lens),
+        *page_table(inputs),
+        row.num_heads,
+        row.num_kv_heads,
+        row.head_size,
+        BLOCK_SIZE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=stored_dtype(job.dtype),
+        sm_scale=k_scale / row.head_size**0.5,
+    )
+    return _wrapper_run(inputs, wrapper, query, v_scale, out=torch.empty_like(query))
 
 
 def xqa_run(inputs: AttentionInputs) -> Run:
@@ -166,9 +204,9 @@ def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
 type ModuleKey = tuple[Any, ...]
 
 
-def fa2_key(job: AttentionJob) -> ModuleKey:
-    """What its kernel is built for: the cache's dtype, the head size, and whether there is a window."""
-    return job.dtype, job.row.head_size, job.row.window is not None
+def prefill_key(job: AttentionJob, backend: str = "fa2") -> ModuleKey:
+    """What its kernels are built for: the cache's dtype, the head size, and whether there is a window."""
+    return backend, job.dtype, job.row.head_size, job.row.window is not None
 
 
 def xqa_key(job: AttentionJob) -> ModuleKey:
@@ -178,8 +216,9 @@ def xqa_key(job: AttentionJob) -> ModuleKey:
 
 
 @functools.cache
-def fa2_module(*key: Any) -> Future[Any]:
-    return _builders().submit(_build_fa2, *key)
+def prefill_module(*key: Any) -> Future[Any]:
+    """FA2 and FA3, by which tensor cores decode, too."""
+    return _builders().submit(_build_prefill, *key)
 
 
 @functools.cache
@@ -187,13 +226,13 @@ def xqa_module(*key: Any) -> Future[Any]:
     return _builders().submit(_build_xqa, *key)
 
 
-def _build_fa2(dtype: KVCacheDType, head_size: int, has_window: bool) -> None:
+def _build_prefill(backend: str, dtype: KVCacheDType, head_size: int, has_window: bool) -> None:
     import torch
     from flashinfer.prefill import get_batch_prefill_module  # type: ignore[import-not-found]
 
     types = torch.bfloat16, stored_dtype(dtype), torch.bfloat16, torch.int32
     no_encoding, no_cap, no_fp16 = 0, False, False
-    get_batch_prefill_module("fa2", *types, head_size, head_size, no_encoding, has_window, no_cap, no_fp16)
+    get_batch_prefill_module(backend, *types, head_size, head_size, no_encoding, has_window, no_cap, no_fp16)
 
 
 def _build_xqa(dtype: KVCacheDType, head_size: int, group: int, has_window: bool, q_len: int) -> None:
@@ -227,11 +266,22 @@ def wait_for(module: Any, *key: Any) -> None:
         raise TimeoutError(f"not built within --build_seconds={BUILD_SECONDS.value}") from None
 
 
-def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
+def build_ahead[J: AttentionJob](jobs: Sequence[J], peers: Sequence[Peer[J, Any]]) -> None:
     """Starts to build what these peers need for these jobs, in the background: first what most jobs need."""
     _deadline()
-    kinds = [(XQA, xqa_module, xqa_key), (FA2, fa2_module, fa2_key)]
-    needed = [(module, key(job)) for peer, module, key in kinds if peer in peers for job in jobs if peer.serves(job)]
+    kinds: dict[Any, tuple[Any, Any]] = {
+        XQA: (xqa_module, xqa_key),
+        FA2: (prefill_module, prefill_key),
+        **{peer: (prefill_module, functools.partial(prefill_key, backend=name)) for name, peer in PREFILL.items()},
+    }
+    needed = [
+        (module, key(job))
+        for peer in peers
+        if peer in kinds
+        for module, key in [kinds[peer]]
+        for job in jobs
+        if peer.serves(job)
+    ]
     for (module, key), _ in collections.Counter(needed).most_common():
         module(*key)
 
@@ -246,3 +296,16 @@ FA2 = Peer[AttentionJob, AttentionInputs]("FlashInfer FA2", fa2_run, why_missing
 XQA = Peer[AttentionJob, AttentionInputs](
     "FlashInfer XQA", xqa_run, serves=lambda job: job.dtype is not NVFP4, why_missing=_why_missing
 )
+
+
+def _prefill_peer(backend: str, *dtypes: KVCacheDType) -> Peer[RaggedJob, RaggedInputs]:
+    return Peer[RaggedJob, RaggedInputs](
+        f"FlashInfer {backend.upper()}",
+        functools.partial(prefill_run, backend=backend),
+        serves=lambda job: job.dtype in dtypes and not job.row.prefix_len,
+        why_missing=_why_missing,
+    )
+
+
+PREFILL = {"fa2": _prefill_peer("fa2", BFLOAT16, FP8, NVFP4), "fa3": _prefill_peer("fa3", BFLOAT16)}
+"""By its backends."""

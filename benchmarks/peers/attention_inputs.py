@@ -17,7 +17,8 @@ import kvjax
 from benchmarks import memory, workload
 from benchmarks.ahead import Workers
 from benchmarks.peers.gathers import random_tokens
-from benchmarks.shapes import BLOCK_SIZE, AttentionRow
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow, RaggedRow
+from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 
 DISTINCT_PAGES = 1_024
@@ -58,6 +59,16 @@ class AttentionJob:
         return row.num_seqs, row.q_len, row.num_heads, row.head_size
 
     @property
+    def sampled(self) -> np.ndarray:
+        """Which of the query's first dimension are checked."""
+        return np.asarray([0, -1])
+
+    def attention(self, implementation: str | None) -> Future[Any]:
+        """`kvjax.paged_attention`, being compiled: `(query, cache, table, seq_lens, **workload.scales())`."""
+        shape = self.query_shape if self.row.q_len > 1 else self.query_shape[:1] + self.query_shape[2:]
+        return paged(self, jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE), implementation)
+
+    @property
     def bytes_moved(self) -> int:
         """The fewest bytes that a call reads and writes: pages and their numbers, lengths, the query and the result."""
         numbers = (self.row.num_blocks_read + self.row.num_seqs) * np.dtype(np.int32).itemsize
@@ -92,9 +103,7 @@ class AttentionInputs:
         pages = filled_pages(job.spec)
         self.source = jax.device_put(rng.integers(pages.num_blocks, size=row.num_blocks, dtype=np.int32))
         self.caches = [KVCache(take_pages(pages.kv, self.source), job.spec) for _ in range(job.num_caches)]
-        self.table = jax.device_put(
-            rng.permutation(row.num_blocks).astype(np.int32).reshape(row.num_seqs, row.blocks_a_seq)
-        )
+        self.table = jax.device_put(row.table(rng.permutation(row.num_blocks).astype(np.int32)))
         self.seq_lens = jax.device_put(row.seq_lens)
         query = rng.standard_normal(job.query_shape, np.float32).astype(workload.INPUT_DTYPE)
         self.query = jax.device_put(query)
@@ -104,8 +113,18 @@ class AttentionInputs:
 
     @property
     def call_query(self) -> jax.Array:
-        """The query as `kvjax.paged_attention` takes it."""
+        """The query as kvjax takes it."""
         return self.query[:, 0] if self.job.row.q_len == 1 else self.query
+
+    @property
+    def numbers(self) -> tuple[jax.Array, ...]:
+        """What kvjax takes after the query and the cache."""
+        return self.table, self.seq_lens
+
+    @property
+    def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
+        """Table and lengths of the sampled part of the query."""
+        return self.table[self.job.sampled], self.seq_lens[self.job.sampled]
 
     def token_pages(self) -> tuple[jax.Array, jax.Array]:
         """The tokens in a bfloat16 cache, keys and values, by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
@@ -125,37 +144,33 @@ class AttentionInputs:
 
     @functools.cached_property
     def expected(self) -> np.ndarray:
-        """The result for the first and the last sequence, float64 `[2, q_len, num_heads, head_size]`."""
-        some = np.asarray([0, -1])
-        attended = reference(self.job).result()(
-            self.query[some].astype(jnp.float32),
-            self.caches[0],
-            self.table[some],
-            self.seq_lens[some],
-            **workload.scales(),
-        )
+        """The result for the sampled part, float64."""
+        query = self.query[self.job.sampled].astype(jnp.float32)
+        attended = reference(self.job).result()(query, self.caches[0], *self.sampled_sequences, **workload.scales())
         return np.asarray(attended, np.float64)
 
     def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
-        """Compares a result, an array of NumPy's `[num_seqs, (q_len,) num_heads, head_size]`, with the XLA form's.
+        """Compares a result, an array of NumPy's, with the XLA form's.
 
         Args:
-          attended: the result.
+          attended: the result, of the query's shape but for dimensions of 1.
           most: the largest error that is accepted.
           factor: what it lacks.
 
         Returns:
-          The error of the first and the last sequence together, relative to what is expected.
+          The errors of the sampled tokens, each relative to what is expected of it, by their root mean square.
 
         Raises:
           AssertionError: the error is larger, or an element is NaN or infinite.
         """
-        got = factor * np.asarray(attended).astype(np.float64).reshape(self.job.query_shape)
+        got = np.asarray(attended).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
             raise AssertionError(
                 f"{np.count_nonzero(~np.isfinite(got)):,} of {got.size:,} elements are NaN or infinite"
             )
-        apart = np.linalg.norm(got[[0, -1]] - self.expected) / np.linalg.norm(self.expected)
+        deviation = factor * got[self.job.sampled].astype(np.float64) - self.expected
+        errors = np.linalg.norm(deviation, axis=(-2, -1)) / np.linalg.norm(self.expected, axis=(-2, -1))
+        apart = np.sqrt(np.mean(errors**2))
         if not apart <= most:
             raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
         return {"error": float(apart)}
@@ -197,21 +212,119 @@ def compiling_jitted(jitted: Any, *args: Any, **kwargs: Any) -> Future[Any]:
 
 @functools.cache
 def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
-    """`kvjax.paged_attention` for a job, being compiled: `(query, cache, table, seq_lens, **workload.scales())`."""
-    shape = job.query_shape if job.row.q_len > 1 else job.query_shape[:1] + job.query_shape[2:]
-    return _attention(job, jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE), implementation)
+    """kvjax's call for a job, being compiled: `(query, cache, *numbers, **workload.scales())`."""
+    return job.attention(implementation)
+
+
+def reference(job: AttentionJob) -> Future[Any]:
+    """`paged_attention` by XLA, of a float32 query of the sampled sequences."""
+    shape = len(job.sampled), *job.query_shape[1:]
+    return paged(job, jax.ShapeDtypeStruct(shape, jnp.float32), "xla")
+
+
+def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
+    """`kvjax.paged_attention` of such a query over the caches of a job, being compiled."""
+    row = job.row
+    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, row.window, query, implementation)
 
 
 @functools.cache
-def reference(job: AttentionJob) -> Future[Any]:
-    """The same by XLA, of a float32 query of two sequences."""
-    return _attention(job, jax.ShapeDtypeStruct((2, *job.query_shape[1:]), jnp.float32), "xla")
+def _paged(
+    spec: AttentionSpec,
+    num_blocks: int,
+    blocks_a_seq: int,
+    window: int | None,
+    query: jax.ShapeDtypeStruct,
+    implementation: str | None,
+) -> Future[Any]:
+    attend = functools.partial(kvjax.paged_attention, sliding_window=window, implementation=implementation)
+    table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
+    return compiling(attend, query, _cache(spec, num_blocks), table, lengths, **workload.scales())
 
 
-def _attention(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
-    row, spec = job.row, job.spec
-    kv: Any = jax.ShapeDtypeStruct(spec.cache_shape(row.num_blocks), spec.array_dtype)
-    table = jax.ShapeDtypeStruct((query.shape[0], row.blocks_a_seq), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((query.shape[0],), jnp.int32)
-    attend = functools.partial(kvjax.paged_attention, sliding_window=row.window, implementation=implementation)
-    return compiling(attend, query, KVCache(kv, spec), table, lengths, **workload.scales())
+def _cache(spec: AttentionSpec, num_blocks: int) -> KVCache:
+    kv: Any = jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype)
+    return KVCache(kv, spec)
+
+
+def _indices(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+NUM_SAMPLED = 16
+"""Query tokens of a step that are checked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedJob(AttentionJob):
+    """Attention in one step to time."""
+
+    row: RaggedRow
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """`[num_tokens, num_heads, head_size]`."""
+        return self.row.num_tokens, self.row.num_heads, self.row.head_size
+
+    @property
+    def query(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.query_shape, workload.INPUT_DTYPE)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Half of them anywhere, half the last of a sequence."""
+        half, row = NUM_SAMPLED // 2, self.row
+        tokens, seqs = (np.linspace(0, count - 1, half).astype(int) for count in (row.num_tokens, row.num_seqs))
+        return np.concatenate([tokens, row.cu_q_lens[seqs + 1] - 1])
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The static sizes of the call."""
+        row = self.row
+        return {"max_q_len": row.q_len, "max_prompts": row.num_seqs if row.num_prompts is None else row.num_prompts}
+
+    def attention(self, implementation: str | None) -> Future[Any]:
+        """`kvjax.ragged_paged_attention`, or where tokens are shared what examples/shared_prefix.py does."""
+        row, cache = self.row, _cache(self.spec, self.row.num_blocks)
+        table, lengths = _indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), _indices(row.num_seqs)
+        if row.prefix_len:
+            attend = functools.partial(shared_prefix_attention, implementation=implementation)
+            return compiling(
+                attend, self.query, cache, _indices(row.prefix_blocks), table, lengths, **workload.scales()
+            )
+        attend = functools.partial(kvjax.ragged_paged_attention, **self.limits, implementation=implementation)
+        return compiling(attend, self.query, cache, table, lengths, _indices(row.num_seqs + 1), **workload.scales())
+
+
+class RaggedInputs(AttentionInputs):
+    """The same of a step, whose query is `[num_tokens, num_heads, head_size]`.
+
+    Attributes:
+      cu_q_lens: int32 `[num_seqs + 1]`.
+    """
+
+    job: RaggedJob
+
+    def __init__(self, job: RaggedJob) -> None:
+        super().__init__(job)
+        self.cu_q_lens = jax.device_put(job.row.cu_q_lens)
+        prefix = job.row.prefix_blocks
+        self._numbers: tuple[jax.Array, ...] = self.table, self.seq_lens, self.cu_q_lens
+        if prefix:
+            self._numbers = self.table[0, :prefix], self.table[:, prefix:], self.seq_lens - job.row.prefix_len
+
+    @property
+    def call_query(self) -> jax.Array:
+        return self.query
+
+    @property
+    def numbers(self) -> tuple[jax.Array, ...]:
+        return self._numbers
+
+    @property
+    def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
+        """Each token is the last one of a sequence."""
+        row, tokens = self.job.row, self.job.sampled
+        seqs = np.searchsorted(row.cu_q_lens[1:], tokens, side="right")
+        lengths = row.seq_lens[seqs] - (row.cu_q_lens[seqs + 1] - tokens) + 1
+        return self.table[seqs], jax.device_put(lengths.astype(np.int32))

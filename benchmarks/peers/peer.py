@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ class Peer[Job, Inputs]:
       prepare: makes it ready, with inputs that all peers share.
       serves: whether it does such a job at all.
       why_missing: why it cannot run here, whatever the job; `None` where it can.
+      ahead: starts to compile what it needs for such a job; done where no time is taken.
       own: whether it is kvjax: a wrong result, or an error other than too little memory, then fails the program.
     """
 
@@ -45,6 +47,7 @@ class Peer[Job, Inputs]:
     prepare: Callable[[Inputs], Run]
     serves: Callable[[Job], bool] = lambda job: True
     why_missing: Callable[[], str | None] = lambda: None
+    ahead: Callable[[Job], Sequence[Future[Any]]] = lambda job: ()
     own: bool = False
 
 
