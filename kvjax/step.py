@@ -231,7 +231,8 @@ def attend(
         batch = np.shape(query)[:2]
         if math.prod(batch) != num_tokens:
             raise KVCacheValueError(
-                f"query: got shape {np.shape(query)}, expected batch * time to be the metadata's num_tokens={num_tokens}"
+                f"query: got shape {np.shape(query)}, expected batch * time to be the metadata's"
+                f" num_tokens={num_tokens}"
             )
         query, slots = flat_tokens(query), jnp.reshape(slots, batch)
     else:
