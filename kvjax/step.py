@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, check_array, check_cache
 from kvjax.ops.ragged import ragged_paged_attention
-from kvjax.ops.write import reshape_and_cache_flash_diffkv
+from kvjax.ops.write import flat_tokens, reshape_and_cache_flash_diffkv
 from kvjax.spec import as_int
 
 PADDING_SLOT = -1
@@ -191,7 +192,8 @@ def attend(
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata;
-        padding rows attend to nothing.
+        padding rows attend to nothing. Or `[batch, time, num_heads, head_size]` with `batch * time = num_tokens`; then
+        keys, values and the result have these two dimensions too.
       key: `[num_tokens, num_kv_heads, head_size]`, likewise.
       value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype.
       cache: the layer's cache, or that of several layers. Under `jit`, donate it.
@@ -211,7 +213,7 @@ def attend(
       implementation: `"mosaic"` or `"xla"`, for the write and the attention; None chooses for each.
 
     Returns:
-      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype, and the updated cache.
+      `query`'s shape with `head_size_v`, of its dtype, and the updated cache.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as both operations; also a number of rows other than the metadata's.
@@ -222,10 +224,21 @@ def attend(
         raise KVCacheTypeError(f"metadata: got {kind_of(metadata)}, expected a StepMetadata")
     check_array("slot_mapping", metadata.slot_mapping, [("num_tokens", None)], INDEX_DTYPES)
     num_tokens = np.shape(metadata.slot_mapping)[0]
-    dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
-    check_array("query", query, dims, INPUT_DTYPES)
+    heads = [("num_heads", None), ("head_size", cache.spec.head_size)]
+    slots, batch = metadata.slot_mapping, ()
+    if np.ndim(query) == 4:
+        check_array("query", query, [("batch", None), ("time", None), *heads], INPUT_DTYPES)
+        batch = np.shape(query)[:2]
+        if math.prod(batch) != num_tokens:
+            raise KVCacheValueError(
+                f"query: got shape {np.shape(query)}, expected batch * time to be the metadata's"
+                f" num_tokens={num_tokens}"
+            )
+        query, slots = flat_tokens(query), jnp.reshape(slots, batch)
+    else:
+        check_array("query", query, [("num_tokens", num_tokens), *heads], INPUT_DTYPES)
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
-    cache = reshape_and_cache_flash_diffkv(key, value, cache, metadata.slot_mapping, unique_slots=unique_slots, **given)
+    cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=unique_slots, **given)
     attended = ragged_paged_attention(
         query,
         cache,
@@ -242,7 +255,7 @@ def attend(
         decode_q_len=decode_q_len,
         **given,
     )
-    return attended, cache
+    return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache
 
 
 def _entries(array: jax.Array, *indices: jax.Array) -> jax.Array:

@@ -386,6 +386,7 @@ def small_call() -> dict[str, Any]:
         ({"max_prompts": -1}, KVCacheValueError, "max_prompts: got -1, expected an int of at least 0"),
         ({"decode_q_len": 1.0}, KVCacheTypeError, "decode_q_len: got 1.0 of type float, expected an int"),
         ({"sinks": np.zeros(3, np.float32)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
+        ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

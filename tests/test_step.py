@@ -292,6 +292,19 @@ def test_options_reach_the_write_and_the_attention():
         kvjax.attend(query, key, value, cache, step, implementation="mosaic")
 
 
+@pytest.mark.parametrize("batch", [(1, 6), (2, 3), (6, 1)])
+def test_a_batch_of_equally_many_tokens_is_taken_as_it_comes(batch: tuple[int, int]):
+    """The second row of the batch, padded to 3 tokens, has one."""
+    rng = np.random.default_rng(3)
+    rows = [rng.standard_normal((6, heads, 16), np.float32) for heads in (6, 2, 2)]
+    cache = kvjax.KVCache.allocate(SPECS["float32"], 4)
+    step = StepMetadata(*(np.array(x, np.int32) for x in ([[2], [1]], [3, 1], [0, 3, 4], [8, 9, 10, 4, -1, -1])))
+    expected, expected_cache = kvjax.attend(*rows, cache, step)
+    got, written = jax.jit(kvjax.attend)(*(x.reshape(*batch, *x.shape[1:]) for x in rows), cache, step)
+    np.testing.assert_allclose(got, expected.reshape(*batch, *expected.shape[1:]), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(written.kv, expected_cache.kv)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -301,6 +314,16 @@ def test_options_reach_the_write_and_the_attention():
             {"query": np.zeros((2, 6, 16), np.float32)},
             KVCacheValueError,
             "query: got shape (2, 6, 16), expected [num_to",
+        ),
+        (
+            {"query": np.zeros((2, 2, 6, 16), np.float32)},
+            KVCacheValueError,
+            "query: got shape (2, 2, 6, 16), expected batch * time to be the metadata's num_tokens=3",
+        ),
+        (
+            {"query": np.zeros((1, 3, 6, 16), np.float32)},
+            KVCacheValueError,
+            "slot_mapping: got shape (1, 3), expected [num_tokens=3]",
         ),
         (
             {"key": np.zeros((4, 2, 16), np.float32)},

@@ -261,6 +261,7 @@ def test_compiled(query_dtype, device):
             "logits_soft_cap: got True of type bool, expected a float or None",
         ),
         ({"seq_lens": torch.zeros(3).int()}, KVCacheValueError, "seq_lens: got shape (3,), expected [num_seqs=2]"),
+        ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

@@ -433,6 +433,7 @@ def test_shapes_on_the_meta_device():
         ({"max_q_len": True}, KVCacheTypeError, "max_q_len: got True of type bool, expected an int"),
         ({"sinks": torch.zeros(3)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
         ({"sliding_window": 0}, KVCacheValueError, "sliding_window: got 0, expected a positive int or None"),
+        ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

@@ -29,9 +29,7 @@ BLOCK_SIZE = 16
 
 
 class PagedAttention(llama3.Attention):
-    """An attention layer over pages; `scales` are decode scales of keys and values."""
-
-    scales: tuple[float, float]
+    """An attention layer over pages."""
 
     def block(self, x: Any, segment_pos: Any, cache: kvjax.KVCache, attn_mask: Any) -> tuple[kvjax.KVCache, Any]:
         """What the layer computes: writes the new tokens, then attends to all."""
@@ -42,27 +40,32 @@ class PagedAttention(llama3.Attention):
         position = jnp.maximum(num_seen - 1, 0)
         block = jnp.take_along_axis(table, position // BLOCK_SIZE, axis=1)
         slots = jnp.where(num_seen > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        scales = dict(zip(("k_scale", "v_scale"), self.scales, strict=True))
-        cache = kvjax.reshape_and_cache_flash(key, value, cache, slots, unique_slots=True, **scales)
-        attended = kvjax.paged_attention(query, cache, table, num_seen[:, -1], **scales)
+        cache = kvjax.reshape_and_cache_flash(key, value, cache, slots, unique_slots=True)
+        attended = kvjax.paged_attention(query, cache, table, num_seen[:, -1])
         return cache, self.o_proj(attended)
 
 
 class PagedLlama3(llama3.Llama3):
-    """A model that makes its caches itself; `kv_cache_dtype` is that of all layers."""
+    """A model that makes its caches itself, of one dtype; `scales` are each layer's decode scales."""
 
     kv_cache_dtype: kvjax.KVCacheDType
+    scales: tuple[tuple[float, float], ...]
 
     def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> dict[str, kvjax.KVCache]:
         """What the sampler asks for: room for `cache_size` tokens of each row."""
         heads, size = self.config.num_kv_heads, self.config.head_dim
         spec = kvjax.FullAttentionSpec(BLOCK_SIZE, heads, size, dtype=self.kv_cache_dtype)
         num_blocks = batch_size * -(-cache_size // BLOCK_SIZE)
-        return {f"layer_{i}": kvjax.KVCache.allocate(spec, num_blocks) for i in range(self.config.num_layers)}
+        return {
+            f"layer_{i}": kvjax.KVCache.allocate(spec, num_blocks, k_scale=k_scale, v_scale=v_scale)
+            for i, (k_scale, v_scale) in enumerate(self.scales)
+        }
 
 
 def use_pages(model: llama3.Llama3, kv_cache_dtype: str, scales: Sequence[tuple[float, float]] | None = None) -> None:
     """Has a model keep its keys and values in pages, in place; `scales` are one pair a layer, by default 1."""
     model.__class__, model.kv_cache_dtype = PagedLlama3, kvjax.parse_kv_cache_dtype(kv_cache_dtype)
-    for layer, of_layer in zip(model.layers, scales or [(1.0, 1.0)] * len(model.layers), strict=True):
-        layer.attn.__class__, layer.attn.scales = PagedAttention, tuple(map(float, of_layer))
+    pairs = scales or [(1.0, 1.0)] * len(model.layers)
+    model.scales = tuple((float(k_scale), float(v_scale)) for k_scale, v_scale in pairs)
+    for layer in model.layers:
+        layer.attn.__class__ = PagedAttention

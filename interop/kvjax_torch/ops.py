@@ -332,6 +332,7 @@ def paged_attention(
     check_tensors(**tensors, block_table=block_table, seq_lens=seq_lens)
     k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
     check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
+    return_lse = as_bool("return_lse", return_lse)
     sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
     out, lse = torch.ops.kvjax.paged_attention.default(
         query,
@@ -473,6 +474,7 @@ def ragged_paged_attention(
     check_tensors(**tensors, seq_lens=seq_lens, cu_q_lens=cu_q_lens)
     k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
     check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
+    return_lse = as_bool("return_lse", return_lse)
     sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
     out, lse = torch.ops.kvjax.ragged_paged_attention.default(
         query,

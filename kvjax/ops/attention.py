@@ -145,7 +145,7 @@ def paged_attention(
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), q_len, q_len)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
-    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
     candidates = _candidates(jnp.dtype(rows.dtype), window_array is None, sizes)
     serve = select.choose("paged_attention", implementation, candidates, cache)

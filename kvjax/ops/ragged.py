@@ -172,7 +172,7 @@ def ragged_paged_attention(
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
-    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
     numbers = max_q_len, max_prompts, decode_q_len
     buckets = _as_buckets(num_tokens, num_seqs, *numbers, batch_invariant=batch_invariant)
     if is_checked():
