@@ -174,7 +174,8 @@ class KVCache:
         return dataclasses.replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        return _unflatten(self._static, copy.deepcopy(self._leaves, memo))
+        # jax does not copy a donated array, which has no data.
+        return _unflatten(self._static, tuple(x if _is_donated(x) else copy.deepcopy(x, memo) for x in self._leaves))
 
     def __reduce__(self) -> Any:
         self._check_not_donated("cache")

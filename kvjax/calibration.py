@@ -21,7 +21,7 @@ from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 from kvjax.scales import KVScales
-from kvjax.spec import AttentionSpec
+from kvjax.spec import AttentionSpec, as_specs
 
 type Batch = Iterable[Iterable[ArrayLike]]
 """Keys and values, `(key, value)`, of each layer."""
@@ -72,11 +72,12 @@ def calibrate(
     Raises:
       KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
         percentile out of range; `per_head` without a layer that takes a scale per head.
-      KVCacheTypeError: a batch of another type or dtype; for `"mse"` an iterator.
+      KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator.
 
     Warns:
       KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.
     """
+    specs = as_specs(specs)
     if method not in list(CalibrationMethod):
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
     if not 0 < percentile <= 100:

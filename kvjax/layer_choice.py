@@ -10,7 +10,7 @@ from typing import SupportsIndex
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
 from kvjax.layer_names import MAX_DIGITS
-from kvjax.model_config import ModelKVConfig
+from kvjax.model_config import ModelKVConfig, explain_layer_type
 
 ALL_LAYERS = "*"
 """In a mapping of dtypes: the layers without another key."""
@@ -71,7 +71,14 @@ def _named(what: str, entry: object, model: ModelKVConfig, *others: str) -> froz
     if not named or last >= model.num_hidden_layers:
         cached = " that has a KV cache" if model.layers_without_cache else ""
         accepted = [f"a layer index from 0 to {model.num_hidden_layers - 1}{cached}", "a range such as 0-3"]
-        raise KVCacheValueError(got_expected(what, entry, [*accepted, *dict.fromkeys(kinds.values()), *others]))
+        raise KVCacheValueError(
+            got_expected(
+                what,
+                entry,
+                [*accepted, *dict.fromkeys(kinds.values()), *others],
+                hint=explain_layer_type(entry),
+            )
+        )
     return named
 
 

@@ -117,7 +117,10 @@ class ModelKVConfig:
           KVCacheWarning: assumptions about an unknown model type, or one that engines cache in several ways.
         """
         if not isinstance(config, Mapping):
-            raise KVCacheTypeError(f"config: got {shown(config)} of type {type(config).__name__}, expected a mapping")
+            hint = ": config.to_dict()" if hasattr(config, "to_dict") else ""
+            raise KVCacheTypeError(
+                f"config: got {shown(config)} of type {type(config).__name__}, expected a mapping{hint}"
+            )
         part, facts, doubts = plain_keys(config)
         layers = _layers(facts)
         if quantization_config is None:
@@ -196,6 +199,17 @@ _LAYER_TYPES = {
     "attention": _Keeps.ALL,
 }
 _HYBRID_LAYER_PATTERN = {0: _Keeps.ALL, 1: _Keeps.WINDOW}
+
+
+def explain_layer_type(name: object) -> str | None:
+    """Returns what transformers' name of a layer type is in kvjax, for a message; None for any other name."""
+    kept = _LAYER_TYPES.get(name) if isinstance(name, str) else None
+    if kept is None or name in list(AttentionKind):
+        return None
+    if kept is _Keeps.NOTHING:
+        return f"{name} layers have no KV cache of their own"
+    kind = AttentionKind.SLIDING_WINDOW if kept is _Keeps.WINDOW else AttentionKind.FULL_ATTENTION
+    return f"{name} layers are named {kind.value}"
 
 
 def _layers(facts: Facts) -> dict[int, LayerKVConfig]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.checkpoint import DeclaredKVCache, read_declared_kv_cache
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype, parse_model_dtype
-from kvjax.errors import KVCacheValueError, KVCacheWarning
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, kind_of
 from kvjax.layer_choice import requested_dtypes, skipped_layers
 from kvjax.layer_names import in_ranges
 from kvjax.layouts import CacheLayout, VScaleLayout
@@ -95,13 +95,17 @@ def resolve_layer_dtypes(
     Raises:
       KVCacheValueError: as `resolve_kv_cache_dtype`; also an index out of range or of a layer without a KV cache, an
         unknown name, or two dtypes for a layer.
-      KVCacheTypeError: as `resolve_kv_cache_dtype`; also a skipped layer or a key that is neither an int (bool
-        excluded) nor a string, or a bare string for `skip_layers`.
+      KVCacheTypeError: as `resolve_kv_cache_dtype`; also a model of another type, a skipped layer or a key that is
+        neither an int (bool excluded) nor a string, or a bare string for `skip_layers`.
 
     Warns:
       KVCacheWarning: for `"auto"`, as `resolve_kv_cache_dtype`; also the checkpoint declares dtypes for layers that the
         model does not have.
     """
+    if not isinstance(model, ModelKVConfig):
+        raise KVCacheTypeError(
+            f"model: got {kind_of(model)}, expected a ModelKVConfig: ModelKVConfig.from_hf_config(config)"
+        )
     skipped = skipped_layers(skip_layers, model)
     wanted = requested_dtypes(requested, model)
     declared = read_declared_kv_cache(model.quantization_config) if KVCacheDType.AUTO in wanted.values() else None

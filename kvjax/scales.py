@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -115,14 +116,22 @@ def load_kv_scales(
       OSError: a file cannot be read.
 
     Warns:
-      KVCacheWarning: scales that are missing or have an unknown divisor.
+      KVCacheWarning: scales that are missing or have an unknown divisor; a folder with ModelOpt's
+        `hf_quant_config.json` for a model without a `quantization_config`.
     """
-    return tuple(
-        layer.scales
-        for layer in read_layer_scales(
-            open_tensors(checkpoint), model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor
-        )
+    layers = read_layer_scales(
+        open_tensors(checkpoint), model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor
     )
+    beside = None if isinstance(checkpoint, Mapping) else Path(checkpoint, "hf_quant_config.json")
+    if beside is not None and beside.exists() and model.quantization_config is None:
+        warnings.warn(
+            "checkpoint: got a folder with hf_quant_config.json and a model without a quantization_config, so what the"
+            " file declares has no effect; expected ModelKVConfig.from_hf_config(config, quantization_config=...) with"
+            " its content",
+            KVCacheWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
+        )
+    return tuple(layer.scales for layer in layers)
 
 
 def read_layer_scales(

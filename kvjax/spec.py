@@ -234,6 +234,13 @@ def spec_from_dict(fields: dict[str, Any]) -> AttentionSpec:
     return _KINDS[fields.pop("kind")](**fields)
 
 
+def as_specs(specs: object) -> tuple[AttentionSpec, ...]:
+    """Returns a sequence of specs as a tuple; raises `KVCacheTypeError` for anything else, such as a single spec."""
+    if not isinstance(specs, Sequence) or not all(isinstance(spec, AttentionSpec) for spec in specs):
+        raise KVCacheTypeError(f"specs: got {shown(specs)}, expected a sequence of specs, one for each layer")
+    return tuple(specs)
+
+
 def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
     """Gives every layer's pages the same number of bytes, so that all layers can share one pool.
 
@@ -243,9 +250,13 @@ def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...
 
     Specs with equal array shapes and dtypes are returned unchanged; otherwise each result has `page_size_padded` set,
     which makes its cache a view of the shared pool.
+
+    Raises:
+      KVCacheTypeError: not a sequence of specs.
     """
+    specs = as_specs(specs)
     if len({(spec.array_dtype, spec.cache_shape(1)) for spec in specs}) <= 1:
-        return tuple(specs)
+        return specs
     page = max(spec.page_size_bytes for spec in specs)
     return tuple(
         dataclasses.replace(
@@ -262,7 +273,7 @@ def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
-      KVCacheTypeError: the budget is not an int.
+      KVCacheTypeError: not a sequence of specs, or the budget is not an int.
     """
     budget = _budget("max_tokens", specs, budget_bytes)
     layers = collections.Counter((spec.block_size, spec.page_size_bytes) for spec in specs)
@@ -283,13 +294,13 @@ def max_blocks(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.
-      KVCacheTypeError: the budget is not an int.
+      KVCacheTypeError: not a sequence of specs, or the budget is not an int.
     """
     return _budget("max_blocks", specs, budget_bytes) // sum(spec.page_size_bytes for spec in specs)
 
 
 def _budget(what: str, specs: Sequence[AttentionSpec], budget_bytes: object) -> int:
-    if not specs:
+    if not as_specs(specs):
         raise KVCacheValueError(f"{what}: got no specs, expected one for each layer")
     return as_int("budget_bytes", budget_bytes, least=0)
 

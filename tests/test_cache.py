@@ -192,6 +192,7 @@ def test_a_donated_cache_is_shown_and_taken_apart():
     assert leaf is cache.kv
     assert jax.tree.structure(jax.eval_shape(lambda: KVCache.allocate(cache.spec, 2, num_layers=3))) == structure
     assert repr(jax.tree.map(lambda _: None, cache)) == f"KVCache(None, {cache.spec!r}, num_layers=3)"
+    assert repr(copy.deepcopy({"layer": [cache]})["layer"]) == f"[{cache!r}]"
     with pytest.raises(KVCacheValueError, match="was donated to an earlier call"):
         pickle.dumps(cache)
 

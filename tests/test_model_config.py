@@ -530,6 +530,12 @@ def test_a_configuration_is_a_mapping(config: Any):
         ModelKVConfig.from_hf_config(config)
 
 
+def test_a_configuration_of_transformers_is_told_apart_from_a_mapping():
+    config = pytest.importorskip("transformers").LlamaConfig()
+    with pytest.raises(KVCacheTypeError, match=r" of type LlamaConfig, expected a mapping: config\.to_dict\(\)$"):
+        ModelKVConfig.from_hf_config(config)
+
+
 def test_a_model_has_layers():
     with pytest.raises(KVCacheValueError, match="expected at least one layer"):
         ModelKVConfig((), KVCacheDType.BFLOAT16)

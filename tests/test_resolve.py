@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvjax.resolve import (
     resolve_layer_dtypes,
     resolve_layer_specs,
 )
+from kvjax.scales import load_kv_scales
 from kvjax.spec import FullAttentionSpec, SlidingWindowSpec
 
 BF16_OF_MODEL = ResolvedKVCacheDType(KVCacheDType.BFLOAT16, DTypeSource.MODEL)
@@ -542,11 +544,37 @@ def test_a_kind_that_no_layer_has_is_refused_by_name():
         resolve_layer_specs(FULL_ONLY, "fp8", skip_layers=["sliding_window"])
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sliding_attention", "sliding_attention layers are named sliding_window"),
+        ("chunked_attention", "chunked_attention layers are named full_attention"),
+        ("linear_attention", "linear_attention layers have no KV cache of their own"),
+    ],
+)
+def test_a_layer_type_of_transformers_is_explained(name: str, hint: str):
+    for requested, skip_layers in (({name: "fp8"}, []), ("fp8", [name])):
+        with pytest.raises(KVCacheValueError) as raised:
+            resolve_layer_specs(MODEL, requested, skip_layers=skip_layers)
+        assert str(raised.value).endswith(f"({hint})")
+
+
 @pytest.mark.parametrize("entry", [True, False, 1.0, None, b"0", (0,)], ids=repr)
 def test_a_skipped_layer_that_is_no_int_or_string_is_refused_by_type(entry: Any):
     with pytest.raises(KVCacheTypeError, match="expected an int or a string") as raised:
         resolve_layer_specs(MODEL, "fp8", skip_layers=[entry])
     assert repr(entry) in str(raised.value)
+
+
+@pytest.mark.parametrize("model", [{"num_hidden_layers": 2}, "config.json", None], ids=repr)
+@pytest.mark.parametrize(
+    "read",
+    [resolve_layer_dtypes, resolve_layer_specs, functools.partial(load_kv_scales, {})],
+    ids=["dtypes", "specs", "scales"],
+)
+def test_a_model_is_a_model(read: Any, model: Any):
+    with pytest.raises(KVCacheTypeError, match=r"^model: got .*, expected a ModelKVConfig: ModelKVConfig.from_hf_"):
+        read(model)
 
 
 @pytest.mark.parametrize("skip_layers", ["0", "sliding_window", 0, None], ids=repr)

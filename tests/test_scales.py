@@ -241,6 +241,18 @@ def test_what_is_loaded_is_what_operations_take(tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(read[1])[0, :4], value)
 
 
+def test_a_declaration_that_the_model_was_read_without_is_warned_of(tmp_path: Path):
+    declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    model = write(
+        tmp_path, each_layer({"k_proj.k_scale": K_AMAX / 448, "v_proj.v_scale": V_AMAX / 448}), declared, beside=True
+    )
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared))
+    assert [layer.k_scale for layer in silently(tmp_path, model)] == [*(K_AMAX / 448)]
+    with pytest.warns(KVCacheWarning, match=r"hf_quant_config\.json and a model without .*from_hf_config\("):
+        scales = load_kv_scales(tmp_path, ModelKVConfig.from_hf_config(LLAMA))
+    assert [layer.k_scale for layer in scales] == [1, 1, 1]
+
+
 def silently(*args: Any, **kwargs: Any) -> tuple[kvjax.KVScales, ...]:
     """`load_kv_scales`, which is to warn of nothing."""
     with warnings.catch_warnings():

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.calibration import calibrate
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout, VScaleLayout
@@ -419,6 +420,24 @@ def test_layers_fill_their_pages_each_in_its_own_time():
     bfloat16, fp8 = specs = unify_page_sizes([full(BFLOAT16), full(E4M3)])
     assert (bfloat16.block_size, fp8.block_size) == (16, 32)
     assert [max_tokens(specs, pages * 65536) for pages in range(6)] == [0, 0, 16, 32, 32, 48]
+
+
+@pytest.mark.parametrize(
+    "specs", [full(BFLOAT16), ["bfloat16"], None, "fp8"], ids=["spec", "strings", "none", "string"]
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        unify_page_sizes,
+        lambda specs: max_tokens(specs, 1),
+        lambda specs: max_blocks(specs, 1),
+        lambda specs: calibrate(specs, [[]]),
+    ],
+    ids=["unify", "tokens", "blocks", "calibrate"],
+)
+def test_specs_are_a_sequence(use, specs):
+    with pytest.raises(KVCacheTypeError, match=r"^specs: got .*, expected a sequence of specs, one for each layer$"):
+        use(specs)
 
 
 def test_a_budget_of_any_size_is_counted():

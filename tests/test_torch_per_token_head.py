@@ -233,7 +233,12 @@ def test_compiled_calls_write_scales_in_tensors_of_their_own():
             KVCacheValueError,
             "k_scale: got shape (5, 16, 3), expected one element or [num_kv_heads=3]",
         ),
-        ({"k_scale": 1.0, "v_scale": 1.0}, KVCacheValueError, "key_cache: got shape (5, 16, 3, 64), expected"),
+        (
+            {"k_scale": 1.0, "v_scale": 1.0},
+            KVCacheValueError,
+            "key_cache: got shape (5, 16, 3, 64), expected [num_blocks, block_size, num_kv_heads=3, 68] for head size"
+            " 64 in 'fp8_per_token_head'; or k_scale and v_scale [num_blocks, block_size,",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, error, message):

@@ -194,9 +194,17 @@ def test_auto_is_the_caches_own_dtype():
         assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, np.arange(5), 0.5, 0.25))
     bytes_cache = simple_cache(KVCacheDType.NVFP4)[2]
     with pytest.raises(
-        KVCacheValueError, match=r"got 'auto' with a torch\.uint8 cache, expected one of fp8_e4m3, fp8_e5m2, nvfp4"
+        KVCacheValueError,
+        match=r"got 'auto' with a torch\.uint8 cache, expected one of fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per",
     ):
         write(rows, bytes_cache, torch.arange(5), "auto")
+
+
+def test_a_scale_may_be_a_number_of_numpy():
+    spec, pages, cache = simple_cache(KVCacheDType.FP8_E4M3)
+    key, value, rows = simple_rows(spec, 5)
+    write(rows, cache, torch.arange(5), "fp8", (np.float32(0.5), np.float64(0.25)))
+    assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, np.arange(5), 0.5, 0.25))
 
 
 def test_one_compilation_serves_every_number_of_tokens():
@@ -389,6 +397,10 @@ WRONG = {
     "int_scale": ({"k_scale": 10**400}, "k_scale: got 1000000"),
     "bool_scale": ({"k_scale": True}, "k_scale: got True of type bool, expected a number or a tensor"),
     "list_scale": ({"k_scale": [0.0, -1.0]}, "k_scale: got [0.0, -1.0] of type list, expected a number or a tensor"),
+    "array_scale": (
+        {"k_scale": np.ones(2, np.float32)},
+        "k_scale: got array([1., 1.], dtype=float32) of type ndarray, expected a number or a tensor: torch.as_tensor(",
+    ),
     "scale_shape": (
         {"k_scale": torch.ones(3)},
         "k_scale: got shape (3,), expected one element or [num_kv_heads=2] for",

@@ -88,9 +88,11 @@ def cache_plan(
         row_bytes = dtype.info.row_bytes(head_size)[0] if scale_tensors else head_row_bytes(dtype, head_size)
         row = row_bytes // cache.dtype.itemsize
         if cache.shape[2:] != (num_kv_heads, row):
+            is_apart = dtype.info.quant_mode.is_per_token_head and cache.shape[3] == head_size
+            hint = "; or k_scale and v_scale [num_blocks, block_size, num_kv_heads]" if is_apart else ""
             raise KVCacheValueError(
                 f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size,"
-                f" num_kv_heads={num_kv_heads}, {row}] for head size {head_size} in {dtype.value!r}"
+                f" num_kv_heads={num_kv_heads}, {row}] for head size {head_size} in {dtype.value!r}{hint}"
             )
     if _layout(value_cache) is not spec.layout:
         raise KVCacheValueError(

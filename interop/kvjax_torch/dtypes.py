@@ -48,7 +48,8 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
             if key_cache in storage_dtypes(row) and not row.info.quant_mode.is_per_token_head
         ]
         if len(held) != 1:
-            names = ", ".join(row.value for row in held or STORED_KV_CACHE_DTYPES)
+            stored = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row)]
+            names = ", ".join(row.value for row in stored or STORED_KV_CACHE_DTYPES)
             raise KVCacheValueError(
                 f"kv_cache_dtype: got {dtype.value!r} with a {key_cache} cache, expected one of {names}"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Literal, overload
 
+import numpy as np
 import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
@@ -21,7 +22,7 @@ from kvjax_torch.ragged_arguments import as_count
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
 
-Scale = float | torch.Tensor
+Scale = float | np.float32 | torch.Tensor
 """A decode scale from 2^-100 to 2^100: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`; or
 the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`. On a GPU prefer tensors: the host waits at
 the first use of a number on a device."""
@@ -579,8 +580,13 @@ def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
             return constant
     if isinstance(scale, torch.Tensor):
         return scale
+    if isinstance(scale, (np.floating, np.integer)):  # of kvjax.load_kv_scales and kvjax.calibrate
+        scale = float(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise KVCacheTypeError(f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor")
+        hint = f": torch.as_tensor({what}, device=...)" if isinstance(scale, np.ndarray) else ""
+        raise KVCacheTypeError(
+            f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor{hint}"
+        )
     if torch.compiler.is_compiling():
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
     check_scale(what, scale)  # values on a GPU are not checked
