@@ -69,6 +69,7 @@ def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
     lm, of = model(job.of), job.of
     shape = job.num_seqs, of.config.num_key_value_heads, num_tokens, of.config.head_dim
     tokens = torch.randn(shape, dtype=torch.bfloat16, device=lm.device)
+    lm.set_attn_implementation("sdpa")  # with that of kvjax, attention stores tokens, and `update` does not
     if name == STATIC:
         cache: Any = StaticCache(config=lm.config, max_cache_len=of.seq_len)
     else:
@@ -78,6 +79,8 @@ def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
         cache = KvjaxCache(lm.config, **sizes, kv_cache_dtype=job.dtype, k_scale=1.0, v_scale=1.0)
     for layer in range(of.config.num_hidden_layers):
         cache.update(tokens, tokens, layer)
+    if name == KVJAX_CACHE:
+        lm.set_attn_implementation("kvjax")
     return cache
 
 
