@@ -518,8 +518,8 @@ def test_a_compiled_model_breaks_its_graph_at_the_cache(device: str):
     model = make_model(device)
     got = logits_in_steps(model, make_cache(model), is_compiled=True)
     assert all(map(torch.equal, got, logits_in_steps(model, DynamicCache(), is_compiled=True)))
-    # Not to the bit: with torch before 2.14 transformers gives SDPA a mask where the eager model has is_causal=True, and
-    # a GPU has another kernel for it.
+    # Not to the bit: before torch 2.14, what is compiled gives SDPA a mask where the eager model says is_causal=True,
+    # which a GPU has another kernel for.
     torch.testing.assert_close(got, logits_in_steps(model, DynamicCache(), is_compiled=False), rtol=1e-4, atol=1e-4)
     tokens = prompts(device)["input_ids"][:2]
     with torch.no_grad(), pytest.raises(Exception, match="KvjaxCache keeps its block table on the host"):
