@@ -442,7 +442,7 @@ def test_one_compilation_serves_every_batch(dtype):
     before = launch.num_compilations()
     suite.check(dataclasses.replace(case, lengths=(17,)), attend_on("cuda"))
     compilations = launch.num_compilations()
-    assert compilations - before <= 3  # the decode kernel and two merges, of few sequences and of many
+    assert compilations - before <= 1 + len(kernels.ATTENTION_BATCHES)  # the decode kernel and a merge for each
     for lengths in ((1, 0), (5000,), (900, 17, 3), (33,) * 32, (33,) * 33, (*range(300),)):
         suite.check(dataclasses.replace(case, lengths=lengths), attend_on("cuda"))
     assert launch.num_compilations() == compilations

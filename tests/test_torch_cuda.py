@@ -603,6 +603,7 @@ def test_jax_refuses_to_be_recorded(through_jax):
 
 
 def test_jax_keeps_nothing_of_torchs_memory(through_jax):
+    gc.collect()  # also has JAX let go of what others exported
     before = len(jax.live_arrays())
     cache, rows, slots = new_cache("bfloat16", 8, 4), new_rows(2, 8), new_slots(2, 4)
     for _ in range(3):
@@ -648,7 +649,7 @@ WRONG = {
     "negative_scale": (
         lambda call: call | {"scales": (-1.0, 1.0)},
         KVCacheValueError,
-        "k_scale: got -1.0, expected a f",
+        r"k_scale: got -1\.0, expected between 7\.9e-31 and 1\.3e\+30",
     ),
     "gradient": (lambda call: call | {"rows": call["rows"].requires_grad_()}, KVCacheTypeError, "requires_grad=True"),
     "slots": (lambda call: call | {"slots": call["slots"][None]}, KVCacheValueError, "slot_mapping: got 2 dimensions"),

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import types
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -56,8 +57,12 @@ class Result:
     def unsafe_buffer_pointer(self) -> int:
         return self.array.unsafe_buffer_pointer()
 
-    def __dlpack__(self, *, stream: int) -> None:
+    def __dlpack__(self, *, stream: int) -> Any:
         self.waited.append((self.array.unsafe_buffer_pointer(), stream))
+        return self.array.__dlpack__()
+
+    def delete(self) -> None:
+        self.array.delete()
 
 
 class Host:
@@ -171,8 +176,11 @@ def values_of(tensors: list[torch.Tensor]) -> int:
 
 def test_nothing_is_lent_after_a_call(host, tensors):
     """Programs have ended on the host. What an error still refers to is given back with it."""
+    gc.collect()
+    before = len(jax.live_arrays())
     dlpack.run(call(*tensors))
     assert not exports._exports
+    assert len(jax.live_arrays()) == before
     host.fails = True
     with pytest.raises(RuntimeError, match="no kernel") as caught:
         dlpack.run(call(*tensors))

@@ -186,6 +186,10 @@ PROGRAMS = {
 ENDS = {
     "nobody_has_the_result": ("program(lend(), many)", "memory.expired()"),
     "the_result_is_kept": ("result = program(lend(), many)", "result.is_ready() and memory.expired()"),
+    "results_of_several_programs_are_kept": (
+        "results = [program(lend(), 20) for _ in range(4)]",
+        "all(result.is_ready() for result in results) and memory.expired()",
+    ),
     "memory_of_an_array_is_lent_again": (
         "tensor = new(); lend(); array = to_jax(tensor); result = program(to_jax(tensor), many)",
         "result.is_ready()",
@@ -198,7 +202,7 @@ ENDS = {
 }
 
 
-@matrix({"end": ENDS}, few={"end": ["nobody_has_the_result"]})
+@matrix({"end": ENDS}, few={"end": ["nobody_has_the_result", "results_of_several_programs_are_kept"]})
 def test_python_ends_while_jax_reads_what_torch_lent(end: str, device: str):
     """With JAX and torch alone, an H200 aborts so in one to three of seven ends of the first kind, two cores in one."""
     last_call, so = ENDS[end]

@@ -503,19 +503,24 @@ def test_what_is_not_a_configuration_is_refused():
             KvjaxCache(config, num_blocks=4)
 
 
-def assert_compiled_is_eager(model: Any, of_compiled: Any, of_eager: Any) -> None:
-    """Compares the logits of the compiled model over one cache with those of the model itself over another."""
+def logits_in_steps(model: Any, cache: Any, *, is_compiled: bool) -> list[torch.Tensor]:
+    """The logits of two sequences that a model reads three tokens at a time."""
+    tokens = prompts(model.device.type)["input_ids"][:2].split(3, dim=1)
+    if is_compiled:
+        model = torch.compile(model, backend="eager")
     with torch.no_grad():
-        compiled = torch.compile(model, backend="eager")
-        for tokens in prompts(model.device.type)["input_ids"][:2].split(3, dim=1):
-            got = compiled(tokens, past_key_values=of_compiled).logits
-            assert torch.equal(got, model(tokens, past_key_values=of_eager).logits)
+        logits = [model(some, past_key_values=cache).logits for some in tokens]
     torch._dynamo.reset()
+    return logits
 
 
 def test_a_compiled_model_breaks_its_graph_at_the_cache(device: str):
     model = make_model(device)
-    assert_compiled_is_eager(model, make_cache(model), DynamicCache())
+    got = logits_in_steps(model, make_cache(model), is_compiled=True)
+    assert all(map(torch.equal, got, logits_in_steps(model, DynamicCache(), is_compiled=True)))
+    # Not to the bit: before torch 2.14, what is compiled gives SDPA a mask where the eager model says is_causal=True,
+    # which a GPU has another kernel for.
+    torch.testing.assert_close(got, logits_in_steps(model, DynamicCache(), is_compiled=False), rtol=1e-4, atol=1e-4)
     tokens = prompts(device)["input_ids"][:2]
     with torch.no_grad(), pytest.raises(Exception, match="KvjaxCache keeps its block table on the host"):
         torch.compile(model, backend="eager", fullgraph=True)(tokens, past_key_values=make_cache(model))

@@ -52,7 +52,10 @@ def run(call: Call) -> None:
         program = _program(call.kernel, (*call.counts, *(rows.offset for rows in lent)), call.amount)
         views = (form.view(rows.address, rows.num_rows, device) for form, rows in zip(forms, lent, strict=True))
         results = program(*(jax.dlpack.from_dlpack(_Lender(view), copy=False) for view in views))
+        stream = torch._C._cuda_getCurrentRawStream(device) or _LEGACY_STREAM
         try:
+            # Makes torch's stream wait for the program. First, so that it also waits if the check fails.
+            results[-1].__dlpack__(stream=stream)  # type: ignore[call-arg]
             for i, result in zip(call.kernel.written, results, strict=True):
                 if (address := result.unsafe_buffer_pointer()) != lent[i].address:
                     raise UnsupportedError(
@@ -60,9 +63,8 @@ def run(call: Call) -> None:
                         f" {lent[i].address:#x}"
                     )
         finally:
-            # Makes torch's stream wait for the program, also if the check fails.
-            stream = torch._C._cuda_getCurrentRawStream(device) or _LEGACY_STREAM
-            results[-1].__dlpack__(stream=stream)  # type: ignore[call-arg]
+            # JAX keeps an array that it exported until its next program, but torch may free the memory before that.
+            results[-1].delete()
 
 
 def _check_can_run() -> None:

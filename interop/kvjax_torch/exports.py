@@ -68,4 +68,7 @@ def _addresses_of_arrays(platform: str) -> Iterator[int]:
         with contextlib.suppress(RuntimeError):  # deleted, or its program has failed
             # Asking an array for its shards makes arrays of them, so only arrays on several devices are asked.
             shares = [shard.data for shard in array.addressable_shards] if len(array.devices()) > 1 else [array]
-            yield from (share.unsafe_buffer_pointer() for share in shares)
+            # On CPU, asking for the address of a result waits for its program and holds the GIL meanwhile, which other
+            # programs need to end. What torch has lent is ready there.
+            asked = (share for share in shares if platform != "cpu" or share.is_ready())
+            yield from (share.unsafe_buffer_pointer() for share in asked)
