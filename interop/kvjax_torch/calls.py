@@ -235,6 +235,23 @@ def attention_kernels(
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
 
+def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKernels:
+    """The kernels of a `paged_attention` call of one part that `plan` describes.
+
+    Raises:
+      UnsupportedError: int32 does not index the workspace of a batch-invariant call.
+    """
+    key_cache, value_cache, block_table, *_ = tensors
+    num_seqs, width = block_table.shape
+    alignments = attention_alignments(key_cache, value_cache)
+    return attention_kernels(plan, alignments, key_cache.device, num_seqs, _max_blocks(plan.cache.spec, width))
+
+
+def _max_blocks(spec: AttentionSpec, width: int) -> int:
+    """The entries of a block table of this width that lengths can reach."""
+    return min(width, MOST // spec.block_size)
+
+
 def attention_calls(
     plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[Call, Call]:
@@ -246,10 +263,8 @@ def attention_calls(
     key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
-    # Lengths cannot reach entries beyond this.
-    max_blocks = min(width, MOST // spec.block_size)
-    alignments = attention_alignments(key_cache, value_cache)
-    decode, merge, workspace = attention_kernels(plan, alignments, query.device, num_seqs, max_blocks)
+    max_blocks = _max_blocks(spec, width)
+    decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(query)
     block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, MOST)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
