@@ -2,17 +2,16 @@
 
     pip install google-tunix==0.1.7
 
-tunix's sampler makes its cache by the model's `init_cache`, carries it through the loop that decodes as a pytree that
-it never looks into, and donates it. What tunix has to be told:
+The sampler creates the cache by the model's `init_cache`, carries it as an opaque pytree and donates it.
 
-- `init_cache`: Llama 3 has none, and the sampler would make dense arrays;
-- the layer's attention, which has its cache inline: `Attention.block`. Both go into subclasses, for the sampler takes
-  the model apart and rebuilds it by its classes;
-- prompts are padded on the left, and which columns are padding stands in the attention mask alone. The keys that a row
-  of it sees are its token's position in the sequence and one: what sees none is padding, and gets no slot;
-- each row of the batch has blocks of its own, in order: the sampler's batch neither grows nor shares.
+- `init_cache`: Llama 3 has none, so the sampler would create dense arrays.
+- `Attention.block`: the layer's attention updates the cache itself. Both overrides are in subclasses, because the
+  sampler rebuilds the model from its classes.
+- Prompts are padded on the left, and only the attention mask shows the padding. The number of keys that a row sees is
+  its token's position plus one; a row that sees none is padding and gets no slot.
+- Each row of the batch has its own blocks, in order: the sampler's batch neither grows nor shares.
 
-Beam search would repeat and reorder the cache as arrays of the batch, which pages are not.
+Beam search repeats and reorders the batch's arrays; that does not work with pages.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class PagedAttention(llama3.Attention):
     scales: tuple[float, float]
 
     def block(self, x: Any, segment_pos: Any, cache: kvjax.KVCache, attn_mask: Any) -> tuple[kvjax.KVCache, Any]:
-        """What the layer computes: writes the new tokens, then attends to all."""
+        """Writes the new tokens, then attends to all."""
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         query, key = (llama3.apply_rope(each, segment_pos, head_dim=self.head_dim) for each in (query, key))
         table = jnp.arange(cache.num_blocks, dtype=jnp.int32).reshape(len(x), -1)
@@ -49,12 +48,12 @@ class PagedAttention(llama3.Attention):
 
 
 class PagedLlama3(llama3.Llama3):
-    """A model that makes its caches itself; `kv_cache_dtype` is that of all layers."""
+    """A model that creates its own caches, all of `kv_cache_dtype`."""
 
     kv_cache_dtype: kvjax.KVCacheDType
 
     def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> dict[str, kvjax.KVCache]:
-        """What the sampler asks for: room for `cache_size` tokens of each row."""
+        """Returns caches for `cache_size` tokens of each row."""
         heads, size = self.config.num_kv_heads, self.config.head_dim
         spec = kvjax.FullAttentionSpec(BLOCK_SIZE, heads, size, dtype=self.kv_cache_dtype)
         num_blocks = batch_size * -(-cache_size // BLOCK_SIZE)
@@ -62,7 +61,7 @@ class PagedLlama3(llama3.Llama3):
 
 
 def use_pages(model: llama3.Llama3, kv_cache_dtype: str, scales: Sequence[tuple[float, float]] | None = None) -> None:
-    """Has a model keep its keys and values in pages, in place; `scales` are one pair a layer, by default 1."""
+    """Makes a model use pages, in place; `scales` has one pair per layer, by default 1."""
     model.__class__, model.kv_cache_dtype = PagedLlama3, kvjax.parse_kv_cache_dtype(kv_cache_dtype)
     for layer, of_layer in zip(model.layers, scales or [(1.0, 1.0)] * len(model.layers), strict=True):
         layer.attn.__class__, layer.attn.scales = PagedAttention, tuple(map(float, of_layer))
