@@ -442,6 +442,11 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         [layer(2, 256, window=9), layer(2, 256), None, None],
     ),
     (
+        {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"per_layer_config": {"0": {"intermediate_size": 9}, "1": {"head_dim": 512, "intermediate_size": 9}}},
+        [layer(4, 256, window=512), layer(4, 512)],
+    ),
+    (
         {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
         [layer(12, 64)] * 2,
     ),
@@ -514,6 +519,13 @@ def test_names_that_disagree_are_refused():
     config = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3, "n_head": 2, "n_embd": 64, "dtype": "float32"}
     with pytest.raises(KVCacheValueError, match="got n_layer=2 and num_hidden_layers=3, expected one of them"):
         ModelKVConfig.from_hf_config(config)
+
+
+@pytest.mark.parametrize("key", ["sliding_window", "skip"])
+def test_a_layer_that_differs_otherwise_is_refused(key: str):
+    config = {"model_type": "gemma4_text", "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    with pytest.raises(KVCacheValueError, match=rf"per_layer_config\[0\]: got \['{key}'\], expected only head_dim and"):
+        ModelKVConfig.from_hf_config(config | {"per_layer_config": {"0": {"head_dim": 8, key: 4}}})
 
 
 @pytest.mark.parametrize("indices", [(1,), (1, 0), (0, 0), (-1, 0)])

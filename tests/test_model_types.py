@@ -17,7 +17,11 @@ pytest.importorskip("torch")
 import tiny_models  # noqa: E402
 
 PAGE = (Path(__file__).parents[1] / "docs/models.md").read_text()
-ROWS = dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", PAGE, re.MULTILINE))
+ROWS = {
+    model_type: verdict
+    for verdict, types in re.findall(r"^\| (.*) \| (`\S+`(?: `\S+`)*) \|$", PAGE, re.MULTILINE)
+    for model_type in re.findall(r"`(\S+)`", types)
+}
 VERSION = re.search(r"^transformers (\S+):$", PAGE, re.MULTILINE)
 
 # Each of the mechanisms, and types that were read wrong before there was a table.

@@ -188,6 +188,19 @@ def test_parts_of_a_batch_invariant_call_have_room(recorder):
     assert one < wider < widest == 2 * 64
 
 
+def test_a_batch_invariant_call_with_too_large_a_workspace_is_refused_before_kernels_are_compiled(
+    monkeypatch, recorder
+):
+    monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: pytest.fail("a kernel is compiled"))
+    call = arguments(query_dtype=torch.bfloat16)
+    call["query"] = torch.zeros(1, 4, 64, dtype=torch.bfloat16).expand(131072, -1, -1)
+    call["block_table"] = torch.zeros(1, 4096, dtype=torch.int32).expand(131072, -1)
+    call["seq_lens"] = torch.zeros(131072, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"its workspace is indexed in int32; got 131072 sequences"):
+        kvjax_torch.paged_attention(**call, batch_invariant=True)
+    assert recorder == []
+
+
 def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -268,15 +281,6 @@ def test_what_does_not_fit_is_refused(change, error, message):
     with pytest.raises(error) as raised:
         kvjax_torch.paged_attention(**arguments() | change)
     assert str(raised.value).startswith(message)
-
-
-def test_blocks_before_a_window_are_not_looked_for():
-    """Checked mode names blocks that are needed alone."""
-    given = arguments() | {"block_table": torch.tensor([[99, 0], [3, 2]])}
-    with kvjax.checked():
-        kvjax_torch.paged_attention(**given, sliding_window=5)
-        with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got 99, expected between"):
-            kvjax_torch.paged_attention(**given)
 
 
 class Interpreter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -86,6 +88,26 @@ def test_a_kind_of_call_that_is_known_is_looked_at_too(device):
         write(cache, [1, 2, 3])
     with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"slot_mapping\[1\]: got 32"):
         write(cache, [1, 32, 3])
+
+
+@pytest.mark.parametrize(
+    ("operation", "q_lens", "window"), [("paged_attention", (1, 1), 5), ("ragged_paged_attention", (4, 1), 2)]
+)
+def test_blocks_before_a_window_are_not_looked_for(operation, q_lens, window, device):
+    """Of 13 tokens in blocks of eight, the first row's window begins with the second block."""
+    cache, query = new_cache(device), torch.ones(sum(q_lens), 4, 64, device=device)
+    indices = [tensor([[99, 0], [3, 2]], device), tensor([13, 4], device)]
+    if operation == "ragged_paged_attention":
+        indices.append(tensor([0, *itertools.accumulate(q_lens)], device))
+
+    def run(sliding_window: int) -> None:
+        halves = cache[:, 0], cache[:, 1]
+        getattr(kvjax_torch, operation)(query, *halves, *indices, "fp8", 1.0, 1.0, sliding_window=sliding_window)
+
+    with kvjax.checked():
+        run(window)
+        with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got 99, expected between"):
+            run(window + 1)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e38, float("nan")])

@@ -262,9 +262,9 @@ def test_kernels_are_told_of_scales_where_they_lie():
     slots, options = torch.arange(2), ("int8_per_token_head", *pages.scales, "linear")
     plan = write_plan(key, value, *pages.tensors, slots, *options)
     row = 64 + 48 + 8
-    assert [(rows.offset, rows.block_stride, rows.token_stride, rows.head_stride) for rows in plan.cache.key_rows] == [
-        (0, 16 * 3 * row, 3 * row, row)
-    ] * 2
+    stride, regions = plan.cache.scales[0]
+    assert (stride, regions) == (16 * 3 * row, (kernels.PageRegion(0, 3 * row, row, 4),))
+    assert plan.cache.keys == (stride, (kernels.PageRegion(0, 3 * row, row, 64),))
     call = write_call(plan, WriteTensors(key, value, *pages.tensors, slots, *pages.scales), False)
     addresses = [tensor.data_ptr() - pages.bytes.data_ptr() for tensor in call.tensors[3:]]
     assert addresses == [0, 68, 64, 68 + 48]

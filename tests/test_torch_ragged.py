@@ -467,15 +467,6 @@ def test_checked_mode_names_what_is_wrong(change, message, device):
     assert str(raised.value).startswith(message)
 
 
-def test_blocks_before_a_window_are_not_looked_for():
-    """Checked mode names blocks that are needed alone, by as many rows as each sequence has."""
-    call = arguments() | {"block_table": torch.tensor([[99, 0], [3, 2]])}
-    with kvjax.checked():
-        kvjax_torch.ragged_paged_attention(**call, sliding_window=2)
-        with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got 99, expected between"):
-            kvjax_torch.ragged_paged_attention(**call, sliding_window=3)
-
-
 DTYPES = ("float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
 STEP = ragged((1, 300, 1, 0, 17, 3), (1328, 700, 17, 0, 17, 90), head_size=128, group=4)

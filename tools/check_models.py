@@ -27,18 +27,23 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    rows = [
-        f"transformers {transformers.__version__}:",
-        "",
-        "| model type | kvjax | tiny models' caches, or why |",
-        "| --- | --- | --- |",
-    ]
+    verdicts = {}
     for model_type in sorted(tiny_models.CAUSAL_MODEL_TYPES):
-        rows.append(f"| `{model_type}` | {tiny_models.judge(model_type)} |")
-        print(rows[-1], flush=True)
+        verdicts[model_type] = str(tiny_models.judge(model_type))
+        print(model_type, verdicts[model_type], flush=True)
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}{chr(10).join(rows)}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}transformers {transformers.__version__}:\n\n{table(verdicts)}{END}{after}")
+
+
+def table(verdicts: dict[str, str]) -> str:
+    """A row for each verdict, with the model types that have it; the most common first."""
+    types: dict[str, list[str]] = {}
+    for model_type, verdict in verdicts.items():
+        types.setdefault(verdict, []).append(f"`{model_type}`")
+    rows = ["| kvjax | tiny models' caches, or why | model types |", "| --- | --- | --- |"]
+    rows += [f"| {verdict} | {' '.join(types[verdict])} |" for verdict in sorted(types, key=lambda v: -len(types[v]))]
+    return "".join(f"{row}\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""kvjax's caches under other libraries: adapters, and what each library has to be told."""
+"""Adapters that use kvjax's caches under other libraries."""

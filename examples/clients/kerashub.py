@@ -1,14 +1,13 @@
-"""KerasHub's Llama and Qwen over kvjax's pages, by the hook that KerasHub has for vLLM. For keras-hub 0.32.0.
+"""KerasHub's Llama and Qwen over kvjax's pages, through KerasHub's hook for vLLM. For keras-hub 0.32.0.
 
     pip install keras-hub==0.32.0 jax && export KERAS_BACKEND=jax
 
-KerasHub's attention layers look for a serving context (`keras_hub.src.vllm`): where there is one, they hand their
-queries, keys and values to its function, with whatever its caches hold for that layer. The model does not change.
-`Step.__call__` is a step for `examples.engine.Engine`. What KerasHub has to be told:
+Attention layers pass queries, keys, values and the layer's cache to the function of a serving context
+(`keras_hub.src.vllm`), if there is one. `Step.__call__` is a step for `examples.engine.Engine`.
 
-- tokens are the batch, one of each: `[num_tokens, 1]`, and their positions stand in the context;
-- caches are one a layer, in the order in which layers attend; the context returns the new ones;
-- a model's variables are passed to the jitted step, or XLA has the weights as constants.
+- Tokens are a batch of sequences of one, `[num_tokens, 1]`; the context holds their positions.
+- There is one cache per layer, in the order in which layers attend; the context returns the new ones.
+- Pass the model's variables to the jitted step, or XLA compiles the weights as constants.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import kvjax
 
 def attend(step: kvjax.StepMetadata, cache: kvjax.KVCache, query: Any, key: Any, value: Any, scale: float, *sizes: int,
            sliding_window: int | None = None, soft_cap: float | None = None) -> tuple[kvjax.KVCache, Any]:  # fmt: skip
-    """What KerasHub calls: rows are `[num_tokens, heads * head_size]`; writes, then attends."""
+    """Writes, then attends; rows are `[num_tokens, heads * head_size]`."""
     head_size, _, _ = sizes
     query, key, value = (x.reshape(len(x), -1, head_size) for x in (query, key, value))
     options = {"sm_scale": float(scale), "sliding_window": sliding_window, "logits_soft_cap": soft_cap}
@@ -47,7 +46,7 @@ def forward(backbone: Any, weights: Any, tokens: Any, step: kvjax.StepMetadata, 
 
 
 class Step:
-    """A step for `Engine`: the likeliest token after each sequence's last."""
+    """A step for `Engine`: the most likely next token of each sequence."""
 
     def __init__(self, backbone: Any) -> None:
         variables = backbone.trainable_variables, backbone.non_trainable_variables

@@ -1,6 +1,6 @@
-"""sglang-jax over kvjax's pages: its token pool and its attention backend replaced, in its whole engine.
+"""sglang-jax's engine over kvjax's pages: replaces its token pool and attention backend.
 
-It runs from a source tree at commit cddbf6f1 (2026-08-21), for its released package wants an older jax:
+Needs a source tree at commit cddbf6f1 (2026-08-21); the released package requires an older jax:
 
     git clone https://github.com/sgl-project/sglang-jax && git -C sglang-jax checkout cddbf6f1
     export PYTHONPATH=sglang-jax/python
@@ -8,17 +8,16 @@ It runs from a source tree at commit cddbf6f1 (2026-08-21), for its released pac
     sglang_jax.use_pages("fp8", scales)
     engine = Engine(model_path=folder, page_size=16, enable_single_process=True)
 
-The scheduler, the radix cache and the allocator stay as they are: they deal in page numbers. What sglang-jax has to be
-told:
+The scheduler, the radix cache and the allocator handle page numbers and stay as they are.
 
-- the model runner's pool and backend, in a subclass; it is this process's, hence `enable_single_process=True`;
-- heads are of the model's size, which it would pad to 128, and how many tokens fit follows from the pages' bytes;
-- its pool is a list of arrays, one a layer, which the model returns and the runner puts back: caches pass for arrays;
-- each data-parallel rank numbers its own pages, so the backend attends inside a `jax.shard_map`;
-- metadata are those of its kernel for TPUs: flat page indices, and sums of lengths in whole pages.
+- A subclass of the model runner creates the pool and the backend, in this process: `enable_single_process=True`.
+- Heads keep the model's size (sglang-jax pads to 128); the bytes of a page determine how many tokens fit.
+- The pool is a list with one array per layer, which the model returns and the runner stores: caches take their place.
+- Each data-parallel rank numbers its own pages, so the backend attends inside a `jax.shard_map`.
+- Metadata is that of the TPU kernel: flat page indices, and cumulative lengths in whole pages.
 
-Layers with a sliding window share the one pool (`disable_hybrid_swa_memory=True`). Offloading to the host and
-disaggregation take pages for arrays, and are not supported; the backend refuses sinks, masks and a dtype for softmax.
+Layers with a sliding window share the pool (`disable_hybrid_swa_memory=True`). Offloading to the host and
+disaggregation expect arrays and are not supported; the backend refuses sinks, masks and a dtype for softmax.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class PagedAttention(FlashAttention):
 
     def __call__(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, token_to_kv_pool: Any,
                  attention_sink: Any = None) -> tuple[jax.Array, kvjax.KVCache]:  # fmt: skip
-        """What a layer calls: rows are `[num_tokens, heads, head_size]`, those of each rank together."""
+        """Writes, then attends; rows are `[num_tokens, heads, head_size]`, those of each rank together."""
         given, cache = self.forward_metadata, token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         if any(x is not None for x in (attention_sink, given.custom_mask, layer.softmax_dtype)):
             raise NotImplementedError("attention sinks, masks and a dtype for softmax")
@@ -115,6 +114,6 @@ class PagedModelRunner(ModelRunner):
 
 
 def use_pages(kv_cache_dtype: str, scales: Sequence[tuple[float, float]] | None = None) -> None:
-    """Has the engines of this process keep keys and values in pages; `scales` are one pair a layer, by default 1."""
+    """Makes the engines of this process use pages; `scales` has one pair per layer, by default 1."""
     PagedPool.kv_cache_dtype, PagedPool.scales = kvjax.parse_kv_cache_dtype(kv_cache_dtype), scales
     tp_worker.ModelRunner = PagedModelRunner

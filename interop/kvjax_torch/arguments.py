@@ -83,8 +83,8 @@ def write_plan(
                 f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
                 f" {slot_mapping.shape[0]} slots"
             )
-    _check_addresses(tensors | (scales if plan.cache.scales_apart else {}))
-    if not plan.cache.scales_apart:
+    _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
         slots = on_host("slot_mapping", slot_mapping).numpy()
@@ -179,8 +179,8 @@ def gather_plan(
         raise KVCacheValueError(
             f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
         )
-    _check_addresses(tensors | (scales if plan.cache.scales_apart else {}))
-    if not plan.cache.scales_apart:
+    _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
         block_size = plan.cache.spec.block_size

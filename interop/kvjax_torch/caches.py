@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from kvjax import (
     KVCacheTypeError,
     KVCacheValueError,
     VScaleLayout,
+    kernels,
 )
 from kvjax_torch.dtypes import head_row_bytes
-from kvjax_torch.plan import CachePlan, StridedRows
+from kvjax_torch.plan import BlockRows, CachePlan
 
 
 class Facts(NamedTuple):
@@ -100,22 +102,18 @@ def cache_plan(
             f" {spec.layout.value} as those of key_cache, {key_cache.strides}"
         )
     if scale_tensors is not None:
-        of_scales = [
-            _scale_rows(name, scales, key_cache)
-            for name, scales in zip(("k_scale", "v_scale"), scale_tensors, strict=True)
-        ]
-        of_data = _strided_rows(key_cache), _strided_rows(value_cache)
-        key_rows, value_rows = zip(of_data, of_scales, strict=True)
-        return CachePlan(spec, key_rows, value_rows, scales_apart=True)
+        k_scale, v_scale = scale_tensors
+        scales = _scale_rows("k_scale", k_scale, key_cache), _scale_rows("v_scale", v_scale, key_cache)
+        return CachePlan(spec, _strided_rows(key_cache), _strided_rows(value_cache), scales)
     if not spec.stores_scales:
-        return CachePlan(spec, (_strided_rows(key_cache),), (_strided_rows(value_cache),))
+        return CachePlan(spec, _strided_rows(key_cache), _strided_rows(value_cache))
     for name, cache, _ in halves:
         _check_contiguous_blocks(name, cache, spec)
-    of_keys, of_values = (
-        StridedRows.of_regions(regions, cache.strides[0], start=regions[0].base)
+    keys, values = (
+        BlockRows(cache.strides[0], tuple(dataclasses.replace(row, base=row.base - regions[0].base) for row in regions))
         for regions, cache in zip(spec.regions, (key_cache, value_cache), strict=True)
     )
-    return CachePlan(spec, of_keys, of_values)
+    return CachePlan(spec, keys, values)
 
 
 def _layout(cache: Facts) -> CacheLayout:
@@ -136,13 +134,14 @@ def _has_overlap(cache: Facts) -> bool:
     return False
 
 
-def _strided_rows(cache: Facts) -> StridedRows:
+def _strided_rows(cache: Facts) -> BlockRows:
+    """The rows of a tensor that holds one kind of row."""
     itemsize = cache.dtype.itemsize
     block_stride, token_stride, head_stride, _ = (stride * itemsize for stride in cache.strides)
-    return StridedRows(0, block_stride, token_stride, head_stride, cache.shape[3] * itemsize)
+    return BlockRows(block_stride, (kernels.PageRegion(0, token_stride, head_stride, cache.shape[3] * itemsize),))
 
 
-def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> StridedRows:
+def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> BlockRows:
     """The rows, of one float32 each, of a tensor `[num_blocks, block_size, num_kv_heads]` of any strides."""
     num_blocks, block_size, num_heads, _ = key_cache.shape
     if scales.shape != key_cache.shape[:3]:

@@ -12,11 +12,11 @@ from kvjax import AttentionSpec, UnsupportedError, kernels
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.plan import (
     AttentionPlan,
+    BlockRows,
     CachePlan,
     GatherPlan,
     ReadTensors,
     RopePlan,
-    StridedRows,
     WritePlan,
     WriteTensors,
 )
@@ -235,6 +235,23 @@ def attention_kernels(
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
 
+def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKernels:
+    """The kernels of a `paged_attention` call of one part that `plan` describes.
+
+    Raises:
+      UnsupportedError: int32 does not index the workspace of a batch-invariant call.
+    """
+    key_cache, value_cache, block_table, *_ = tensors
+    num_seqs, width = block_table.shape
+    alignments = attention_alignments(key_cache, value_cache)
+    return attention_kernels(plan, alignments, key_cache.device, num_seqs, _max_blocks(plan.cache.spec, width))
+
+
+def _max_blocks(spec: AttentionSpec, width: int) -> int:
+    """The entries of a block table of this width that lengths can reach."""
+    return min(width, MOST // spec.block_size)
+
+
 def attention_calls(
     plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[Call, Call]:
@@ -246,10 +263,8 @@ def attention_calls(
     key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
-    # Lengths cannot reach entries beyond this.
-    max_blocks = min(width, MOST // spec.block_size)
-    alignments = attention_alignments(key_cache, value_cache)
-    decode, merge, workspace = attention_kernels(plan, alignments, query.device, num_seqs, max_blocks)
+    max_blocks = _max_blocks(spec, width)
+    decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(query)
     block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, MOST)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
@@ -403,8 +418,9 @@ def _page_alignment(cache: torch.Tensor) -> int:
 
 
 def _page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    count = 1 if cache.spec.quant_mode.is_per_token_head else None  # scales are arrays of their own
-    rows = cache.key_rows[:count], cache.value_rows[:count]
+    rows = cache.keys, cache.values
+    if cache.spec.quant_mode.is_per_token_head:  # scales are arrays of their own
+        rows = _part(cache.keys, 0), _part(cache.values, 0)
     return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
 
 
@@ -413,17 +429,22 @@ def _scale_memory(
 ) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
     if alignments is None:
         return None
-    return _memory(cache.spec, ("k_scale", "v_scale"), (cache.key_rows[1:], cache.value_rows[1:]), alignments)
+    rows = cache.scales or (_part(cache.keys, 1), _part(cache.values, 1))
+    return _memory(cache.spec, ("k_scale", "v_scale"), rows, alignments)
+
+
+def _part(rows: BlockRows, index: int) -> BlockRows:
+    return rows._replace(regions=rows.regions[index : index + 1])
 
 
 def _memory(
     spec: AttentionSpec,
     names: tuple[str, str],
-    rows: tuple[tuple[StridedRows, ...], tuple[StridedRows, ...]],
+    rows: tuple[BlockRows, BlockRows],
     alignments: tuple[int, int],
 ) -> tuple[kernels.PageMemory, kernels.PageMemory]:
     halves = [
-        kernels.PageMemory(tuple(_region(row) for row in of_half), of_half[0].block_stride, alignment)
+        kernels.PageMemory(of_half.regions, of_half.block_stride, alignment)
         for of_half, alignment in zip(rows, alignments, strict=True)
     ]
     for name, memory in zip(names, halves, strict=True):
@@ -435,7 +456,3 @@ def _memory(
                     " expected the rows of a block side by side; on CUDA no kernel serves blocks that interleave"
                 )
     return halves[0], halves[1]
-
-
-def _region(rows: StridedRows) -> kernels.PageRegion:
-    return kernels.PageRegion(rows.offset, rows.token_stride, rows.head_stride, rows.row_bytes, rows.swizzled)

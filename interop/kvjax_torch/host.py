@@ -20,6 +20,7 @@ import torch
 
 import kvjax
 from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
+from kvjax.kernels import PageRegion
 from kvjax_torch import dense
 from kvjax_torch.borrow import to_jax, to_torch
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
@@ -30,7 +31,6 @@ from kvjax_torch.plan import (
     RaggedPlan,
     ReadTensors,
     RopePlan,
-    StridedRows,
     WritePlan,
     WriteTensors,
 )
@@ -277,30 +277,28 @@ def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
 
 def _row_pairs(
     plan: CachePlan, tensors: WriteTensors | ReadTensors, pages: AttentionSpec
-) -> Iterator[tuple[torch.Tensor, StridedRows, StridedRows]]:
+) -> Iterator[tuple[torch.Tensor, PageRegion, PageRegion]]:
     """For data and scales, of keys and of values: the tensor, its rows, and the rows of one-token pages."""
-    halves = (
-        (tensors.key_cache, tensors.k_scale, plan.key_rows, pages.regions.k),
-        (tensors.value_cache, tensors.v_scale, plan.value_rows, pages.regions.v),
-    )
-    for cache, scale, cache_rows, regions in halves:
-        page_rows = StridedRows.of_regions(regions, pages.page_size_bytes, start=0)
-        held_by = cache, scale if plan.scales_apart else cache
-        yield from zip(held_by, cache_rows, page_rows, strict=False)
+    k, v = pages.regions
+    for cache, rows, regions in ((tensors.key_cache, plan.keys, k), (tensors.value_cache, plan.values, v)):
+        yield from zip(itertools.repeat(cache), rows.regions, regions, strict=False)
+    if plan.scales is not None:
+        for scale, rows, regions in zip((tensors.k_scale, tensors.v_scale), plan.scales, (k, v), strict=True):
+            yield scale, rows.regions[0], regions[1]
 
 
-def _view(tensor: torch.Tensor, rows: StridedRows, spec: AttentionSpec) -> torch.Tensor:
+def _view(tensor: torch.Tensor, rows: PageRegion, spec: AttentionSpec) -> torch.Tensor:
     """The bytes of a tensor's rows: `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
     return memory.as_strided(
         (tensor.shape[0], spec.block_size, spec.num_kv_heads, rows.row_bytes),
-        (rows.block_stride, rows.token_stride, rows.head_stride, 1),
-        tensor.storage_offset() * tensor.element_size() + rows.offset,
+        (tensor.stride(0) * tensor.element_size(), rows.token_stride, rows.head_stride, 1),
+        tensor.storage_offset() * tensor.element_size() + rows.base,
     )
 
 
 def _locate(
-    cache: torch.Tensor, rows: StridedRows, spec: AttentionSpec, slot: torch.Tensor
+    cache: torch.Tensor, rows: PageRegion, spec: AttentionSpec, slot: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """A view of the cache, and the index into it of these slots' rows `[num_slots, num_kv_heads, row_bytes]`."""
     view, block, token = _view(cache, rows, spec), slot // spec.block_size, slot % spec.block_size

@@ -5,6 +5,10 @@ They are registered with `torch.library.Library`, whose calls cost a third of th
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from kvjax import KVCacheTypeError
@@ -209,84 +213,46 @@ def _attend_ragged(
     return serve(plan, query, read_tensors, cu_q_lens, sinks)
 
 
-def _write_fake(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    unique_slots: bool = False,
-) -> None:
-    refuse_gradient(key=key, value=value)  # compiled code runs without autograd and cannot raise this later
-    check_devices(
-        key_cache,
-        value_cache=value_cache,
-        key=key,
-        value=value,
-        slot_mapping=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+_DIFFERENTIABLE = ("query", "key", "value", "cos_sin_cache", "sinks")
+"""Arguments of which no operation has a gradient."""
 
 
-def _rope_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    is_neox: bool = True,
-    unique_slots: bool = False,
-) -> torch.Tensor:
-    refuse_gradient(query=query, key=key, value=value, cos_sin_cache=cos_sin_cache)
-    check_devices(
-        key_cache,
-        value_cache=value_cache,
-        query=query,
-        key=key,
-        value=value,
-        slot_mapping=slot_mapping,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+def _fake_of(kernel: Callable[..., Any], what: str, results: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake of a kernel, which returns what `results` makes of the arguments by name.
+
+    It refuses gradients, because compiled code runs without autograd and cannot raise that later, and other devices.
+    """
+    names = tuple(inspect.signature(kernel).parameters)
+
+    def fake(*args: Any, **options: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | options
+        tensors = {name: argument for name, argument in given.items() if isinstance(argument, torch.Tensor)}
+        refuse_gradient(what, **{name: tensor for name, tensor in tensors.items() if name in _DIFFERENTIABLE})
+        check_devices(**tensors)
+        return results(**given)
+
+    return fake
+
+
+def _written(**_: Any) -> None:
+    """A write returns nothing."""
+
+
+def _rotated(query: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Uninitialized rotated queries."""
     return query.new_empty(query.shape)
 
 
-def _gather_fake(
+def _gathered(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
     kv_cache_dtype: str,
     k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
     dtype: torch.dtype | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_devices(
-        key_cache,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    """Uninitialized results of a gather."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * key_cache.shape[1]
 
@@ -298,77 +264,13 @@ def _gather_fake(
     return dense("key_cache", key_cache), dense("value_cache", value_cache)
 
 
-def _attend_fake(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_gradient("attention over a cache", query=query, **({} if sinks is None else {"sinks": sinks}))
-    check_devices(
-        key_cache,
-        query=query,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    return _attended(query, key_cache, value_cache, kv_cache_dtype, v_scale)
-
-
-def _attend_ragged_fake(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    max_q_len: int | None = None,
-    max_prompts: int | None = None,
-    decode_q_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_gradient("attention over a cache", query=query, **({} if sinks is None else {"sinks": sinks}))
-    check_devices(
-        key_cache,
-        query=query,
-        value_cache=value_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_q_lens=cu_q_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    return _attended(query, key_cache, value_cache, kv_cache_dtype, v_scale)
-
-
 def _attended(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     kv_cache_dtype: str,
     v_scale: torch.Tensor,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialized results of attention."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
@@ -378,14 +280,15 @@ def _attended(
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-for _name, _kernel, _fake in (
-    ("reshape_and_cache_flash", _write_with_given_scales, _write_fake),
-    ("reshape_and_cache_flash_per_token_head", _write, _write_fake),
-    ("rope_and_cache", _rope, _rope_fake),
-    ("gather_kv", _gather, _gather_fake),
-    ("paged_attention", _attend, _attend_fake),
-    ("ragged_paged_attention", _attend_ragged, _attend_ragged_fake),
+_WRITE, _ATTENTION = "a write into a cache", "attention over a cache"
+for _name, _kernel, _what, _results in (
+    ("reshape_and_cache_flash", _write_with_given_scales, _WRITE, _written),
+    ("reshape_and_cache_flash_per_token_head", _write, _WRITE, _written),
+    ("rope_and_cache", _rope, _WRITE, _rotated),
+    ("gather_kv", _gather, "a gather", _gathered),
+    ("paged_attention", _attend, _ATTENTION, _attended),
+    ("ragged_paged_attention", _attend_ragged, _ATTENTION, _attended),
 ):
     _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"kvjax::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_fake(f"kvjax::{_name}", _fake_of(_kernel, _what, _results), lib=_LIBRARY)

@@ -6,12 +6,12 @@ Plans hold no size that changes with the load: no number of tokens, sequences or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import kvjax
+from kvjax import kernels
 
 
 class WriteTensors(NamedTuple):
@@ -42,36 +42,16 @@ class ReadTensors(NamedTuple):
         return self.key_cache.shape[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class StridedRows:
-    """Positions of one kind of row in a tensor: the data of each head, or its scales. All sizes are in bytes.
+class BlockRows(NamedTuple):
+    """The rows of a tensor's blocks: data, and scales if it holds any.
 
-    The row of head `h` of token `t` of block `b` has `row_bytes` bytes from `offset + b * block_stride +
-    t * token_stride + h * head_stride` on, counted from the tensor's first element. If `swizzled`, a block's scales are
-    at `kvjax.swizzled_position` instead.
+    Attributes:
+      block_stride: bytes between blocks.
+      regions: positions of rows in a block, from the tensor's first element.
     """
 
-    offset: int
     block_stride: int
-    token_stride: int
-    head_stride: int
-    row_bytes: int
-    swizzled: bool = False
-
-    @classmethod
-    def of_regions(cls, regions: Iterable[Any], page_bytes: int, start: int) -> tuple[StridedRows, ...]:
-        """The rows of `AttentionSpec.regions`, counted from byte `start` of pages that begin `page_bytes` apart."""
-        return tuple(
-            cls(
-                region.base - start,
-                page_bytes,
-                region.token_stride,
-                region.head_stride,
-                region.row_bytes,
-                region.swizzled,
-            )
-            for region in regions
-        )
+    regions: tuple[kernels.PageRegion, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +60,22 @@ class CachePlan:
 
     Attributes:
       spec: dtype, layout, block size, heads and head sizes of the layer.
-      key_rows: the rows of `key_cache`: data and, if it holds any, scales.
-      value_rows: the rows of `value_cache`, from its own first element.
-      scales_apart: whether the scales of each token and head are in tensors of their own, from whose first elements
-        their rows are counted.
+      keys: the rows of `key_cache`.
+      values: the rows of `value_cache`.
+      scales: the rows of `k_scale` and of `v_scale` where these hold a scale for each token and head, else None.
     """
 
     spec: kvjax.AttentionSpec
-    key_rows: tuple[StridedRows, ...]
-    value_rows: tuple[StridedRows, ...]
-    scales_apart: bool = False
+    keys: BlockRows
+    values: BlockRows
+    scales: tuple[BlockRows, BlockRows] | None = None
 
     def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.
 
         These are the caches where their rows hold a scale for each token and head, else `k_scale` and `v_scale`.
         """
-        if self.spec.quant_mode.is_per_token_head and not self.scales_apart:
+        if self.spec.quant_mode.is_per_token_head and self.scales is None:
             return tensors.key_cache, tensors.value_cache
         return tensors.k_scale, tensors.v_scale
 

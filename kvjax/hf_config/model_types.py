@@ -54,6 +54,21 @@ def _plain(*keys: str, translate: Callable[[Facts], str | None] | None = None, *
     return ModelType(keys=(*PLAIN_KEYS, *keys, *defaults), defaults=defaults, translate=translate)
 
 
+def _gemma4(sliding_window: int) -> ModelType:
+    return _plain(
+        "use_bidirectional_attention",
+        "per_layer_config",
+        "attention_k_eq_v",
+        "num_global_key_value_heads",
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=sliding_window,
+        num_kv_shared_layers=0,
+        global_head_dim=512,
+        translate=translate.gemma4,
+    )
+
+
 def _mha(
     layers: str = "num_hidden_layers", heads: str = "num_attention_heads", hidden: str = "hidden_size"
 ) -> ModelType:
@@ -172,30 +187,8 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
             num_kv_shared_layers=15,
             translate=translate.gemma_shared,
         ),
-        "gemma4_text": _plain(
-            "use_bidirectional_attention",
-            "per_layer_config",
-            "attention_k_eq_v",
-            "num_global_key_value_heads",
-            num_key_value_heads=4,
-            head_dim=256,
-            sliding_window=512,
-            num_kv_shared_layers=0,
-            global_head_dim=512,
-            translate=translate.gemma4,
-        ),
-        "gemma4_unified_text": _plain(
-            "use_bidirectional_attention",
-            "per_layer_config",
-            "attention_k_eq_v",
-            "num_global_key_value_heads",
-            num_key_value_heads=4,
-            head_dim=256,
-            sliding_window=1024,
-            num_kv_shared_layers=0,
-            global_head_dim=512,
-            translate=translate.gemma4,
-        ),
+        "gemma4_text": _gemma4(sliding_window=512),
+        "gemma4_unified_text": _gemma4(sliding_window=1024),
         # The published checkpoints declare no dtype; everything but MXFP4 in them is bfloat16.
         "gpt_oss": _plain(
             num_key_value_heads=8,

@@ -306,19 +306,18 @@ def gemma4(facts: Facts) -> None:
 
 
 def per_layer_config(facts: Facts) -> dict[int, Facts]:
-    """Returns transformers' overrides for single layers, by index."""
+    """Returns transformers' overrides for single layers, by index; keys that do not concern the cache may be any."""
     layers = facts["per_layer_config"]
     if not isinstance(layers, Mapping):
         raise KVCacheValueError(f"config.per_layer_config: got {shown(layers)}, expected a mapping")
+    unsupported = {*PLAIN_KEYS, "skip"} - {"head_dim", "num_key_value_heads"}
     read: dict[int, Facts] = {}
     for layer, differs in layers.items():
         if not (isinstance(layer, (str, int)) and str(layer).isdecimal() and isinstance(differs, Mapping)):
             raise KVCacheValueError(
                 f"config.per_layer_config: got {shown(layer)}: {shown(differs)}, expected a mapping for a layer's index"
             )
-        if other := [key for key in differs if key in PLAIN_KEYS or key == "skip"] and [
-            key for key in differs if key not in ("head_dim", "num_key_value_heads")
-        ]:
+        if other := [key for key in differs if key in unsupported]:
             raise KVCacheValueError(
                 f"config.per_layer_config[{layer}]: got {shown(other)}, expected only head_dim and num_key_value_heads"
             )
