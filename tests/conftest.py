@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish() -> None:
+    """Has garbage collection pass over what lives until the end: modules, and tests by the thousand."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
