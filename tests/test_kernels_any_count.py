@@ -172,7 +172,8 @@ ATTENTION = [
 @pytest.mark.parametrize("target", [pytest.param("b200", marks=pytest.mark.full), "h100"])
 @pytest.mark.parametrize(
     ("operation", "dtype", "options"),
-    [*ATTENTION[:2], *(pytest.param(*each, marks=pytest.mark.full) for each in ATTENTION[2:])],
+    # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
+    [pytest.param(*each, marks=() if i in (1, 3) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     launch = pytest.importorskip("kvjax_torch.launch")

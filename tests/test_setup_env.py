@@ -55,7 +55,9 @@ def test_where_none_is_new_enough_it_says_what_it_found(tmp_path: Path, old_and_
     assert not (tmp_path / "env").exists()
 
 
-def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(made: tuple[Path, str], old_and_shim: list[Path]):
+def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(
+    made: tuple[Path, str], old_and_shim: list[Path]
+):
     environment, printed = made
     assert f"creating {environment} (python {platform.python_version()})" in printed
     again = setup_env(environment, old_and_shim)

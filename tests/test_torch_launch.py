@@ -33,7 +33,7 @@ from kvjax_torch import launch
 
 # A kernel of one program alone, whatever the number of tokens.
 write = write_kernel(simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128), unique_slots=True)
-attention = attention_kernels(simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128, block_size=16))
+attention = attention_kernels(simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16))
 decode, merge, _ = attention.of(1, 64)
 for kernel in (write, decode, merge):
     lowered = launch._lower(kernel.function, kernel.args, launch._Target("NVIDIA H200", "9.0", 232448))
