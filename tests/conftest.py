@@ -109,6 +109,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries report as leaked what is left when Python ends
     if "gpu_compile" in sys.modules:
         sys.modules["gpu_compile"].end_compilers()
 
