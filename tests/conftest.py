@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -102,14 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
-def pytest_collection_finish() -> None:
-    """Has garbage collection pass over what lives until the end: modules, and tests by the thousand."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or libraries report as leaked what is left when Python ends
     if "gpu_compile" in sys.modules:
         sys.modules["gpu_compile"].end_compilers()
 
