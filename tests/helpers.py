@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -132,27 +133,43 @@ def covering(
 ) -> list[dict[str, Any]]:
     """Few combinations that together hold every valid combination of values of any `strength` axes."""
     rng = random.Random(0)
-    names = list(axes)
-    todo = {
-        tuple(zip(some, values, strict=True))
-        for some in itertools.combinations(names, strength)
-        for values in itertools.product(*(axes[name] for name in some))
-    }
+    names, values = list(axes), list(axes.values())
+    sizes = [len(some) for some in values]
+    # Combinations are numbered: of the axes `some`, `base + indices @ strides` is that of the values at `indices`.
+    tables, todo = [], {}
+    for some in itertools.combinations(range(len(names)), strength):
+        counts = [sizes[axis] for axis in some]
+        tables.append((some, len(todo), [math.prod(counts[i + 1 :]) for i in range(strength)]))
+        for indices in itertools.product(*map(range, counts)):
+            todo[tuple((names[axis], values[axis][i]) for axis, i in zip(some, indices, strict=True))] = len(todo)
+    strides = np.zeros((len(names), len(tables)), np.int64)
+    for column, (some, _, steps) in enumerate(tables):
+        strides[list(some), column] = steps
+    bases = np.array([base for _, base, _ in tables])
+    is_todo = np.ones(len(todo), bool)
 
-    def held(case: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
-        return {tuple((name, case[name]) for name in some) for some in itertools.combinations(names, strength)}
+    def draw(size: int) -> int:  # as `rng.randrange(size)` does, in a third of its time
+        bits = size.bit_length()
+        while (drawn := rng.getrandbits(bits)) >= size:
+            pass
+        return drawn
 
     cases = []
     for wanted in sorted(todo, key=repr):
-        if wanted not in todo:
+        if not is_todo[todo[wanted]]:
             continue
-        drawn = ({name: rng.choice(axes[name]) for name in names} | dict(wanted) for _ in range(200))
-        best = max(filter(valid, drawn), key=lambda case: len(held(case) & todo), default=None)
-        if best is None:
-            todo.remove(wanted)  # no valid case holds this combination
+        drawn = np.array([[draw(size) for size in sizes] for _ in range(200)])
+        for name, value in wanted:
+            drawn[:, names.index(name)] = axes[name].index(value)
+        held = bases + drawn @ strides
+        for best in np.argsort(-is_todo[held].sum(1), kind="stable"):
+            case = {name: axes[name][i] for name, i in zip(names, drawn[best], strict=True)}
+            if valid(case):
+                cases.append(case)
+                is_todo[held[best]] = False
+                break
         else:
-            cases.append(best)
-            todo -= held(best)
+            is_todo[todo[wanted]] = False  # no valid case holds this combination
     return cases
 
 

@@ -85,7 +85,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     return written
 
 
-@matrix({"program": PROGRAMS}, few={"program": ["write", "copies"]})
+@matrix({"program": PROGRAMS}, few={"program": ["copies"]})
 def test_every_program_runs(tmp_path, program, monkeypatch):
     if program in ("bridge", "generate"):
         pytest.importorskip("torch")

@@ -18,9 +18,10 @@ OLD = '#!/bin/sh\ncase "$2" in *platform*) echo 3.11.2 ;; *) exit 1 ;; esac\n'
 SHIM = "#!/bin/sh\nexit 127\n"
 
 
-@pytest.fixture
-def old_and_shim(tmp_path: Path) -> list[Path]:
-    paths = [tmp_path / "old", tmp_path / "shim"]
+@pytest.fixture(scope="module")
+def old_and_shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pythons")
+    paths = [folder / "old", folder / "shim"]
     for path, script in zip(paths, (OLD, SHIM), strict=True):
         path.write_text(script)
         path.chmod(0o755)
@@ -34,6 +35,15 @@ def setup_env(environment: Path, pythons: list[Path]) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, old_and_shim: list[Path]) -> tuple[Path, str]:
+    """An environment, and what is printed while it is made."""
+    environment = tmp_path_factory.mktemp("made") / "env"
+    done = setup_env(environment, [*old_and_shim, Path(sys.executable)])
+    assert done.returncode == 0, done.stderr
+    return environment, done.stdout
+
+
 def test_where_none_is_new_enough_it_says_what_it_found(tmp_path: Path, old_and_shim: list[Path]):
     old, shim = old_and_shim
     done = setup_env(tmp_path / "env", [old, shim, tmp_path / "absent"])
@@ -45,19 +55,18 @@ def test_where_none_is_new_enough_it_says_what_it_found(tmp_path: Path, old_and_
     assert not (tmp_path / "env").exists()
 
 
-def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(tmp_path: Path, old_and_shim: list[Path]):
-    environment = tmp_path / "env"
-    done = setup_env(environment, [*old_and_shim, Path(sys.executable)])
-    assert done.returncode == 0, done.stderr
-    assert f"creating {environment} (python {platform.python_version()})" in done.stdout
+def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(
+    made: tuple[Path, str], old_and_shim: list[Path]
+):
+    environment, printed = made
+    assert f"creating {environment} (python {platform.python_version()})" in printed
     again = setup_env(environment, old_and_shim)
     assert again.returncode == 0, again.stderr
     assert "creating" not in again.stdout
 
 
-def test_jax_looks_for_no_gpu_in_it_where_there_is_no_driver(tmp_path: Path):
-    environment = tmp_path / "env"
-    assert setup_env(environment, [Path(sys.executable)]).returncode == 0
+def test_jax_looks_for_no_gpu_in_it_where_there_is_no_driver(made: tuple[Path, str], tmp_path: Path):
+    environment, _ = made
     [packages] = environment.glob("lib/python*/site-packages")
 
     def platforms(**variables: str) -> str:

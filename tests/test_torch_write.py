@@ -559,9 +559,9 @@ def test_what_cannot_be_read_is_named(case: str, device: str):
 
 
 def test_calls_leave_no_memory_behind():
-    spec, _, cache = simple_cache(KVCacheDType.FP8_E4M3)
-    _, _, rows = simple_rows(spec, 16)
-    slots, table, lengths = torch.arange(16), torch.arange(2)[None], torch.tensor([16])
+    spec, _, cache = simple_cache(KVCacheDType.FP8_E4M3, num_blocks=8)
+    _, _, rows = simple_rows(spec, 64)
+    slots, table, lengths = torch.arange(64), torch.arange(8)[None], torch.tensor([64])
 
     def call() -> None:
         write(rows, cache, slots, "fp8")
@@ -572,7 +572,7 @@ def test_calls_leave_no_memory_behind():
         call()
     gc.collect()
     before, arrays = resident_bytes(), len(jax.live_arrays())
-    for _ in range(1_500):  # what one call handles is some 30 kB: 45 MB, were it kept
+    for _ in range(400):  # what one call handles is some 120 kB: 48 MB, were it kept
         call()
     gc.collect()
     assert len(jax.live_arrays()) <= arrays
