@@ -216,7 +216,7 @@ def test_eight_calls_wait_for_a_busy_gpu_in_its_queue(read: Read, turns: int, ei
     write(rows, cache, slots, "nvfp4")
     read(cache, "nvfp4")
     torch.cuda.synchronize()
-    torch.cuda._sleep(A_WHILE)
+    torch.cuda._sleep(A_WHILE * turns // 4)
     for _ in range(turns):
         write(rows, cache, slots, "nvfp4")
         last = read(cache, "nvfp4")
