@@ -310,8 +310,6 @@ def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
         if peer.name != "cuDNN" and peer.serves(job):
             inputs = RaggedInputs(job)
             assert error_of(peer.prepare(inputs), inputs) < 2 * OWN_ERROR
-            if peer.name == "kvjax_torch":
-                attends_ragged.call_in_torch_once(job)
 
 
 def test_dense_attention_attends_to_a_whole_prompt():

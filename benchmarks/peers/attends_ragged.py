@@ -12,10 +12,9 @@ import jax
 from benchmarks import workload
 from benchmarks.bars import NO_CASCADE
 from benchmarks.peers import attends, attends_flashinfer, in_torch
-from benchmarks.peers.attention_inputs import OWN_ERROR, RaggedInputs, RaggedJob, paged, workers
+from benchmarks.peers.attention_inputs import OWN_ERROR, RaggedInputs, RaggedJob, paged
 from benchmarks.peers.peer import Peer, Run
-from benchmarks.shapes import BLOCK_SIZE
-from kvjax import CacheLayout, KVCache, KVCacheDType
+from kvjax import CacheLayout, KVCacheDType
 
 
 def no_cascade_run(inputs: RaggedInputs) -> Run:
@@ -40,20 +39,6 @@ def _attend_in_torch(job: RaggedJob, *tensors: Any) -> Any:
     stored: tuple[Any, ...] = job.dtype.value, *in_torch.float_scales()
     limits: dict[str, Any] = job.limits
     return kvjax_torch.ragged_paged_attention(*tensors, *stored, **limits)
-
-
-def _in_torch_ahead(job: RaggedJob) -> Sequence[Future[Any]]:
-    return [workers().submit(call_in_torch_once, job)] if workload.is_gpu() else []
-
-
-def call_in_torch_once(job: RaggedJob) -> Any:
-    """Compiles what a job's calls need: attends with one page as one sequence."""
-    import torch
-
-    pages = in_torch.borrow(KVCache.allocate(job.spec, 1).kv)
-    query = pages.new_zeros((BLOCK_SIZE, *job.query_shape[1:]), dtype=torch.bfloat16)
-    table, length, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[0]], [BLOCK_SIZE], [0, BLOCK_SIZE]))
-    return _attend_in_torch(job, query, *pages.unbind(1), *(x.to(pages.device) for x in (table, length, starts)))
 
 
 def torch_run(inputs: RaggedInputs) -> Run:
@@ -90,7 +75,6 @@ PEERS: tuple[Peer[RaggedJob, RaggedInputs], ...] = (
         torch_run,
         serves=lambda job: not job.row.prefix_len and job.row.layout is CacheLayout.NHD,
         why_missing=in_torch.why_missing,
-        ahead=_in_torch_ahead,
         own=True,
     ),
     *attends_flashinfer.PREFILL.values(),
