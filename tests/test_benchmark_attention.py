@@ -297,9 +297,12 @@ def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
     assert len(flashinfer) == 1
 
 
-@each_case([{"peer": peer, "dtype": dtype} for peer in attends_ragged.PEERS for dtype in shapes.TIMED_DTYPES])
+RAGGED_PEERS = {peer.name: peer for peer in attends_ragged.PEERS}
+
+
+@each_case([{"peer": name, "dtype": dtype} for name in RAGGED_PEERS for dtype in shapes.TIMED_DTYPES])
 def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
-    peer = case["peer"]
+    peer = RAGGED_PEERS[case["peer"]]
     rows = [
         TINY_MIXED,
         dataclasses.replace(TINY_MIXED, q_len=4, num_prompts=None),

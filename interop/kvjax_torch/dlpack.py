@@ -96,12 +96,13 @@ class _Memory(Export):
 
     def __init__(self, address: int, nbytes: int) -> None:
         super().__init__(address, "cuda")
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = _interface(address, nbytes)
+
+
+@functools.lru_cache(1 << 14)
+def _interface(address: int, nbytes: int) -> dict[str, Any]:
+    """Describes bytes. Cached because torch 2.11 leaks a reference to each value at each use."""
+    return {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 def _bytes_at(address: int, nbytes: int, device: int) -> torch.Tensor:
