@@ -168,6 +168,22 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
     check(ragged((50,), (63,), dtype="nvfp4"), attend)
 
 
+def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
+    """In six segments of three blocks: some of them full, some in part, some without a token."""
+    monkeypatch.setattr(prompts, "MIN_SEGMENT", 32)
+    calls: list[tuple[int, ...]] = []
+    cudnn_attention = compat.cudnn_attention
+
+    def recorded(query: Any, key: Any, *args: Any, **options: Any) -> Any:
+        calls.append(key.shape)
+        return cudnn_attention(query, key, *args, **options)
+
+    monkeypatch.setattr(compat, "cudnn_attention", recorded)
+    check(ragged((20, 9, 12, 0), (190, 130, 12, 0), dtype="nvfp4", sinks=True), attend)
+    if attend.by_cudnn:
+        assert max(calls)[:2] == (4 * 6, 3 * 16)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])

@@ -30,6 +30,9 @@ DENSE_BYTES = 1 << 30
 LOGITS_BYTES = 256 << 20
 """Limit on the logits of a chunk without cuDNN; fewer tokens would mean rescaling results more often."""
 
+CUDNN_ROWS, THREAD_BLOCKS, MIN_SEGMENT = 128, 264, 512
+"""Rows of a head in a thread block of cuDNN's; thread blocks that occupy a GPU; least tokens for one to attend to."""
+
 MAX_HEAD_SIZE = 256
 """Of cuDNN's forward pass on sm_90; jax requires the same on sm_100."""
 
@@ -246,21 +249,41 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     own = _without_holes(*own, is_block, size, plan.window)
     if plan.window is not None:
         return [own], first
-    table, lens = _blocks_before(cache, sequences.table, first_block)
-    keys, values = dense.gather(table, lens)
     # No more rows than requested: cuDNN computes 128 or more at a time, used or not.
     num_rows = min(plan.max_q_len, num_rows)
+    earlier = _blocks_before(cache, sequences.table, first_block)
+    return [_rows_from(own, start - first, num_rows), *_unmasked(dense, plan, *earlier, start, num_rows)], start
+
+
+def _unmasked(dense: _Dense, plan: _Plan, table: jax.Array, lens: jax.Array, start: jax.Array, num_rows: int) -> Parts:
+    """Returns the attention of rows from position `start` on to all tokens of a table, in segments of its tokens."""
+    size, (num_prompts, max_blocks) = dense.cache.spec.block_size, table.shape
+    count = _num_segments(num_prompts * dense.query.shape[1], num_rows, max_blocks * size)
+    blocks = -(-max_blocks // count)
+    table = jnp.pad(table, ((0, 0), (0, count * blocks - max_blocks)), constant_values=-1)
+    keys, values = (x.reshape(-1, blocks * size, *x.shape[2:]) for x in dense.gather(table, lens))
+
+    def for_each(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[:, None], (num_prompts, count, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+    lens = jnp.clip(lens[:, None] - np.arange(count, dtype=np.int32) * (blocks * size), 0, blocks * size).reshape(-1)
     out, lse = compat.cudnn_attention(
-        dense.rows(start, num_rows),
+        for_each(dense.rows(start, num_rows)),
         keys,
         values,
-        jnp.clip(sequences.q_lens, 1, num_rows),
+        for_each(jnp.clip(dense.sequences.q_lens, 1, num_rows)),
         jnp.maximum(lens, 1),
         sm_scale=plan.sm_scale,
         is_causal=False,
     )
     lse = jnp.where(lens[:, None, None] > 0, lse, -jnp.inf)
-    return [_rows_from(own, start - first, num_rows), (out, lse)], start
+    return [(out[i::count], lse[i::count]) for i in range(count)]
+
+
+def _num_segments(num_heads: int, num_rows: int, num_tokens: int) -> int:
+    """Returns into how many segments to divide the tokens: cuDNN gives 128 rows of a head to one thread block."""
+    blocks = num_heads * -(-num_rows // CUDNN_ROWS)
+    return max(1, min(THREAD_BLOCKS // blocks, num_tokens // MIN_SEGMENT))
 
 
 def _rows_from(part: tuple[jax.Array, jax.Array], first: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
