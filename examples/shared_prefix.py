@@ -34,7 +34,8 @@ def shared_prefix_attention(
     """Attends with one row per sequence, `[num_seqs, num_heads, head_size]`, to the prefix and its own tokens.
 
     `prefix_table` `[num_prefix_blocks]` has whole blocks; `table` `[num_seqs, max_blocks]` and `own_lens` describe the
-    tokens after it. `options` are those of both calls, such as scales.
+    tokens after it. `options` go to both calls: scales, `sm_scale`, `logits_soft_cap`, `implementation`. Not `sinks` or
+    `sliding_window`, which would apply to each part.
     """
     num_seqs, size = query.shape[0], cache.spec.block_size
     none = jnp.full(-(-num_seqs // size), -1, jnp.int32)  # the rows' own positions: no block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import warnings
@@ -122,8 +123,7 @@ def load_kv_scales(
     layers = read_layer_scales(
         open_tensors(checkpoint), model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor
     )
-    beside = None if isinstance(checkpoint, Mapping) else Path(checkpoint, "hf_quant_config.json")
-    if beside is not None and beside.exists() and model.quantization_config is None:
+    if model.quantization_config is None and not isinstance(checkpoint, Mapping) and _declares_beside(checkpoint):
         warnings.warn(
             "checkpoint: got a folder with hf_quant_config.json and a model without a quantization_config, so what the"
             " file declares has no effect; expected ModelKVConfig.from_hf_config(config, quantization_config=...) with"
@@ -132,6 +132,12 @@ def load_kv_scales(
             skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
     return tuple(layer.scales for layer in layers)
+
+
+def _declares_beside(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder's `hf_quant_config.json` declares a quantized cache."""
+    path = Path(folder, "hf_quant_config.json")
+    return path.exists() and read_declared_kv_cache(json.loads(path.read_text()), warn=False) is not None
 
 
 def read_layer_scales(

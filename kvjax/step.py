@@ -237,6 +237,11 @@ def attend(
         query, slots = flat_tokens(query), jnp.reshape(slots, batch)
     else:
         check_array("query", query, [("num_tokens", num_tokens), *heads], INPUT_DTYPES)
+    leading = batch or (num_tokens,)
+    if hasattr(key, "shape") and key.shape[:-2] != leading:  # else the write names what is no array
+        raise KVCacheValueError(
+            f"key: got shape {key.shape}, expected the query's {leading}, then num_kv_heads and head_size"
+        )
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
     cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=unique_slots, **given)
     attended = ragged_paged_attention(

@@ -447,6 +447,11 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         [layer(4, 256, window=512), layer(4, 512)],
     ),
     (
+        {"model_type": "gemma4_text", "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        | {"per_layer_config": {"0": {"head_dim": 512, "global_head_dim": 64, "num_global_key_value_heads": 1}}},
+        [layer(4, 512)],
+    ),
+    (
         {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
         [layer(12, 64)] * 2,
     ),

@@ -169,7 +169,7 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
 
 
 def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
-    """In six segments of three blocks: some of them full, some in part, some without a token."""
+    """In five segments of three blocks: some of them full, some in part, some without a token."""
     monkeypatch.setattr(prompts, "MIN_SEGMENT", 32)
     calls: list[tuple[int, ...]] = []
     cudnn_attention = compat.cudnn_attention
@@ -181,7 +181,26 @@ def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatc
     monkeypatch.setattr(compat, "cudnn_attention", recorded)
     check(ragged((20, 9, 12, 0), (190, 130, 12, 0), dtype="nvfp4", sinks=True), attend)
     if attend.by_cudnn:
-        assert max(calls)[:2] == (4 * 6, 3 * 16)
+        assert max(calls)[:2] == (4 * 5, 3 * 16)
+
+
+def test_every_segment_holds_a_block():
+    """Of three blocks of 1,024 tokens there are three segments, though 3,072 tokens would make six."""
+    query = jax.ShapeDtypeStruct((9, 2, 64), jnp.float16)
+    cache = KVCache.allocate(kvjax.FullAttentionSpec(1024, 1, 64, dtype=kvjax.KVCacheDType.FLOAT16), 3)
+    table, one = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
+    sequences = prompts.Sequences(table, 3000 * one, 9 * one, 9 * one)
+    dense = prompts._Dense(cache, query, sequences, jnp.ones(2), jnp.ones(()), np.dtype(np.float16))
+    plan = prompts._Plan(True, 9, 1.0, None, None)
+    seen = []
+
+    def rows(query: jax.Array) -> Any:
+        parts = prompts._unmasked(dense._replace(query=query), plan, table, 2048 * one, 2048 * one, 9)
+        seen.append(len(parts))
+        return parts
+
+    jax.eval_shape(rows, query)
+    assert seen == [3]
 
 
 @pytest.mark.full

@@ -251,6 +251,9 @@ def test_a_declaration_that_the_model_was_read_without_is_warned_of(tmp_path: Pa
     with pytest.warns(KVCacheWarning, match=r"hf_quant_config\.json and a model without .*from_hf_config\("):
         scales = load_kv_scales(tmp_path, ModelKVConfig.from_hf_config(LLAMA))
     assert [layer.k_scale for layer in scales] == [1, 1, 1]
+    declared["quantization"]["kv_cache_quant_algo"] = None  # weights alone
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared))
+    assert [layer.k_scale for layer in silently(tmp_path, ModelKVConfig.from_hf_config(LLAMA))] == [1, 1, 1]
 
 
 def silently(*args: Any, **kwargs: Any) -> tuple[kvjax.KVScales, ...]:

@@ -323,12 +323,12 @@ def test_a_batch_of_equally_many_tokens_is_taken_as_it_comes(batch: tuple[int, i
         (
             {"query": np.zeros((1, 3, 6, 16), np.float32)},
             KVCacheValueError,
-            "slot_mapping: got shape (1, 3), expected [num_tokens=3]",
+            "key: got shape (3, 2, 16), expected the query's (1, 3), then",
         ),
         (
             {"key": np.zeros((4, 2, 16), np.float32)},
             KVCacheValueError,
-            "value: got shape (3, 2, 16), expected [num_tok",
+            "key: got shape (4, 2, 16), expected the query's (3,), then",
         ),
         ({"layer": 0}, KVCacheValueError, "layer: got 0 for a cache without num_layers"),
     ],

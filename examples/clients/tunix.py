@@ -67,5 +67,5 @@ def use_pages(model: llama3.Llama3, kv_cache_dtype: str, scales: Sequence[tuple[
     model.__class__, model.kv_cache_dtype = PagedLlama3, kvjax.parse_kv_cache_dtype(kv_cache_dtype)
     pairs = scales or [(1.0, 1.0)] * len(model.layers)
     model.scales = tuple((float(k_scale), float(v_scale)) for k_scale, v_scale in pairs)
-    for layer in model.layers:
+    for layer, _ in zip(model.layers, pairs, strict=True):
         layer.attn.__class__ = PagedAttention

@@ -276,8 +276,9 @@ def attend(
     _check_capability(tensors.key_cache.get_device())
     parts = calls.attention_parts(plan) if calls.has_attention(plan, query, tensors.block_table) else ()
     if plan.batch_invariant:  # a workspace may be too large: raise before anything is compiled or run
-        for of_part, _, _ in parts:
-            calls.kernels_of_call(of_part, tensors)
+        with _one_at_a_time:
+            for of_part, _, _ in parts:
+                calls.kernels_of_call(of_part, tensors)
     if not parts or not all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts):
         if plan.batch_invariant and query.numel() and tensors.block_table.numel():
             raise UnsupportedError(

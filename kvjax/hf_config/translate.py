@@ -306,11 +306,15 @@ def gemma4(facts: Facts) -> None:
 
 
 def per_layer_config(facts: Facts) -> dict[int, Facts]:
-    """Returns transformers' overrides for single layers, by index; keys that do not concern the cache may be any."""
+    """Returns the head sizes and KV heads that override the model's, by layer.
+
+    Refuses other plain keys and "skip", which would change what is cached. Remaining keys have no effect.
+    """
     layers = facts["per_layer_config"]
     if not isinstance(layers, Mapping):
         raise KVCacheValueError(f"config.per_layer_config: got {shown(layers)}, expected a mapping")
-    unsupported = {*PLAIN_KEYS, "skip"} - {"head_dim", "num_key_value_heads"}
+    supported = ("head_dim", "num_key_value_heads")
+    unsupported = {*PLAIN_KEYS, "skip"} - {*supported}
     read: dict[int, Facts] = {}
     for layer, differs in layers.items():
         if not (isinstance(layer, (str, int)) and str(layer).isdecimal() and isinstance(differs, Mapping)):
@@ -321,7 +325,7 @@ def per_layer_config(facts: Facts) -> dict[int, Facts]:
             raise KVCacheValueError(
                 f"config.per_layer_config[{layer}]: got {shown(other)}, expected only head_dim and num_key_value_heads"
             )
-        read[int(layer)] = dict(differs)
+        read[int(layer)] = {key: differs[key] for key in supported if key in differs}
     return read
 
 

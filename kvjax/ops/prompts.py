@@ -1,10 +1,11 @@
 """Attention of long query chunks on a GPU: the gather kernel makes a sequence's pages dense, then cuDNN attends.
 
 cuDNN's causal mask lets a row see the keys up to its own index, without gaps. So a sequence is split in two parts,
-merged by their log-sum-exps: the blocks that hold its new tokens, causal, with each row at the index of its token;
-and all earlier blocks, without a mask. With a sliding window one part is enough, of the blocks within its reach. What
-cuDNN does not support (a soft cap, other head sizes, 16-bit pages of another dtype than the query's) is computed by the
-online softmax of `ops.softmax` over the same dense keys and values.
+merged by their log-sum-exps: the blocks that hold its new tokens, causal, with each row at the index of its token; and
+all earlier blocks, without a mask, in segments where few rows would leave multiprocessors idle. With a sliding window
+one part is enough, of the blocks within its reach. What cuDNN does not support (a soft cap, other head sizes, 16-bit
+pages of another dtype than the query's) is computed by the online softmax of `ops.softmax` over the same dense keys and
+values.
 """
 
 from __future__ import annotations
@@ -260,6 +261,7 @@ def _unmasked(dense: _Dense, plan: _Plan, table: jax.Array, lens: jax.Array, sta
     size, (num_prompts, max_blocks) = dense.cache.spec.block_size, table.shape
     count = _num_segments(num_prompts * dense.query.shape[1], num_rows, max_blocks * size)
     blocks = -(-max_blocks // count)
+    count = -(-max_blocks // blocks)  # rounded up, fewer segments may hold all blocks
     table = jnp.pad(table, ((0, 0), (0, count * blocks - max_blocks)), constant_values=-1)
     keys, values = (x.reshape(-1, blocks * size, *x.shape[2:]) for x in dense.gather(table, lens))
 

@@ -352,12 +352,6 @@ def _statement(code: str) -> None:
     plgpu.inline_mgpu()(run)()
 
 
-def wait_for_warp() -> None:
-    """A barrier of the warp, which orders its stores to shared memory before later loads."""
-    if not compat.interpreting():
-        _statement("bar.warp.sync 0xffffffff;")
-
-
 def wait_for_block() -> None:
     """A barrier of all threads of a block; in interpret mode, of a block that is one warpgroup."""
     if compat.interpreting():
@@ -486,17 +480,6 @@ def _global_address(ref: Any, index: Any, itemsize: int) -> Any:
     i64 = ir.IntegerType.get_signless(64)
     base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
     return arith.addi(base, arith.muli(arith.extsi(i64, index), mgpu.c(itemsize, i64)))
-
-
-def shuffle(x: jax.Array, lane: jax.Array) -> jax.Array:
-    """The register of thread `lane` of the warp."""
-
-    def model(x: jax.Array, lane: jax.Array) -> list[jax.Array]:
-        source = lax.iota(jnp.int32, THREADS) // LANES * LANES + lane.astype(jnp.int32)
-        return [jnp.take(x, source, mode="clip")]
-
-    code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return asm(code, model, x, lane, results=[x.dtype], convergent=True)[0]
 
 
 class Copy(NamedTuple):
