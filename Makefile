@@ -1,5 +1,8 @@
 # Every target sets up what it needs; a virtual environment is rebuilt only when pyproject.toml has changed.
 
+# Where it is set, each of the many processes of the tests compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The demo has an environment of its own: it stays small, and jax must not meet there the CUDA plugin that tests use.
 DEMO_ENV := .venv-demo
 DEV_ENV := .venv

@@ -102,7 +102,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
         "operation": ["write", "gather"],
         "target": TARGETS,
     },
-    few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "target": ["h100"]},
+    few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "operation": ["write"], "target": ["h100"]},
 )
 def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target):
     """Of vLLM's pages, whose scales leave everything at multiples of four bytes."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_count import gather_kernel, write_kernel
-from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
+from helpers import assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
 from kvjax.kernels import attention, memory, placement
@@ -140,7 +140,7 @@ def test_it_is_traced_in_the_mode_of_the_call(cache):
     assert "i64" in lower(write, ("cuda",), cache)
 
 
-@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
+@matrix({"dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4]}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_a_program_exported_for_two_platforms_has_the_implementation_of_each(dtype):
     spec = simple_spec(dtype)
 

@@ -287,7 +287,7 @@ def test_nvfp4_encode(dtype, source, scale):
         assert_same_bytes(np.asarray(data), expected[0])
 
 
-@pytest.mark.parametrize("amax", [1.5, 6, 12, 384])
+@matrix({"amax": [1.5, 6, 12, 384]}, few={"amax": [6]})
 def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
     """Each block of `amax`, which both scales hold, and any two multiples of its 48th: in fractions, not in floats."""
     multiples = np.stack(np.meshgrid(*[np.arange(49)] * 2), axis=-1).reshape(-1, 2)
@@ -311,7 +311,7 @@ def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
     assert (four < six).any()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.0173])
+@matrix({"scale": [1.0, 0.0173]}, few={"scale": [0.0173]})
 def test_four_over_six_compares_sums_to_the_last_bit(scale):
     x = nearly_tied_blocks(scale)
     assert len(x) >= 200
