@@ -180,6 +180,7 @@ def test_flags_choose_what_is_written(tmp_path):
     assert lines == [["qwen3-32b-tp4", dtype, "HND", "padded", 5, "kvjax"] for dtype in ("float16", "fp8_e5m2")]
 
 
+@pytest.mark.full
 def test_flags_choose_rows_of_attention(tmp_path):
     flags = ["--smoke", "--rows=2x48-window-16,2x48", "--dtypes=fp8_e4m3", "--peers=kvjax", "--implementation=xla"]
     measured = run_and_read(tmp_path, "attention", *flags)["measurements"]
@@ -189,6 +190,7 @@ def test_flags_choose_rows_of_attention(tmp_path):
     assert all(0 < each["error"] < 0.01 for each in measured)
 
 
+@pytest.mark.full
 def test_what_is_unavailable_is_reported_and_the_rest_runs(tmp_path):
     flags = ["--smoke", "--implementation=mosaic", "--cases=gpt-oss-20b", f"--json={tmp_path / 'measured.json'}"]
     done = run("pack", *flags)

@@ -172,6 +172,7 @@ def unoptimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("unoptimized")
 def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
     assert main(["demo", "--tokens", "32", "--sequences", "1", "--dtype", "fp8", "--dtype", "fp8_e4m3"]) == 0

@@ -64,7 +64,8 @@ def alone() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("max_prompts", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("max_prompts", [1, 3])
 def test_requests_get_their_tokens_in_any_company(max_prompts: int):
     calls: list[dict[str, Any]] = []
     engine, pool = made(calls, max_prompts=max_prompts)

@@ -511,10 +511,11 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
+MARKS = dict.fromkeys(ON_GPU, pytest.mark.gpu) | {"interpreted": pytest.mark.full}
+
+
 @pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.gpu) if name in ON_GPU else name for name in DRIVERS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in DRIVERS])
 def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str, compiled: list[str]):
     if name.startswith("torch"):
         pytest.importorskip("torch")

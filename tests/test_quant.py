@@ -265,6 +265,8 @@ def nearly_tied_blocks(scale: float) -> np.ndarray:
     return np.concatenate([low, high])
 
 
+jit_encode = jax.jit(quant.encode_nvfp4, static_argnames="dtype")
+
 NVFP4_ENCODINGS = {
     KVCacheDType.NVFP4: reference.encode_nvfp4,
     KVCacheDType.NVFP4_4OVER6: reference.encode_nvfp4_4over6,
@@ -295,7 +297,7 @@ def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
     x[:, :3] = np.concatenate([np.full((len(x), 1), amax), multiples * (amax / 48)], axis=1)
     signs = np.random.default_rng(0).choice(np.float32([-1, 1]), x.shape)
     order = np.random.default_rng(1).permuted(np.tile(np.arange(16), (len(x), 1)), axis=1)
-    _, block_scales = quant.encode_nvfp4(np.take_along_axis(x * signs, order, 1), 1.0, KVCacheDType.NVFP4_4OVER6)
+    _, block_scales = jit_encode(np.take_along_axis(x * signs, order, 1), 1.0, KVCacheDType.NVFP4_4OVER6)
     errors = [
         [
             min(abs(Fraction(int(n), 8) - Fraction(value) * 6 / largest) ** 2 for value in quant.E2M1_VALUES)
@@ -315,15 +317,15 @@ def test_four_over_six_keeps_the_smaller_error_and_six_in_a_tie(amax):
 def test_four_over_six_compares_sums_to_the_last_bit(scale):
     x = nearly_tied_blocks(scale)
     assert len(x) >= 200
-    stored = jax.jit(functools.partial(quant.encode_nvfp4, dtype=KVCacheDType.NVFP4_4OVER6))(x, jnp.float32(scale))
+    stored = jit_encode(x, scale, KVCacheDType.NVFP4_4OVER6)
     for got, expected in zip(stored, reference.encode_nvfp4_4over6(x, scale), strict=True):
         assert_same_bytes(np.asarray(got).view(np.uint8), expected)
 
 
 def test_four_over_six_has_the_bytes_of_nvfp4_where_it_keeps_six():
     x = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
-    data, block_scales = quant.encode_nvfp4(x, 0.001, KVCacheDType.NVFP4_4OVER6)
-    nvfp4 = quant.encode_nvfp4(x, 0.001)
+    data, block_scales = jit_encode(x, 0.001, KVCacheDType.NVFP4_4OVER6)
+    nvfp4 = jit_encode(x, 0.001)
     same = (block_scales == nvfp4[1])[:, 0]
     assert 0.2 < same.mean() < 0.8
     assert_same_bytes(np.asarray(data)[same], np.asarray(nvfp4[0])[same])

@@ -24,6 +24,7 @@ def test_every_kind_of_kernel_is_run_once():
     assert {spec.dtype for spec, _ in every} == set(STORED_KV_CACHE_DTYPES)
 
 
+@pytest.mark.full
 def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     promises = []
 
