@@ -404,8 +404,7 @@ def check_within_shard_map() -> None:
     """In a shard_map of the caller's a cache is the device's own, and so are its slots; over what axes it may be."""
     for name, axes, implementation, check_vma in (
         ("nvfp4-NHD", {"data", "tensor"}, None, True),
-        ("nvfp4-HND-swizzled", {"data"}, None, False),
-        ("fp8_e4m3-NHD", {"tensor"}, None, False),
+        *((("nvfp4-HND-swizzled", {"data"}, None, False), ("fp8_e4m3-NHD", {"tensor"}, None, False)) if FULL else ()),
         ("bfloat16-HND", {"tensor"} if AXIS_TYPE == "Auto" else {"data", "tensor"}, "mosaic", False),
     ):
         cache, before, tokens, scales = small(name, "both")

@@ -749,6 +749,7 @@ def test_bytes_moved():
     assert WriteJob(SMALL, NVFP4, 7).bytes_moved == 7 * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4
 
 
+@pytest.mark.full
 @pytest.mark.skipif(cuda.nvcc() is None, reason="needs CUDA's compiler")
 def test_the_cuda_kernels_build(tmp_path):
     cuda.build(tmp_path / "peers.so")

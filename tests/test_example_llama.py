@@ -133,7 +133,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
         np.testing.assert_allclose(np.concatenate(part), whole, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", few("qwen3"))
+@pytest.mark.full  # the engine of docs/serving.md does so in every run
+@pytest.mark.parametrize("name", MODELS)
 def test_it_generates_the_tokens_of_transformers_and_reuses_prefixes(name: str, tmp_path: Path):
     model = save(name, tmp_path)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -492,7 +492,7 @@ DRIVERS: dict[str, Callable[[], Arrays | Tensors]] = {
     "torch-cuda": lambda: Tensors("cuda"),
 }
 ON_GPU = ("mosaic", "torch-cuda")
-EXAMPLES = {"xla": 25, "mosaic": 25, "interpreted": 5, "torch": 25, "torch-cuda": 8}
+EXAMPLES = {"xla": 15, "mosaic": 25, "interpreted": 5, "torch": 25, "torch-cuda": 8}
 LONG_TO_COMPILE = ("mosaic", "interpreted", "torch-cuda")
 MOST_PROGRAMS = 100
 

@@ -96,6 +96,7 @@ def test_the_torch_bridge_of_the_wheel_imports_from_it(unpacked: Path):
     assert Path(file) == unpacked / "kvjax_torch/__init__.py"
 
 
+@pytest.mark.full
 def test_the_command_of_the_wheel_runs_and_knows_its_version(wheel: Path, unpacked: Path):
     [path] = unpacked.glob("*.dist-info/entry_points.txt")
     entry_points = configparser.ConfigParser()
