@@ -380,8 +380,9 @@ def test_workers_hand_back_results_and_errors():
 
 def measured(row: str, dtype: KVCacheDType, peer: str, us: float) -> Measurement:
     times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
-    subject = shapes.ATTENTION_ROWS_BY_NAME[row].subject(dtype)
-    return Measurement("attention", subject, peer, times, bytes_moved=1)
+    is_step = row in shapes.RAGGED_ROWS_BY_NAME
+    subject = (shapes.RAGGED_ROWS_BY_NAME if is_step else shapes.ATTENTION_ROWS_BY_NAME)[row].subject(dtype)
+    return Measurement("ragged attention" if is_step else "attention", subject, peer, times, bytes_moved=1)
 
 
 MEASURED = Rows(
@@ -439,25 +440,19 @@ def test_a_line_of_the_table():
     assert tables.bars_summary(ATTENTION, MEASURED) == " 4 of 6 bars hold."
 
 
-def step(row: str, dtype: KVCacheDType, peer: str, us: float) -> Measurement:
-    subject = shapes.RAGGED_ROWS_BY_NAME[row].subject(dtype)
-    times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
-    return Measurement("ragged attention", subject, peer, times, bytes_moved=1)
-
-
 STEPS = Rows(
     [
-        step("chunk", NVFP4, "kvjax", 500.0),
-        step("chunk", NVFP4, "kvjax_torch", 900.0),
-        step("chunk", NVFP4, "FlashInfer FA2", 1_010.0),
-        step("chunk", BFLOAT16, "kvjax", 480.0),
-        step("chunk", BFLOAT16, "FlashInfer FA3", 440.0),
-        step("mixed", NVFP4, "kvjax", 320.0),
-        step("mixed", NVFP4, "FlashInfer FA2", 800.0),
-        step("speculative", NVFP4, "kvjax", 137.0),
-        step("shared-prefix", NVFP4, "kvjax", 180.0),
-        step("shared-prefix", NVFP4, "kvjax without cascade", 540.0),
-        step("shared-prefix", FP8, "kvjax", 180.0),
+        measured("chunk", NVFP4, "kvjax", 500.0),
+        measured("chunk", NVFP4, "kvjax_torch", 900.0),
+        measured("chunk", NVFP4, "FlashInfer FA2", 1_010.0),
+        measured("chunk", BFLOAT16, "kvjax", 480.0),
+        measured("chunk", BFLOAT16, "FlashInfer FA3", 440.0),
+        measured("mixed", NVFP4, "kvjax", 320.0),
+        measured("mixed", NVFP4, "FlashInfer FA2", 800.0),
+        measured("speculative", NVFP4, "kvjax", 137.0),
+        measured("shared-prefix", NVFP4, "kvjax", 180.0),
+        measured("shared-prefix", NVFP4, "kvjax without cascade", 540.0),
+        measured("shared-prefix", FP8, "kvjax", 180.0),
     ]
 )
 
