@@ -123,7 +123,8 @@ def load_kv_scales(
     layers = read_layer_scales(
         open_tensors(checkpoint), model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor
     )
-    if model.quantization_config is None and not isinstance(checkpoint, Mapping) and _declares_quantized_cache(checkpoint):
+    folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
+    if folder and model.quantization_config is None and _declares_quantized_cache(folder):
         warnings.warn(
             "checkpoint: got a folder with hf_quant_config.json and a model without a quantization_config, so what the"
             " file declares has no effect; expected ModelKVConfig.from_hf_config(config, quantization_config=...) with"
@@ -134,9 +135,9 @@ def load_kv_scales(
     return tuple(layer.scales for layer in layers)
 
 
-def _declares_quantized_cache(folder: str | os.PathLike[str]) -> bool:
+def _declares_quantized_cache(folder: Path) -> bool:
     """Whether a folder's `hf_quant_config.json` declares a quantized cache."""
-    path = Path(folder, "hf_quant_config.json")
+    path = folder / "hf_quant_config.json"
     return path.exists() and read_declared_kv_cache(json.loads(path.read_text()), warn=False) is not None
 
 

@@ -238,7 +238,7 @@ def attend(
     else:
         check_array("query", query, [("num_tokens", num_tokens), *heads], INPUT_DTYPES)
     leading = batch or (num_tokens,)
-    if hasattr(key, "shape") and key.shape[:-2] != leading:  # else the write names what is no array
+    if hasattr(key, "shape") and key.shape[:-2] != leading:  # without one, the write refuses it
         raise KVCacheValueError(
             f"key: got shape {key.shape}, expected the query's {leading}, then num_kv_heads and head_size"
         )
