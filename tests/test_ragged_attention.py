@@ -11,6 +11,7 @@ import attention_suite as suite
 import jax
 import jax.numpy as jnp
 import numpy as np
+import prompt_model
 import pytest
 from attention_suite import Attend, Case
 from helpers import assert_same_bytes, simple_spec
@@ -29,7 +30,8 @@ from kvjax import (
     ragged_paged_attention,
 )
 from kvjax.kernels import compat
-from kvjax.ops import prompts
+from kvjax.kernels.target import Target
+from kvjax.ops import prompt_kernel, prompts
 from kvjax.ops import ragged as ragged_module
 from kvjax.ops.attention import _attention_xla
 from kvjax.ops.gather import gather_xla
@@ -108,13 +110,24 @@ def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
             assert_same_bytes(np.concatenate(got), np.concatenate(first))
 
 
-@pytest.fixture(params=["xla", "stand-ins", pytest.param("mosaic", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "xla",
+        "hopper",
+        pytest.param("blackwell", marks=pytest.mark.full),
+        pytest.param("mosaic", marks=pytest.mark.gpu),
+    ]
+)
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
-    """Each implementation; and on the CPU that of GPUs with XLA in place of its three kernels.
+    """Each implementation; and on the CPU those of GPUs, with XLA in place of their kernels.
 
     In the results of cuDNN's stand-in all that is undefined is NaN.
     """
-    if request.param == "stand-ins":
+    by_stand_ins = request.param in ("hopper", "blackwell")
+    if by_stand_ins:
+        monkeypatch.setattr(prompt_kernel.kernel, "attend", prompt_model.attend)
+        capability = (9, 0) if request.param == "hopper" else (10, 0)
+        monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
         monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
         monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
         monkeypatch.setattr(compat, "cudnn_attention", compat.cudnn_model)
@@ -123,10 +136,10 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         )
 
     def attend(query: Any, *args: Any, **options: Any) -> Any:
-        options |= {"return_lse": True, "implementation": None if request.param == "stand-ins" else request.param}
+        options |= {"return_lse": True, "implementation": None if by_stand_ins else request.param}
         # float32 queries are XLA's: the kernels take none.
         if query.dtype == np.float32:
-            if request.param == "stand-ins":
+            if by_stand_ins:
                 pytest.skip("XLA serves it")
             options["implementation"] = None
         static = tuple((name, options.pop(name)) for name in STATIC if name in options)
@@ -136,17 +149,18 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def jitted(static: Any) -> Any:  # not one of another test's, which may have traced other kernels
         return jax.jit(functools.partial(ragged_paged_attention, **dict(static)))
 
-    attend.by_cudnn = request.param != "xla"
+    attend.by_kernels = request.param != "xla"
+    attend.by_cudnn = request.param == "blackwell"
     return attend
 
 
 def slack(case: Case, attend: Any) -> dict[str, float]:
-    """What may be off by more, of `assert_right`, where cuDNN attends.
+    """What may be off by more, of `assert_right`, where prompts are attended to in 16 bits.
 
     The rounding of queries to float16, half of 2**-11, adds to the errors of logits. And the results of two parts, of
     which each may be larger than both together, are rounded before they are joined.
     """
-    if not attend.by_cudnn:
+    if not attend.by_kernels:
         return {}
     return {"lse_factor": 1 if case.scales == "one" else 64, "max_factor": 2}
 
@@ -169,8 +183,9 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
 
 
 def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
-    """In five segments of three blocks: some of them full, some in part, some without a token."""
+    """cuDNN's in five segments of three blocks: some of them full, some in part, some without a token."""
     monkeypatch.setattr(prompts, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(prompt_kernel.kernel, "MIN_SEGMENT", 32)
     calls: list[tuple[int, ...]] = []
     cudnn_attention = compat.cudnn_attention
 
@@ -179,9 +194,19 @@ def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatc
         return cudnn_attention(query, key, *args, **options)
 
     monkeypatch.setattr(compat, "cudnn_attention", recorded)
+    segments: list[int] = []
+    attend_in_place = prompt_kernel.kernel.attend
+
+    def recorded_segments(*args: Any) -> None:
+        segments.append(args[-1].segments)
+        attend_in_place(*args)
+
+    monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_segments)
     check(ragged((20, 9, 12, 0), (190, 130, 12, 0), dtype="nvfp4", sinks=True), attend)
     if attend.by_cudnn:
         assert max(calls)[:2] == (4 * 5, 3 * 16)
+    elif attend.by_kernels:
+        assert set(segments) == {6}
 
 
 def test_every_segment_holds_a_block():
@@ -190,7 +215,7 @@ def test_every_segment_holds_a_block():
     cache = KVCache.allocate(kvjax.FullAttentionSpec(1024, 1, 64, dtype=kvjax.KVCacheDType.FLOAT16), 3)
     table, one = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
     sequences = prompts.Sequences(table, 3000 * one, 9 * one, 9 * one)
-    dense = prompts._Dense(cache, query, sequences, jnp.ones(2), jnp.ones(()), np.dtype(np.float16))
+    dense = prompts.Dense(cache, query, sequences, jnp.ones(2), jnp.ones(()), np.dtype(np.float16))
     plan = prompts._Plan(True, 9, 1.0, None, None)
     seen = []
 
@@ -492,11 +517,11 @@ def rows_in_turn(problem: suite.Problem, order: Sequence[int], attend: Attend) -
 @pytest.mark.parametrize("options", [{}, pytest.param({"window": 9, "cap": 4.0}, marks=pytest.mark.full)], ids=len)
 def test_batch_invariant(options, attend):
     """A sequence that decodes has the same bits alone and in any order of a batch; in XLA every sequence has."""
-    q_lens = (1, 3, 2, 0, 1) if attend.by_cudnn else (1, 33, 2, 0, 70)
+    q_lens = (1, 3, 2, 0, 1) if attend.by_kernels else (1, 33, 2, 0, 70)
     problem = build(ragged(q_lens, (40, 70, 2, 5, 1100), dtype="nvfp4", **options))
     numbers = {"max_q_len": max(q_lens), "decode_q_len": 4, "batch_invariant": True}
     invariant = functools.partial(attend, **numbers)
-    invariant.by_cudnn = attend.by_cudnn
+    invariant.by_kernels = attend.by_kernels
     whole = run(problem, invariant)
     suite.assert_right(problem, *whole, **slack(problem.case, invariant))
     for order in ([4, 2, 0, 3, 1], [0], [4], [2, 2, 1]):

@@ -148,6 +148,37 @@ def store(ref: Any, value: jax.Array) -> None:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
 
 
+def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
+    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`."""
+    if interpreting():
+        for row in range(value.shape[0]):
+
+            @pl.when((row >= start) & (row < stop))
+            def _(row: int = row) -> None:
+                ref[first + row] = value[row]
+
+        return
+
+    def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
+        first, start, stop = (_scalar(number.registers.item()) for number in numbers)
+        index = ir.IndexType.get()
+
+        def store_one(element: Any, where: Any) -> None:
+            row, *rest = where
+            row = arith.index_cast(first.type, row)
+            is_stored = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, start), arith.cmpi(arith.CmpIPredicate.slt, row, stop)
+            )
+            with mgpu.when(is_stored):
+                memref.store(element, ref, [arith.index_cast(index, arith.addi(first, row)), *rest])
+
+        value.foreach(store_one)
+
+    number = plgpu.Layout.WG_SPLAT(())
+    types = plgpu.RefType(), layout, number, number, number
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, value, first, start, stop)
+
+
 def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
     """`ref[indices]` of a one-dimensional reference to int32, one load per element."""
     if interpreting():
@@ -190,6 +221,45 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
     result = plgpu.ShapeDtypeStruct(columns.shape, np.dtype(np.int32), layout=layout)
     loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, rows, columns)
     return loaded
+
+
+_ACC = getattr(plgpu, "ACC")  # noqa: B009  # which its stubs lack
+
+
+def product(
+    a: Any, b: Any, meanwhile: Callable[[], None], total: jax.Array | None = None, *, transposed: bool = False
+) -> jax.Array:
+    """The matrix product of `a`, in registers or shared memory, and `b`, in shared memory, on Hopper's tensor cores.
+
+    Args:
+      a: `[64, k]`.
+      b: `[k, n]`, or `[n, k]`.
+      meanwhile: called while the tensor cores multiply.
+      total: float32 `[64, n]`, what the product is added to.
+      transposed: whether `b` is `[n, k]`.
+
+    Returns:
+      float32 `[64, n]`.
+    """
+    if interpreting():  # which has no `run_state`, and multiplies at once
+        left, right = a[...], b[...].T if transposed else b[...]
+        plgpu.commit_smem()  # tensor cores read shared memory as asynchronous copies do, without this fence
+        meanwhile()
+        result: jax.Array = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        return result if total is None else total + result
+    right = b.transpose((1, 0)) if transposed else b
+
+    def multiply(accumulator: Any) -> Any:
+        plgpu.wgmma(accumulator, a, right)
+        meanwhile()
+        return None if total is not None else accumulator[...]
+
+    if total is not None:
+        added: jax.Array = pl.run_state(multiply)(_ACC.init(total))
+        return added
+    shape = a.shape[0], right.shape[1]
+    multiplied: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
+    return multiplied
 
 
 def any_thread(mask: jax.Array, bits: int) -> jax.Array:

@@ -1,6 +1,7 @@
-"""Attention of long query chunks on a GPU: the gather kernel makes a sequence's pages dense, then cuDNN attends.
+"""Attention of long query chunks on a GPU: the gather kernel makes a sequence's pages dense, then another attends.
 
-cuDNN's causal mask lets a row see the keys up to its own index, without gaps. So a sequence is split in two parts,
+On Hopper that is `kernels.prompts`, which stores the results of each row in place. Elsewhere it is cuDNN, whose causal
+mask lets a row see the keys up to its own index, without gaps. So there a sequence is split in two parts,
 merged by their log-sum-exps: the blocks that hold its new tokens, causal, with each row at the index of its token; and
 all earlier blocks, without a mask, in segments where few rows would leave multiprocessors idle. With a sliding window
 one part is enough, of the blocks within its reach. What cuDNN does not support (a soft cap, other head sizes, 16-bit
@@ -97,7 +98,7 @@ def attend(
         return _attend_batch(cache, query, batch, k_scale, v_scale, sinks, plan)
 
     heads, num_rows = query.shape[1], max_q_len + 2 * cache.spec.block_size + (window or 0)
-    itemsize = _Dense.dtype_of(cache, query).itemsize
+    itemsize = Dense.dtype_of(cache, query).itemsize
     prompt_bytes = itemsize * (
         max_blocks * cache.spec.block_size * cache.spec.num_kv_heads + 3 * num_rows * heads
     ) * (cache.spec.head_size + cache.spec.head_size_v)  # fmt: skip
@@ -143,7 +144,7 @@ def _attend_batch(
     sinks: jax.Array | None,
     plan: _Plan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    dense = _Dense.of(cache, query, sequences, k_scale)
+    dense = Dense.of(cache, query, sequences, k_scale)
     parts, first = (_by_cudnn if plan.by_cudnn else _by_online_softmax)(dense, plan)
     num_heads, head_size_v = query.shape[1], cache.spec.head_size_v
     if sinks is not None:
@@ -152,17 +153,17 @@ def _attend_batch(
     outs, lses = zip(*parts, strict=True)
     out, lse = merge_parts(outs, lses)
     if cache.spec.quant_mode is not KVQuantMode.NONE:
-        out *= _of_each_head(v_scale, cache.spec, num_heads)[None, None, :, None]
+        out *= of_each_head(v_scale, cache.spec, num_heads)[None, None, :, None]
     return out.astype(query.dtype), lse, first
 
 
-def _of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.Array:
+def of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.Array:
     """Returns a scale `[]` or `[num_kv_heads, 1]` as `[num_heads]`, per query head."""
     shape = spec.num_kv_heads, num_heads // spec.num_kv_heads
     return jnp.broadcast_to(scale.reshape(-1, 1), shape).reshape(num_heads)
 
 
-class _Dense(NamedTuple):
+class Dense(NamedTuple):
     """Dense rows, keys and values in 16 bits, which represent stored elements exactly.
 
     Quantized elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
@@ -187,13 +188,14 @@ class _Dense(NamedTuple):
     dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> _Dense:
+    def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> Dense:
+        """The rows, keys and values of sequences; `k_scale` as in `attend`."""
         spec, num_heads, dtype = cache.spec, query.shape[1], cls.dtype_of(cache, query)
         if spec.quant_mode is KVQuantMode.NONE:
             return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
         rest, exponent = jnp.frexp(k_scale)
         rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # a scale of 1 becomes 1 and 1
-        return cls(cache, query, sequences, _of_each_head(rest, spec, num_heads), power, dtype)
+        return cls(cache, query, sequences, of_each_head(rest, spec, num_heads), power, dtype)
 
     @staticmethod
     def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
@@ -221,7 +223,7 @@ class _Dense(NamedTuple):
 Parts = list[tuple[jax.Array, jax.Array]]
 
 
-def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
+def _by_cudnn(dense: Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     """Returns the parts of each sequence's attention, and the position of the first row."""
     cache, sequences = dense.cache, dense.sequences
     size, (_, max_blocks) = cache.spec.block_size, sequences.table.shape
@@ -237,12 +239,8 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     rows = dense.rows(first, num_rows)
     num_used = jnp.clip(lens, 1, num_rows)  # cuDNN's result for no rows or no tokens is undefined
     keys, values = dense.gather(table, lens)
-    if plan.window is not None:  # tokens before the window may be NaN, which a weight of 0 does not remove
-        is_reached = (jnp.arange(size)[None, :] >= (start - first)[:, None])[:, :, None, None]
-        blocks = (jnp.where(is_reached, x[:, :size], jnp.zeros((), x.dtype)) for x in (keys, values))
-        # Computed before the update, or XLA would copy the whole array first.
-        blocks = lax.optimization_barrier(tuple(blocks))
-        keys, values = (x.at[:, :size].set(block) for x, block in zip((keys, values), blocks, strict=True))
+    if plan.window is not None:
+        keys, values = (without_tokens_before(x, start - first, size) for x in (keys, values))
     own = compat.cudnn_attention(
         rows, keys, values, num_used, num_used, sm_scale=plan.sm_scale, is_causal=True, window=plan.window
     )
@@ -256,7 +254,18 @@ def _by_cudnn(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     return [_rows_from(own, start - first, num_rows), *_unmasked(dense, plan, *earlier, start, num_rows)], start
 
 
-def _unmasked(dense: _Dense, plan: _Plan, table: jax.Array, lens: jax.Array, start: jax.Array, num_rows: int) -> Parts:
+def without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Returns dense keys or values with zeros for tokens before `start`, less than the block size `size`.
+
+    Tokens before a window may be NaN, which a weight of 0 does not remove.
+    """
+    is_reached = (jnp.arange(size)[None, :] >= start[:, None])[:, :, None, None]
+    block = jnp.where(is_reached, dense[:, :size], jnp.zeros((), dense.dtype))
+    # Computed before the update, or XLA would copy the whole array first.
+    return dense.at[:, :size].set(lax.optimization_barrier(block))
+
+
+def _unmasked(dense: Dense, plan: _Plan, table: jax.Array, lens: jax.Array, start: jax.Array, num_rows: int) -> Parts:
     """Returns the attention of rows from position `start` on to all tokens of a table, in segments of its tokens."""
     size, (num_prompts, max_blocks) = dense.cache.spec.block_size, table.shape
     count = _num_segments(num_prompts * dense.query.shape[1], num_rows, max_blocks * size)
@@ -332,7 +341,7 @@ def _without_holes(
     return scaled, jnp.where(is_all, -jnp.inf, lse + jnp.log(share))
 
 
-def _by_online_softmax(dense: _Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
+def _by_online_softmax(dense: Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
     """Returns one part, and the position of the first row, a sequence's first query token."""
     cache, sequences, num_heads = dense.cache, dense.sequences, dense.query.shape[1]
     spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.kernels.memory import why_not_pages
-from kvjax.ops import prompts, select, softmax
+from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
@@ -412,6 +412,12 @@ def _ragged_mosaic(
         q_lens.at[chosen].get(mode="fill", fill_value=0),
     )
     numbers = {name: static[name] for name in ("sm_scale", "window", "logits_soft_cap")}
+    if prompt_kernel.serves(cache.spec, query.dtype, numbers["sm_scale"]):
+        decoded = short[0][0], short[1][0]
+        out, lse = prompt_kernel.attend(
+            cache, query, sequences, k_scale, v_scale, sinks, decoded, max_q_len=max_q_len, **numbers
+        )
+        return out[None], lse[None]
     out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
     num_rows, rank = out.shape[1], rank[rows.seq]
     prompt = jnp.clip(rank, 0, max_prompts - 1)

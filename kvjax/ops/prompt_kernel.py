@@ -1,0 +1,178 @@
+"""Attention of long query chunks on Hopper: the gather kernel makes pages dense, the prompt kernel attends.
+
+The kernel stores the results of each row in place, among those of the rows that decode, so that no rows are packed or
+joined. Where few rows see many tokens, their tokens are divided into segments, whose results are merged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache import KVCache
+from kvjax.dtypes import KVQuantMode
+from kvjax.kernels import prompts as kernel
+from kvjax.kernels.target import current
+from kvjax.ops.gather import token_mask
+from kvjax.ops.merge import merge_parts
+from kvjax.ops.prompts import DENSE_BYTES, Dense, Sequences, of_each_head, without_tokens_before
+from kvjax.spec import AttentionSpec
+
+
+def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float) -> bool:
+    """Returns whether the kernel attends with queries of a dtype over pages of a spec on the current target.
+
+    It takes the maximum of a row before it multiplies by `sm_scale`, which has to be positive.
+    """
+    is_dense = spec.quant_mode is not KVQuantMode.NONE or spec.storage_dtype == dtype
+    return is_dense and sm_scale > 0 and kernel.why_not(spec, current()) is None
+
+
+def attend(
+    cache: KVCache,
+    query: jax.Array,
+    sequences: Sequences,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array | None,
+    results: tuple[jax.Array, jax.Array],
+    *,
+    max_q_len: int,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends with the rows of some sequences, as many at once as `DENSE_BYTES` hold.
+
+    Args are those of `prompts.attend`. `results` are those of rows that attend to nothing, for these rows, and any for
+    others: `[num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[num_tokens, num_heads]`.
+
+    Returns:
+      `results`, with those of the first `max_q_len` rows of each sequence.
+    """
+    num_prompts, max_blocks = sequences.table.shape
+    spec, num_tokens = cache.spec, query.shape[0]
+    if window is not None and window >= max_blocks * spec.block_size:
+        window = None
+    problem = kernel.Problem(max_q_len, window, logits_soft_cap)
+    dtype = Dense.dtype_of(cache, query)
+    # Copies to shared memory start at multiples of `ALIGNMENT`, and do not exceed the array.
+    padding = max(kernel.ROWS - num_tokens, -num_tokens % kernel.ALIGNMENT)
+    rows = jnp.pad(_as_dtype(query, dtype), ((0, padding), (0, 0), (0, 0)))
+    out, lse = results
+    results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
+
+    def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
+        dense = Dense.of(cache, query, batch, k_scale)
+        operands = _operands(dense, rows, v_scale, sinks, problem, sm_scale)
+        return _run(operands, results, spec, problem)
+
+    reached = _num_blocks(spec, problem, max_blocks) * spec.block_size
+    prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
+    at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
+    if at_once == num_prompts:
+        results = attend_batch(results, sequences)
+    else:
+        num_batches = -(-num_prompts // at_once)
+
+        def divided(x: jax.Array) -> jax.Array:
+            padded = jnp.pad(x, ((0, num_batches * at_once - num_prompts), *((0, 0),) * (x.ndim - 1)))
+            return padded.reshape(num_batches, at_once, *x.shape[1:])
+
+        results, _ = lax.scan(lambda *args: (attend_batch(*args), None), results, jax.tree.map(divided, sequences))
+    out, lse = results
+    return out[0, :num_tokens], lse[0, :num_tokens]
+
+
+def _as_dtype(query: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    if query.dtype == dtype:
+        return query
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(query, -most, most).astype(dtype)
+
+
+def _num_blocks(spec: AttentionSpec, problem: kernel.Problem, max_blocks: int) -> int:
+    """Returns how many blocks the rows of a sequence reach, at any offset in the first one."""
+    if problem.window is None:
+        return max_blocks
+    size = spec.block_size
+    return min(-(-(problem.window - 1 + problem.max_q_len + size - 1) // size), max_blocks)
+
+
+def _operands(
+    dense: Dense,
+    rows: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array | None,
+    problem: kernel.Problem,
+    sm_scale: float,
+) -> kernel.Operands:
+    cache, sequences = dense.cache, dense.sequences
+    spec, (_, max_blocks) = cache.spec, sequences.table.shape
+    size, num_heads = spec.block_size, rows.shape[1]
+    first_row = sequences.lens - sequences.q_lens  # the position of its token
+    start, table, lens, skipped = None, sequences.table, sequences.lens, jnp.zeros_like(first_row)
+    if problem.window is not None:
+        start = jnp.maximum(first_row - (problem.window - 1), 0)
+        column = (start // size)[:, None] + jnp.arange(_num_blocks(spec, problem, max_blocks))[None, :]
+        table = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=-1)
+        skipped = start // size * size
+        lens = lens - skipped
+    # A tile of tokens, and a multiple of `ALIGNMENT`.
+    step = kernel.ALIGNMENT // math.gcd(kernel.ALIGNMENT, size)
+    columns = max(table.shape[1], -(-kernel.TOKENS // size))
+    table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
+    keys, values = dense.gather(table, lens)
+    if start is not None:
+        values = without_tokens_before(values, start - skipped, size)
+    is_there = token_mask(table, lens, cache.num_blocks, size)
+    is_token = jnp.arange(is_there.shape[1])[None, :] < lens[:, None]
+    is_quantized = spec.quant_mode is not KVQuantMode.NONE
+    none = jnp.full(num_heads, -jnp.inf, jnp.float32)
+    return kernel.Operands(
+        rows,
+        keys,
+        values,
+        sequences.q_ends - sequences.q_lens,
+        jnp.minimum(sequences.q_lens, problem.max_q_len),
+        first_row - skipped,
+        jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
+        jnp.any(is_token & ~is_there, axis=1).astype(jnp.int32),
+        dense.factor * sm_scale,
+        of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32),
+        none if sinks is None else sinks,
+    )
+
+
+def _run(
+    operands: kernel.Operands, results: tuple[jax.Array, jax.Array], spec: AttentionSpec, problem: kernel.Problem
+) -> tuple[jax.Array, jax.Array]:
+    num_prompts, num_tokens = operands.keys.shape[:2]
+    config = kernel.choose(spec, num_prompts, problem.max_q_len, operands.query.shape[1], num_tokens)
+    out, lse = results
+    if config.segments == 1:
+        return _in_place(operands, results, problem, config)
+    # Rows that attend to nothing are one more part, with the sinks.
+    parts = (
+        jnp.zeros((config.segments, *out.shape[1:]), out.dtype),
+        jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
+    )
+    outs, lses = _in_place(operands._replace(sinks=jnp.full_like(operands.sinks, -jnp.inf)), parts, problem, config)
+    merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
+    return merged.astype(out.dtype)[None], lse[None]
+
+
+def _in_place(
+    operands: kernel.Operands,
+    results: tuple[jax.Array, jax.Array],
+    problem: kernel.Problem,
+    config: kernel.PromptConfig,
+) -> tuple[jax.Array, jax.Array]:
+    out, lse = (jax.new_ref(x) for x in results)
+    kernel.attend(operands, out, lse, problem, config)
+    return jax.freeze(out), jax.freeze(lse)

@@ -1,0 +1,53 @@
+"""What `kvjax.kernels.prompts.attend` computes, in XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.kernels.prompts import ALIGNMENT, ROWS, Operands, Problem, PromptConfig
+
+
+def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: PromptConfig) -> None:
+    """All tokens belong to the first segment; the others are not touched."""
+    query, keys, values, q_starts, q_lens, positions, bias, has_absent, factor, v_factor, sinks = operands
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads = keys.shape[2]
+    assert num_tokens % ALIGNMENT == 0
+    assert num_tokens >= ROWS
+    assert keys.shape[1] % ALIGNMENT == 0
+    assert keys.shape[1] >= config.tokens
+    row, token = jnp.arange(num_tokens), jnp.arange(keys.shape[1])
+    grouped = query.reshape(num_tokens, num_kv_heads, -1, head_size).astype(jnp.float32)
+    sink = sinks.reshape(num_kv_heads, -1, 1)
+
+    def attend_one(results: Any, prompt: Any) -> Any:
+        key, value, start, count, position, absent, has_absent = prompt
+        own_positions = position + row - start
+        is_own = (row >= start) & (row < start + jnp.minimum(count, problem.max_q_len))
+        sees = token[None, :] <= own_positions[:, None]
+        if problem.window is not None:
+            sees &= token[None, :] > own_positions[:, None] - problem.window
+        # Without absent tokens the kernel does not look for them.
+        sees &= (has_absent == 0) | (absent == 0)[None, :]
+        logits = jnp.einsum("rhgd,thd->hgrt", grouped, key.astype(jnp.float32)) * factor.reshape(num_kv_heads, -1, 1, 1)
+        if problem.logits_soft_cap is not None:
+            logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
+        logits = jnp.where(sees, logits, -jnp.inf)
+        own_lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), sink)
+        weights = jnp.exp(logits - jnp.where(own_lse == -jnp.inf, 0.0, own_lse)[..., None])
+        attended = jnp.einsum("hgrt,thd->rhgd", weights.astype(key.dtype), value, preferred_element_type=jnp.float32)
+        attended = attended.reshape(num_tokens, num_heads, -1) * v_factor[None, :, None]
+        own_lse = jnp.moveaxis(own_lse, -1, 0).reshape(num_tokens, num_heads)
+        whole, whole_lse = results
+        return (
+            jnp.where(is_own[:, None, None], attended.astype(whole.dtype), whole),
+            jnp.where(is_own[:, None], own_lse, whole_lse),
+        ), None
+
+    prompts = keys, values, q_starts, q_lens, positions, bias, has_absent
+    results, _ = lax.scan(attend_one, (out[0], lse[0]), prompts)
+    out[0], lse[0] = results

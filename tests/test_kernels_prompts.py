@@ -1,0 +1,216 @@
+"""The prompt kernel: interpreted, with race detection, against its model; and compiled for H100 without spills."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import numpy as np
+import prompt_model
+import pytest
+from gpu_compile import compile_for
+from interpret_mode import interpret_mode
+
+from kvjax import FullAttentionSpec, KVCacheDType
+from kvjax.kernels import prompts
+from kvjax.kernels.prompts import Operands, Problem, PromptConfig
+from kvjax.kernels.target import Target
+
+UNTOUCHED = 7.0
+CONFIG = PromptConfig(tokens=64, stages=2)
+
+
+def operands(
+    q_lens: tuple[int, ...],
+    positions: tuple[int, ...],
+    *,
+    heads: tuple[int, int] = (2, 1),
+    head_size: int = 64,
+    head_size_v: int = 64,
+    num_tokens: int = 104,
+    num_keys: int = 320,
+    first_row: int = 3,
+    absent: slice = slice(0),
+    sinks: bool = False,
+    dtype: Any = np.float16,
+) -> Operands:
+    """Random rows of sequences, the first of which begins at row `first_row`; NaN where no row looks."""
+    rng = np.random.default_rng(0)
+    num_heads, num_kv_heads = heads
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    keys, values = (normal(len(q_lens), num_keys, num_kv_heads, size) for size in (head_size, head_size_v))
+    starts = np.cumsum([first_row, *q_lens[:-1]])
+    bias = np.zeros(keys.shape[:2], np.float32)
+    bias[:, absent] = -np.inf
+    keys = keys.at[:, absent].set(np.nan)
+    lens = [max(q_len + position, 0) for q_len, position in zip(q_lens, positions, strict=True)]
+    for prompt, length in enumerate(lens):
+        keys = keys.at[prompt, length:].set(np.nan)
+    return Operands(
+        normal(num_tokens, num_heads, head_size),
+        keys,
+        values,
+        *(jnp.asarray(x, jnp.int32) for x in (starts, q_lens, positions)),
+        jnp.asarray(bias),
+        jnp.asarray([int(np.isinf(bias).any())] * len(q_lens), jnp.int32),
+        jnp.asarray(rng.uniform(0.05, 0.2, num_heads), jnp.float32),
+        jnp.asarray(rng.uniform(0.5, 2, num_heads), jnp.float32),
+        jnp.asarray(rng.standard_normal(num_heads) if sinks else np.full(num_heads, -np.inf), jnp.float32),
+    )
+
+
+def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> tuple[np.ndarray, np.ndarray]:
+    shape = config.segments, *args.query.shape[:2]
+    out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
+    lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
+    attend(args, out, lse, problem, config)
+    got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))
+    if config.segments == 1:
+        return got[0], log[0]
+    whole = np.logaddexp.reduce(log, axis=0)
+    with np.errstate(invalid="ignore"):
+        weights = np.where(log == -np.inf, 0, np.exp(log - whole))[..., None]
+    return np.sum(np.where(weights > 0, weights * got, 0), axis=0), whole
+
+
+def check(args: Operands, problem: Problem, config: PromptConfig = CONFIG, *, detect_races: bool = False) -> None:
+    with interpret_mode(detect_races=detect_races):
+        got, log = run(prompts.attend, args, problem, config)
+    finite = args._replace(keys=jnp.nan_to_num(args.keys))
+    expected, expected_log = run(prompt_model.attend, finite, problem, config)
+    np.testing.assert_allclose(got, expected, atol=4e-3)
+    np.testing.assert_allclose(log, expected_log, atol=1e-5)
+    rows = np.zeros(len(got), bool)
+    for start, count in zip(args.q_starts, args.q_lens, strict=True):
+        rows[int(start) : int(start) + int(count)] = True
+    if config.segments == 1:
+        assert (got[~rows] == UNTOUCHED).all()
+        assert (log[~rows] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param((2, 1), id="two heads"), pytest.param((1, 1), id="rows of one head", marks=pytest.mark.full)],
+)
+def test_without_races(heads):
+    """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
+    check(operands((60,), (250,), heads=heads, sinks=True), Problem(60, None, None), detect_races=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem", "config"),
+    [
+        ({"q_lens": (70, 20), "positions": (30, 70), "sinks": True}, Problem(70, None, None), CONFIG),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ({"q_lens": (130,), "positions": (170,), "heads": (1, 1), "num_tokens": 136},
+                 Problem(130, 70, None), CONFIG),
+                ({"q_lens": (70, 20), "positions": (30, 70), "heads": (4, 2), "num_keys": 128, "absent": slice(5, 20)},
+                 Problem(70, None, 5.0), CONFIG),
+                ({"q_lens": (70, 0, 20), "positions": (180, 0, -10), "num_keys": 256},
+                 Problem(70, None, None), PromptConfig(64, 2, 3)),
+                ({"q_lens": (20,), "positions": (-5,), "sinks": True}, Problem(64, 8, None), CONFIG),
+                ({"q_lens": (40,), "positions": (150,), "head_size": 80, "head_size_v": 48, "num_keys": 200},
+                 Problem(40, None, None), CONFIG),
+                ({"q_lens": (40,), "positions": (150,), "head_size": 256, "head_size_v": 256, "num_keys": 200},
+                 Problem(40, 33, 9.0), CONFIG),
+                ({"q_lens": (40,), "positions": (150,), "dtype": jnp.bfloat16}, Problem(40, None, None), CONFIG),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_interpreted_it_is_its_model(shapes, problem, config):
+    check(operands(**shapes), problem, config)
+
+
+def test_the_model_is_attention():
+    args = operands((30,), (90,), heads=(4, 2), absent=slice(3, 9), sinks=True)
+    problem = Problem(30, 50, 7.0)
+    args = args._replace(keys=jnp.nan_to_num(args.keys))
+    got, log = run(prompt_model.attend, args, problem, CONFIG)
+    query, keys, values = (np.asarray(x, np.float64) for x in args[:3])
+    for row in range(30):
+        seen = [t for t in range(90 + row - 49, 90 + row + 1) if not 3 <= t < 9]
+        for head in range(4):
+            logits = query[3 + row, head] @ keys[0, seen, head // 2].T * float(args.factor[head])
+            weights = np.exp(7.0 * np.tanh(logits / 7.0))
+            total = weights.sum() + np.exp(float(args.sinks[head]))
+            expected = weights @ values[0, seen, head // 2] / total * float(args.v_factor[head])
+            np.testing.assert_allclose(got[3 + row, head], expected, atol=4e-3)
+            np.testing.assert_allclose(log[3 + row, head], np.log(total), atol=1e-5)
+
+
+def test_segments_occupy_a_gpu():
+    """Thread blocks take 64 rows of two heads: 16 of them divide the tokens for 132 multiprocessors in eight."""
+    spec = FullAttentionSpec(16, 8, 128, dtype=KVCacheDType.NVFP4)
+    assert prompts.choose(spec, 1, 64, 32, 8192).segments == 8
+    assert prompts.choose(spec, 1, 64, 32, 1024).segments == 2
+    assert prompts.choose(spec, 1, 2048, 32, 8192).segments == 1
+
+
+def test_what_the_kernel_cannot_serve_has_a_reason():
+    def why(*sizes: int, capability: tuple[int, int] = (9, 0)) -> str | None:
+        spec = FullAttentionSpec(16, 1, sizes[0], head_size_v=sizes[1], dtype=KVCacheDType.BFLOAT16)
+        return prompts.why_not(spec, Target(compute_capability=capability))
+
+    assert why(80, 64) is None
+    assert "compute capability 9; got (10, 0)" in (why(64, 64, capability=(10, 0)) or "")
+    assert "got 72" in (why(64, 72) or "")
+    assert "got 272" in (why(272, 64) or "")
+
+
+def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, *args: Any) -> Any:
+    out, lse = jax.new_ref(out), jax.new_ref(lse)
+    prompts.attend(Operands(*args), out, lse, problem, config)
+    return jax.freeze(out), jax.freeze(lse)
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("head_size", "group", "problem", "segments", "most_spilled"),
+    [
+        (128, 4, Problem(2048, None, None), 1, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (64, 8, Problem(2048, None, None), 1, 0),
+                (80, 4, Problem(2048, None, None), 1, 0),
+                (128, 4, Problem(2048, 1024, None), 1, 0),
+                (128, 4, Problem(2048, None, 30.0), 1, 0),
+                (128, 3, Problem(2048, 1024, 30.0), 4, 16),
+                (256, 4, Problem(2048, None, None), 1, 0),
+            )
+        ),
+    ],
+)
+def test_compiled(head_size, group, problem, segments, most_spilled):
+    spec = FullAttentionSpec(16, 8, head_size, dtype=KVCacheDType.NVFP4)
+    config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192)
+    struct = jax.ShapeDtypeStruct
+    query, dense = (2048, 8 * group, head_size), (1, 8192, 8, head_size)
+    program = compile_for(
+        "h100",
+        functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, segments)),
+        struct((segments, *query), jnp.bfloat16),
+        struct((segments, *query[:2]), jnp.float32),
+        struct(query, jnp.float16),
+        *[struct(dense, jnp.float16)] * 2,
+        *[struct((1,), jnp.int32)] * 3,
+        struct(dense[:2], jnp.float32),
+        struct((1,), jnp.int32),
+        *[struct(query[1:2], jnp.float32)] * 3,
+        donate_argnums=(0, 1),
+    )
+    [kernel] = program.kernels
+    assert program.device_ops == ("custom-call",)
+    assert kernel.spill_bytes <= most_spilled
+    assert "wgmma" in kernel.ptx
+    # ptxas says so where it makes `wgmma` wait for each other.
+    assert "serialized" not in kernel.ptxas_log
