@@ -108,12 +108,12 @@ $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
 	@tools/setup_env.sh .venv-jax-$* -e '.[test]' jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
 	@touch $@
 
-# Their warnings are theirs; what a test prints is how far logits deviate.
+# On the GPU, if there is one. Their warnings are theirs; what a test prints is how far logits deviate.
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
 	PYTHONPATH=. SGLANG_JAX_SOURCE=$(SGLANG_JAX) .venv-client-$*/bin/python -m pytest -q -s -rs \
 	  -o filterwarnings=ignore examples/clients/tests/test_$*.py $(ARGS)
 
 $(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: pyproject.toml Makefile
-	@tools/setup_env.sh .venv-client-$* -e . pytest $(CLIENT_$*)
+	@tools/setup_env.sh .venv-client-$* -e '.$(if $(GPUS),[cuda13])' pytest $(CLIENT_$*)
 	@touch $@

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 
 VOCABULARY, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 97, 2, 4, 2, 16
@@ -34,3 +37,14 @@ def check(dtype: str, got: np.ndarray, expected: np.ndarray) -> None:
     print(f"{dtype}: {agreement:.1%} of likeliest tokens agree, logits deviate by {deviation:.2%}")
     assert agreement >= AGREEMENT[dtype]
     assert deviation <= DEVIATION[dtype]
+
+
+def in_float32() -> Any:
+    """Has float32 matrices multiplied in float32; a GPU takes TF32, whose rounding could change which token leads."""
+    return jax.default_matmul_precision("highest")
+
+
+def check_kernels(jitted: Any, *arguments: Any) -> None:
+    """Checks that for a GPU, which need not be there, kernels of kvjax attend besides the one that writes."""
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") > 1

@@ -62,7 +62,8 @@ def test_float32_tokens_are_those_of_its_own_cache(name: str):
         tokens, mask = np.zeros((2, 1, len(prompt) + comparing.NUM_NEW), np.int32)
         tokens[0, : len(prompt)], mask[0, : len(prompt)] = prompt, 1
         inputs = {"token_ids": tokens, "padding_mask": mask.astype(bool)}
-        found = model.generate(inputs, stop_token_ids=None)["token_ids"]
+        with comparing.in_float32():
+            found = model.generate(inputs, stop_token_ids=None)["token_ids"]
         expected.append(np.asarray(found)[0, len(prompt) :].tolist())
 
     pool = kvjax.BlockPool(NUM_BLOCKS, BLOCK_SIZE)
@@ -71,8 +72,9 @@ def test_float32_tokens_are_those_of_its_own_cache(name: str):
     )
     where = [cache.kv.unsafe_buffer_pointer() for cache in engine.caches]
     requests = [engine.submit(prompt.tolist(), comparing.NUM_NEW) for prompt in comparing.prompts()]
-    while not engine.is_idle:
-        engine.step()
+    with comparing.in_float32():
+        while not engine.is_idle:
+            engine.step()
     assert [request.generated for request in requests] == expected
     assert [cache.kv.unsafe_buffer_pointer() for cache in engine.caches] == where
 
@@ -86,11 +88,15 @@ def own() -> tuple[np.ndarray, np.ndarray]:
     return logits, cache
 
 
+def jitted_forward() -> tuple[Any, Any]:
+    """The weights, and `kerashub.forward` of them, tokens, a step and caches."""
+    backbone = language_model("bfloat16").backbone
+    return kerashub.Step(backbone).weights, jax.jit(functools.partial(kerashub.forward, backbone), donate_argnums=3)
+
+
 def logits_by_pages(dtype: str, scales: Any) -> np.ndarray:
     """Each text in two chunks, then token by token; `[texts, tokens, vocabulary]`."""
-    backbone = language_model("bfloat16").backbone
-    weights = kerashub.Step(backbone).weights
-    forward = jax.jit(functools.partial(kerashub.forward, backbone), donate_argnums=3)
+    weights, forward = jitted_forward()
     found = []
     for text in comparing.texts():
         pool, of_text, parts = kvjax.BlockPool(NUM_BLOCKS, BLOCK_SIZE), caches(dtype, scales), []
@@ -110,3 +116,13 @@ def test_teacher_forced_logits_are_near_those_of_its_own_cache(dtype: str):
     samples = [[(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(comparing.NUM_LAYERS)]]
     specs = [pages.spec for pages in caches(dtype)]
     comparing.check(dtype, logits_by_pages(dtype, kvjax.calibrate(specs, samples)), logits)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "nvfp4"])
+def test_a_gpu_runs_the_kernels(dtype: str):
+    weights, forward = jitted_forward()
+    pool = kvjax.BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    sequence = pool.sequence()
+    pool.append([sequence], [1])
+    step = kvjax.StepMetadata.from_sequences([sequence], [1], max_blocks=MAX_BLOCKS)
+    comparing.check_kernels(forward, weights, np.ones(1, np.int32), step, caches(dtype))

@@ -80,7 +80,8 @@ def sampled(model: llama3.Llama3) -> tuple[list[list[int]], list[bool]]:
         watched, (own._compiled_prefill_fn, own._compiled_decode_fn)
     )
     texts = [" ".join(map(str, prompt)) for prompt in comparing.prompts()]
-    found = own(texts, max_generation_steps=comparing.NUM_NEW, eos_tokens=[Numbers().eos_id()])
+    with comparing.in_float32():
+        found = own(texts, max_generation_steps=comparing.NUM_NEW, eos_tokens=[Numbers().eos_id()])
     return [np.asarray(tokens).tolist() for tokens in found.tokens], in_place
 
 
@@ -108,11 +109,16 @@ def own_cache() -> dict[str, Any]:
     }
 
 
+def jitted(model: llama3.Llama3) -> tuple[Any, Any]:
+    """The model as a function of its state, tokens, positions, cache and mask; and that state."""
+    graph, state = nnx.split(model)
+    return jax.jit(lambda state, *arguments: nnx.merge(graph, state)(*arguments), donate_argnums=3), state
+
+
 def logits_of(model: llama3.Llama3, cache: Any) -> tuple[np.ndarray, Any]:
     """The texts in two chunks, then token by token; `[texts, tokens, vocabulary]`, and the cache."""
     tokens = comparing.texts()
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, *arguments: nnx.merge(graph, state)(*arguments), donate_argnums=3)
+    run, state = jitted(model)
     parts = []
     for start, stop in [(0, 16), (16, 32), *((at, at + 1) for at in range(32, tokens.shape[1]))]:
         positions = np.broadcast_to(np.arange(start, stop), (len(tokens), stop - start))
@@ -139,3 +145,14 @@ def test_teacher_forced_logits_are_near_those_of_its_own_cache(dtype: str):
     tunix.use_pages(model, dtype, kvjax.calibrate(specs, [samples]))
     found, _ = logits_of(model, model.init_cache(len(logits), CACHE_SIZE, None))
     comparing.check(dtype, found, logits)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "nvfp4"])
+def test_a_gpu_runs_the_kernels(dtype: str):
+    model = language_model("bfloat16")
+    tunix.use_pages(model, dtype)
+    run, state = jitted(model)
+    one = np.zeros((1, 1), np.int32)
+    comparing.check_kernels(
+        run, state, one, one, model.init_cache(1, CACHE_SIZE, None), np.ones((1, 1, CACHE_SIZE), bool)
+    )
