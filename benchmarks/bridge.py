@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 from absl.testing import absltest
 
 from benchmarks import output, shapes, timing, workload
-from benchmarks.measurement import Measurement, Rows
+from benchmarks.measurement import Measurement
 from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
 from benchmarks.peers.in_jax import why_no_kernel
@@ -77,32 +76,8 @@ SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class ReplayTimes:
-    """How long replays of a graph take.
-
-    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
-    slowly in all of its streams and graphs: see docs/interop.md.
-
-    Attributes:
-      one_stream: where torch launched all kernels, and recorded all graphs, on one. JAX filled the cache on its own.
-      two_streams: where torch had launched others on a second stream afterwards.
-    """
-
-    one_stream: Timing
-    two_streams: Timing
-
-    def measurements(
-        self, operation: str, subject: dict[str, Any], peer: str, moved: int | None = None, **facts: Any
-    ) -> list[Measurement]:
-        copied = None if moved is None else copy.measure(moved)
-        by_peer = {peer: self.one_stream, peer + TWO_STREAMS: self.two_streams}
-        return [Measurement(operation, subject, name, times, moved, copied, facts) for name, times in by_peer.items()]
-
-
-def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[str, Any]:
-    return WriteJob(case, dtype, num_tokens).subject
+ReplayTimes = tuple[Timing, Timing]
+"""Of a graph, where torch uses one stream, and when it has used a second one."""
 
 
 def device() -> str:
@@ -154,7 +129,7 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
         call()
         wait()
         seconds.append(time.perf_counter() - start)
-    subject = {**_subject(case, dtype, DECODE_TOKENS), "call": name}
+    subject = {**WriteJob(case, dtype, DECODE_TOKENS).subject, "call": name}
     times = Timing(tuple(seconds[:1]), Clock.WALL)
     return Measurement("bridge first call", subject, "kvjax_torch", times, facts={"second_seconds": seconds[1]})
 
@@ -257,7 +232,7 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
     """Times calls of which the first is the `index_copy_` that the others are compared with."""
     times = host_times(calls, is_busy)
     index_copy, *_ = times.values()
-    subject = _subject(CASE, EAGER_DTYPE, DECODE_TOKENS)
+    subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
     return [
         Measurement(
             "bridge host",
@@ -309,18 +284,23 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
 
 
 def time_additions_replayed(num_tokens: int) -> ReplayTimes:
-    """The same of as many of torch's own kernels, each of which adds a number to the keys and values of a write."""
+    """The same of as many of torch's own kernels."""
     return time_replays(additions(num_tokens))
 
 
 def additions(num_tokens: int) -> list[Call]:
+    """Each adds a number to the keys and values of a write."""
     shape = 2, num_tokens, CASE.num_kv_heads, CASE.head_size
     tensors = [torch.zeros(shape, dtype=torch.bfloat16, device=device()) for _ in range(GRAPH_WRITES)]
     return [functools.partial(tensor.add_, 1) for tensor in tensors]
 
 
 def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream."""
+    """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream.
+
+    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
+    slowly in all of its streams and graphs: see docs/interop.md. JAX filled the cache on a stream of its own.
+    """
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
     others = additions(DECODE_TOKENS)
@@ -329,7 +309,7 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
         for add in others:
             add()
     wait()
-    return ReplayTimes(one_stream, event_times(graphs[0].replay))
+    return one_stream, event_times(graphs[0].replay)
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -400,38 +380,27 @@ def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dty
 class TorchBenchmark(output.Program):
     """What compiles comes first, and CUPTI, which stays in the process and slows down every launch, last."""
 
-    replays: ClassVar[dict[tuple[KVCacheDType, int], ReplayTimes]]
-    additions: ClassVar[dict[int, ReplayTimes]]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.replays, cls.additions = {}, {}
+    replays: ClassVar[list[tuple[str, dict[str, Any], str, int | None, ReplayTimes]]] = []
 
     @classmethod
     def tearDownClass(cls) -> None:
         """Adds replays, now that it is known what one of their kernels takes."""
-        rows = Rows(m for m in cls.results.measurements if m.operation == "bridge kernel" and m.clock is Clock.DEVICE)
-        cls.results.expect(2 * (len(cls.replays) + len(cls.additions)))
-        measured = []
-        for (dtype, num_tokens), times in cls.replays.items():
-            job = WriteJob(CASE, dtype, num_tokens)
-            one = rows.find("kvjax_torch", dtype=dtype.value, num_tokens=num_tokens)[:1]
-            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-            kernel = {"kernel_seconds": one[0].seconds if one else None}
-            measured += times.measurements("bridge replay", subject, "kvjax_torch", moved, **kernel)
-        for num_tokens, times in cls.additions.items():
-            elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
-            subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
-            subject["num_elements"] = elements
-            measured += times.measurements("bridge replay of add_", subject, "torch")
-        for each in measured:
-            cls.results.add(each)
+        kernels = {
+            (m.dtype, m.subject["num_tokens"]): m.seconds
+            for m in cls.results.measurements
+            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
+        }
+        for operation, subject, peer, moved, times in cls.replays:
+            facts, copied = {}, None
+            if moved is not None:
+                facts = {"kernel_seconds": kernels.get((subject["dtype"].value, subject["num_tokens"]))}
+                copied = copy.measure(moved)
+            for name, each in zip((peer, peer + TWO_STREAMS), times, strict=True):
+                cls.results.add(Measurement(operation, subject, name, each, moved, copied, facts))
         super().tearDownClass()
 
     def test_compilations(self) -> None:
         timed = [(FIRST_CASE, KVCacheDType.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
-        self.results.expect(2 * len(timed))
         for case, dtype in timed:
             for name, call in first_calls(case, dtype).items():
                 with self.subTest(case=case.name, dtype=dtype.value, call=name):
@@ -451,7 +420,6 @@ class TorchBenchmark(output.Program):
             ):
                 with self.subTest(call=name), through_jax():
                     found += time_eager_calls({index_copy: calls[index_copy], name: call}, is_busy)[1:]
-        self.results.expect(len(found))
         for each in found:
             self.results.add(each)
 
@@ -462,19 +430,23 @@ class TorchBenchmark(output.Program):
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                self.replays[dtype, num_tokens] = in_new_process(time_writes_replayed, dtype, num_tokens)
+                times, job = in_new_process(time_writes_replayed, dtype, num_tokens), WriteJob(CASE, dtype, num_tokens)
+                subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+                self.replays.append(("bridge replay", subject, "kvjax_torch", moved, times))
         for num_tokens in counts:
             with self.subTest(call="add_", num_tokens=num_tokens):
-                self.additions[num_tokens] = in_new_process(time_additions_replayed, num_tokens)
+                times = in_new_process(time_additions_replayed, num_tokens)
+                elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
+                subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
+                subject["num_elements"] = elements
+                self.replays.append(("bridge replay of add_", subject, "torch", None, times))
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
             self.results.skip("kvjax under jit", reason, asked_for=True)
             return
-        counts = output.numbers(NUM_TOKENS) or output.by_device(
-            gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,)
-        )
-        self.results.expect(2 * len(counts) * len(shapes.TIMED_DTYPES))
+        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
+        counts = output.chosen(NUM_TOKENS, int, default)
         tokens = workload.make_tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)

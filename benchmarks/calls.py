@@ -20,7 +20,7 @@ import numpy as np
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import output, shapes, timing
+from benchmarks import output, shapes, timing, workload
 from benchmarks.measurement import Measurement
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
@@ -49,7 +49,7 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced
     jax.default_backend()
     spec = CASE.spec(dtype)
     struct: Any = jax.ShapeDtypeStruct
-    caches = [KVCache(struct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec) for _ in range(num_layers)]
+    caches = [workload.cache_struct(spec, NUM_BLOCKS) for _ in range(num_layers)]
     query = struct((NUM_SEQS, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
     hidden = struct((NUM_SEQS, spec.num_kv_heads, spec.head_size), jnp.bfloat16)
     table, lengths = struct((NUM_SEQS, MAX_BLOCKS), jnp.int32), struct((NUM_SEQS,), jnp.int32)
@@ -115,13 +115,11 @@ def _returned(given: Any) -> Any:
 class CallsBenchmark(output.Program):
     def test_dispatch(self) -> None:
         calls = dispatches()
-        self.results.expect(len(calls))
         for name, call in calls.items():
             self.results.add(Measurement("dispatch", {"dtype": UNQUANTIZED.value}, name, timing.measure_in_a_row(call)))
 
     def test_tracing(self) -> None:
         steps, repeats, num_layers = (STEPS[:1], 1, 2) if output.SMOKE.value else (STEPS, 5, NUM_LAYERS)
-        self.results.expect(len(steps) * len(DTYPES))
         for what in steps:
             found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
             for _ in range(repeats):  # by turns

@@ -7,7 +7,7 @@ import enum
 import json
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.timing import Clock, Timing
@@ -42,7 +42,7 @@ class Measurement:
     times: Timing
     bytes_moved: int | None = None
     copy: Timing | None = None
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {name: plain(value) for name, value in self.subject.items() if value is not None}
@@ -97,19 +97,17 @@ EVERY_FIELD = ("operation", "peer", "clock", "seconds", "samples", "bytes_moved"
 """What every record has; others are of its subject or facts."""
 
 
-def from_record(record: Any, place: str, numbers: Collection[str], words: Collection[str]) -> Measurement:
+def from_record(record: Any, place: str, kinds: Mapping[str, type]) -> Measurement:
     """A measurement of a file.
 
     Args:
       record: the object.
       place: where it stands.
-      numbers: fields of the subject that are numbers.
-      words: fields of the subject that are words.
+      kinds: the fields of the subject, and what they are.
 
     Raises:
       ResultsError: a field is missing, or is not of its kind.
     """
-    kinds = {**dict.fromkeys(numbers, int), **dict.fromkeys(words, str)}
     clock = field(record, "clock", str, place)
     if clock not in [*Clock]:
         raise ResultsError(f"{place}: 'clock': got {clock!r}, expected one of {[each.value for each in Clock]}")
@@ -138,6 +136,10 @@ class Rows(list[Measurement]):
     def find(self, peer: str | None = None, **subject: Word) -> Rows:
         """Those by a peer with these fields in their subject."""
         return Rows(m for m in self if m.peer == (peer or m.peer) and subject.items() <= m.subject.items())
+
+    @property
+    def fastest(self) -> Measurement | None:
+        return min(self, key=lambda m: m.seconds, default=None)
 
 
 KINDS = {

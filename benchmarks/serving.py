@@ -203,12 +203,9 @@ def step_struct(num_tokens: int, num_seqs: int, max_blocks: int) -> kvjax.StepMe
 def cache_structs(of: Scenario, dtype: KVCacheDType, num_blocks: int, form: str) -> Any:
     """Caches without memory, one a layer or one of all."""
     spec, count = of.spec(dtype), of.config.num_hidden_layers
-    shape = spec.cache_shape(num_blocks)
     if form == "separate":
-        kv: Any = jax.ShapeDtypeStruct(shape, spec.array_dtype)
-        return (KVCache(kv, spec),) * count
-    kv = jax.ShapeDtypeStruct((shape[0], count, *shape[1:]), spec.array_dtype)
-    return KVCache(kv, spec, num_layers=count)
+        return (workload.cache_struct(spec, num_blocks),) * count
+    return workload.cache_struct(spec, num_blocks, count)
 
 
 @functools.cache
@@ -298,14 +295,12 @@ class Served:
       steps: from one step's tokens to the next's, as the engine runs them.
       host: what the host was busy for in each, while it did not wait.
       device: back-to-back steps without synchronization, without an engine.
-      tokens: that were decoded.
       temporary_bytes: of the program.
     """
 
     steps: Timing
     host: Timing
     device: Timing
-    tokens: int
     temporary_bytes: int
 
 
@@ -330,9 +325,7 @@ def serve(job: ServeJob, form: str) -> Served:
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
     of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
-    device = steps_in_a_row(run, engine)
-    temporary = workload.temporary_bytes(run.programs[1])
-    return Served(of_steps, of_host, device, job.num_seqs * (job.of.tail - 1), temporary)
+    return Served(of_steps, of_host, steps_in_a_row(run, engine), workload.temporary_bytes(run.programs[1]))
 
 
 def _pointers(caches: Any) -> list[int]:

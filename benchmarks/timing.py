@@ -110,17 +110,10 @@ def measure(
         wait(call(next(numbers)))
         runs += 1
     calls = calls or min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
-    return _measure_on_device(call, wait, numbers, calls) or _measure_by_wall_clock(call, wait, numbers, calls)
-
-
-def _measure_on_device(
-    call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
-) -> Timing | None:
-    records = _kernel_records(call, wait, numbers, calls)
-    if records is None:
-        return None
-    seconds, kernels = split_calls(records, calls)
-    return Timing(tuple(seconds), Clock.DEVICE, kernels)
+    if (records := _kernel_records(call, wait, numbers, calls)) is None:
+        return _measure_by_wall_clock(call, wait, numbers, calls)
+    seconds_each, kernels = split_calls(records, calls)
+    return Timing(tuple(seconds_each), Clock.DEVICE, kernels)
 
 
 def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], calls: int) -> float | None:
@@ -150,7 +143,7 @@ def _kernel_records(
     try:
         cupti._cupti_init()
     except RuntimeError as error:  # another profiler is attached
-        warnings.warn(f"timing by the wall clock: {error}", stacklevel=4)
+        warnings.warn(f"timing by the wall clock: {error}", stacklevel=3)
         return None
     try:
         for number in itertools.islice(numbers, calls):
@@ -169,7 +162,7 @@ def _cupti() -> Any | None:
     extension = getattr(getattr(profiler, "mosaic_gpu_lib", None), "_mosaic_gpu_ext", None)
     if hasattr(extension, "_cupti_init") and hasattr(extension, "_cupti_get_timings"):
         return extension
-    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=5)
+    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=4)
     return None
 
 
@@ -224,10 +217,8 @@ def once_and_twice() -> tuple[Timing, Timing]:
         arrays = [jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27)]  # 0.25 and 0.5 GiB, past any L2
         once, twice = (measure(functools.partial(_ignore_number, work, array)) for array in arrays)
         return once, twice
-    once, twice = (
-        measure(functools.partial(_ignore_number, time.sleep, seconds), wait=lambda _: None, calls=15)
-        for seconds in (0.005, 0.01)
-    )
+    sleeps = [functools.partial(_ignore_number, time.sleep, seconds) for seconds in (0.005, 0.01)]
+    once, twice = (measure(sleep, wait=lambda _: None, calls=15) for sleep in sleeps)
     return once, twice
 
 

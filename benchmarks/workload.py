@@ -190,6 +190,11 @@ def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
 
 
+def cache_struct(spec: AttentionSpec, num_blocks: int, num_layers: int | None = None) -> KVCache:
+    """A cache without memory, to lower programs for."""
+    return jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, num_layers=num_layers))
+
+
 @functools.cache
 def compiled_write(
     spec: AttentionSpec,
@@ -204,12 +209,9 @@ def compiled_write(
         functools.partial(kvjax.reshape_and_cache_flash, unique_slots=unique_slots, implementation=implementation),
         donate_argnames="cache" if donated else (),
     )
-    rows, slots = (
-        jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE),
-        jax.ShapeDtypeStruct((num_tokens,), np.int32),
-    )
-    cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype), spec)  # type: ignore[arg-type]
-    return write.lower(rows, rows, cache, slots, **scales()).compile()
+    rows = jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE)
+    slots = jax.ShapeDtypeStruct((num_tokens,), np.int32)
+    return write.lower(rows, rows, cache_struct(spec, num_blocks), slots, **scales()).compile()
 
 
 class Write:

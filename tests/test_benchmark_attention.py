@@ -18,7 +18,7 @@ from absl import flags
 from helpers import each_case, matrix
 from interpret_mode import interpret_mode
 
-from benchmarks import ahead, bars, shapes, tables, timing
+from benchmarks import ahead, bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import ATTENTION, RAGGED
 from benchmarks.peers import attends, attends_flashinfer, attends_ragged, read
@@ -53,18 +53,17 @@ def error_of(run: Run, inputs: AttentionInputs) -> float:
 
 
 def test_rows_are_those_of_the_bars():
-    assert {*bars.ATTENTION} <= {row.name for row in shapes.ATTENTION_ROWS}
-    held = {row.name for row in shapes.ATTENTION_ROWS if row.base}
-    assert held == {name for name, by_dtype in bars.ATTENTION.items() if is_of_two_rows(by_dtype[bars.BFLOAT16])}
+    held = {name: bar.measure for bar in bars.BARS if bar.operation == "attention" for name in bar.where["case"]}
+    assert {*held} <= {row.name for row in shapes.ATTENTION_ROWS}
+    of_two = bars.X_WINDOW, bars.X_ONE_TOKEN, bars.X_NHD
+    assert {row.name for row in shapes.ATTENTION_ROWS if row.base} == {
+        name for name in held if held[name] in of_two_rows
+    }
     for row in shapes.ATTENTION_ROWS:
         assert row.base is None or shapes.ATTENTION_ROWS_BY_NAME[row.base].base is None
     assert len(shapes.ATTENTION_ROWS_BY_NAME) == sum(
         map(len, (shapes.ATTENTION_ROWS, shapes.HOST_ATTENTION_ROWS, shapes.SMOKE_ATTENTION_ROWS))
     )
-
-
-def is_of_two_rows(bar: bars.Bar) -> bool:
-    return bar.measure in (bars.Measure.WINDOW, bars.Measure.ONE_TOKEN, bars.Measure.NHD)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +436,7 @@ def test_a_line_of_the_table():
         "bars": "&gt;= 68.0% of reading, &gt;= 2.20 times as fast as bf16",
         "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
     }
-    assert tables.bars_summary(ATTENTION, MEASURED) == " 4 of 6 bars hold."
+    assert ATTENTION.bars(MEASURED) == " 4 of 6 bars hold."
 
 
 STEPS = Rows(
@@ -474,7 +473,8 @@ def test_bars_of_a_step(row, dtype, expected):
 
 
 def test_a_line_of_the_table_of_steps():
-    assert {*bars.RAGGED} == {row.name for row in shapes.RAGGED_ROWS}
+    of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
+    assert {name for bar in of_steps for name in bar.where["case"]} == {row.name for row in shapes.RAGGED_ROWS}
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")
     words = {column.heading: column.words(line, STEPS) for column in RAGGED.columns}
     assert (words["from torch us"], words["no cascade us"]) == ("900.00", "-")
