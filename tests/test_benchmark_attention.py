@@ -56,9 +56,7 @@ def test_rows_are_those_of_the_bars():
     held = {name: bar.measure for bar in bars.BARS if bar.operation == "attention" for name in bar.where["case"]}
     assert {*held} <= {row.name for row in shapes.ATTENTION_ROWS}
     of_two = bars.X_WINDOW, bars.X_ONE_TOKEN, bars.X_NHD
-    assert {row.name for row in shapes.ATTENTION_ROWS if row.base} == {
-        name for name in held if held[name] in of_two_rows
-    }
+    assert {row.name for row in shapes.ATTENTION_ROWS if row.base} == {name for name in held if held[name] in of_two}
     for row in shapes.ATTENTION_ROWS:
         assert row.base is None or shapes.ATTENTION_ROWS_BY_NAME[row.base].base is None
     assert len(shapes.ATTENTION_ROWS_BY_NAME) == sum(
