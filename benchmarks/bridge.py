@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import multiprocessing
 import os
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, ClassVar
+from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import output, shapes, timing, workload
+from benchmarks import ahead, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
 from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
@@ -28,7 +27,7 @@ from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
-from kvjax import AttentionSpec, KVCache, KVCacheDType
+from kvjax import KVCache, KVCacheDType
 
 if reason := why_not_importable("torch", "kvjax_torch"):
     raise SystemExit(f"benchmarks.bridge measures calls from torch (pip install 'kvjax[torch]'): {reason}")
@@ -75,6 +74,7 @@ SYNCHRONIZED = "called a synchronizing CUDA operation"
 SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
+type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 ReplayTimes = tuple[Timing, Timing]
 """Of a graph, where torch uses one stream, and when it has used a second one."""
@@ -89,31 +89,24 @@ def scale_tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(k_scale, device=device()), torch.tensor(v_scale, device=device())
 
 
-def new_caches(spec: AttentionSpec, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_cache` and `value_cache` of one allocation, as torch callers have them."""
-    shape = spec.cache_shape(num_blocks)
+def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
+    """`key`, `value`, `key_cache`, `value_cache` (of one allocation) and slots of `DECODE_TOKENS` tokens."""
+    spec = case.spec(dtype)
+    shape = spec.cache_shape(EAGER_BLOCKS)
     kv_cache = torch.zeros(shape, dtype=getattr(torch, spec.array_dtype.name), device=device())
-    return kv_cache[:, 0], kv_cache[:, 1]
-
-
-def new_rows(case: shapes.Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key = torch.randn((num_tokens, case.num_kv_heads, case.head_size), device=device()).to(torch.bfloat16)
-    return key, -key
-
-
-def new_slots(num_tokens: int, num_blocks: int) -> torch.Tensor:
-    return torch.randperm(num_blocks * shapes.BLOCK_SIZE, device=device())[:num_tokens]
+    key = torch.randn((DECODE_TOKENS, case.num_kv_heads, case.head_size), device=device()).to(torch.bfloat16)
+    slots = torch.randperm(EAGER_BLOCKS * shapes.BLOCK_SIZE, device=device())[:DECODE_TOKENS]
+    return key, -key, kv_cache[:, 0], kv_cache[:, 1], slots
 
 
 def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
     """A write and a gather."""
-    caches, scales = new_caches(case.spec(dtype), EAGER_BLOCKS), scale_tensors()
-    rows, slots = new_rows(case, DECODE_TOKENS), new_slots(DECODE_TOKENS, EAGER_BLOCKS)
+    arguments, scales = new_write(case, dtype), scale_tensors()
     table, lengths = (torch.full(shape, 4, dtype=torch.int32, device=device()) for shape in ((1, 4), (1,)))
     write, gather = kvjax_torch.reshape_and_cache_flash, kvjax_torch.gather_kv
     return {
-        "write": lambda: write(*rows, *caches, slots, dtype.value, *scales),
-        "gather": lambda: gather(*caches, table, lengths, dtype.value, *scales),
+        "write": lambda: write(*arguments, dtype.value, *scales),
+        "gather": lambda: gather(*arguments[2:4], table, lengths, dtype.value, *scales),
     }
 
 
@@ -136,11 +129,9 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
 
 def eager_calls() -> dict[str, Call]:
     """The calls that the host's time is taken of, `index_copy_` of as many keys first; the last is JAX's own."""
-    caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
-    key, value = new_rows(CASE, DECODE_TOKENS)
-    slots = new_slots(DECODE_TOKENS, EAGER_BLOCKS)
+    key, *_, slots = arguments = new_write(CASE, EAGER_DTYPE)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
-    write = functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, EAGER_DTYPE.value)
+    write = functools.partial(kvjax_torch.reshape_and_cache_flash, *arguments, EAGER_DTYPE.value)
     return {
         "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
         "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
@@ -151,12 +142,11 @@ def eager_calls() -> dict[str, Call]:
 
 def moving_write() -> Call:
     """The same write of keys, values and slots that lie elsewhere each time, at more addresses than JAX's are kept."""
-    caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
-    key, value = new_rows(CASE, DECODE_TOKENS)
-    moved = map(_copies, (key, value, new_slots(DECODE_TOKENS, EAGER_BLOCKS)))
-    dtype, scales = EAGER_DTYPE.value, scale_tensors()
+    key, value, key_cache, value_cache, slots = new_write(CASE, EAGER_DTYPE)
+    moved = map(_copies, (key, value, slots))
+    write, dtype, scales = kvjax_torch.reshape_and_cache_flash, EAGER_DTYPE.value, scale_tensors()
     writes = [
-        functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, dtype, *scales)
+        functools.partial(write, key, value, key_cache, value_cache, slots, dtype, *scales)
         for key, value, slots in zip(*moved, strict=True)
     ]
     next_write = itertools.cycle(writes).__next__
@@ -197,13 +187,9 @@ def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Ti
 @contextlib.contextmanager
 def through_jax() -> Iterator[None]:
     """Has JAX run the kernels, as where they cannot be launched on torch's streams."""
-    before = cuda._through_jax
-    cuda._through_jax = True
-    cuda._known_writes.clear()
-    try:
+    with mock.patch.object(cuda, "_through_jax", True):
+        cuda._known_writes.clear()
         yield
-    finally:
-        cuda._through_jax = before
 
 
 def host_waits(call: Call) -> bool | None:
@@ -233,37 +219,23 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
     times = host_times(calls, is_busy)
     index_copy, *_ = times.values()
     subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
-    return [
-        Measurement(
-            "bridge host",
-            subject,
-            name,
-            times[name],
-            facts={"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds},
-        )
-        for name, call in calls.items()
-    ]
+    found = []
+    for name, call in calls.items():
+        facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds}
+        found.append(Measurement("bridge host", subject, name, times[name], facts=facts))
+    return found
 
 
 def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call]:
     """The write of each batch from torch, on the memory of JAX's arrays and behind its back."""
-    kv_cache = kvjax_torch.to_torch(cache.kv)
-    scales = [kvjax_torch.to_torch(scale) for scale in workload.scales().values()]
-    dtype = cache.spec.dtype.value
-    return [
-        functools.partial(
-            kvjax_torch.reshape_and_cache_flash,
-            kvjax_torch.to_torch(batch.key),
-            kvjax_torch.to_torch(batch.value),
-            kv_cache[:, 0],
-            kv_cache[:, 1],
-            kvjax_torch.to_torch(batch.slot_mapping),
-            dtype,
-            *scales,
-            unique_slots=True,
-        )
-        for batch in batches
-    ]
+    borrow, write = kvjax_torch.to_torch, functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True)
+    kv_cache = borrow(cache.kv)
+    stored = cache.spec.dtype.value, *(borrow(scale) for scale in workload.scales().values())
+    calls: list[Call] = []
+    for batch in batches:
+        key, value, slots = borrow(batch.key), borrow(batch.value), borrow(batch.slot_mapping)
+        calls.append(functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored))
+    return calls
 
 
 def check_written(cache: KVCache, expected: KVCache) -> None:
@@ -326,14 +298,8 @@ def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def in_new_process[T](function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of this module in a process that has done nothing before, on one stream of torch's."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=(output.SMOKE.value,)) as processes:
-        return processes.submit(function, *args).result()
-
-
 def _begin(is_smoke: bool) -> None:
+    """Has a process do all on one stream of torch's."""
     # The program's own JAX has three quarters of the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
@@ -428,14 +394,16 @@ class TorchBenchmark(output.Program):
             self.results.skip("CUDA graphs", "need an NVIDIA GPU")
             return
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
+        begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                times, job = in_new_process(time_writes_replayed, dtype, num_tokens), WriteJob(CASE, dtype, num_tokens)
+                job = WriteJob(CASE, dtype, num_tokens)
+                times = ahead.in_new_process(time_writes_replayed, dtype, num_tokens, begin=begin)
                 subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
                 self.replays.append(("bridge replay", subject, "kvjax_torch", moved, times))
         for num_tokens in counts:
             with self.subTest(call="add_", num_tokens=num_tokens):
-                times = in_new_process(time_additions_replayed, num_tokens)
+                times = ahead.in_new_process(time_additions_replayed, num_tokens, begin=begin)
                 elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
                 subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
                 subject["num_elements"] = elements

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import output, shapes, timing, workload
+from benchmarks import ahead, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
@@ -73,13 +71,6 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced
     return Traced(between - start, end - between, len(lowered.as_text().splitlines()))
 
 
-def in_new_process(function: Callable[..., Traced], *args: Any) -> Traced:
-    """What a function returns in a process whose caches hold nothing yet."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
-        return process.submit(function, *args).result()
-
-
 def dispatches() -> dict[str, Callable[[int], Any]]:
     """Calls of a program that does next to nothing, with many caches as arguments and with as many arrays."""
     spec = CASE.spec(UNQUANTIZED)
@@ -124,7 +115,7 @@ class CallsBenchmark(output.Program):
             found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
             for _ in range(repeats):  # by turns
                 for dtype in DTYPES:
-                    found[dtype].append(in_new_process(trace, what, dtype, num_layers))
+                    found[dtype].append(ahead.in_new_process(trace, what, dtype, num_layers))
             for dtype, each in found.items():
                 times = Timing(tuple(one.trace + one.lower for one in each), Clock.WALL)
                 subject: dict[str, Any] = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}

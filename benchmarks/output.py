@@ -64,13 +64,27 @@ def shorten() -> None:
 
 
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes numbers with commas between them; `chosen` reads it, as it reads those of the others."""
+    """A flag that takes numbers with commas between them."""
+    expected = f"expected numbers of at least {least} with commas between them"
+    return _define_list(name, words, lambda word: word.isdecimal() and int(word) >= least, expected)
+
+
+def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
+    """A flag that takes some of these names with commas between them."""
+    accepted = [*of]
+    return _define_list(name, words, accepted.__contains__, f"expected some of {accepted}")
+
+
+def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
+    """The flag that says which dtypes caches have."""
+    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
+
+
+def _define_list(
+    name: str, words: str, is_right: Callable[[str], bool], expected: str
+) -> flags.FlagHolder[list[str] | None]:
     holder = flags.DEFINE_list(name, None, words)
-    flags.register_validator(
-        name,
-        lambda given: given is None or (given and all(word.isdecimal() and int(word) >= least for word in given)),
-        f"expected numbers of at least {least} with commas between them",
-    )
+    flags.register_validator(name, lambda given: given is None or (given and all(map(is_right, given))), expected)
     return holder
 
 
@@ -81,29 +95,14 @@ def chosen[Value](
     return [*map(make, flag.value)] if flag.value else default
 
 
-def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which dtypes caches have."""
-    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
-
-
-def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes some of these names with commas between them."""
-    accepted = [*of]
-    holder = flags.DEFINE_list(name, None, words)
-    flags.register_validator(
-        name, lambda given: given is None or (given and {*given} <= {*accepted}), f"expected some of {accepted}"
-    )
-    return holder
-
-
 def environment(program: str) -> dict[str, str]:
     """Where and how a program ran."""
     is_gpu = workload.is_gpu()
-    driver = (_said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown").split()[0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     arguments = [each for each in sys.argv[1:] if not each.lstrip("-").startswith("commit=")]
     return {
         "device": jax.devices()[0].device_kind if is_gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "driver": driver if is_gpu else "none",
+        "driver": [*(_said(query) or "").split(), "unknown"][0] if is_gpu else "none",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in LOADED if name in sys.modules},
         **{module: _version(name) for module, name in PEERS.items() if importlib.util.find_spec(module)},

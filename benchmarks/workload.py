@@ -240,11 +240,6 @@ class Write:
         self.cache = self.compiled(batch.key, batch.value, self.cache, batch.slot_mapping, **scales())
         return self.cache.kv
 
-    @property
-    def temporary_bytes(self) -> int:
-        """Memory that a write needs beside its arguments and its result."""
-        return temporary_bytes(self.compiled)
-
     def check(self, expected: KVCache) -> None:
         """Compares every byte of the cache after the first write, and its place in memory.
 
