@@ -48,18 +48,11 @@ def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """What a bar is about.
+    """What a bar is about."""
 
-    Attributes:
-      name: as tables have it.
-      value: of a line among all of its operation; `None` where what it is compared with was not timed.
-      at_least: whether it is to be reached; else it is not to be exceeded.
-      form: how it is formatted.
-    """
-
-    name: str
-    value: Callable[[Measurement, Rows], float | None]
-    at_least: bool = False
+    name: str  # as tables have it
+    value: Callable[[Measurement, Rows], float | None]  # None where what a line is compared with was not timed
+    at_least: bool = False  # whether it is to be reached; else it is not to be exceeded
     form: str = "{:.2f}"
 
 
@@ -125,19 +118,14 @@ type Where = Mapping[str, Collection[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on one measure of an operation's times by a peer.
-
-    Attributes:
-      where: what the fields of a measurement must be.
-      applies: and what else must be true of it.
-    """
+    """A limit on one measure of an operation's times by a peer."""
 
     operation: str
     measure: Measure
     limit: float
-    where: Where = dataclasses.field(default_factory=dict)
+    where: Where = dataclasses.field(default_factory=dict)  # what the fields of a measurement must be
     peer: str = OWN
-    applies: Callable[[Measurement], bool] = lambda m: True
+    applies: Callable[[Measurement], bool] = lambda m: True  # and what else must be true of it
 
     def is_of(self, m: Measurement) -> bool:
         is_there = all(m.subject.get(key) in values for key, values in self.where.items())

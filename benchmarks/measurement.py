@@ -22,25 +22,15 @@ class ResultsError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one peer took for one thing.
+    """What one peer took for one thing."""
 
-    Attributes:
-      operation: what was timed; `operations.OPERATIONS` declares it.
-      subject: the shape, dtype and sizes that it was timed for; nothing that does not apply.
-      peer: who did it.
-      times: its times.
-      bytes_moved: the fewest bytes that it must read and write.
-      copy: a copy that moves as many, in the same run; from a file, its median alone.
-      facts: what else was found out about it.
-    """
-
-    operation: str
-    subject: Mapping[str, Word]
-    peer: str
+    operation: str  # that was timed; `operations.OPERATIONS` declares it
+    subject: Mapping[str, Word]  # the shape, dtype and sizes that it was timed for; nothing that does not apply
+    peer: str  # who did it
     times: Timing
-    bytes_moved: int | None = None
-    copy: Timing | None = None
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    bytes_moved: int | None = None  # the fewest that it must read and write
+    copy: Timing | None = None  # of as many, in the same run; from a file, its median alone
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else was found out about it
 
     def __post_init__(self) -> None:
         known = {name: plain(value) for name, value in self.subject.items() if value is not None}
@@ -99,8 +89,7 @@ def from_record(record: Any, place: str, kinds: Mapping[str, type]) -> Measureme
     """A measurement of a file.
 
     Args:
-      record: the object.
-      place: where it stands.
+      record: the object, which stands at `place`.
       kinds: the fields of the subject, and what they are.
 
     Raises:

@@ -40,7 +40,8 @@ READ_BYTES = 1 << 30
 
 class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
-        of, wanted = serving.scenario(), chosen_jobs()
+        of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
+        wanted = serving.jobs(of, dtypes(), rows)
         peers = PEERS.value or PEER_NAMES[:2]
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
@@ -69,14 +70,14 @@ class ServeBenchmark(output.Program):
         for dtype in dtypes():
             with self.subTest(dtype=dtype.value):
                 gc.collect()
-                found = serving.serve_prompts(of, dtype, FORM.value)
+                seconds, mixed, decodes = serving.serve_prompts(of, dtype, FORM.value)
                 subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
                 number = 2 * of.same
                 facts = {
-                    "generated_a_second": round(number * of.num_new_tokens / found.seconds),
-                    "prompt_tokens_a_second": round(number * of.prompt_len / found.seconds),
+                    "generated_a_second": round(number * of.num_new_tokens / seconds),
+                    "prompt_tokens_a_second": round(number * of.prompt_len / seconds),
                 }
-                for kind, times in (("prompt chunks", found.mixed), ("decodes", found.decodes)):
+                for kind, times in (("prompt chunks", mixed), ("decodes", decodes)):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
     def try_peer(
@@ -117,12 +118,6 @@ class ServeBenchmark(output.Program):
 def dtypes() -> Sequence[KVCacheDType]:
     """Those that are served in."""
     return output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
-
-
-def chosen_jobs() -> list[ServeJob]:
-    """What the flags ask for."""
-    rows = output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
-    return serving.jobs(serving.scenario(), dtypes(), rows)
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:

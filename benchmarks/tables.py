@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import bars, shapes
 from benchmarks.bars import Other
 from benchmarks.measurement import OWN, Measurement, Rows, Word
-from benchmarks.timing import Timing
+from benchmarks.timing import CLOCK_WORDS, Timing
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.table import markdown_table
 
@@ -37,18 +37,12 @@ def heading(key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table with a line for each of some measurements.
-
-    Attributes:
-      value: of a line, which may look among all others for what it is compared with; `None` is shown as "-".
-      form: how it is formatted.
-      is_text: whether it is words rather than a number.
-    """
+    """A column of a table with a line for each of some measurements."""
 
     heading: str
-    value: Callable[[Measurement, Rows], Any]
+    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
     form: str = "{:,.2f}"
-    is_text: bool = False
+    is_text: bool = False  # words rather than a number
 
     def words(self, m: Measurement, rows: Rows) -> str:
         value = self.value(m, rows)
@@ -107,27 +101,16 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is known beforehand of an operation's measurements.
+    """What is known beforehand of an operation's measurements."""
 
-    Attributes:
-      name: as files have it.
-      about: the fields that tell measurements apart, words before numbers.
-      found: facts that have a table of their own.
-      lines: the table of kvjax's times, with bars.
-      against: the size that times are drawn against, and summarized by.
-      along: sizes that vary with it.
-      short: the table of a page that has little room; else kvjax's times next to the others'.
-      is_headline: whether such a page has the operation.
-    """
-
-    name: str
-    about: Sequence[str]
-    found: Sequence[Column] = ()
-    lines: Lines | None = None
-    against: str | None = None
-    along: Sequence[str] = ()
-    short: Lines | None = None
-    is_headline: bool = False
+    name: str  # as files have it
+    about: Sequence[str]  # the fields that tell measurements apart, words before numbers
+    found: Sequence[Column] = ()  # facts that have a table of their own
+    lines: Lines | None = None  # the table of kvjax's times, with bars
+    against: str | None = None  # the size that times are drawn against, and summarized by
+    along: Sequence[str] = ()  # sizes that vary with it
+    short: Lines | None = None  # of a page that has little room; else kvjax's times next to the others'
+    is_headline: bool = False  # whether such a page has the operation
 
 
 # Formatting.
@@ -172,7 +155,7 @@ def capitalized(words: str) -> str:
 
 def clocks(rows: Iterable[Measurement]) -> str:
     """What these times were read from."""
-    return " and ".join(dict.fromkeys(each.clock.words for each in rows))
+    return " and ".join(dict.fromkeys(CLOCK_WORDS[each.clock] for each in rows))
 
 
 def calls(rows: Iterable[Measurement]) -> str:

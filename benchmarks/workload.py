@@ -33,17 +33,10 @@ two tokens are the same."""
 
 @dataclasses.dataclass
 class Sizes:
-    """How much memory is worked on.
+    """How much memory is worked on."""
 
-    Attributes:
-      cache_bytes: what the cache of a case takes in bfloat16: on a GPU far more than its L2, so that slots are as cold
-        as in a server.
-      rotation_bytes: keys and values that calls rotate through: on a GPU several times the 50 to 126 MB of its L2,
-        which would hold fewer.
-    """
-
-    cache_bytes: int
-    rotation_bytes: int
+    cache_bytes: int  # of a case in bfloat16: on a GPU far more than its L2, so that slots are as cold as in a server
+    rotation_bytes: int  # that calls rotate through: on a GPU several times the 50 to 126 MB of its L2
 
 
 GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
@@ -282,16 +275,9 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
 def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[str, int]:
     """Compares stored codes, of which a peer may round a few the other way: it divides by other means.
 
-    Args:
-      got: uint8, codes of `bits` bits each: a sign, and a magnitude in the order of what it stands for.
-      expected: the same.
-      bits: 8 for fp8, 4 for two e2m1 codes a byte.
-
-    Returns:
-      How many codes differ, all by a single step and no more than one in a thousand of those written.
-
-    Raises:
-      AssertionError: some differ by more, or more of them.
+    Both are uint8, codes of `bits` bits each (8: fp8, 4: two e2m1 codes a byte): a sign, and a magnitude in the order
+    of what it stands for. Returns how many differ; raises `AssertionError` where one does by more than a step, or more
+    than `CODES_APART` of those written.
     """
     different, far, written = map(int, _count_different_codes(got, expected, bits))
     if far or different > written * CODES_APART:
