@@ -18,7 +18,7 @@ import numpy as np
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import ahead, output, shapes, timing, workload
+from benchmarks import ahead, output, shapes, timing
 from benchmarks.measurement import Measurement
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
@@ -47,7 +47,7 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced
     jax.default_backend()
     spec = CASE.spec(dtype)
     struct: Any = jax.ShapeDtypeStruct
-    caches = [workload.cache_struct(spec, NUM_BLOCKS) for _ in range(num_layers)]
+    caches = [KVCache(struct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec) for _ in range(num_layers)]
     query = struct((NUM_SEQS, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
     hidden = struct((NUM_SEQS, spec.num_kv_heads, spec.head_size), jnp.bfloat16)
     table, lengths = struct((NUM_SEQS, MAX_BLOCKS), jnp.int32), struct((NUM_SEQS,), jnp.int32)
