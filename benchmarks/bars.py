@@ -15,9 +15,7 @@ BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
 READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
 """Peers: of attention a kernel that only reads, of `generate` transformers' own cache and attention over pages."""
 
-MOST, SAME = "as many as fit", "the same number"
-"""Rows of serving that bars are about, as a file names them."""
-
+MOST, SAME = "as many as fit", "the same number"  # rows of serving that bars are about, as a file names them
 NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
 """Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
 
@@ -169,9 +167,7 @@ _SMALL: Where = {"num_kv_heads": (8,), "head_size": (128,), "num_tokens": range(
 """Bound by latency, and compared with CUDA's rather than with a copy."""
 
 _PROMPTS = ("chunk", "chunks", "whole")
-GATHER_SIZE = (64, 2_048)
-"""Sequences, and tokens of each."""
-
+GATHER_SIZE = (64, 2_048)  # sequences, and tokens of each
 BARS = (
     Bar("write", X_NHD, 1.15, {**_SCATTERED, "layout": ("HND",)}),
     Bar("write", X_BFLOAT16, 1.25, {**_SMALL, "dtype": WITH_SCALES}),

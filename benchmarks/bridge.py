@@ -44,33 +44,19 @@ NUM_TOKENS = output.define_numbers(
 FIRST_CASE = shapes.Case("small", 1, 64)
 """What is compiled first, so that what only the first call of a process takes is not counted among the others."""
 
-DECODE_TOKENS = 64
-"""Tokens of the calls that are not about the number of tokens."""
-
-EAGER_DTYPE = KVCacheDType.NVFP4
-EAGER_BLOCKS = 1024
-
+DECODE_TOKENS = 64  # tokens of the calls that are not about the number of tokens
+EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
 THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
 
-CALLS_AHEAD = 8
-"""Calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait."""
-
+CALLS_AHEAD = 8  # calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait
 PLACES, PLACE_BYTES = 2_000, 256
 """Of what comes with every step, in calls that have it elsewhere each time: how many, and how far apart."""
 
-GRAPH_WRITES = 32
-GRAPH_TOKENS = (64, 2_048)
-REPLAYS_IN_A_ROW = 10
+GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
+OTHER_GRAPHS = 8  # graphs that a process records besides the one that is timed, since a server has many
+A_WHILE = 20_000_000  # cycles that keep a GPU busy, some 10 ms, so that calls wait for it, and the host need not
 
-OTHER_GRAPHS = 8
-"""Graphs that a process records besides the one that is timed, since a server has many."""
-
-A_WHILE = 20_000_000
-"""Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
-
-SYNCHRONIZED = "called a synchronizing CUDA operation"
-"""What torch warns of when asked to."""
-
+SYNCHRONIZED = "called a synchronizing CUDA operation"  # what torch warns of when asked to
 SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]

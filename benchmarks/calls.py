@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -33,17 +32,11 @@ WRITES, GATHERS, ATTENDS = "writes", "gathers", "attends"
 STEPS = ((WRITES,), (WRITES, GATHERS), (WRITES, ATTENDS), (WRITES, GATHERS, ATTENDS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What it took to make a program: seconds to trace and to lower it, and its lines of StableHLO."""
+def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> tuple[float, float, int]:
+    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend.
 
-    trace: float
-    lower: float
-    lines: int
-
-
-def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced:
-    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend."""
+    Returns seconds to trace and to lower it, and its lines of StableHLO.
+    """
     jax.default_backend()
     spec = CASE.spec(dtype)
     struct: Any = jax.ShapeDtypeStruct
@@ -68,7 +61,7 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced
     between = time.perf_counter()
     lowered = traced.lower()
     end = time.perf_counter()
-    return Traced(between - start, end - between, len(lowered.as_text().splitlines()))
+    return between - start, end - between, len(lowered.as_text().splitlines())
 
 
 def dispatches() -> dict[str, Callable[[int], Any]]:
@@ -108,18 +101,16 @@ class CallsBenchmark(output.Program):
     def test_tracing(self) -> None:
         steps, repeats, num_layers = (STEPS[:1], 1, 2) if output.SMOKE.value else (STEPS, 5, NUM_LAYERS)
         for what in steps:
-            found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
+            found: dict[KVCacheDType, list[tuple[float, float, int]]] = {dtype: [] for dtype in DTYPES}
             for _ in range(repeats):  # by turns
                 for dtype in DTYPES:
                     found[dtype].append(ahead.in_new_process(trace, what, dtype, num_layers))
             for dtype, each in found.items():
-                times = Timing(tuple(one.trace + one.lower for one in each), Clock.WALL)
+                traces, lowers, lines = zip(*each, strict=True)
+                times = Timing(tuple(map(sum, zip(traces, lowers, strict=True))), Clock.WALL)
                 subject: dict[str, Any] = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}
-                facts = {
-                    "trace_seconds": float(np.median([one.trace for one in each])),
-                    "lower_seconds": float(np.median([one.lower for one in each])),
-                    "lines": each[0].lines,
-                }
+                facts = {"trace_seconds": float(np.median(traces)), "lower_seconds": float(np.median(lowers))}
+                facts["lines"] = lines[0]
                 self.results.add(Measurement("trace and lower", subject, "kvjax", times, facts=facts))
 
 

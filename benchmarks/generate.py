@@ -56,9 +56,7 @@ LLAMA_8B, SMALL = _config(128_256, 4_096, 14_336, 32, 8, 128), _config(61, 64, 9
 
 WARM_UP_STEPS, STEPS_IN_A_ROW, KERNEL_STEPS = 3, 6, 4
 SAMPLES = 5
-MAX_STEPS = 64
-"""Room for tokens after the prompt."""
-
+MAX_STEPS = 64  # room for tokens after the prompt
 MAX_ERROR = 0.05
 """Of logits, root mean square of the difference over that of what is expected: 8 layers amplify bfloat16's rounding."""
 

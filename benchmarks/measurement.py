@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.timing import Clock, Timing
 
-OWN = "kvjax"
-"""The peer that all others are compared with."""
+OWN = "kvjax"  # the peer that all others are compared with
 
 type Word = str | int
 

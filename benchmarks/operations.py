@@ -123,8 +123,7 @@ TORCH_KERNELS = Lines(
 )
 
 READ_SHARE = of_bar("share", bars.OF_READING)
-VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)
-"""Who is no peer of attention."""
+VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)  # who is no peer of attention
 
 
 def _next_best(m: Measurement, rows: Rows) -> Measurement | None:

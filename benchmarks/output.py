@@ -30,9 +30,7 @@ from benchmarks.tables import Operation
 from kvjax import KVCacheDType
 from kvjax.ops.select import Implementation
 
-SCHEMA = 1
-"""Of the JSON file; a reader has to accept fields that it does not know, and to do without some."""
-
+SCHEMA = 1  # of the JSON file; a reader has to accept fields that it does not know, and to do without some
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, [*Implementation], "which implementation of kvjax to time (default: as kvjax chooses)"
 )
@@ -42,9 +40,7 @@ MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this 
 COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is no git to ask")
 
 ROOT = Path(__file__).parents[1]
-LOADED = ("jax", "jaxlib", "torch")
-"""What the environment names the versions of, where a program has loaded it."""
-
+LOADED = ("jax", "jaxlib", "torch")  # what the environment names the versions of, where a program has loaded it
 PEERS = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
 """The same where it could be imported: modules and the distributions that they come in."""
 

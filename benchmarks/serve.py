@@ -36,6 +36,7 @@ FORM = flags.DEFINE_enum(
 )
 
 READ_BYTES = 1 << 30
+type Served = tuple[Timing, Mapping[str, Any]]
 
 
 class ServeBenchmark(output.Program):
@@ -80,9 +81,7 @@ class ServeBenchmark(output.Program):
                 for kind, times in (("prompt chunks", mixed), ("decodes", decodes)):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
-    def try_peer(
-        self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[[ServeJob], Timing]
-    ) -> None:
+    def try_peer(self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[..., Timing]) -> None:
         """Whatever a peer fails with, the others go on."""
         for job in jobs:
             try:
@@ -90,13 +89,7 @@ class ServeBenchmark(output.Program):
             except Exception as error:
                 self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", f"{type(error).__name__}: {error}")
 
-    def measure(
-        self,
-        name: str,
-        job: ServeJob,
-        rate: float | None,
-        serve: Callable[[ServeJob], tuple[Timing, Mapping[str, Any]]],
-    ) -> None:
+    def measure(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[ServeJob], Served]) -> None:
         """Adds what was served, unless memory is too small."""
         gc.collect()  # the caches of the job before
         reason = job.why_too_large()
@@ -138,7 +131,7 @@ def reading_rate() -> float | None:
     return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
 
 
-def served(job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
+def served(job: ServeJob) -> Served:
     """Steps of kvjax, of which those of the row that all dtypes have alike are checked first."""
     facts = {"error": serving.check(job)} if job.num_seqs == job.of.same and FORM.value == "separate" else {}
     found = serving.serve(job, FORM.value)

@@ -26,9 +26,7 @@ from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
-ROWS = {"same": SAME, "most": MOST, "others": OTHERS, "prompts": PROMPTS}
-"""By the names that a flag has."""
-
+ROWS = {"same": SAME, "most": MOST, "others": OTHERS, "prompts": PROMPTS}  # by the names that a flag has
 HIDDEN_ERROR = 2**-5
 """Of hidden states behind two layers, the largest error relative to those by XLA, by root mean squares: theirs are
 bfloat16 with 8 bits, and a dozen operations round to it."""
@@ -160,8 +158,7 @@ def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> l
     return found
 
 
-FORMS = ("separate", "one", "scan")
-"""A cache for each layer; one cache of all; that and the layers in a scan."""
+FORMS = ("separate", "one", "scan")  # a cache for each layer; one cache of all; that and the layers in a scan
 
 
 @functools.cache

@@ -22,8 +22,7 @@ OTHER_DTYPES = (
 ALL_TOKENS = (1, 7, 64, 256, 2_048, 16_384, 65_536)
 """Tokens that one write takes: a decode step of one request to many, then prefills."""
 
-FEW_TOKENS = (256, 16_384)
-"""A decode step of many requests, and a prefill."""
+FEW_TOKENS = (256, 16_384)  # a decode step of many requests, and a prefill
 
 
 class Slots(enum.StrEnum):

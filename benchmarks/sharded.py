@@ -28,11 +28,8 @@ from kvjax import STORED_KV_CACHE_DTYPES, KVCache
 
 DEVICES = flags.DEFINE_integer("devices", None, "how many devices (default: all)", lower_bound=2)
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 256 and 16,384; without GPUs, 64)", least=1)
-SEQUENCES, SEQ_BLOCKS = 64, 64
-"""Of a gather: what 64 requests of 1,024 tokens hold."""
-
-CASE = shapes.LLAMA_8B
-"""What each device holds, so that N devices have N times its heads."""
+SEQUENCES, SEQ_BLOCKS = 64, 64  # of a gather: what 64 requests of 1,024 tokens hold
+CASE = shapes.LLAMA_8B  # what each device holds, so that N devices have N times its heads
 
 Call = Callable[[int], Any]
 

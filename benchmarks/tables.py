@@ -18,9 +18,7 @@ from kvjax.table import markdown_table
 HEADINGS = {"num_kv_heads": "KV heads", "prefix_len": "shared", "step": "each layer"}
 """Of fields whose name in files does not say it."""
 
-TEXTS = ("call", "case", "dtype", "layout", "slots", "step", "steps")
-"""Fields that are words; the others are numbers."""
-
+TEXTS = ("call", "case", "dtype", "layout", "slots", "step", "steps")  # fields that are words; the others are numbers
 ORDERS: Mapping[str, Sequence[str]] = {
     "case": [*shapes.CASES_BY_NAME],
     "slots": [each.value for each in shapes.Slots],
@@ -210,8 +208,7 @@ def fields(subject: Mapping[str, Word]) -> str:
     )
 
 
-ALWAYS = ("dtype", "num_tokens")
-"""Fields that are columns even where all measurements have one value."""
+ALWAYS = ("dtype", "num_tokens")  # fields that are columns even where all measurements have one value
 
 
 def side_by_side(of: Operation, rows: Rows) -> list[str]:

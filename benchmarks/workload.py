@@ -20,12 +20,8 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 INPUT_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
-POISON = 0xAB
-"""A byte that fills a cache; as a float, a number that no token holds."""
-
-MAX_BATCHES = 64
-"""So many small batches stay in a GPU's L2, as the output of a layer's projection does."""
-
+POISON = 0xAB  # a byte that fills a cache; as a float, a number that no token holds
+MAX_BATCHES = 64  # so many small batches stay in a GPU's L2, as the output of a layer's projection does
 DISTINCT_ELEMENTS = (1 << 20) - 3
 """Random numbers are drawn this often and then repeated, for drawing takes longer than all else; a prime, so that no
 two tokens are the same."""
@@ -53,8 +49,7 @@ def shrink() -> None:
         each.cache_bytes, each.rotation_bytes = 1 << 20, 1 << 18
 
 
-CODES_APART = 1e-3
-"""Share of codes that a peer may round the other way."""
+CODES_APART = 1e-3  # share of codes that a peer may round the other way
 
 
 def is_gpu() -> bool:

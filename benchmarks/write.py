@@ -29,9 +29,7 @@ SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
 FULL = flags.DEFINE_bool("full", False, "every case with every dtype, layout, kind of slots and number of tokens")
 PEERS = compare.define_peers(writes.PEERS)
 
-CACHE_SIZE_CASE = shapes.Case("small", 2, 64)
-"""The largest of its caches takes 1 GiB in float32, which any machine has."""
-
+CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # the largest of its caches takes 1 GiB in float32, which any machine has
 CACHE_SIZE_TOKENS = 256
 NUM_BLOCKS = output.define_numbers(
     "blocks",

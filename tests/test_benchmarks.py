@@ -24,7 +24,7 @@ from absl import flags
 from helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, memory, operations, output, shapes, timing, workload, write
-from benchmarks.measurement import Measurement, Rows
+from benchmarks.measurement import EVERY_FIELD, Measurement, Rows
 from benchmarks.peers import cuda, packs, writes
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run
@@ -74,8 +74,6 @@ EXPECTED = {
 }
 """What a smoke run measures: operations, peers and dtypes."""
 
-EVERY_FIELD = {"operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels"}
-
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"benchmarks.{program}", *flags]
@@ -96,7 +94,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     assert written["environment"]["commit"] == "a-commit"
     assert "a-commit" not in written["environment"]["command"]
     for each in written["measurements"]:
-        assert each.keys() >= EVERY_FIELD
+        assert each.keys() >= {*EVERY_FIELD}
         low, high = min(each["samples"]), max(each["samples"])
         assert 0 < low <= each["seconds"] <= high
     for each in written["skipped"]:
@@ -520,20 +518,9 @@ def test_a_file_has_every_sample_of_what_was_measured(results, tmp_path):
     results.skip("vLLM", "not importable")
     results.save(tmp_path / "file.json")
     written = json.loads((tmp_path / "file.json").read_text())
-    assert written["measurements"] == [
-        {
-            "operation": "fake",
-            "dtype": "nvfp4",
-            "peer": "kvjax",
-            "clock": "wall",
-            "seconds": 0.002,
-            "samples": [0.001, 0.003, 0.002],
-            "bytes_moved": 10,
-            "copy_seconds": 0.002,
-            "kernels": [],
-            "more": 1,
-        }
-    ]
+    known = {"operation": "fake", "dtype": "nvfp4", "peer": "kvjax", "clock": "wall", "bytes_moved": 10, "more": 1}
+    found = {"seconds": 0.002, "samples": [0.001, 0.003, 0.002], "copy_seconds": 0.002, "kernels": []}
+    assert written["measurements"] == [known | found]
     assert written["copy_rates"][0]["samples"] == [0.001, 0.003, 0.002]
     assert written["skipped"] == [{"what": "vLLM", "reason": "not importable"}]
 
