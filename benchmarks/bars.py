@@ -19,7 +19,6 @@ MOST, SAME = "as many as fit", "the same number"  # rows of serving that bars ar
 NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
 """Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
 
-
 type Other = Callable[[Measurement, Rows], Measurement | None]
 """What a line is compared with."""
 
@@ -110,8 +109,8 @@ EXPOSED = Measure(
     form="{:.1%}",
 )
 
-
 type Where = Mapping[str, Collection[object]]
+"""Fields, and what they may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +120,9 @@ class Bar:
     operation: str
     measure: Measure
     limit: float
-    where: Where = dataclasses.field(default_factory=dict)  # what the fields of a measurement must be
+    where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
-    applies: Callable[[Measurement], bool] = lambda m: True  # and what else must be true of it
+    applies: Callable[[Measurement], bool] = lambda m: True  # what else must be true of a measurement
 
     def is_of(self, m: Measurement) -> bool:
         is_there = all(m.subject.get(key) in values for key, values in self.where.items())
@@ -166,7 +165,7 @@ _NHD: Where = {**_SCATTERED, "layout": ("NHD",)}
 _SMALL: Where = {"num_kv_heads": (8,), "head_size": (128,), "num_tokens": range(257), **_NHD}
 """Bound by latency, and compared with CUDA's rather than with a copy."""
 
-_PROMPTS = ("chunk", "chunks", "whole")
+_PROMPTS, _LLAMA = ("chunk", "chunks", "whole"), (shapes.LLAMA_8B.name,)
 GATHER_SIZE = (64, 2_048)  # sequences, and tokens of each
 BARS = (
     Bar("write", X_NHD, 1.15, {**_SCATTERED, "layout": ("HND",)}),
@@ -177,7 +176,7 @@ BARS = (
     Bar("write", OF_COPY, 0.80, {**_SMALL, "num_tokens": (65_536,), "dtype": ("nvfp4_4over6",)}),
     *_of_copy(1, (128,), 65_536, 0.70, 0.60, 0.55),
     *_of_copy(8, (64, 96, 256), 16_384, 0.85, 0.80, 0.75),
-    *_by_dtype("gather", OF_COPY, 0.85, 0.75, 0.75, case=(shapes.LLAMA_8B.name,), num_seqs=(64,), seq_len=(2_048,)),
+    *_by_dtype("gather", OF_COPY, 0.85, 0.75, 0.75, case=_LLAMA, num_seqs=GATHER_SIZE[:1], seq_len=GATHER_SIZE[1:]),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as tensors"),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as floats"),
     Bar("bridge host", MICROSECONDS, 1000.0, peer="kvjax_torch through JAX (DLPack)"),

@@ -56,11 +56,10 @@ class Column:
         return Column(heading, value, self.form)
 
 
-def about(key: str, heading_: str | None = None, is_text: bool | None = None) -> Column:
+def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
     """The column of a field."""
     form = "{}" if key in TEXTS else "{:,}"
-    is_text = key in TEXTS if is_text is None else is_text
-    return Column(heading_ or heading(key), lambda m, _: m.subject.get(key), form, is_text)
+    return Column(named or heading(key), lambda m, _: m.subject.get(key), form, is_text or key in TEXTS)
 
 
 def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
