@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -263,6 +261,7 @@ def test_only_declared_fields_are_what_a_measurement_is_about(save):
         ("gather", [{"num_seqs": 8}, {"num_seqs": 2}, {"num_tokens": 1}], []),  # a line would have two points at 7
         ("host write", [{"cache_bytes": 1}, {"cache_bytes": 2}, {"cache_bytes": 2, "num_tokens": 9}], [1, 2]),
         ("bridge host", [{"num_tokens": 1}, {"num_tokens": 64}], []),
+        ("write", [{"num_tokens": 1}, {"num_tokens": 64, "dtype": "float32"}, {"num_tokens": 64}], [1, 64]),
     ],
 )
 def test_what_is_drawn_against_what(save, operation, sizes, expected):
@@ -270,13 +269,6 @@ def test_what_is_drawn_against_what(save, operation, sizes, expected):
     [run] = results.read([save(contents(*each))])["NVIDIA H200"]
     of = OPERATIONS[operation]
     assert [m.subject[of.against] for m in tables.drawn(of, run.measurements)] == expected
-
-
-def test_only_dtypes_measured_in_most_sizes_are_drawn(save):
-    file = writes()
-    file["measurements"].append(measurement("kvjax", 64, "float32"))
-    _, rows = drawn_of(report_of(save(file)))
-    assert tables.values(rows, "dtype") == ["bfloat16", "nvfp4"]
 
 
 @pytest.fixture
@@ -511,10 +503,3 @@ def test_nothing_is_written_where_readme_has_no_place_for_it(save, tmp_path, plo
     assert "no operation on NVIDIA H200 has kvjax next to another" in capsys.readouterr().err
     assert readme.read_text() == text
     assert not output.parent.exists()
-
-
-def test_the_command_says_what_is_wrong_in_a_line(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path / "absent.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path / 'absent.json'}: No such file or directory\n"
