@@ -1,11 +1,12 @@
-"""Work that is done in the background, before its result is wanted: compiling, for the most part."""
+"""Work that is done elsewhere: in the background, before its result is wanted, or in a new process."""
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 
@@ -33,3 +34,12 @@ class Workers:
 
         self._tasks.put(task)
         return future
+
+
+def in_new_process[Result](
+    function: Callable[..., Result], *args: Any, begin: Callable[[], None] | None = None
+) -> Result:
+    """What a function of a module returns in a process that has done nothing before, but to call `begin`."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=begin) as process:
+        return process.submit(function, *args).result()

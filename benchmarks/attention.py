@@ -25,8 +25,8 @@ def jobs() -> list[AttentionJob]:
     rows = output.by_device(
         gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
     )
-    chosen = [shapes.ATTENTION_ROWS_BY_NAME[name] for name in ROWS.value or ()] or rows
-    dtypes = [*map(KVCacheDType, DTYPES.value or ())] or shapes.TIMED_DTYPES
+    chosen = output.chosen(ROWS, shapes.ATTENTION_ROWS_BY_NAME.__getitem__, rows)
+    dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
     return [AttentionJob(row, dtype) for row, dtype in itertools.product(chosen, dtypes)]
 
 

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import multiprocessing
 import os
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, ClassVar
+from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import output, shapes, timing, workload
-from benchmarks.measurement import Measurement, Rows
+from benchmarks import ahead, output, shapes, timing, workload
+from benchmarks.measurement import Measurement
 from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
 from benchmarks.peers.in_jax import why_no_kernel
@@ -29,7 +27,7 @@ from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
-from kvjax import AttentionSpec, KVCache, KVCacheDType
+from kvjax import KVCache, KVCacheDType
 
 if reason := why_not_importable("torch", "kvjax_torch"):
     raise SystemExit(f"benchmarks.bridge measures calls from torch (pip install 'kvjax[torch]'): {reason}")
@@ -46,63 +44,26 @@ NUM_TOKENS = output.define_numbers(
 FIRST_CASE = shapes.Case("small", 1, 64)
 """What is compiled first, so that what only the first call of a process takes is not counted among the others."""
 
-DECODE_TOKENS = 64
-"""Tokens of the calls that are not about the number of tokens."""
-
-EAGER_DTYPE = KVCacheDType.NVFP4
-EAGER_BLOCKS = 1024
-
+DECODE_TOKENS = 64  # tokens of the calls that are not about the number of tokens
+EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
 THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
 
-CALLS_AHEAD = 8
-"""Calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait."""
-
+CALLS_AHEAD = 8  # calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait
 PLACES, PLACE_BYTES = 2_000, 256
 """Of what comes with every step, in calls that have it elsewhere each time: how many, and how far apart."""
 
-GRAPH_WRITES = 32
-GRAPH_TOKENS = (64, 2_048)
-REPLAYS_IN_A_ROW = 10
+GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
+OTHER_GRAPHS = 8  # graphs that a process records besides the one that is timed, since a server has many
+A_WHILE = 20_000_000  # cycles that keep a GPU busy, some 10 ms, so that calls wait for it, and the host need not
 
-OTHER_GRAPHS = 8
-"""Graphs that a process records besides the one that is timed, since a server has many."""
-
-A_WHILE = 20_000_000
-"""Cycles that a GPU is kept busy for, some 10 ms, so that calls wait for it, and the host does not have to."""
-
-SYNCHRONIZED = "called a synchronizing CUDA operation"
-"""What torch warns of when asked to."""
-
+SYNCHRONIZED = "called a synchronizing CUDA operation"  # what torch warns of when asked to
 SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
+type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-@dataclasses.dataclass(frozen=True)
-class ReplayTimes:
-    """How long replays of a graph take.
-
-    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
-    slowly in all of its streams and graphs: see docs/interop.md.
-
-    Attributes:
-      one_stream: where torch launched all kernels, and recorded all graphs, on one. JAX filled the cache on its own.
-      two_streams: where torch had launched others on a second stream afterwards.
-    """
-
-    one_stream: Timing
-    two_streams: Timing
-
-    def measurements(
-        self, operation: str, subject: dict[str, Any], peer: str, moved: int | None = None, **facts: Any
-    ) -> list[Measurement]:
-        copied = None if moved is None else copy.measure(moved)
-        by_peer = {peer: self.one_stream, peer + TWO_STREAMS: self.two_streams}
-        return [Measurement(operation, subject, name, times, moved, copied, facts) for name, times in by_peer.items()]
-
-
-def _subject(case: shapes.Case, dtype: KVCacheDType, num_tokens: int) -> dict[str, Any]:
-    return WriteJob(case, dtype, num_tokens).subject
+ReplayTimes = tuple[Timing, Timing]
+"""Of a graph, where torch uses one stream, and when it has used a second one."""
 
 
 def device() -> str:
@@ -114,31 +75,24 @@ def scale_tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(k_scale, device=device()), torch.tensor(v_scale, device=device())
 
 
-def new_caches(spec: AttentionSpec, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_cache` and `value_cache` of one allocation, as torch callers have them."""
-    shape = spec.cache_shape(num_blocks)
+def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
+    """`key`, `value`, `key_cache`, `value_cache` (of one allocation) and slots of `DECODE_TOKENS` tokens."""
+    spec = case.spec(dtype)
+    shape = spec.cache_shape(EAGER_BLOCKS)
     kv_cache = torch.zeros(shape, dtype=getattr(torch, spec.array_dtype.name), device=device())
-    return kv_cache[:, 0], kv_cache[:, 1]
-
-
-def new_rows(case: shapes.Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key = torch.randn((num_tokens, case.num_kv_heads, case.head_size), device=device()).to(torch.bfloat16)
-    return key, -key
-
-
-def new_slots(num_tokens: int, num_blocks: int) -> torch.Tensor:
-    return torch.randperm(num_blocks * shapes.BLOCK_SIZE, device=device())[:num_tokens]
+    key = torch.randn((DECODE_TOKENS, case.num_kv_heads, case.head_size), device=device()).to(torch.bfloat16)
+    slots = torch.randperm(EAGER_BLOCKS * shapes.BLOCK_SIZE, device=device())[:DECODE_TOKENS]
+    return key, -key, kv_cache[:, 0], kv_cache[:, 1], slots
 
 
 def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
     """A write and a gather."""
-    caches, scales = new_caches(case.spec(dtype), EAGER_BLOCKS), scale_tensors()
-    rows, slots = new_rows(case, DECODE_TOKENS), new_slots(DECODE_TOKENS, EAGER_BLOCKS)
+    arguments, scales = new_write(case, dtype), scale_tensors()
     table, lengths = (torch.full(shape, 4, dtype=torch.int32, device=device()) for shape in ((1, 4), (1,)))
     write, gather = kvjax_torch.reshape_and_cache_flash, kvjax_torch.gather_kv
     return {
-        "write": lambda: write(*rows, *caches, slots, dtype.value, *scales),
-        "gather": lambda: gather(*caches, table, lengths, dtype.value, *scales),
+        "write": lambda: write(*arguments, dtype.value, *scales),
+        "gather": lambda: gather(*arguments[2:4], table, lengths, dtype.value, *scales),
     }
 
 
@@ -154,18 +108,16 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
         call()
         wait()
         seconds.append(time.perf_counter() - start)
-    subject = {**_subject(case, dtype, DECODE_TOKENS), "call": name}
+    subject = {**WriteJob(case, dtype, DECODE_TOKENS).subject, "call": name}
     times = Timing(tuple(seconds[:1]), Clock.WALL)
     return Measurement("bridge first call", subject, "kvjax_torch", times, facts={"second_seconds": seconds[1]})
 
 
 def eager_calls() -> dict[str, Call]:
     """The calls that the host's time is taken of, `index_copy_` of as many keys first; the last is JAX's own."""
-    caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
-    key, value = new_rows(CASE, DECODE_TOKENS)
-    slots = new_slots(DECODE_TOKENS, EAGER_BLOCKS)
+    key, *_, slots = arguments = new_write(CASE, EAGER_DTYPE)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
-    write = functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, EAGER_DTYPE.value)
+    write = functools.partial(kvjax_torch.reshape_and_cache_flash, *arguments, EAGER_DTYPE.value)
     return {
         "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
         "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
@@ -176,12 +128,11 @@ def eager_calls() -> dict[str, Call]:
 
 def moving_write() -> Call:
     """The same write of keys, values and slots that lie elsewhere each time, at more addresses than JAX's are kept."""
-    caches = new_caches(CASE.spec(EAGER_DTYPE), EAGER_BLOCKS)
-    key, value = new_rows(CASE, DECODE_TOKENS)
-    moved = map(_copies, (key, value, new_slots(DECODE_TOKENS, EAGER_BLOCKS)))
-    dtype, scales = EAGER_DTYPE.value, scale_tensors()
+    key, value, key_cache, value_cache, slots = new_write(CASE, EAGER_DTYPE)
+    moved = map(_copies, (key, value, slots))
+    write, dtype, scales = kvjax_torch.reshape_and_cache_flash, EAGER_DTYPE.value, scale_tensors()
     writes = [
-        functools.partial(kvjax_torch.reshape_and_cache_flash, key, value, *caches, slots, dtype, *scales)
+        functools.partial(write, key, value, key_cache, value_cache, slots, dtype, *scales)
         for key, value, slots in zip(*moved, strict=True)
     ]
     next_write = itertools.cycle(writes).__next__
@@ -222,13 +173,9 @@ def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Ti
 @contextlib.contextmanager
 def through_jax() -> Iterator[None]:
     """Has JAX run the kernels, as where they cannot be launched on torch's streams."""
-    before = cuda._through_jax
-    cuda._through_jax = True
-    cuda._known_writes.clear()
-    try:
+    with mock.patch.object(cuda, "_through_jax", True):
+        cuda._known_writes.clear()
         yield
-    finally:
-        cuda._through_jax = before
 
 
 def host_waits(call: Call) -> bool | None:
@@ -257,38 +204,24 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
     """Times calls of which the first is the `index_copy_` that the others are compared with."""
     times = host_times(calls, is_busy)
     index_copy, *_ = times.values()
-    subject = _subject(CASE, EAGER_DTYPE, DECODE_TOKENS)
-    return [
-        Measurement(
-            "bridge host",
-            subject,
-            name,
-            times[name],
-            facts={"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds},
-        )
-        for name, call in calls.items()
-    ]
+    subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
+    found = []
+    for name, call in calls.items():
+        facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds}
+        found.append(Measurement("bridge host", subject, name, times[name], facts=facts))
+    return found
 
 
 def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call]:
     """The write of each batch from torch, on the memory of JAX's arrays and behind its back."""
-    kv_cache = kvjax_torch.to_torch(cache.kv)
-    scales = [kvjax_torch.to_torch(scale) for scale in workload.scales().values()]
-    dtype = cache.spec.dtype.value
-    return [
-        functools.partial(
-            kvjax_torch.reshape_and_cache_flash,
-            kvjax_torch.to_torch(batch.key),
-            kvjax_torch.to_torch(batch.value),
-            kv_cache[:, 0],
-            kv_cache[:, 1],
-            kvjax_torch.to_torch(batch.slot_mapping),
-            dtype,
-            *scales,
-            unique_slots=True,
-        )
-        for batch in batches
-    ]
+    borrow, write = kvjax_torch.to_torch, functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True)
+    kv_cache = borrow(cache.kv)
+    stored = cache.spec.dtype.value, *(borrow(scale) for scale in workload.scales().values())
+    calls: list[Call] = []
+    for batch in batches:
+        key, value, slots = borrow(batch.key), borrow(batch.value), borrow(batch.slot_mapping)
+        calls.append(functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored))
+    return calls
 
 
 def check_written(cache: KVCache, expected: KVCache) -> None:
@@ -309,18 +242,23 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
 
 
 def time_additions_replayed(num_tokens: int) -> ReplayTimes:
-    """The same of as many of torch's own kernels, each of which adds a number to the keys and values of a write."""
+    """The same of as many of torch's own kernels."""
     return time_replays(additions(num_tokens))
 
 
 def additions(num_tokens: int) -> list[Call]:
+    """Each adds a number to the keys and values of a write."""
     shape = 2, num_tokens, CASE.num_kv_heads, CASE.head_size
     tensors = [torch.zeros(shape, dtype=torch.bfloat16, device=device()) for _ in range(GRAPH_WRITES)]
     return [functools.partial(tensor.add_, 1) for tensor in tensors]
 
 
 def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream."""
+    """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream.
+
+    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
+    slowly in all of its streams and graphs: see docs/interop.md. JAX filled the cache on a stream of its own.
+    """
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
     others = additions(DECODE_TOKENS)
@@ -329,7 +267,7 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
         for add in others:
             add()
     wait()
-    return ReplayTimes(one_stream, event_times(graphs[0].replay))
+    return one_stream, event_times(graphs[0].replay)
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -346,14 +284,8 @@ def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def in_new_process[T](function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of this module in a process that has done nothing before, on one stream of torch's."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=(output.SMOKE.value,)) as processes:
-        return processes.submit(function, *args).result()
-
-
 def _begin(is_smoke: bool) -> None:
+    """Has a process do all on one stream of torch's."""
     # The program's own JAX has three quarters of the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
@@ -400,38 +332,27 @@ def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dty
 class TorchBenchmark(output.Program):
     """What compiles comes first, and CUPTI, which stays in the process and slows down every launch, last."""
 
-    replays: ClassVar[dict[tuple[KVCacheDType, int], ReplayTimes]]
-    additions: ClassVar[dict[int, ReplayTimes]]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.replays, cls.additions = {}, {}
+    replays: ClassVar[list[tuple[str, dict[str, Any], str, int | None, ReplayTimes]]] = []
 
     @classmethod
     def tearDownClass(cls) -> None:
         """Adds replays, now that it is known what one of their kernels takes."""
-        rows = Rows(m for m in cls.results.measurements if m.operation == "bridge kernel" and m.clock is Clock.DEVICE)
-        cls.results.expect(2 * (len(cls.replays) + len(cls.additions)))
-        measured = []
-        for (dtype, num_tokens), times in cls.replays.items():
-            job = WriteJob(CASE, dtype, num_tokens)
-            one = rows.find("kvjax_torch", dtype=dtype.value, num_tokens=num_tokens)[:1]
-            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-            kernel = {"kernel_seconds": one[0].seconds if one else None}
-            measured += times.measurements("bridge replay", subject, "kvjax_torch", moved, **kernel)
-        for num_tokens, times in cls.additions.items():
-            elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
-            subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
-            subject["num_elements"] = elements
-            measured += times.measurements("bridge replay of add_", subject, "torch")
-        for each in measured:
-            cls.results.add(each)
+        kernels = {
+            (m.dtype, m.subject["num_tokens"]): m.seconds
+            for m in cls.results.measurements
+            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
+        }
+        for operation, subject, peer, moved, times in cls.replays:
+            facts, copied = {}, None
+            if moved is not None:
+                facts = {"kernel_seconds": kernels.get((subject["dtype"].value, subject["num_tokens"]))}
+                copied = copy.measure(moved)
+            for name, each in zip((peer, peer + TWO_STREAMS), times, strict=True):
+                cls.results.add(Measurement(operation, subject, name, each, moved, copied, facts))
         super().tearDownClass()
 
     def test_compilations(self) -> None:
         timed = [(FIRST_CASE, KVCacheDType.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
-        self.results.expect(2 * len(timed))
         for case, dtype in timed:
             for name, call in first_calls(case, dtype).items():
                 with self.subTest(case=case.name, dtype=dtype.value, call=name):
@@ -451,7 +372,6 @@ class TorchBenchmark(output.Program):
             ):
                 with self.subTest(call=name), through_jax():
                     found += time_eager_calls({index_copy: calls[index_copy], name: call}, is_busy)[1:]
-        self.results.expect(len(found))
         for each in found:
             self.results.add(each)
 
@@ -460,21 +380,27 @@ class TorchBenchmark(output.Program):
             self.results.skip("CUDA graphs", "need an NVIDIA GPU")
             return
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
+        begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                self.replays[dtype, num_tokens] = in_new_process(time_writes_replayed, dtype, num_tokens)
+                job = WriteJob(CASE, dtype, num_tokens)
+                times = ahead.in_new_process(time_writes_replayed, dtype, num_tokens, begin=begin)
+                subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+                self.replays.append(("bridge replay", subject, "kvjax_torch", moved, times))
         for num_tokens in counts:
             with self.subTest(call="add_", num_tokens=num_tokens):
-                self.additions[num_tokens] = in_new_process(time_additions_replayed, num_tokens)
+                times = ahead.in_new_process(time_additions_replayed, num_tokens, begin=begin)
+                elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
+                subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
+                subject["num_elements"] = elements
+                self.replays.append(("bridge replay of add_", subject, "torch", None, times))
 
     def test_kernels(self) -> None:
         if reason := why_no_kernel():
             self.results.skip("kvjax under jit", reason, asked_for=True)
             return
-        counts = output.numbers(NUM_TOKENS) or output.by_device(
-            gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,)
-        )
-        self.results.expect(2 * len(counts) * len(shapes.TIMED_DTYPES))
+        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
+        counts = output.chosen(NUM_TOKENS, int, default)
         tokens = workload.make_tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)

@@ -6,10 +6,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import functools
-import multiprocessing
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +17,7 @@ import numpy as np
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import output, shapes, timing
+from benchmarks import ahead, output, shapes, timing
 from benchmarks.measurement import Measurement
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
@@ -35,17 +32,11 @@ WRITES, GATHERS, ATTENDS = "writes", "gathers", "attends"
 STEPS = ((WRITES,), (WRITES, GATHERS), (WRITES, ATTENDS), (WRITES, GATHERS, ATTENDS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """What it took to make a program: seconds to trace and to lower it, and its lines of StableHLO."""
+def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> tuple[float, float, int]:
+    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend.
 
-    trace: float
-    lower: float
-    lines: int
-
-
-def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced:
-    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend."""
+    Returns seconds to trace and to lower it, and its lines of StableHLO.
+    """
     jax.default_backend()
     spec = CASE.spec(dtype)
     struct: Any = jax.ShapeDtypeStruct
@@ -70,14 +61,7 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> Traced
     between = time.perf_counter()
     lowered = traced.lower()
     end = time.perf_counter()
-    return Traced(between - start, end - between, len(lowered.as_text().splitlines()))
-
-
-def in_new_process(function: Callable[..., Traced], *args: Any) -> Traced:
-    """What a function returns in a process whose caches hold nothing yet."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
-        return process.submit(function, *args).result()
+    return between - start, end - between, len(lowered.as_text().splitlines())
 
 
 def dispatches() -> dict[str, Callable[[int], Any]]:
@@ -86,7 +70,7 @@ def dispatches() -> dict[str, Callable[[int], Any]]:
     caches = [KVCache.allocate(spec, 1) for _ in range(NUM_CACHES)]
     arrays = [jnp.array(cache.kv) for cache in caches]
     held: dict[str, Any] = {"caches": caches, "arrays": arrays}
-    read, returned = jax.jit(_read), jax.jit(_returned, donate_argnums=0)
+    read, returned = jax.jit(_read), jax.jit(lambda given: given, donate_argnums=0)
 
     def reads(kind: str, _: int) -> Any:
         return read(held[kind])
@@ -108,33 +92,25 @@ def _read(given: Any) -> jax.Array:
     return numbers
 
 
-def _returned(given: Any) -> Any:
-    return given
-
-
 class CallsBenchmark(output.Program):
     def test_dispatch(self) -> None:
         calls = dispatches()
-        self.results.expect(len(calls))
         for name, call in calls.items():
             self.results.add(Measurement("dispatch", {"dtype": UNQUANTIZED.value}, name, timing.measure_in_a_row(call)))
 
     def test_tracing(self) -> None:
         steps, repeats, num_layers = (STEPS[:1], 1, 2) if output.SMOKE.value else (STEPS, 5, NUM_LAYERS)
-        self.results.expect(len(steps) * len(DTYPES))
         for what in steps:
-            found: dict[KVCacheDType, list[Traced]] = {dtype: [] for dtype in DTYPES}
+            found: dict[KVCacheDType, list[tuple[float, float, int]]] = {dtype: [] for dtype in DTYPES}
             for _ in range(repeats):  # by turns
                 for dtype in DTYPES:
-                    found[dtype].append(in_new_process(trace, what, dtype, num_layers))
+                    found[dtype].append(ahead.in_new_process(trace, what, dtype, num_layers))
             for dtype, each in found.items():
-                times = Timing(tuple(one.trace + one.lower for one in each), Clock.WALL)
+                traces, lowers, lines = zip(*each, strict=True)
+                times = Timing(tuple(map(sum, zip(traces, lowers, strict=True))), Clock.WALL)
                 subject: dict[str, Any] = {"dtype": dtype, "layers": num_layers, "step": " and ".join(what)}
-                facts = {
-                    "trace_seconds": float(np.median([one.trace for one in each])),
-                    "lower_seconds": float(np.median([one.lower for one in each])),
-                    "lines": each[0].lines,
-                }
+                facts = {"trace_seconds": float(np.median(traces)), "lower_seconds": float(np.median(lowers))}
+                facts["lines"] = lines[0]
                 self.results.add(Measurement("trace and lower", subject, "kvjax", times, facts=facts))
 
 

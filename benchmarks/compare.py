@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -64,7 +63,6 @@ def compare_all[J: Job, Inputs](
     kvjax itself fails, so does a subtest of `test`. With `copies` copies of as many bytes are measured, too.
     """
     results = test.results
-    results.expect(sum(peer.serves(job) for job, peer in itertools.product(jobs, peers)))
     for job in jobs:
         if not (serving := [peer for peer in peers if peer.serves(job)]):
             continue
@@ -80,7 +78,6 @@ def compare_all[J: Job, Inputs](
                     reason = f"too little memory: {error}"
             if reason is not None:
                 results.skip(what, reason)
-                results.step("too large", len(serving))
                 continue
             _compare(results, operation, job, serving, inputs, copies)
 
@@ -96,7 +93,6 @@ def _compare(
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
             words = ", ".join(str(plain(value)) for value in job.subject.values())
             results.skip(f"{peer.name} ({operation}: {words})", f"{kind}: {error}")
-            results.step(peer.name)
             if peer.own and not memory.is_exhausted(error):
                 error.add_note(traceback.format_exc())
                 failure = failure or error.with_traceback(None)  # its frames would hold on to caches

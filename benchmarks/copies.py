@@ -17,10 +17,9 @@ MEGABYTES = output.define_numbers("megabytes", "MiB read plus written (default: 
 class CopyBenchmark(output.Program):
     def test_sizes(self) -> None:
         default = output.by_device(gpu=(1, 8, 32, 128, 512), host=(1, 8, 32), smoke=(1,))
-        for megabytes in output.numbers(MEGABYTES) or default:
+        for megabytes in output.chosen(MEGABYTES, int, default):
             moved = megabytes << 20
             ways = copy.all_ways(moved)
-            self.results.expect(len(ways))
             fastest = min(ways.values(), key=lambda times: times.seconds)
             for way, times in ways.items():
                 subject = {"bytes_moved": moved}

@@ -27,7 +27,7 @@ def jobs() -> list[GatherJob]:
     sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
     if NUM_SEQS.value or SEQ_LEN.value:
         sizes = ((NUM_SEQS.value or sizes[0][0], SEQ_LEN.value or sizes[0][1]),)
-    cases = [shapes.CASES_BY_NAME[name] for name in CASES.value or [shapes.LLAMA_8B.name]]
+    cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, [shapes.LLAMA_8B])
     return [
         GatherJob(case, dtype, layout, *size)
         for case, size, layout, dtype in itertools.product(cases, sizes, CacheLayout, shapes.TIMED_DTYPES)

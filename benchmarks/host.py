@@ -28,9 +28,9 @@ PEERS = compare.define_peers(WRITERS)
 def jobs() -> list[WriteJob]:
     """What is timed."""
     smoke = output.SMOKE.value
-    sizes = output.numbers(NUM_BLOCKS) or ((4,) if smoke else (64, 512, 4_096))
-    counts = output.numbers(NUM_TOKENS) or ((8,) if smoke else (1, 64))
-    cases = [shapes.CASES_BY_NAME[name] for name in CASES.value or [shapes.LLAMA_8B.name]]
+    sizes = output.chosen(NUM_BLOCKS, int, (4,) if smoke else (64, 512, 4_096))
+    counts = output.chosen(NUM_TOKENS, int, (8,) if smoke else (1, 64))
+    cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, [shapes.LLAMA_8B])
     wanted = itertools.product(cases, shapes.TIMED_DTYPES, counts, sizes)
     return [WriteJob(case, dtype, count, num_blocks=size) for case, dtype, count, size in wanted]
 

@@ -116,9 +116,7 @@ def steps(spec: AttentionSpec) -> dict[str, Stepping]:
 class LayersBenchmark(output.Program):
     def test_a_step_over_layers(self) -> None:
         every = shapes.TIMED_DTYPES[-1:] if output.SMOKE.value else shapes.TIMED_DTYPES
-        dtypes = [KVCacheDType(name) for name in DTYPES.value or every]
-        self.results.expect(3 * len(dtypes))
-        for dtype in dtypes:
+        for dtype in output.chosen(DTYPES, KVCacheDType, every):
             with self.subTest(dtype=dtype.value):
                 spec = CASE.spec(dtype)
                 cache_bytes = NUM_LAYERS * pages_of_a_layer(spec) * spec.page_size_bytes

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import math
-import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.timing import Clock, Timing
 
-OWN = "kvjax"
-"""The peer that all others are compared with."""
+OWN = "kvjax"  # the peer that all others are compared with
 
 type Word = str | int
 
@@ -24,25 +21,15 @@ class ResultsError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one peer took for one thing.
+    """What one peer took for one thing."""
 
-    Attributes:
-      operation: what was timed; `operations.OPERATIONS` declares it.
-      subject: the shape, dtype and sizes that it was timed for; nothing that does not apply.
-      peer: who did it.
-      times: its times.
-      bytes_moved: the fewest bytes that it must read and write.
-      copy: a copy that moves as many, in the same run; from a file, its median alone.
-      facts: what else was found out about it.
-    """
-
-    operation: str
-    subject: Mapping[str, Word]
-    peer: str
+    operation: str  # that was timed; `operations.OPERATIONS` declares it
+    subject: Mapping[str, Word]  # the shape, dtype and sizes that it was timed for; nothing that does not apply
+    peer: str  # who did it
     times: Timing
-    bytes_moved: int | None = None
-    copy: Timing | None = None
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bytes_moved: int | None = None  # the fewest that it must read and write
+    copy: Timing | None = None  # of as many, in the same run; from a file, its median alone
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else was found out about it
 
     def __post_init__(self) -> None:
         known = {name: plain(value) for name, value in self.subject.items() if value is not None}
@@ -97,19 +84,16 @@ EVERY_FIELD = ("operation", "peer", "clock", "seconds", "samples", "bytes_moved"
 """What every record has; others are of its subject or facts."""
 
 
-def from_record(record: Any, place: str, numbers: Collection[str], words: Collection[str]) -> Measurement:
+def from_record(record: Any, place: str, kinds: Mapping[str, type]) -> Measurement:
     """A measurement of a file.
 
     Args:
-      record: the object.
-      place: where it stands.
-      numbers: fields of the subject that are numbers.
-      words: fields of the subject that are words.
+      record: the object, which stands at `place`.
+      kinds: the fields of the subject, and what they are.
 
     Raises:
       ResultsError: a field is missing, or is not of its kind.
     """
-    kinds = {**dict.fromkeys(numbers, int), **dict.fromkeys(words, str)}
     clock = field(record, "clock", str, place)
     if clock not in [*Clock]:
         raise ResultsError(f"{place}: 'clock': got {clock!r}, expected one of {[each.value for each in Clock]}")
@@ -139,6 +123,10 @@ class Rows(list[Measurement]):
         """Those by a peer with these fields in their subject."""
         return Rows(m for m in self if m.peer == (peer or m.peer) and subject.items() <= m.subject.items())
 
+    @property
+    def fastest(self) -> Measurement | None:
+        return min(self, key=lambda m: m.seconds, default=None)
+
 
 KINDS = {
     str: "a string",
@@ -147,21 +135,16 @@ KINDS = {
     list: "a list",
     dict: "an object",
 }
-MOST = 1e18
-"""No time and no size comes near it."""
-
-ROUNDING = 1e-4
-"""Relative; files have their numbers in few digits."""
 
 
 def checked(value: Any, kind: type, place: str) -> Any:
-    """A value of a file.
+    """A value of a file, where no time and no size comes near 1e18.
 
     Raises:
       ResultsError: it is not of its kind.
     """
     fits = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
-    if not fits or (kind in (int, float) and not 0 < value < MOST):
+    if not fits or (kind in (int, float) and not 0 < value < 1e18):
         words = json.dumps(value)
         raise ResultsError(f"{place}: got {words[:40]}{'...' * (len(words) > 40)}, expected {KINDS[kind]}")
     return value
@@ -178,17 +161,11 @@ def field(record: Any, name: str, kind: type, place: str, *, optional: bool = Fa
 
 
 def samples(record: Any, place: str) -> tuple[float, ...]:
-    """The samples of an object of a file, of which it says the median."""
-    seconds = field(record, "seconds", float, place)
-    found = enumerate(field(record, "samples", list, place))
-    times = tuple(checked(sample, float, f"{place}: samples[{number}]") for number, sample in found)
-    if not times:
+    """The samples of an object of a file."""
+    found = field(record, "samples", list, place)
+    if not found:
         raise ResultsError(f"{place}: 'samples': got none, expected the seconds of each repetition")
-    if not math.isclose(seconds, median := statistics.median(times), rel_tol=ROUNDING):
-        raise ResultsError(
-            f"{place}: 'seconds': got {seconds:g}, expected {median:g}, the median of {len(times)} samples"
-        )
-    return times
+    return tuple(checked(sample, float, f"{place}: samples[{number}]") for number, sample in enumerate(found))
 
 
 def plain(value: Any) -> Any:

@@ -14,9 +14,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from absl import flags
@@ -30,9 +30,7 @@ from benchmarks.tables import Operation
 from kvjax import KVCacheDType
 from kvjax.ops.select import Implementation
 
-SCHEMA = 1
-"""Of the JSON file; a reader has to accept fields that it does not know, and to do without some."""
-
+SCHEMA = 1  # of the JSON file; a reader has to accept fields that it does not know, and to do without some
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, [*Implementation], "which implementation of kvjax to time (default: as kvjax chooses)"
 )
@@ -42,9 +40,7 @@ MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this 
 COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is no git to ask")
 
 ROOT = Path(__file__).parents[1]
-LOADED = ("jax", "jaxlib", "torch")
-"""What the environment names the versions of, where a program has loaded it."""
-
+LOADED = ("jax", "jaxlib", "torch")  # what the environment names the versions of, where a program has loaded it
 PEERS = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
 """The same where it could be imported: modules and the distributions that they come in."""
 
@@ -64,47 +60,51 @@ def shorten() -> None:
 
 
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes numbers with commas between them; `numbers` reads it."""
-    holder = flags.DEFINE_list(name, None, words)
-    flags.register_validator(
-        name,
-        lambda given: given is None or (given and all(word.isdecimal() and int(word) >= least for word in given)),
-        f"expected numbers of at least {least} with commas between them",
-    )
-    return holder
-
-
-def numbers(flag: flags.FlagHolder[list[str] | None]) -> tuple[int, ...] | None:
-    """What a flag of `define_numbers` was given, if anything."""
-    return None if flag.value is None else tuple(map(int, flag.value))
-
-
-def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which dtypes caches have; `dtypes` reads it."""
-    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
+    """A flag that takes numbers with commas between them."""
+    expected = f"expected numbers of at least {least} with commas between them"
+    return _define_list(name, words, lambda word: word.isdecimal() and int(word) >= least, expected)
 
 
 def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
     """A flag that takes some of these names with commas between them."""
     accepted = [*of]
+    return _define_list(name, words, accepted.__contains__, f"expected some of {accepted}")
+
+
+def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
+    """The flag that says which dtypes caches have."""
+    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
+
+
+def _define_list(
+    name: str, words: str, is_right: Callable[[str], bool], expected: str
+) -> flags.FlagHolder[list[str] | None]:
     holder = flags.DEFINE_list(name, None, words)
-    flags.register_validator(
-        name, lambda given: given is None or (given and {*given} <= {*accepted}), f"expected some of {accepted}"
-    )
+    flags.register_validator(name, lambda given: given is None or (given and all(map(is_right, given))), expected)
     return holder
+
+
+def chosen[Value](
+    flag: flags.FlagHolder[list[str] | None], make: Callable[[str], Value], default: Sequence[Value]
+) -> Sequence[Value]:
+    """What a flag was given, made of its words; the default where it was not given."""
+    return [*map(make, flag.value)] if flag.value else default
 
 
 def environment(program: str) -> dict[str, str]:
     """Where and how a program ran."""
+    is_gpu = workload.is_gpu()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    arguments = [each for each in sys.argv[1:] if not each.lstrip("-").startswith("commit=")]
     return {
-        "device": jax.devices()[0].device_kind if jax.default_backend() == "gpu" else _processor(),
-        "driver": _driver() if jax.default_backend() == "gpu" else "none",
+        "device": jax.devices()[0].device_kind if is_gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "driver": [*(_said(query) or "").split(), "unknown"][0] if is_gpu else "none",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in LOADED if name in sys.modules},
         **{module: _version(name) for module, name in PEERS.items() if importlib.util.find_spec(module)},
         "commit": COMMIT.value or commit(ROOT),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", program, *_without_commit(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", program, *arguments]),
     }
 
 
@@ -115,34 +115,12 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-def _processor() -> str:
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    versions = (_said(query) or "").split()
-    return versions[0] if versions else "unknown"
-
-
 def commit(folder: Path) -> str:
     """The commit that is checked out in a folder, with `+changes` where files differ from it, or `unknown`."""
     head = _said(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not head:
         return "unknown"
     return head.strip() + ("+changes" if _said(["git", "-C", str(folder), "status", "--porcelain"]) else "")
-
-
-def _without_commit(arguments: Sequence[str]) -> list[str]:
-    """A command's arguments for whoever repeats it, perhaps at another commit."""
-    kept, rest = [], iter(arguments)
-    for argument in rest:
-        name, equals, _ = argument.partition("=")
-        if name not in ("-commit", "--commit"):
-            kept.append(argument)
-        elif not equals:
-            next(rest, None)
-    return kept
 
 
 def _said(command: Sequence[str]) -> str | None:
@@ -162,29 +140,13 @@ class Report:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
-    _bar: Any = dataclasses.field(default_factory=lambda: _progress_bar())
-    _expected: int = 0
-    _done: int = 0
     _saved: float = dataclasses.field(default_factory=time.monotonic)
-
-    def expect(self, count: int) -> None:
-        self._expected += count
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        self.step(f"{measurement}: {tables.microseconds(measurement.seconds)} us")
+        _say(f"[{len(self.measurements)}] {measurement}: {measurement.seconds * 1e6:,.2f} us")
         if JSON.value and time.monotonic() - self._saved > SAVE_SECONDS:
             self.save(Path(JSON.value))
-
-    def step(self, words: str, count: int = 1) -> None:
-        """Moves the progress bar on, or says the same where there is none."""
-        self._done += count
-        if self._bar is None:
-            print(f"[{self._done}/{self._expected}] {words}", file=sys.stderr, flush=True)
-        else:
-            self._bar.total = self._expected
-            self._bar.set_postfix_str(words, refresh=False)
-            self._bar.update(count)
 
     def skip(self, what: str, reason: str, *, asked_for: bool = False) -> None:
         """Says what is not measured, and why. What a flag asked for and is unavailable fails the program at its end."""
@@ -193,15 +155,10 @@ class Report:
             self.missing.append(f"{what}: {line}")
         if what not in self.skipped:
             self.skipped[what] = reason
-            if self._bar is None:
-                print(f"skipped {what}: {line}", file=sys.stderr, flush=True)
-            else:
-                self._bar.write(f"skipped {what}: {line}", file=sys.stderr)
+            _say(f"skipped {what}: {line}")
 
     def finish(self) -> None:
         """Prints the tables and writes the files that the flags ask for."""
-        if self._bar is not None:
-            self._bar.close()
         where = {**environment(self.program), **self.facts}
         facts = ", ".join(f"{name} {words}" for name, words in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
@@ -238,6 +195,10 @@ class Report:
         self._saved = time.monotonic()
 
 
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
 def first_line(reason: str) -> str:
     return (reason.strip() or "no reason given").splitlines()[0]
 
@@ -248,23 +209,14 @@ def operation_tables(of: Operation, rows: Rows) -> list[str]:
     The latter only where the first table leaves something out.
     """
     parts, is_whole = [], of.lines is not None and len(of.lines.chosen(rows)) == len(rows)
-    if of.lines and (found := tables.lines_table(of.lines, rows)):
-        note = f"{of.lines.note} By {tables.clocks(rows)}.{tables.bars_summary(of.lines, rows)}"
+    if of.lines and (found := of.lines.table(rows)):
+        note = f"{of.lines.note} By {tables.clocks(rows)}.{of.lines.bars(rows)}"
         parts += [f"### {of.lines.title}", note.strip(), found]
     for by_clock in () if is_whole else tables.grouped(rows, lambda m: m.clock).values():
         parts += [f"### {tables.capitalized(of.name)}, by who does it", f"By {tables.clocks(by_clock)}."]
         for case, some in tables.by_case(by_clock).items():
             parts += [*filter(None, [case and f"{case}:"]), *tables.side_by_side(of, some)]
     return parts
-
-
-def _progress_bar() -> Any:
-    """tqdm's; `None` where stderr is no terminal, or tqdm is not installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return None
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    return tqdm(total=0, unit=" measurements", leave=False, dynamic_ncols=True, file=sys.stderr)
 
 
 class Program(absltest.TestCase):

@@ -24,8 +24,8 @@ def jobs() -> list[WriteJob]:
     """What is timed: the write of the same tokens goes to slots one after the other, as in a prefill."""
     default = output.by_device(gpu=(1, 256, 2_048, 16_384, 65_536), host=(1, 64, 256), smoke=(8,))
     few = (LLAMA_8B,) if output.SMOKE.value else (LLAMA_8B, GPT_OSS_20B)
-    cases = [shapes.CASES_BY_NAME[name] for name in CASES.value or ()] or few
-    wanted = itertools.product(cases, output.numbers(NUM_TOKENS) or default)
+    cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, few)
+    wanted = itertools.product(cases, output.chosen(NUM_TOKENS, int, default))
     return [WriteJob(case, KVCacheDType.NVFP4, num_tokens, slots=Slots.CONTIGUOUS) for case, num_tokens in wanted]
 
 

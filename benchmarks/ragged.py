@@ -22,8 +22,8 @@ PEERS = compare.define_peers(attends_ragged.PEERS)
 def jobs() -> list[RaggedJob]:
     """What is timed: rows in each dtype."""
     rows = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
-    chosen = [shapes.RAGGED_ROWS_BY_NAME[name] for name in ROWS.value or ()] or rows
-    dtypes = [*map(KVCacheDType, DTYPES.value or ())] or shapes.TIMED_DTYPES
+    chosen = output.chosen(ROWS, shapes.RAGGED_ROWS_BY_NAME.__getitem__, rows)
+    dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
     return [RaggedJob(row, dtype) for row, dtype in itertools.product(chosen, dtypes)]
 
 

@@ -9,7 +9,7 @@ import concurrent.futures
 import functools
 import gc
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -36,11 +36,13 @@ FORM = flags.DEFINE_enum(
 )
 
 READ_BYTES = 1 << 30
+type Served = tuple[Timing, Mapping[str, Any]]
 
 
 class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
-        of, wanted = serving.scenario(), chosen_jobs()
+        of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
+        wanted = serving.jobs(of, dtypes(), rows)
         peers = PEERS.value or PEER_NAMES[:2]
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
@@ -48,61 +50,52 @@ class ServeBenchmark(output.Program):
         rate = reading_rate()
         if rate is not None:
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
-        self.results.expect(len(own) + len(dense))
         for job in own:
             with self.subTest(**plain(job.subject)):
-                self.measure(OWN, job, rate, functools.partial(served, job))
-        for job in dense:
-            self.try_peer(serves_dense.NAME, job, rate, functools.partial(as_served, serves_dense.serve, job))
+                self.measure(OWN, job, rate, served)
+        self.try_peer(serves_dense.NAME, dense, rate, serves_dense.serve)
         for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
             if name in peers:
-                self.serve_in_torch(name, [job for job in wanted if serves_torch.serves(name, job)], rate)
+                # In memory that JAX has released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
+                if reason := serves_torch.why_missing():
+                    self.results.skip(name, reason, asked_for=True)
+                    continue
+                in_torch = [job for job in wanted if serves_torch.serves(name, job)]
+                self.try_peer(name, in_torch, rate, functools.partial(serves_torch.serve, name))
+                serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:
         if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
             return
         of = serving.scenario()
-        self.results.expect(2 * len(dtypes()))
         for dtype in dtypes():
             with self.subTest(dtype=dtype.value):
                 gc.collect()
-                found = serving.serve_prompts(of, dtype, FORM.value)
+                seconds, mixed, decodes = serving.serve_prompts(of, dtype, FORM.value)
                 subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
                 number = 2 * of.same
                 facts = {
-                    "generated_a_second": round(number * of.num_new_tokens / found.seconds),
-                    "prompt_tokens_a_second": round(number * of.prompt_len / found.seconds),
+                    "generated_a_second": round(number * of.num_new_tokens / seconds),
+                    "prompt_tokens_a_second": round(number * of.prompt_len / seconds),
                 }
-                for kind, times in (("prompt chunks", found.mixed), ("decodes", found.decodes)):
+                for kind, times in (("prompt chunks", mixed), ("decodes", decodes)):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
-    def serve_in_torch(self, name: str, wanted: list[ServeJob], rate: float | None) -> None:
-        """In memory that JAX has released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`."""
-        if reason := serves_torch.why_missing():
-            self.results.skip(name, reason, asked_for=True)
-            return
-        for job in wanted:
-            self.try_peer(
-                name, job, rate, functools.partial(as_served, functools.partial(serves_torch.serve, name), job)
-            )
-        serves_torch.free()
-
-    def try_peer(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[], Any]) -> None:
+    def try_peer(self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[..., Timing]) -> None:
         """Whatever a peer fails with, the others go on."""
-        try:
-            self.measure(name, job, rate, serve)
-        except Exception as error:
-            self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", f"{type(error).__name__}: {error}")
+        for job in jobs:
+            try:
+                self.measure(name, job, rate, lambda job: (serve(job), {}))
+            except Exception as error:
+                self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", f"{type(error).__name__}: {error}")
 
-    def measure(
-        self, name: str, job: ServeJob, rate: float | None, serve: Callable[[], tuple[Timing, Mapping[str, Any]]]
-    ) -> None:
+    def measure(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[ServeJob], Served]) -> None:
         """Adds what was served, unless memory is too small."""
         gc.collect()  # the caches of the job before
         reason = job.why_too_large()
         if reason is None:
             try:
-                times, facts = serve()
+                times, facts = serve(job)
             except Exception as error:
                 if not memory.is_exhausted(error):
                     error.add_note(traceback.format_exc())
@@ -115,14 +108,9 @@ class ServeBenchmark(output.Program):
         self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
 
 
-def dtypes() -> list[KVCacheDType]:
+def dtypes() -> Sequence[KVCacheDType]:
     """Those that are served in."""
-    return [*map(KVCacheDType, DTYPES.value or [dtype.value for dtype in shapes.TIMED_DTYPES])]
-
-
-def chosen_jobs() -> list[ServeJob]:
-    """What the flags ask for."""
-    return serving.jobs(serving.scenario(), dtypes(), [serving.ROWS[name] for name in ROWS.value or serving.ROWS])
+    return output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
@@ -143,18 +131,13 @@ def reading_rate() -> float | None:
     return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
 
 
-def served(job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
+def served(job: ServeJob) -> Served:
     """Steps of kvjax, of which those of the row that all dtypes have alike are checked first."""
     facts = {"error": serving.check(job)} if job.num_seqs == job.of.same and FORM.value == "separate" else {}
     found = serving.serve(job, FORM.value)
     nanoseconds = {"device_ns": found.device.seconds, "host_ns": found.host.seconds}
     facts |= {name: max(round(seconds * 1e9), 1) for name, seconds in nanoseconds.items()}
     return found.steps, {**facts, "layers": FORM.value, "temporary_bytes": found.temporary_bytes}
-
-
-def as_served(serve: Callable[[ServeJob], Timing], job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
-    """Steps of a peer."""
-    return serve(job), {}
 
 
 if __name__ == "__main__":

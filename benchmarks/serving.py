@@ -26,9 +26,7 @@ from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
-ROWS = {"same": SAME, "most": MOST, "others": OTHERS, "prompts": PROMPTS}
-"""By the names that a flag has."""
-
+ROWS = {"same": SAME, "most": MOST, "others": OTHERS, "prompts": PROMPTS}  # by the names that a flag has
 HIDDEN_ERROR = 2**-5
 """Of hidden states behind two layers, the largest error relative to those by XLA, by root mean squares: theirs are
 bfloat16 with 8 bits, and a dozen operations round to it."""
@@ -36,30 +34,18 @@ bfloat16 with 8 bits, and a dozen operations round to it."""
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is served on a device.
+    """What is served on a device."""
 
-    Attributes:
-      name: of the model, as tables have it.
-      seq_len: tokens of each sequence at the end.
-      cache_bytes: what the caches of all layers may take.
-      same: sequences in the row that all dtypes have alike.
-      others: further numbers of sequences, for those that fit.
-      tail: tokens of each sequence that are decoded; a multiple of the block size.
-      prompt_len: of a request that comes with a prompt.
-      num_new_tokens: of such a request.
-      chunk: tokens of prompts in a step.
-    """
-
-    name: str
+    name: str  # of the model, as tables have it
     config: ModelConfig
-    seq_len: int
-    cache_bytes: int
-    same: int
-    others: tuple[int, ...]
-    tail: int
-    prompt_len: int
-    num_new_tokens: int
-    chunk: int
+    seq_len: int  # tokens of each sequence at the end
+    cache_bytes: int  # that the caches of all layers may take
+    same: int  # sequences in the row that all dtypes have alike
+    others: tuple[int, ...]  # further numbers of sequences, for those that fit
+    tail: int  # tokens of each sequence that are decoded; a multiple of the block size
+    prompt_len: int  # of a request that comes with a prompt
+    num_new_tokens: int  # of such a request
+    chunk: int  # tokens of prompts in a step
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
         return FullAttentionSpec(BLOCK_SIZE, self.config.num_key_value_heads, self.config.head_dim, dtype=dtype)
@@ -172,8 +158,7 @@ def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> l
     return found
 
 
-FORMS = ("separate", "one", "scan")
-"""A cache for each layer; one cache of all; that and the layers in a scan."""
+FORMS = ("separate", "one", "scan")  # a cache for each layer; one cache of all; that and the layers in a scan
 
 
 @functools.cache
@@ -203,12 +188,9 @@ def step_struct(num_tokens: int, num_seqs: int, max_blocks: int) -> kvjax.StepMe
 def cache_structs(of: Scenario, dtype: KVCacheDType, num_blocks: int, form: str) -> Any:
     """Caches without memory, one a layer or one of all."""
     spec, count = of.spec(dtype), of.config.num_hidden_layers
-    shape = spec.cache_shape(num_blocks)
     if form == "separate":
-        kv: Any = jax.ShapeDtypeStruct(shape, spec.array_dtype)
-        return (KVCache(kv, spec),) * count
-    kv = jax.ShapeDtypeStruct((shape[0], count, *shape[1:]), spec.array_dtype)
-    return KVCache(kv, spec, num_layers=count)
+        return (workload.cache_struct(spec, num_blocks),) * count
+    return workload.cache_struct(spec, num_blocks, count)
 
 
 @functools.cache
@@ -225,11 +207,7 @@ def program(
 
 
 class Running:
-    """Starts the compiled steps of a model.
-
-    Attributes:
-      last: what the last step was given, as the engine made it.
-    """
+    """Starts the compiled steps of a model; `last` is what the last one was given, as the engine made it."""
 
     def __init__(self, weights: llama.Params, programs: Mapping[int, Any]) -> None:
         self.weights, self.programs = weights, programs
@@ -292,21 +270,12 @@ def full_engine(job: ServeJob, form: str, *, seed: int = 4) -> tuple[TimedEngine
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """How long steps took.
+    """How long steps took."""
 
-    Attributes:
-      steps: from one step's tokens to the next's, as the engine runs them.
-      host: what the host was busy for in each, while it did not wait.
-      device: back-to-back steps without synchronization, without an engine.
-      tokens: that were decoded.
-      temporary_bytes: of the program.
-    """
-
-    steps: Timing
-    host: Timing
-    device: Timing
-    tokens: int
-    temporary_bytes: int
+    steps: Timing  # from one step's tokens to the next's, as the engine runs them
+    host: Timing  # that the host was busy in each, while it did not wait
+    device: Timing  # back-to-back steps without synchronization, without an engine
+    temporary_bytes: int  # of the program
 
 
 def serve(job: ServeJob, form: str) -> Served:
@@ -330,9 +299,7 @@ def serve(job: ServeJob, form: str) -> Served:
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
     of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
-    device = steps_in_a_row(run, engine)
-    temporary = workload.temporary_bytes(run.programs[1])
-    return Served(of_steps, of_host, device, job.num_seqs * (job.of.tail - 1), temporary)
+    return Served(of_steps, of_host, steps_in_a_row(run, engine), workload.temporary_bytes(run.programs[1]))
 
 
 def _pointers(caches: Any) -> list[int]:
@@ -382,23 +349,17 @@ def check(job: ServeJob) -> float:
     return error
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompted:
-    """Requests that came with prompts, served to their ends: the time of all, of steps with and without prompts."""
-
-    seconds: float
-    mixed: Timing
-    decodes: Timing
-
-
 def prompt_programs(of: Scenario, dtype: KVCacheDType, form: str) -> dict[int, Future[Any]]:
     """The steps for requests that come with prompts."""
     max_blocks = -(-(of.prompt_len + of.num_new_tokens) // BLOCK_SIZE)
     return {max_q_len: program(of, dtype, of.same, max_blocks, form, max_q_len) for max_q_len in (1, of.chunk)}
 
 
-def serve_prompts(of: Scenario, dtype: KVCacheDType, form: str) -> Prompted:
-    """Twice as many requests as run at once, each with a prompt of its own.
+def serve_prompts(of: Scenario, dtype: KVCacheDType, form: str) -> tuple[float, Timing, Timing]:
+    """Twice as many requests as run at once, each with a prompt of its own, served to their ends.
+
+    Returns:
+      The seconds that all take, and the times of steps with and without prompts.
 
     Raises:
       AssertionError: a request has not its tokens.
@@ -424,4 +385,4 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType, form: str) -> Prompted:
     if {len(request.generated) for request in ended} != {of.num_new_tokens} or len(ended) != len(ids):
         raise AssertionError(f"{len(ended)} of {len(ids)} requests ended")
     mixed, decodes = (Timing(tuple(seconds[size]), Clock.HOST) for size in (of.chunk, 1))
-    return Prompted(time.perf_counter() - start, mixed, decodes)
+    return time.perf_counter() - start, mixed, decodes

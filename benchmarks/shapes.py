@@ -22,8 +22,7 @@ OTHER_DTYPES = (
 ALL_TOKENS = (1, 7, 64, 256, 2_048, 16_384, 65_536)
 """Tokens that one write takes: a decode step of one request to many, then prefills."""
 
-FEW_TOKENS = (256, 16_384)
-"""A decode step of many requests, and a prefill."""
+FEW_TOKENS = (256, 16_384)  # a decode step of many requests, and a prefill
 
 
 class Slots(enum.StrEnum):
@@ -79,25 +78,18 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """One call of attention: so many sequences of one length, each with its last tokens as the query.
-
-    Attributes:
-      seq_len: tokens of each sequence, those of the query included.
-      q_len: query tokens of each.
-      window: tokens that a query token sees, its own included; None for all.
-      base: the name of the row that a bar compares this one with, if one does.
-    """
+    """One call of attention: so many sequences of one length, each with its last tokens as the query."""
 
     name: str
     num_seqs: int
-    seq_len: int
+    seq_len: int  # tokens of each sequence, those of the query included
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
-    q_len: int = 1
-    window: int | None = None
+    q_len: int = 1  # query tokens of each
+    window: int | None = None  # tokens that a query token sees, its own included; None for all
     layout: CacheLayout = CacheLayout.NHD
-    base: str | None = None
+    base: str | None = None  # the name of the row that a bar compares this one with, if one does
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -177,15 +169,10 @@ ATTENTION_ROWS_BY_NAME = {row.name: row for row in (*ATTENTION_ROWS, *HOST_ATTEN
 
 @dataclasses.dataclass(frozen=True)
 class RaggedRow(AttentionRow):
-    """One call of attention in a step of a server, of sequences of one length.
+    """One call of attention in a step of a server, of sequences of one length."""
 
-    Attributes:
-      num_prompts: so many of them, the first ones, have `q_len` query tokens, the others one; None for all.
-      prefix_len: tokens at their beginning that all of them share, in whole blocks.
-    """
-
-    num_prompts: int | None = None
-    prefix_len: int = 0
+    num_prompts: int | None = None  # so many, the first ones, have `q_len` query tokens, the others one; None for all
+    prefix_len: int = 0  # tokens at their beginning that all of them share, in whole blocks
 
     @property
     def cu_q_lens(self) -> np.ndarray:

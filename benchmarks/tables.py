@@ -4,106 +4,113 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import html
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
-from benchmarks import bars
+from benchmarks import bars, shapes
+from benchmarks.bars import Other
 from benchmarks.measurement import OWN, Measurement, Rows, Word
-from benchmarks.timing import Timing
+from benchmarks.timing import CLOCK_WORDS, Timing
+from kvjax import CacheLayout, KVCacheDType
 from kvjax.table import markdown_table
 
+HEADINGS = {"num_kv_heads": "KV heads", "prefix_len": "shared", "step": "each layer"}
+"""Of fields whose name in files does not say it."""
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """Something that measurements are about, or that was found out about them.
+TEXTS = ("call", "case", "dtype", "layout", "slots", "step", "steps")  # fields that are words; the others are numbers
+ORDERS: Mapping[str, Sequence[str]] = {
+    "case": [*shapes.CASES_BY_NAME],
+    "slots": [each.value for each in shapes.Slots],
+    "layout": [each.value for each in CacheLayout],
+    "dtype": [each.value for each in KVCacheDType],
+}
+"""Of words by which lines are sorted."""
 
-    Attributes:
-      key: its name in files.
-      heading: its name in tables, with its unit.
-      is_text: whether it is words rather than a number.
-      words: how a value is formatted.
-    """
 
-    key: str
-    heading: str
-    is_text: bool = False
-    words: Callable[[Word], str] = lambda value: word(value)
+def heading(key: str) -> str:
+    """What tables call a field."""
+    return HEADINGS.get(key, key.removeprefix("num_").replace("_", " "))
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table with a line for each of some measurements, which may look for others to compare it with."""
+    """A column of a table with a line for each of some measurements."""
 
     heading: str
-    words: Callable[[Measurement, Rows], str]
-    is_text: bool = False
+    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
+    form: str = "{:,.2f}"
+    is_text: bool = False  # words rather than a number
+
+    def words(self, m: Measurement, rows: Rows) -> str:
+        value = self.value(m, rows)
+        return "-" if value is None else escaped(self.form.format(value))
+
+    def of(self, heading: str, other: Other) -> Column:
+        """The same of another measurement."""
+
+        def value(m: Measurement, rows: Rows) -> Any:
+            found = other(m, rows)
+            return self.value(found, rows) if found else None
+
+        return Column(heading, value, self.form)
+
+
+def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
+    """The column of a field."""
+    form = "{}" if key in TEXTS else "{:,}"
+    return Column(named or heading(key), lambda m, _: m.subject.get(key), form, is_text or key in TEXTS)
+
+
+def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
+    """The column of a number that was found out, in some unit."""
+    return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A table with a line for each measurement that `keep` chooses, sorted by `order`."""
+    """A table with a line for each measurement that `keep` chooses, sorted by the fields in `order`."""
 
     title: str
     columns: Sequence[Column]
     note: str = ""
     keep: Callable[[Measurement], bool] = lambda m: m.peer == OWN
-    order: Callable[[Measurement], tuple[int, ...]] = lambda m: ()
+    order: Sequence[str] = ()
 
     def chosen(self, rows: Rows) -> list[Measurement]:
-        return sorted(filter(self.keep, rows), key=self.order)
+        def place(m: Measurement) -> list[int]:
+            return [
+                ORDERS[key].index(str(m.subject[key])) if key in ORDERS else int(m.subject[key]) for key in self.order
+            ]
+
+        return sorted(filter(self.keep, rows), key=place)
+
+    def table(self, rows: Rows) -> str:
+        """The table alone; empty where it has no line."""
+        cells = [[column.words(m, rows) for column in self.columns] for m in self.chosen(rows)]
+        left = sum(column.is_text for column in self.columns)
+        return table([column.heading for column in self.columns], cells, left=left) if cells else ""
+
+    def bars(self, rows: Rows) -> str:
+        """How many of the bars of its lines hold."""
+        return bars.summary([verdict for m in self.chosen(rows) for verdict in bars.verdicts(m, rows)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is known beforehand of an operation's measurements.
+    """What is known beforehand of an operation's measurements."""
 
-    Attributes:
-      name: as files have it.
-      about: the fields that tell measurements apart, words before numbers.
-      found: facts that have a table of their own.
-      lines: the table of kvjax's times, with bars.
-      against: the size that times are drawn against, and summarized by.
-      along: sizes that vary with it.
-      short: the table of a page that has little room; else kvjax's times next to the others'.
-      is_headline: whether such a page has the operation.
-    """
-
-    name: str
-    about: Sequence[Field]
-    found: Sequence[Field] = ()
-    lines: Lines | None = None
-    against: str | None = None
-    along: Sequence[str] = ()
-    short: Lines | None = None
-    is_headline: bool = False
-
-    def field(self, key: str) -> Field:
-        return next(each for each in self.about if each.key == key)
+    name: str  # as files have it
+    about: Sequence[str]  # the fields that tell measurements apart, words before numbers
+    found: Sequence[Column] = ()  # facts that have a table of their own
+    lines: Lines | None = None  # the table of kvjax's times, with bars
+    against: str | None = None  # the size that times are drawn against, and summarized by
+    along: Sequence[str] = ()  # sizes that vary with it
+    short: Lines | None = None  # of a page that has little room; else kvjax's times next to the others'
+    is_headline: bool = False  # whether such a page has the operation
 
 
 # Formatting.
-
-
-def microseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e6:,.2f}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.3g}"
-
-
-def nine_of_ten(times: Timing) -> str:
-    """Between which times nine of ten calls lie."""
-    return "-".join(map(microseconds, times.spread))
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def number(value: float) -> str:
@@ -145,7 +152,7 @@ def capitalized(words: str) -> str:
 
 def clocks(rows: Iterable[Measurement]) -> str:
     """What these times were read from."""
-    return " and ".join(dict.fromkeys(each.clock.words for each in rows)) or "no clock"
+    return " and ".join(dict.fromkeys(CLOCK_WORDS[each.clock] for each in rows))
 
 
 def calls(rows: Iterable[Measurement]) -> str:
@@ -158,21 +165,6 @@ def calls(rows: Iterable[Measurement]) -> str:
 def table(header: Iterable[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table, of which the first `left` columns are words."""
     return markdown_table([*map(escaped, header)], rows, left=left)
-
-
-# A line for each measurement.
-
-
-def lines_table(of: Lines, rows: Rows) -> str:
-    """The table alone; empty where it has no line."""
-    cells = [[column.words(m, rows) for column in of.columns] for m in of.chosen(rows)]
-    left = sum(column.is_text for column in of.columns)
-    return table([column.heading for column in of.columns], cells, left=left) if cells else ""
-
-
-def bars_summary(of: Lines, rows: Rows) -> str:
-    """How many of the bars of a table hold."""
-    return bars.summary([verdict for m in of.chosen(rows) for verdict in bars.verdicts(m, rows)])
 
 
 # Peers side by side.
@@ -205,54 +197,47 @@ def values(rows: Iterable[Measurement], key: str) -> list[Word | None]:
 def constants(of: Operation, rows: Sequence[Measurement]) -> dict[str, Word]:
     """The fields that all of these have the same value of."""
     subject = rows[0].subject
-    return {
-        each.key: subject[each.key] for each in of.about if len(values(rows, each.key)) == 1 and each.key in subject
-    }
+    return {key: subject[key] for key in of.about if len(values(rows, key)) == 1 and key in subject}
 
 
-def fields(of: Operation, subject: Mapping[str, Word]) -> str:
+def fields(subject: Mapping[str, Word]) -> str:
     """Fields and their values, a case without saying that it is one."""
-    pairs = [(of.field(key), value) for key, value in subject.items()]
-    return ", ".join(word(value) if each.key == "case" else f"{each.heading} {word(value)}" for each, value in pairs)
+    return ", ".join(
+        word(value) if key == "case" else f"{heading(key)} {word(value)}" for key, value in subject.items()
+    )
 
 
-ALWAYS = ("dtype", "num_tokens")
-"""Fields that are columns even where all measurements have one value."""
+ALWAYS = ("dtype", "num_tokens")  # fields that are columns even where all measurements have one value
 
 
 def side_by_side(of: Operation, rows: Rows) -> list[str]:
     """Every measurement of one case with the peers side by side: times, then rates where bytes were counted."""
-    same = constants(of, rows)
-    present = [each for each in of.about if any(each.key in m.subject for m in rows)]
-    columns = [each for each in present if each.key != "case" and (each.key not in same or each.key in ALWAYS)]
-    about = {key: value for key, value in same.items() if key != "case" and key not in ALWAYS}
-    ranks = {each.key: {value: rank for rank, value in enumerate(values(rows, each.key))} for each in columns}
-    groups = grouped(rows, lambda m: tuple(ranks[each.key][m.subject.get(each.key)] for each in columns))
-    lines = [{m.peer: m for m in groups[key]} for key in sorted(groups)]
+    same = {key: value for key, value in constants(of, rows).items() if key not in ALWAYS}
+    present = [key for key in of.about if any(key in m.subject for m in rows)]
+    columns = [key for key in present if key not in (*same, "case")]
+    about = {key: value for key, value in same.items() if key != "case"}
+    ranks = {key: values(rows, key) for key in columns}
+    groups = grouped(rows, lambda m: tuple(ranks[key].index(m.subject.get(key)) for key in columns))
+    lines = [{m.peer: m for m in groups[place]} for place in sorted(groups)]
     who = peers(rows)
-    heads = [[word(next(iter(line.values())).subject.get(each.key)) for each in columns] for line in lines]
 
-    def made(header: Sequence[str], extra: Sequence[Sequence[str]], cell: Callable[[Measurement], str]) -> str:
-        cells = [[cell(line[peer]) if peer in line else "-" for peer in who] for line in lines]
-        whole = [[*head, *more, *found] for head, more, found in zip(heads, extra, cells, strict=True)]
-        left = sum(each.is_text for each in columns)
-        return table([*(each.heading for each in columns), *header, *who], whole, left=left)
+    def made(cell: Callable[[Measurement], str], header: Sequence[str] = (), extra: Any = lambda line: []) -> str:
+        cells = []
+        for line in lines:
+            head = [word(next(iter(line.values())).subject.get(key)) for key in columns]
+            cells.append([*head, *extra(line.values()), *(cell(line[peer]) if peer in line else "-" for peer in who)])
+        left = sum(key in TEXTS for key in columns)
+        return table([*map(heading, columns), *header, *who], cells, left=left)
 
-    nothing: list[list[str]] = [[]] * len(lines)
-    parts = [f"{capitalized(fields(of, about))}."] if about else []
-    parts += ["Microseconds:", made([], nothing, lambda m: with_spread(m.times))]
+    parts = [f"{capitalized(fields(about))}."] if about else []
+    parts += ["Microseconds:", made(lambda m: with_spread(m.times))]
     if any(m.bytes_moved for m in rows):
-        heading = "GB/s (share):" if any(m.copy for m in rows) else "GB/s:"
-        parts += [heading, made(["MB moved", "copy"], [moved(line.values()) for line in lines], rate)]
+        title = "GB/s (share):" if any(m.copy for m in rows) else "GB/s:"
+        parts += [title, made(rate, ["MB moved", "copy"], moved)]
     for fact in of.found:
-        if any(m.facts.get(fact.key) is not None for m in rows):
-            parts += [f"{capitalized(fact.heading)}:", made([], nothing, functools.partial(fact_words, fact))]
+        if any(fact.value(m, rows) is not None for m in rows):
+            parts += [f"{capitalized(fact.heading)}:", made(lambda m, fact=fact: fact.words(m, rows))]  # type: ignore[misc]
     return parts
-
-
-def fact_words(of: Field, m: Measurement) -> str:
-    value = m.facts.get(of.key)
-    return "-" if value is None else of.words(value)
 
 
 def moved(line: Iterable[Measurement]) -> list[str]:
@@ -273,10 +258,10 @@ def drawn(of: Operation, rows: Rows) -> Rows:
     size, found = of.against, rows
     if size is None:
         return Rows()
-    for each in of.about:
-        if found and each.key not in (size, "dtype", *of.along):
-            first = found[0].subject.get(each.key)
-            found = Rows(m for m in found if m.subject.get(each.key) == first)
+    for key in of.about:
+        if found and key not in (size, "dtype", *of.along):
+            first = found[0].subject.get(key)
+            found = Rows(m for m in found if m.subject.get(key) == first)
     points = {(m.dtype, m.peer, m.subject[size]) for m in found}
     counts = collections.Counter(dtype for dtype, _ in {(m.dtype, m.subject[size]) for m in found})
     most = max(counts.values(), default=0)
@@ -296,19 +281,18 @@ RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is fas
 def summary(of: Operation, rows: Rows, num_sizes: int) -> list[str]:
     """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes."""
     shown = drawn(of, headline(rows))
-    who = peers(shown)
-    if of.against is None or OWN not in who or len(who) == 1:
+    who, size, cells = peers(shown), of.against, []
+    if size is None or OWN not in who or len(who) == 1:
         return []
-    size, cells = of.field(of.against), []
     for dtype in values(shown, "dtype"):
-        own = sorted((m for m in shown if (m.peer, m.dtype) == (OWN, dtype)), key=lambda m: m.subject[size.key])
+        own = sorted((m for m in shown if (m.peer, m.dtype) == (OWN, dtype)), key=lambda m: m.subject[size])
         for m in some(own, num_sizes):
             others = [bars.over(other, m) if (other := shown.like(m, peer=peer)) else None for peer in who[1:]]
             words = ["-" if each is None else f"{each:.2f}x" if each < 100 else f"{each:,.0f}x" for each in others]
-            cells.append([word(dtype), word(m.subject[size.key]), short(m.seconds), rate(m), *words])
-    about = {key: value for key, value in constants(of, shown).items() if key not in (size.key, "dtype", *of.along)}
-    caption = f"{capitalized(escaped(of.name))}: {fields(of, about)}; clock {escaped(shown[0].clock)}."
-    header = ["dtype", size.heading, f"{OWN}, microseconds", "GB/s (share)", *who[1:]]
+            cells.append([word(dtype), word(m.subject[size]), short(m.seconds), rate(m), *words])
+    about = {key: value for key, value in constants(of, shown).items() if key not in (size, "dtype", *of.along)}
+    caption = f"{capitalized(escaped(of.name))}: {fields(about)}; clock {escaped(shown[0].clock)}."
+    header = ["dtype", heading(size), f"{OWN}, microseconds", "GB/s (share)", *who[1:]]
     return [f"{caption}\n{RATIOS}", table(header, cells)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import itertools
 import statistics
 import time
@@ -19,18 +18,11 @@ import numpy as np
 
 @dataclasses.dataclass
 class Limits:
-    """How often calls are repeated.
-
-    Attributes:
-      min_calls: at least so many calls are timed.
-      max_calls: and no more than these.
-      warm_up_seconds: for how long they are made before. A GPU that was idle, as it is while a kernel compiles, takes
-        some milliseconds to raise its clocks.
-    """
+    """How often calls are repeated."""
 
     min_calls: int = 50
     max_calls: int = 100
-    warm_up_seconds: float = 0.02
+    warm_up_seconds: float = 0.02  # a GPU that was idle, as while a kernel compiles, takes some to raise its clocks
 
 
 LIMITS = Limits()
@@ -49,33 +41,23 @@ class Clock(enum.StrEnum):
     HOST = "host"
     WALL = "wall"
 
-    @property
-    def words(self) -> str:
-        """The same for somebody who reads a table."""
-        return _WORDS[self]
 
-
-_WORDS = {
+CLOCK_WORDS = {
     Clock.DEVICE: "device timestamps of kernels (CUPTI)",
     Clock.EVENTS: "CUDA's events around calls in a row",
     Clock.HOST: "the host's clock around back-to-back calls without synchronization",
     Clock.WALL: "wall clock around a call, dispatch included",
 }
+"""For somebody who reads a table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The times of several calls.
+    """The times of several calls."""
 
-    Attributes:
-      samples: seconds of each call; by the device's clock, the sum of its kernels.
-      clock: what they were read from.
-      kernels: the kernels that each call launched; empty by the wall clock, which does not see them.
-    """
-
-    samples: tuple[float, ...]
+    samples: tuple[float, ...]  # seconds of each; by the device's clock, the sum of its kernels
     clock: Clock
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()  # that each launched; the wall clock sees none
 
     @property
     def seconds(self) -> float:
@@ -97,11 +79,8 @@ def measure(
 ) -> Timing:
     """Times `call(0)`, `call(1)` and so on, after a warm-up that takes the first of these numbers.
 
-    Args:
-      call: starts one call; its number is there to choose among inputs, so that no cache holds them.
-      wait: waits for what the last `call` returned, and so for all before it.
-      max_seconds: for how long to repeat, within `LIMITS`.
-      calls: how often to repeat instead.
+    A number is there to choose among inputs, so that no cache holds them. `wait` waits for what the last call returned,
+    and so for all before it. Calls repeat for about `max_seconds`, within `LIMITS`, or `calls` times.
     """
     numbers = itertools.count()
     wait(call(next(numbers)))  # compiles
@@ -110,29 +89,16 @@ def measure(
         wait(call(next(numbers)))
         runs += 1
     calls = calls or min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
-    return _measure_on_device(call, wait, numbers, calls) or _measure_by_wall_clock(call, wait, numbers, calls)
-
-
-def _measure_on_device(
-    call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
-) -> Timing | None:
-    records = _kernel_records(call, wait, numbers, calls)
-    if records is None:
-        return None
-    seconds, kernels = split_calls(records, calls)
-    return Timing(tuple(seconds), Clock.DEVICE, kernels)
+    if (records := _kernel_records(call, wait, numbers, calls)) is None:
+        return _measure_by_wall_clock(call, wait, numbers, calls)
+    seconds_each, kernels = split_calls(records, calls)
+    return Timing(tuple(seconds_each), Clock.DEVICE, kernels)
 
 
 def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], calls: int) -> float | None:
     """What the kernels of a call take together, by the device's clock, the mean of calls that may differ in them.
 
-    Args:
-      call: as in `measure`; it has been made before.
-      wait: as in `measure`.
-      calls: how often it is made.
-
-    Returns:
-      `None` where the device gives no timestamps.
+    `call` and `wait` are as in `measure`; `None` where the device gives no timestamps.
     """
     records = _kernel_records(call, wait, itertools.count(), calls)
     return None if records is None else sum(milliseconds for _, milliseconds in records) / 1e3 / calls
@@ -150,7 +116,7 @@ def _kernel_records(
     try:
         cupti._cupti_init()
     except RuntimeError as error:  # another profiler is attached
-        warnings.warn(f"timing by the wall clock: {error}", stacklevel=4)
+        warnings.warn(f"timing by the wall clock: {error}", stacklevel=3)
         return None
     try:
         for number in itertools.islice(numbers, calls):
@@ -169,7 +135,7 @@ def _cupti() -> Any | None:
     extension = getattr(getattr(profiler, "mosaic_gpu_lib", None), "_mosaic_gpu_ext", None)
     if hasattr(extension, "_cupti_init") and hasattr(extension, "_cupti_get_timings"):
         return extension
-    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=5)
+    warnings.warn(f"timing by the wall clock: jax {jax.__version__} gives no device timestamps", stacklevel=4)
     return None
 
 
@@ -221,15 +187,7 @@ def once_and_twice() -> tuple[Timing, Timing]:
     """The times of some work and of twice as much, taken as every other: bytes that a GPU moves, else a sleep."""
     if jax.default_backend() == "gpu":
         work = jax.jit(jnp.invert)
-        arrays = [jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27)]  # 0.25 and 0.5 GiB, past any L2
-        once, twice = (measure(functools.partial(_ignore_number, work, array)) for array in arrays)
-        return once, twice
-    once, twice = (
-        measure(functools.partial(_ignore_number, time.sleep, seconds), wait=lambda _: None, calls=15)
-        for seconds in (0.005, 0.01)
-    )
-    return once, twice
-
-
-def _ignore_number(call: Callable[[Any], Any], argument: Any, _: int) -> Any:
-    return call(argument)
+        few, many = (jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27))  # 0.25, 0.5 GiB: past any L2
+        return measure(lambda _: work(few)), measure(lambda _: work(many))
+    once = measure(lambda _: time.sleep(0.005), wait=lambda _: None, calls=15)
+    return once, measure(lambda _: time.sleep(0.01), wait=lambda _: None, calls=15)

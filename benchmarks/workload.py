@@ -20,12 +20,8 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 INPUT_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
-POISON = 0xAB
-"""A byte that fills a cache; as a float, a number that no token holds."""
-
-MAX_BATCHES = 64
-"""So many small batches stay in a GPU's L2, as the output of a layer's projection does."""
-
+POISON = 0xAB  # a byte that fills a cache; as a float, a number that no token holds
+MAX_BATCHES = 64  # so many small batches stay in a GPU's L2, as the output of a layer's projection does
 DISTINCT_ELEMENTS = (1 << 20) - 3
 """Random numbers are drawn this often and then repeated, for drawing takes longer than all else; a prime, so that no
 two tokens are the same."""
@@ -33,17 +29,10 @@ two tokens are the same."""
 
 @dataclasses.dataclass
 class Sizes:
-    """How much memory is worked on.
+    """How much memory is worked on."""
 
-    Attributes:
-      cache_bytes: what the cache of a case takes in bfloat16: on a GPU far more than its L2, so that slots are as cold
-        as in a server.
-      rotation_bytes: keys and values that calls rotate through: on a GPU several times the 50 to 126 MB of its L2,
-        which would hold fewer.
-    """
-
-    cache_bytes: int
-    rotation_bytes: int
+    cache_bytes: int  # of a case in bfloat16: on a GPU far more than its L2, so that slots are as cold as in a server
+    rotation_bytes: int  # that calls rotate through: on a GPU several times the 50 to 126 MB of its L2
 
 
 GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
@@ -60,8 +49,7 @@ def shrink() -> None:
         each.cache_bytes, each.rotation_bytes = 1 << 20, 1 << 18
 
 
-CODES_APART = 1e-3
-"""Share of codes that a peer may round the other way."""
+CODES_APART = 1e-3  # share of codes that a peer may round the other way
 
 
 def is_gpu() -> bool:
@@ -190,6 +178,11 @@ def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
 
 
+def cache_struct(spec: AttentionSpec, num_blocks: int, num_layers: int | None = None) -> KVCache:
+    """A cache without memory, to lower programs for."""
+    return jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, num_layers=num_layers))
+
+
 @functools.cache
 def compiled_write(
     spec: AttentionSpec,
@@ -204,12 +197,9 @@ def compiled_write(
         functools.partial(kvjax.reshape_and_cache_flash, unique_slots=unique_slots, implementation=implementation),
         donate_argnames="cache" if donated else (),
     )
-    rows, slots = (
-        jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE),
-        jax.ShapeDtypeStruct((num_tokens,), np.int32),
-    )
-    cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype), spec)  # type: ignore[arg-type]
-    return write.lower(rows, rows, cache, slots, **scales()).compile()
+    rows = jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE)
+    slots = jax.ShapeDtypeStruct((num_tokens,), np.int32)
+    return write.lower(rows, rows, cache_struct(spec, num_blocks), slots, **scales()).compile()
 
 
 class Write:
@@ -237,11 +227,6 @@ class Write:
         batch = self.batches[number % len(self.batches)]
         self.cache = self.compiled(batch.key, batch.value, self.cache, batch.slot_mapping, **scales())
         return self.cache.kv
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Memory that a write needs beside its arguments and its result."""
-        return temporary_bytes(self.compiled)
 
     def check(self, expected: KVCache) -> None:
         """Compares every byte of the cache after the first write, and its place in memory.
@@ -285,16 +270,9 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
 def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[str, int]:
     """Compares stored codes, of which a peer may round a few the other way: it divides by other means.
 
-    Args:
-      got: uint8, codes of `bits` bits each: a sign, and a magnitude in the order of what it stands for.
-      expected: the same.
-      bits: 8 for fp8, 4 for two e2m1 codes a byte.
-
-    Returns:
-      How many codes differ, all by a single step and no more than one in a thousand of those written.
-
-    Raises:
-      AssertionError: some differ by more, or more of them.
+    Both are uint8, codes of `bits` bits each (8: fp8, 4: two e2m1 codes a byte): a sign, and a magnitude in the order
+    of what it stands for. Returns how many differ; raises `AssertionError` where one does by more than a step, or more
+    than `CODES_APART` of those written.
     """
     different, far, written = map(int, _count_different_codes(got, expected, bits))
     if far or different > written * CODES_APART:

@@ -29,9 +29,7 @@ SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
 FULL = flags.DEFINE_bool("full", False, "every case with every dtype, layout, kind of slots and number of tokens")
 PEERS = compare.define_peers(writes.PEERS)
 
-CACHE_SIZE_CASE = shapes.Case("small", 2, 64)
-"""The largest of its caches takes 1 GiB in float32, which any machine has."""
-
+CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # the largest of its caches takes 1 GiB in float32, which any machine has
 CACHE_SIZE_TOKENS = 256
 NUM_BLOCKS = output.define_numbers(
     "blocks",
@@ -80,16 +78,17 @@ def matrices() -> list[Matrix]:
 
 def jobs() -> list[WriteJob]:
     """What is timed: each flag that was given takes the place of what the matrices say."""
-    given = {
-        "cases": [shapes.CASES_BY_NAME[name] for name in CASES.value or ()],
-        "slots": [*map(Slots, SLOTS.value or ())],
-        "num_tokens": output.numbers(NUM_TOKENS),
-        "layouts": [*map(CacheLayout, LAYOUTS.value or ())],
-        "dtypes": [*map(KVCacheDType, DTYPES.value or ())],
-    }
-    changes = {name: values for name, values in given.items() if values}
-    found = itertools.chain.from_iterable(dataclasses.replace(each, **changes).jobs() for each in matrices())  # type: ignore[arg-type]
-    return [*dict.fromkeys(found)]
+    chosen = [
+        Matrix(
+            output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, each.cases),
+            output.chosen(SLOTS, Slots, each.slots),
+            output.chosen(NUM_TOKENS, int, each.num_tokens),
+            output.chosen(LAYOUTS, CacheLayout, each.layouts),
+            output.chosen(DTYPES, KVCacheDType, each.dtypes),
+        )
+        for each in matrices()
+    ]
+    return [*dict.fromkeys(job for each in chosen for job in each.jobs())]
 
 
 def _one_case(job: WriteJob) -> bool:
@@ -98,8 +97,7 @@ def _one_case(job: WriteJob) -> bool:
 
 class WriteBenchmark(output.Program):
     def test_cache_sizes(self) -> None:
-        default = (64, 4_096, 65_536)
-        sizes = output.numbers(NUM_BLOCKS) or output.by_device(gpu=default, host=default, smoke=(16,))
+        sizes = output.chosen(NUM_BLOCKS, int, (16,) if output.SMOKE.value else (64, 4_096, 65_536))
         dtypes = shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES
         wanted = [
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -18,7 +19,7 @@ from absl import flags
 from helpers import each_case, matrix
 from interpret_mode import interpret_mode
 
-from benchmarks import ahead, bars, shapes, tables, timing
+from benchmarks import ahead, bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import ATTENTION, RAGGED
 from benchmarks.peers import attends, attends_flashinfer, attends_ragged, read
@@ -53,18 +54,15 @@ def error_of(run: Run, inputs: AttentionInputs) -> float:
 
 
 def test_rows_are_those_of_the_bars():
-    assert {*bars.ATTENTION} <= {row.name for row in shapes.ATTENTION_ROWS}
-    held = {row.name for row in shapes.ATTENTION_ROWS if row.base}
-    assert held == {name for name, by_dtype in bars.ATTENTION.items() if is_of_two_rows(by_dtype[bars.BFLOAT16])}
+    held = {name: bar.measure for bar in bars.BARS if bar.operation == "attention" for name in bar.where["case"]}
+    assert {*held} <= {row.name for row in shapes.ATTENTION_ROWS}
+    of_two = bars.X_WINDOW, bars.X_ONE_TOKEN, bars.X_NHD
+    assert {row.name for row in shapes.ATTENTION_ROWS if row.base} == {name for name in held if held[name] in of_two}
     for row in shapes.ATTENTION_ROWS:
         assert row.base is None or shapes.ATTENTION_ROWS_BY_NAME[row.base].base is None
     assert len(shapes.ATTENTION_ROWS_BY_NAME) == sum(
         map(len, (shapes.ATTENTION_ROWS, shapes.HOST_ATTENTION_ROWS, shapes.SMOKE_ATTENTION_ROWS))
     )
-
-
-def is_of_two_rows(bar: bars.Bar) -> bool:
-    return bar.measure in (bars.Measure.WINDOW, bars.Measure.ONE_TOKEN, bars.Measure.NHD)
 
 
 @pytest.mark.parametrize(
@@ -118,33 +116,27 @@ def test_the_read_kernel_is_its_loads(target):
     assert memory == ["ld.global.v4.b32"] * read.VECTORS + ["xor.b32"] * combined + ["st.global"]
 
 
+IN_XLA = functools.partial(attends.dense_run, implementation="xla")
+BY_TRITON = functools.partial(attends.triton_run, interpret=True)
+
+
 @pytest.mark.parametrize(
-    ("peer", "row", "dtype"),
+    ("prepare", "needs", "row", "dtype"),
     [
-        (attends.KVJAX, TINY, NVFP4),
-        (attends.KVJAX, dataclasses.replace(TINY, q_len=4, window=20, layout=HND), FP8),
-        (attends.SDPA, TINY, BFLOAT16),
-        (attends.SDPA, dataclasses.replace(TINY, q_len=4), BFLOAT16),
-        (attends.SDPA, dataclasses.replace(TINY, window=32), BFLOAT16),
+        (attends.KVJAX.prepare, None, TINY, NVFP4),
+        (attends.KVJAX.prepare, None, dataclasses.replace(TINY, q_len=4, window=20, layout=HND), FP8),
+        (attends.SDPA.prepare, "torch", TINY, BFLOAT16),
+        (attends.SDPA.prepare, "torch", dataclasses.replace(TINY, q_len=4), BFLOAT16),
+        (attends.SDPA.prepare, "torch", dataclasses.replace(TINY, window=32), BFLOAT16),
+        (IN_XLA, None, TINY, BFLOAT16),
+        (BY_TRITON, "jax.experimental.pallas.ops.gpu", dataclasses.replace(TINY, seq_len=256), BFLOAT16),
     ],
 )
-def test_peers_attend_to_what_kvjax_attends_to(peer, row, dtype):
-    if peer is attends.SDPA:
-        pytest.importorskip("torch")
+def test_peers_attend_to_what_kvjax_attends_to(prepare, needs, row, dtype):
+    if needs:
+        pytest.importorskip(needs, exc_type=ImportError)
     inputs = AttentionInputs(AttentionJob(row, dtype))
-    assert peer.serves(inputs.job)
-    assert error_of(peer.prepare(inputs), inputs) < OWN_ERROR
-
-
-def test_dense_attention_attends_to_the_same():
-    inputs = AttentionInputs(AttentionJob(TINY, BFLOAT16))
-    assert error_of(attends.dense_run(inputs, implementation="xla"), inputs) < OWN_ERROR
-
-
-def test_triton_attends_to_the_same():
-    pytest.importorskip("jax.experimental.pallas.ops.gpu", exc_type=ImportError)
-    inputs = AttentionInputs(AttentionJob(dataclasses.replace(TINY, seq_len=256), BFLOAT16))
-    assert error_of(attends.triton_run(inputs, interpret=True), inputs) < OWN_ERROR
+    assert error_of(prepare(inputs), inputs) < OWN_ERROR
 
 
 def test_a_wrong_result_is_found():
@@ -327,11 +319,10 @@ def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
 
 
 def test_dense_attention_attends_to_a_whole_prompt():
-    job = RaggedJob(dataclasses.replace(TINY_MIXED, seq_len=48, q_len=48, num_prompts=None), BFLOAT16)
-    [peer] = [peer for peer in attends_ragged.PEERS if peer.name == "cuDNN"]
-    assert [peer.serves(RaggedJob(row, BFLOAT16)) for row in (job.row, TINY_MIXED)] == [True, False]
+    job = RaggedJob(TINY_STEPS[2], BFLOAT16)
+    assert [RAGGED_PEERS["cuDNN"].serves(RaggedJob(row, BFLOAT16)) for row in (job.row, TINY_MIXED)] == [True, False]
     inputs = RaggedInputs(job)
-    assert error_of(attends.dense_run(inputs, implementation="xla"), inputs) < OWN_ERROR
+    assert error_of(IN_XLA(inputs), inputs) < OWN_ERROR
 
 
 def test_a_step_packs_tokens_and_shares_pages():
@@ -378,51 +369,67 @@ def test_workers_hand_back_results_and_errors():
         futures[1].result(10)
 
 
-def measured(row: str, dtype: KVCacheDType, peer: str, us: float) -> Measurement:
-    times = timing.Timing((us * 1e-6,) * 3, timing.Clock.DEVICE)
+def measured(row: str, dtype: KVCacheDType, **us: float) -> list[Measurement]:
+    """Times of a row or a step, by peer."""
     is_step = row in shapes.RAGGED_ROWS_BY_NAME
     subject = (shapes.RAGGED_ROWS_BY_NAME if is_step else shapes.ATTENTION_ROWS_BY_NAME)[row].subject(dtype)
-    return Measurement("ragged attention" if is_step else "attention", subject, peer, times, bytes_moved=1)
+    operation = "ragged attention" if is_step else "attention"
+    times = {peer: timing.Timing((each * 1e-6,) * 3, timing.Clock.DEVICE) for peer, each in us.items()}
+    return [Measurement(operation, subject, NAMES.get(peer, peer), each, 1) for peer, each in times.items()]
 
 
-MEASURED = Rows(
+NAMES = {"fa2": "FlashInfer FA2", "fa3": "FlashInfer FA3", "no_cascade": "kvjax without cascade"}
+ROWS = Rows(
     [
-        measured("64x8192", BFLOAT16, "read", 460.0),
-        measured("64x8192", BFLOAT16, "kvjax", 495.0),
-        measured("64x8192", BFLOAT16, "cuDNN", 484.0),
-        measured("64x8192", BFLOAT16, "FlashInfer FA2", 490.0),
-        measured("64x8192", NVFP4, "read", 132.0),
-        measured("64x8192", NVFP4, "kvjax", 200.0),
-        measured("64x8192", NVFP4, "FlashInfer FA2", 670.0),
-        measured("64x8192-HND", NVFP4, "kvjax", 231.0),
-        measured("1x8192", FP8, "kvjax", 11.0),
-        measured("64x1024", NVFP4, "kvjax", 30.0),
-        measured("64x8192-window-1024", NVFP4, "kvjax", 38.0),
-        measured("64x4096-4-tokens", FP8, "kvjax", 38.0),
+        *measured("64x8192", BFLOAT16, read=460.0, kvjax=495.0, cuDNN=484.0, fa2=490.0),
+        *measured("64x8192", NVFP4, read=132.0, kvjax=200.0, fa2=670.0),
+        *measured("64x8192-HND", NVFP4, kvjax=231.0),
+        *measured("1x8192", FP8, kvjax=11.0),
+        *measured("64x1024", NVFP4, kvjax=30.0),
+        *measured("64x8192-window-1024", NVFP4, kvjax=38.0),
+        *measured("64x4096-4-tokens", FP8, kvjax=38.0),
+    ]
+)
+STEPS = Rows(
+    [
+        *measured("chunk", NVFP4, kvjax=500.0, kvjax_torch=900.0, fa2=1_010.0),
+        *measured("chunk", BFLOAT16, kvjax=480.0, fa3=440.0),
+        *measured("mixed", NVFP4, kvjax=320.0, fa2=800.0),
+        *measured("speculative", NVFP4, kvjax=137.0),
+        *measured("shared-prefix", NVFP4, kvjax=180.0, no_cascade=540.0),
+        *measured("shared-prefix", FP8, kvjax=180.0),
     ]
 )
 
 
 @pytest.mark.parametrize(
-    ("row", "dtype", "expected"),
+    ("rows", "row", "dtype", "expected"),
     [
-        ("64x8192", BFLOAT16, ["92.9% of reading: pass"]),
-        ("64x8192", NVFP4, ["66.0% of reading: falls short", "2.42 times as fast as bf16: pass"]),
-        ("64x8192-HND", NVFP4, ["1.16 x NHD: falls short"]),
-        ("1x8192", FP8, ["11.00 us: pass"]),
-        ("64x1024", NVFP4, []),
-        ("64x8192-window-1024", NVFP4, ["1.27 x the window's length: pass"]),
-        ("64x4096-4-tokens", FP8, ["-"]),  # the row of one token was not timed
+        (ROWS, "64x8192", BFLOAT16, ["92.9% of reading: pass"]),
+        (ROWS, "64x8192", NVFP4, ["66.0% of reading: falls short", "2.42 times as fast as bf16: pass"]),
+        (ROWS, "64x8192-HND", NVFP4, ["1.16 x NHD: falls short"]),
+        (ROWS, "1x8192", FP8, ["11.00 us: pass"]),
+        (ROWS, "64x1024", NVFP4, []),
+        (ROWS, "64x8192-window-1024", NVFP4, ["1.27 x the window's length: pass"]),
+        (ROWS, "64x4096-4-tokens", FP8, ["-"]),  # the row of one token was not timed
+        (STEPS, "chunk", NVFP4, ["0.50 x FlashInfer FA2: pass", "0.88 times as fast as bf16: falls short"]),
+        (STEPS, "chunk", BFLOAT16, []),
+        (STEPS, "mixed", NVFP4, ["0.40 x FlashInfer FA2: falls short"]),
+        (STEPS, "speculative", NVFP4, ["-"]),  # FlashInfer was not timed
+        (STEPS, "shared-prefix", NVFP4, ["3.00 times as fast as without cascade: pass"]),
+        (STEPS, "shared-prefix", FP8, []),
     ],
 )
-def test_bars_of_attention(row, dtype, expected):
-    [line] = MEASURED.find("kvjax", case=row, dtype=dtype.value)
-    assert bars.verdicts(line, MEASURED) == expected
+def test_bars_of_attention(rows, row, dtype, expected):
+    [line] = rows.find("kvjax", case=row, dtype=dtype.value)
+    assert bars.verdicts(line, rows) == expected
+    by_wall = dataclasses.replace(line, times=timing.Timing(line.times.samples, timing.Clock.WALL))
+    assert bars.verdicts(by_wall, rows) == ["-"] * len(expected)
 
 
-def test_a_line_of_the_table():
-    [line] = MEASURED.find("kvjax", case="64x8192", dtype="nvfp4")
-    assert {column.heading: column.words(line, MEASURED) for column in ATTENTION.columns} == {
+def test_a_line_of_the_tables():
+    [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
+    assert {column.heading: column.words(line, ROWS) for column in ATTENTION.columns} == {
         "row": "64x8192",
         "dtype": "nvfp4",
         "us": "200.00",
@@ -437,51 +444,10 @@ def test_a_line_of_the_table():
         "bars": "&gt;= 68.0% of reading, &gt;= 2.20 times as fast as bf16",
         "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
     }
-    assert tables.bars_summary(ATTENTION, MEASURED) == " 4 of 6 bars hold."
-
-
-STEPS = Rows(
-    [
-        measured("chunk", NVFP4, "kvjax", 500.0),
-        measured("chunk", NVFP4, "kvjax_torch", 900.0),
-        measured("chunk", NVFP4, "FlashInfer FA2", 1_010.0),
-        measured("chunk", BFLOAT16, "kvjax", 480.0),
-        measured("chunk", BFLOAT16, "FlashInfer FA3", 440.0),
-        measured("mixed", NVFP4, "kvjax", 320.0),
-        measured("mixed", NVFP4, "FlashInfer FA2", 800.0),
-        measured("speculative", NVFP4, "kvjax", 137.0),
-        measured("shared-prefix", NVFP4, "kvjax", 180.0),
-        measured("shared-prefix", NVFP4, "kvjax without cascade", 540.0),
-        measured("shared-prefix", FP8, "kvjax", 180.0),
-    ]
-)
-
-
-@pytest.mark.parametrize(
-    ("row", "dtype", "expected"),
-    [
-        ("chunk", NVFP4, ["0.50 x FlashInfer FA2: pass", "0.88 times as fast as bf16: falls short"]),
-        ("chunk", BFLOAT16, []),
-        ("mixed", NVFP4, ["0.40 x FlashInfer FA2: falls short"]),
-        ("speculative", NVFP4, ["-"]),  # FlashInfer was not timed
-        ("shared-prefix", NVFP4, ["3.00 times as fast as without cascade: pass"]),
-        ("shared-prefix", FP8, []),
-    ],
-)
-def test_bars_of_a_step(row, dtype, expected):
-    [line] = STEPS.find("kvjax", case=row, dtype=dtype.value)
-    assert bars.verdicts(line, STEPS) == expected
-
-
-def test_a_line_of_the_table_of_steps():
-    assert {*bars.RAGGED} == {row.name for row in shapes.RAGGED_ROWS}
+    assert ATTENTION.bars(ROWS) == " 4 of 6 bars hold."
+    of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
+    assert {name for bar in of_steps for name in bar.where["case"]} == {row.name for row in shapes.RAGGED_ROWS}
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")
     words = {column.heading: column.words(line, STEPS) for column in RAGGED.columns}
     assert (words["from torch us"], words["no cascade us"]) == ("900.00", "-")
     assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "FlashInfer FA3")
-
-
-def test_no_bar_is_judged_by_the_wall_clock():
-    times = timing.Timing((495e-6,), timing.Clock.WALL)
-    [line] = MEASURED.find("kvjax", case="64x8192", dtype="bfloat16")
-    assert bars.verdicts(dataclasses.replace(line, times=times), MEASURED) == ["-"]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,22 +201,6 @@ def test_every_measurement_is_on_the_page_once(save):
     assert sorted(f"{float(time):.3g}" for time in times) == sorted(expected)
 
 
-def test_shares_and_rates_are_those_of_the_samples(save):
-    file = writes()
-    header, *rows = rows_below(notes_of(save(file)), "<details>", "GB/s (share)")
-    assert header == ["dtype", "tokens", "MB moved", "copy", "kvjax", "vLLM", "copy_"]
-    told = {
-        (row[0], int(row[1].replace(",", "")), peer): row[column] for row in rows for column, peer in enumerate(header)
-    }
-    for each in file["measurements"]:
-        seconds = statistics.median(each["samples"])
-        rate, share = re.fullmatch(
-            r"([\d.]+) \(([\d.]+)%\)", told[each["dtype"], each["num_tokens"], each["peer"]]
-        ).groups()
-        assert float(rate) == pytest.approx(each["bytes_moved"] / seconds / 1e9, rel=0.01)
-        assert float(share) == pytest.approx(100 * each["copy_seconds"] / seconds, abs=0.06)
-
-
 def test_tiny_shares_are_not_zero(save):
     slow = measurement("kvjax", 1, us=16_000.0)
     assert "0.000500 (0.03%)" in notes_of(save(contents(slow)))
@@ -281,6 +261,7 @@ def test_only_declared_fields_are_what_a_measurement_is_about(save):
         ("gather", [{"num_seqs": 8}, {"num_seqs": 2}, {"num_tokens": 1}], []),  # a line would have two points at 7
         ("host write", [{"cache_bytes": 1}, {"cache_bytes": 2}, {"cache_bytes": 2, "num_tokens": 9}], [1, 2]),
         ("bridge host", [{"num_tokens": 1}, {"num_tokens": 64}], []),
+        ("write", [{"num_tokens": 1}, {"num_tokens": 64, "dtype": "float32"}, {"num_tokens": 64}], [1, 64]),
     ],
 )
 def test_what_is_drawn_against_what(save, operation, sizes, expected):
@@ -288,13 +269,6 @@ def test_what_is_drawn_against_what(save, operation, sizes, expected):
     [run] = results.read([save(contents(*each))])["NVIDIA H200"]
     of = OPERATIONS[operation]
     assert [m.subject[of.against] for m in tables.drawn(of, run.measurements)] == expected
-
-
-def test_only_dtypes_measured_in_most_sizes_are_drawn(save):
-    file = writes()
-    file["measurements"].append(measurement("kvjax", 64, "float32"))
-    _, rows = drawn_of(report_of(save(file)))
-    assert tables.values(rows, "dtype") == ["bfloat16", "nvfp4"]
 
 
 @pytest.fixture
@@ -383,12 +357,11 @@ def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
     text = readme.read_text()
     assert text.startswith("before\n\n<!-- benchmarks: begin -->\nNVIDIA H200. Write: llama-3.1-8b, ")
     assert text.endswith("<!-- benchmarks: end -->\nafter\n")
-    assert "![write, llama-3.1-8b, NVIDIA H200](docs/plots/nvidia-h200-write-llama-3.1-8b.png)" in text
-    assert "```console\n$ python -m benchmarks.write\n```" in text
-    assert "[All times](docs/page.md)" in text
-    assert "Share: of the rate of a copy" in text
+    plot_link = "![write, llama-3.1-8b, NVIDIA H200](docs/plots/nvidia-h200-write-llama-3.1-8b.png)"
+    end = "```console\n$ python -m benchmarks.write\n```\n\ndriver 575.1, date 2026-11-21.\n[All times](docs/page.md)"
+    for part in (plot_link, end, "Share: of the rate of a copy"):
+        assert part in text
     assert "unique_slots" not in text  # of a column that is not there
-    assert "\n\ndriver 575.1, date 2026-11-21.\n[All times]" in text
     assert rows_below(text, "above 1")[1] == ["bfloat16", "1", "10.0", "0.799 (50.0%)", "2.00x", "4.00x"]
 
     first = {path: path.read_bytes() for path in (plot, output, readme)}
@@ -418,9 +391,7 @@ def test_attention_is_told_by_row_with_its_bars(save, tmp_path, plots, capsys):
     paths = save(writes()), save(attention(), "attention.json")
     assert run_program(*paths, output=output, plots=tmp_path / "plots", kernels=kernels) == 0
     text, page = kernels.read_text(), output.read_text()
-    assert text.startswith(
-        "before\n<!-- attention: begin -->\nNVIDIA H200: driver 575.1, date 2026-11-21.\n\n```console"
-    )
+    assert text.startswith("before\n<!-- attention: begin -->\nNVIDIA H200: driver 575.1, date 2026-11-21.\n\n```con")
     assert text.endswith("|\n<!-- attention: end -->\nafter\n")
     assert "Medians of 5 calls; clock CUPTI. 2 of 3 bars hold." in text
     header, *rows = rows_below(text, "times as fast kvjax is")
@@ -431,11 +402,7 @@ def test_attention_is_told_by_row_with_its_bars(save, tmp_path, plots, capsys):
     ]
     assert "[Every row, with its bars](kernels.md)." in page
     assert "## Attention" not in (tmp_path / "notes/benchmarks-nvidia-h200.md").read_text()
-    told = [dict(zip(header, row, strict=True)) for row in rows]
-    assert [(row["dtype"], row["share"], row["next best"], row["bf16 us"]) for row in told] == [
-        ("bfloat16", "92.9%", "cuDNN", "484.00"),
-        ("nvfp4", "66.0%", "-", "484.00"),
-    ]
+    assert [row[header.index("share")] for row in rows] == ["92.9%", "66.0%"]
     assert (tmp_path / "plots/nvidia-h200-attention.png").exists()
 
     assert run_program(*paths, output=output, plots=tmp_path / "plots") == 0
@@ -459,10 +426,18 @@ def test_names_are_shown_as_they_are(save, tmp_path, plots):
     assert [plot.name for plot in (tmp_path / "plots").iterdir()] == ["nvidia-h200-write-a-b-c-frac.png"]
 
 
-def broken(change: Callable[[dict], object]) -> dict:
-    file = copy.deepcopy(writes())
-    change(file)
+def broken(*path: object, **changes: object) -> dict:
+    """The file with other fields at a place; `...` stands for a field that is missing."""
+    file = at = writes()
+    for step in path:
+        at = at[step]
+    at |= changes
+    for name in [name for name, value in changes.items() if value is ...]:
+        del at[name]
     return file
+
+
+SECOND = "measurements", 1
 
 
 @pytest.mark.parametrize(
@@ -471,64 +446,27 @@ def broken(change: Callable[[dict], object]) -> dict:
         ("{", "write.json: not JSON: Expecting property name"),
         ("[" * 100_000, "write.json: not JSON: "),
         ([], "write.json: got [], expected an object"),
-        (broken(lambda file: file.pop("schema")), "write.json: 'schema' is missing"),
-        (broken(lambda file: file.update(schema=2)), "write.json: schema: got 2, expected 1"),
-        (
-            broken(lambda file: file.update(schema="1")),
-            "write.json: 'schema': got \"1\", expected a positive whole number",
-        ),
-        (
-            broken(lambda file: file.update(schema=True)),
-            "write.json: 'schema': got true, expected a positive whole number",
-        ),
-        (broken(lambda file: file["environment"].pop("device")), "write.json: environment: 'device' is missing"),
-        (broken(lambda file: file.update(measurements={})), "'measurements': got {}, expected a list"),
-        (broken(lambda file: file.update(measurements=[])), "no measurements in "),
-        (broken(lambda file: file["measurements"][3].pop("peer")), "write.json: measurements[3]: 'peer' is missing"),
-        (
-            broken(lambda file: file["measurements"][1].update(operation="wrote")),
-            "write.json: measurements[1]: 'operation': got 'wrote', expected one of ['attention', 'ragged attention'",
-        ),
-        (
-            broken(lambda file: file["measurements"][1].update(num_tokens=-1)),
-            "write.json: measurements[1]: 'num_tokens': got -1, expected a positive whole number",
-        ),
-        (
-            broken(lambda file: file["measurements"][1].update(bytes_moved=10**400)),
-            "write.json: measurements[1]: 'bytes_moved': got 1000",
-        ),
-        (
-            broken(lambda file: file["measurements"][1].update(samples=[])),
-            "write.json: measurements[1]: 'samples': got none, expected the seconds of each repetition",
-        ),
-        (
-            broken(lambda file: file["measurements"][1]["samples"].append(float("nan"))),
-            "write.json: measurements[1]: samples[5]: got NaN, expected a positive number",
-        ),
-        (
-            broken(lambda file: file["measurements"][2].update(seconds=4e-05)),
-            "write.json: measurements[2]: 'seconds': got 4e-05, expected 4.001e-05, the median of 5 samples",
-        ),
-        (
-            broken(lambda file: file["copy_rates"][0].update(seconds=1.0)),
-            "write.json: copy_rates[0]: 'seconds': got 1, expected 2e-06, the median of 1 samples",
-        ),
-        (
-            broken(lambda file: file["measurements"].append(file["measurements"][1])),
-            "write.json: measurements[12]: NVIDIA H200 has a measurement of the same already,",
-        ),
+        (broken(schema=...), "write.json: 'schema' is missing"),
+        (broken(schema=2), "write.json: schema: got 2, expected 1"),
+        (broken(schema="1"), "write.json: 'schema': got \"1\", expected a positive whole number"),
+        (broken(schema=True), "write.json: 'schema': got true, expected a positive whole number"),
+        (broken("environment", device=...), "write.json: environment: 'device' is missing"),
+        (broken(measurements={}), "'measurements': got {}, expected a list"),
+        (broken(measurements=[]), "no measurements in "),
+        (broken(*SECOND, peer=...), "write.json: measurements[1]: 'peer' is missing"),
+        (broken(*SECOND, operation="wrote"), "'operation': got 'wrote', expected one of ['attention', 'ragged att"),
+        (broken(*SECOND, clock="sun"), "measurements[1]: 'clock': got 'sun', expected one of ['CUPTI', 'events',"),
+        (broken(*SECOND, num_tokens=-1), "measurements[1]: 'num_tokens': got -1, expected a positive whole number"),
+        (broken(*SECOND, bytes_moved=10**400), "measurements[1]: 'bytes_moved': got 1000"),
+        (broken(*SECOND, samples=[]), "measurements[1]: 'samples': got none, expected the seconds of each repetition"),
+        (broken(*SECOND, samples=[1.0, float("nan")]), "samples[1]: got NaN, expected a positive number"),
+        (broken(measurements=[measurement("kvjax", 1)] * 2), "measurements[1]: NVIDIA H200 has a measurement of the"),
     ],
+    ids=lambda value: value[-40:] if isinstance(value, str) else "",
 )
 def test_a_file_that_cannot_be_reported_is_named_with_what_is_wrong(save, file, message):
-    with pytest.raises(ResultsError) as caught:
+    with pytest.raises(ResultsError, match=re.escape(message)):
         results.read([save(file)])
-    assert message in str(caught.value)
-
-
-def test_a_median_may_be_rounded(save):
-    file = writes()
-    file["measurements"][2]["seconds"] = 4.0012e-05
-    assert results.read([save(file)])
 
 
 def test_files_that_do_not_go_together(save, tmp_path, capsys):
@@ -536,11 +474,10 @@ def test_files_that_do_not_go_together(save, tmp_path, capsys):
     assert run_program(one, one.parent / "." / one.name) == 1
     assert f"error: {one}: given twice\n" == capsys.readouterr().err
     assert run_program(one, two) == 1
-    assert re.fullmatch(
-        rf"error: {two}: measurements\[0\]: NVIDIA H200 has a measurement of the same already, {one}: "
-        r"measurements\[0\] \(write, .*, kvjax, by CUPTI\); expected one run of each\n",
-        capsys.readouterr().err,
+    both = (
+        rf"{two}: measurements\[0\]: NVIDIA H200 has .* already, {one}: measurements\[0\] \(write, .*, by CUPTI\); exp"
     )
+    assert re.match(f"error: {both}", capsys.readouterr().err)
     assert run_program() == 1
     assert capsys.readouterr().err == "error: expected JSON files of benchmark runs, got none\n"
     assert run_program(tmp_path) == 1
@@ -561,19 +498,8 @@ def test_nothing_is_written_where_readme_has_no_place_for_it(save, tmp_path, plo
     readme.write_text(text)
     assert run_program(save(writes()), output=output, plots=tmp_path / "docs/plots", readme=readme) == 1
     assert "expected one line <!-- benchmarks: begin -->, and below it one" in capsys.readouterr().err
+    alone = save(contents(measurement("kvjax", 1), measurement("kvjax", 64)))
+    assert run_program(alone, output=output, plots=tmp_path / "docs/plots", readme=readme) == 1
+    assert "no operation on NVIDIA H200 has kvjax next to another" in capsys.readouterr().err
     assert readme.read_text() == text
     assert not output.parent.exists()
-
-
-def test_readme_needs_a_comparison(save, tmp_path, plots, capsys):
-    readme = tmp_path / "README.md"
-    alone = contents(measurement("kvjax", 1), measurement("kvjax", 64))
-    assert run_program(save(alone), output=tmp_path / "page.md", plots=tmp_path / "plots", readme=readme) == 1
-    assert "no operation on NVIDIA H200 has kvjax next to another" in capsys.readouterr().err
-
-
-def test_the_command_says_what_is_wrong_in_a_line(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path / "absent.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path / 'absent.json'}: No such file or directory\n"

@@ -16,7 +16,7 @@ import pytest
 from absl import flags
 
 import kvjax
-from benchmarks import bars, serving, shapes, tables, timing
+from benchmarks import bars, serving, shapes, timing
 from benchmarks.bars import MOST, SAME
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import SERVE
@@ -72,7 +72,6 @@ def served(dtype: KVCacheDType, form: str) -> serving.Served:
 )
 def test_full_sequences_are_served_to_their_ends(form):
     found = served(NVFP4, form)
-    assert found.tokens == 3 * (TINY.tail - 1)
     assert len(found.steps.samples) == TINY.tail - 1 - serving.WARM_UP_STEPS
     assert all(0 < host <= step for host, step in zip(found.host.samples, found.steps.samples, strict=True))
 
@@ -183,7 +182,7 @@ def test_bars_of_tokens_steps_reading_and_the_host():
         ["0.80 x bf16: falls short", "3.0% of a step exposed: pass"],
         ["2.66 x bf16 tokens/s: pass", "3.0% of a step exposed: pass"],
     ]
-    assert tables.bars_summary(SERVE, rows) == " 6 of 10 bars hold."
+    assert SERVE.bars(rows) == " 6 of 10 bars hold."
     words = {column.heading: column.words(found[-1], rows) for column in SERVE.columns}
     assert words["tokens a second"] == "8,875"
     assert (words["step, ms"], words["host, ms"], words["x bf16's step"]) == ("16", "1", "-")
@@ -191,7 +190,6 @@ def test_bars_of_tokens_steps_reading_and_the_host():
         ">= 2.20 x bf16 tokens/s",
         "<= 5.0% of a step exposed",
     ]
-    assert bars.SERVE_STEP.holds(0.75)
 
 
 def test_peers_and_devices_without_a_reading_rate_have_no_bars():

@@ -19,7 +19,11 @@ from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode
 
 def kvjax_run(inputs: WriteInputs, *, implementation: str | None, **options: bool) -> Run:
     write = workload.Write(inputs.poisoned(), inputs.batches, implementation, **options)
-    return Run(write, lambda _: write.check(inputs.expected), facts={"temporary_bytes": write.temporary_bytes})
+    return Run(
+        write,
+        lambda _: write.check(inputs.expected),
+        facts={"temporary_bytes": workload.temporary_bytes(write.compiled)},
+    )
 
 
 def why_no_kernel() -> str | None:

@@ -101,7 +101,7 @@ class Timed:
         if not self.is_one_plot:
             first = self.plots()[case][0].subject
             hidden = ("case", "dtype", self.of.against, *self.of.along)
-            about = [fields(self.of, {key: value for key, value in first.items() if key not in hidden}), *about]
+            about = [fields({key: value for key, value in first.items() if key not in hidden}), *about]
             about.append("shaded: 9 of 10 calls")
         return "\n".join([", ".join(self.plot_words(case)), ", ".join(filter(None, about))])
 
@@ -113,8 +113,8 @@ class Timed:
 
     def lines(self, of: Lines) -> list[str]:
         """A note and a table with bars; nothing where it has no line."""
-        found = tables.lines_table(of, self.rows)
-        end = f"Medians of {tables.calls(self.rows)}; clock {self.clock}.{tables.bars_summary(of, self.rows)}"
+        found = of.table(self.rows)
+        end = f"Medians of {tables.calls(self.rows)}; clock {self.clock}.{of.bars(self.rows)}"
         return [f"{of.note} {end}".strip(), found] if found else []
 
     def short(self, num_sizes: int) -> list[str]:
@@ -122,7 +122,7 @@ class Timed:
         if self.of.short is None:
             return tables.summary(self.of, self.rows, num_sizes)
         note = f"{self.of.short.note} Medians of {tables.calls(self.rows)}; clock {self.clock}.".strip()
-        found = tables.lines_table(self.of.short, self.rows)
+        found = self.of.short.table(self.rows)
         return [filled(note), found] if found else []
 
 
@@ -334,7 +334,7 @@ def serving_part(report: Report, on: Path) -> str:
     """What docs/serving.md shows of tokens a second."""
     each = _of_first(report, "serve")
     about: dict[str, Word] = tables.constants(each.of, each.rows)
-    parts = [f"{escaped(each.device)}: {fields(each.of, about)}.", tables.lines_table(SERVE_SHORT, each.rows)]
+    parts = [f"{escaped(each.device)}: {fields(about)}.", SERVE_SHORT.table(each.rows)]
     parts += [*report.image(each, each.headline, on), *each.command(), f"{escaped(each.facts(('reading', *FACTS)))}."]
     return "\n\n".join(parts) + "\n"
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from benchmarks import bars
 from benchmarks.measurement import OWN, Measurement, Rows, Word
-from benchmarks.tables import Operation, grouped, peers, values
+from benchmarks.tables import Operation, grouped, heading, peers, values
 
 OWN_COLOUR, COPY_COLOUR = "#0072B2", "#808080"
 COLOURS = ("#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#882255", "#999933")
@@ -79,7 +79,7 @@ def _sizes(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) ->
             panel.sharey(panels[kind, 0])
         kinds[kind](panel, of, _lines(of, rows, band[column]), style)
         panel.set_xscale("log")
-        panel.set_xlabel(of.field(of.against or "").heading if kind == len(kinds) - 1 else "")
+        panel.set_xlabel(heading(of.against or "") if kind == len(kinds) - 1 else "")
         panel.set_ylabel(panel.get_ylabel() if column == 0 else "")
         panel.tick_params(labelleft=column == 0, labelbottom=kind == len(kinds) - 1)
         if kind == 0 and band[column] is not None:

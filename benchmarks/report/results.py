@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.measurement import Measurement, ResultsError, checked, field, from_record, samples
 from benchmarks.operations import OPERATIONS
 from benchmarks.output import SCHEMA
+from benchmarks.tables import TEXTS
 from benchmarks.timing import Clock, Timing
 
 
@@ -111,6 +112,4 @@ def measurement(record: Any, place: str) -> Measurement:
     name = field(checked(record, dict, place), "operation", str, place)
     if name not in OPERATIONS:
         raise ResultsError(f"{place}: 'operation': got {name!r}, expected one of {[*OPERATIONS]}")
-    about = OPERATIONS[name].about
-    numbers, words = ([each.key for each in about if each.is_text == is_text] for is_text in (False, True))
-    return from_record(record, place, numbers, words)
+    return from_record(record, place, {key: str if key in TEXTS else int for key in OPERATIONS[name].about})
