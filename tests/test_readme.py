@@ -111,6 +111,6 @@ def anchors(text: str) -> set[str]:
 
 
 def test_the_map_of_imports_is_the_one_that_is_held():
-    """WORKSPACE.md's table of modules has the rows of the layering test, in its order."""
+    """WORKSPACE.md's list of modules is that of the layering test, in its order."""
     section = (ROOT / "WORKSPACE.md").read_text().split("## What may import what")[1].split("\n## ")[0]
-    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == LAYERS
+    assert tuple(re.findall(r"^- `(\w+)`:", section, re.MULTILINE)) == LAYERS
