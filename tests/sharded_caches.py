@@ -793,11 +793,12 @@ def check_caches_made_by_hand() -> None:
 
 
 def check_documentation() -> None:
-    """What docs/scaling.md shows runs as it stands, one piece after the other."""
-    page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
+    """What docs/scaling.md shows, and its example, run as they stand."""
+    root = Path(__file__).parents[1]
     shown: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", (root / "docs/scaling.md").read_text(), re.DOTALL):
         exec(code, shown)
+    exec((root / "examples/several_devices.py").read_text(), shown)
     assert shown["cache"].local_spec.num_kv_heads == 2
     keys, _ = gather_kv(jax.device_put(shown["engines"], shown["by_block"]), np.array([[0], [32]]), np.array([10, 10]))
     expected, _ = gather_kv(shown["cache"], np.array([[0, 1]]), np.array([20]))

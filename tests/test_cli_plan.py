@@ -84,7 +84,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 
 
 def test_the_keys_are_the_documented_ones(plan: Plan):
-    documented = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|", PLAN_PAGE, re.MULTILINE)
+    documented = re.findall(r"^- `([a-z0-9_.\[\]]+)`:", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
     assert len(documented) == len(set(documented)) == 28
 

@@ -388,7 +388,7 @@ def test_nothing_beside_text_config_is_taken_for_the_language_models():
         read(text_config=[])
 
 
-# The mechanisms of the table, each in a small file; docs/models.md has what transformers keeps of every type.
+# The mechanisms of the table, each in a small file; docs/notes/models.md has what transformers keeps of every type.
 FALCON = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
 LATENT = {
     "num_hidden_layers": 2,

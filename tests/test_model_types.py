@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import tiny_models  # noqa: E402
 
-PAGE = (Path(__file__).parents[1] / "docs/models.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/notes/models.md").read_text()
 ROWS = {
     model_type: verdict
     for verdict, types in re.findall(r"^\| (.*) \| (`\S+`(?: `\S+`)*) \|$", PAGE, re.MULTILINE)

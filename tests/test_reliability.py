@@ -22,7 +22,7 @@ def test_what_is_named_exists(file: str, test: str):
 
 
 def test_every_promise_names_a_test():
-    table = PAGE.split("| --- | --- | --- | --- |\n")[1].split("\n\n")[0]
+    table = PAGE.split("| --- | --- | --- |\n")[1].split("\n\n")[0]
     rows = [row.strip("|").split(" | ") for row in table.splitlines()]
     assert len(rows) > 15
     for promise, shown_by, *_ in rows:

@@ -1,9 +1,8 @@
-"""What docs/serving.md shows runs as it stands: its engine gives each prompt what it would have alone."""
+"""The examples of docs/serving.md: a small engine gives each prompt what it would have alone, a mesh divides heads."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +13,14 @@ import pytest
 
 import kvjax
 
-PAGE = (Path(__file__).parents[1] / "docs/serving.md").read_text()
-
-
-def source(name: str) -> str:
-    [found] = re.findall(rf"<!-- {name}: begin -->\n```python\n(.*?)```\n<!-- {name}: end -->", PAGE, re.DOTALL)
-    return found
+ROOT = Path(__file__).parents[1]
+ENGINE = (ROOT / "examples/small_engine.py").read_text()
 
 
 @pytest.fixture(scope="module")
 def engine() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(source("engine"), "docs/serving.md", "exec"), names)
+    exec(compile(ENGINE, "examples/small_engine.py", "exec"), names)
     return names
 
 
@@ -59,6 +54,7 @@ def test_the_engine_gives_its_blocks_back(engine):
 @pytest.mark.full
 def test_the_mesh_divides_heads():
     check = "assert attended.sharding.spec == P(None, 'tensor', None), attended.sharding"
-    code = "\n".join([source("engine"), source("mesh"), check, "assert shards.sharding == by_head"])
+    example = (ROOT / "examples/explicit_mesh.py").read_text()
+    code = "\n".join([example, check, "assert cache.sharding == by_head"])
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags})

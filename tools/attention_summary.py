@@ -1,4 +1,4 @@
-"""Makes README's table and plot of decode attention from the measurements in docs/kernels.md.
+"""Makes README's table and plot of decode attention from the measurements in docs/notes/benchmarks-attention.md.
 
 python tools/attention_summary.py
 """
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import kvjax
 
 ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "docs/kernels.md"
+MEASURED = ROOT / "docs/notes/benchmarks-attention.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/plots/nvidia-h200-attention.svg"
 

@@ -1,5 +1,5 @@
-"""Builds tiny models of each of transformers' causal language models and writes docs/models.md, which compares their
-caches with what kvjax reads of their configurations.
+"""Builds tiny models of each of transformers' causal language models and writes docs/notes/models.md, which compares
+their caches with what kvjax reads of their configurations.
 
     JAX_PLATFORMS=cpu .venv/bin/python tools/check_models.py
 
@@ -14,12 +14,12 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/models.md"
+PAGE = ROOT / "docs/notes/models.md"
 BEGIN, END = "<!-- models: begin -->\n", "<!-- models: end -->\n"
 
 
 def main() -> None:
-    """Rewrites the table in docs/models.md."""
+    """Rewrites the table in docs/notes/models.md."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     warnings.simplefilter("ignore")

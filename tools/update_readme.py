@@ -1,4 +1,4 @@
-"""Runs the demo and inserts its tables between the markers of README.md and docs/calibration.md."""
+"""Runs the demo and inserts its tables between the markers of README.md and docs/notes/benchmarks-scales.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     table, legend, scales, scales_legend, *_ = printed.stdout.split("\n\n")
     _replace(ROOT / "README.md", "demo", table, legend)
-    _replace(ROOT / "docs/calibration.md", "scales", scales, scales_legend)
+    _replace(ROOT / "docs/notes/benchmarks-scales.md", "scales", scales, scales_legend)
 
 
 def _replace(page: Path, name: str, table: str, legend: str) -> None:

@@ -1,7 +1,8 @@
 """The supported `model_type`s: each one's keys, and their meaning for the KV cache.
 
 A type's row translates its configuration to the plain keys that `kvjax.model_config` reads. transformers is the
-reference: `docs/models.md` compares, for each of its causal language models, its own cache with what is read here.
+reference: `docs/notes/models.md` compares, for each of its causal language models, its own cache with what is read
+here.
 """
 
 from __future__ import annotations
