@@ -30,8 +30,8 @@ if not _has_nvidia_driver():
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Threads of XLA's on the CPU, by default as many as cores. Interpreted kernels whose warpgroups wait for each other take
-# one for each of them, and one for the program around.
+# XLA's threads on the CPU, by default one for each core. Interpreted kernels whose warpgroups wait for each other take
+# one for each warpgroup, and one for the program around.
 os.environ.setdefault("NPROC", "16")
 
 # Each process of the tests would take most of a GPU's memory for itself, though several run side by side.

@@ -417,7 +417,8 @@ class _Rows:
         bias = compat.load(
             self.operands.bias.at[self.prompt, pl.ds(first_token, config.tokens)], plgpu.Layout.WGMMA.reduce(0)
         )
-        return jnp.where(sees, logits + lax.broadcast_in_dim(bias, shape, [1]), -jnp.inf)
+        sees &= lax.broadcast_in_dim(bias, shape, [1]) == 0
+        return jnp.where(sees, logits, -jnp.inf)
 
 
 def _capped(x: jax.Array, cap: float) -> jax.Array:
