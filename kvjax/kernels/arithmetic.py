@@ -385,8 +385,18 @@ def _squared_errors(
     return quant.sum_of_squares(*errors)
 
 
-_LINES = ((16, 0), (8, 2), (4, 4))
-"""Slopes, in eighths of a magnitude, and starts of the three lines of `_e2m1_indices`."""
+_MAGIC = 0x4AFFFFFC
+"""The bits of `2**23 - 2` in float32. Its sums with magnitudes are rounded to halves below 2, to integers from there."""
+
+_PTX_OF_INDEX = f"""{{ .reg .f32 magnitude, sum, line; .reg .b32 index, last;
+abs.f32 magnitude, $1;
+mul.rn.sat.f32 magnitude, magnitude, $2;
+fma.rn.f32 sum, magnitude, 0f41000000, 0f{_MAGIC:08X};
+mov.b32 index, sum;
+add.s32 index, index, {-_MAGIC};
+fma.rn.f32 line, magnitude, 0f00000004, 0f00000004;
+mov.b32 last, line;
+min.s32 $0, index, last; }}"""
 
 
 def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -398,32 +408,26 @@ def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
     tie, is rounding `g` to the nearest even integer. Rounding is monotonic: the least of the rounded lines is the
     rounded least line. Past 6 it is 7 or 8: callers saturate the index.
 
-    Subnormal float32 are the integers times `2**-149`, with these integers as their bits. So a fused multiply-add of
-    constants that small rounds a line to an integer, once and to nearest even. The product with `inverse` is rounded
-    before, like that of `kvjax.quant`; it saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8
-    changes no rounding.
+    A sum with `2**23 - 2` rounds the first two lines at once: up to `2**23`, where `a` is 2, float32 are halves apart,
+    and integers from there. Each has the next bits, so that the bits less those of `2**23 - 2` are the index. The last
+    line uses that subnormal float32 are the integers times `2**-149`, with these integers as their bits: a fused
+    multiply-add of constants that small rounds it to an integer.
+
+    Both round once and to nearest even. The product with `inverse` is rounded before, like that of `kvjax.quant`; it
+    saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8 changes no rounding.
 
     Examples: 0.75 is 1.5 on the line, index 2 (1.0). 2.5 is min(5, 4.5, 5.25) = 4.5, index 4 (2.0). 5 is 6.5, index 6
     (4.0), and 5.01 rounds to 7 (6.0).
 
     The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks one
-    instruction of the narrow one, the least of three integers, and four of the other.
+    instruction of the narrow one, which adds integers and takes the least, and three of the other.
     """
-    lines = [f"fma.rn.f32 line{i}, magnitude, 0f{slope:08X}, 0f{start:08X};" for i, (slope, start) in enumerate(_LINES)]
-    code = [
-        "{ .reg .f32 magnitude; .reg .b32 line<3>;",
-        "abs.f32 magnitude, $1;",
-        "mul.rn.sat.f32 magnitude, magnitude, $2;",
-        *lines,
-        "min.s32 line0, line0, line1;",
-        "min.s32 $0, line0, line2; }",
-    ]
-    return compat.ptx("\n".join(code), _least_line, x, inverse)
+    return compat.ptx(_PTX_OF_INDEX, _least_line, x, inverse)
 
 
 def _least_line(x: jax.Array, inverse: jax.Array) -> jax.Array:
     with jax.enable_x64(True):  # where the lines are exact
         magnitude = jnp.fmin(jnp.abs(x) * inverse, 1.0).astype(jnp.float64)
         magnitude = jnp.where(jnp.isnan(x), 0.0, magnitude)
-        lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in _LINES]
+        lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in ((16, 0), (8, 2), (4, 4))]
         return jnp.minimum(jnp.minimum(lines[0], lines[1]), lines[2])
