@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat
+from kvjax.kernels import compat, four_over_six
 from kvjax.quant import E2M1_MAX, E2M1_SECOND, E2M1_VALUES, LEAST_TOKEN_SCALE, canonical_nan_bits
 
 
@@ -114,19 +115,83 @@ def encode_nvfp4_4over6(
     pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
-    amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
-    candidates = []
-    for largest in (E2M1_MAX, E2M1_SECOND):
-        bits, step, factor = _block_scales(amax, reciprocal(largest * scale), scale)
+    amax = _largest_magnitudes(pairs, dtype)
+    scales = [
+        each
+        for largest in (E2M1_MAX, E2M1_SECOND)
+        for each in _block_scales(amax, reciprocal(largest * scale), scale)
+    ]
+    scales[::3] = [bits.astype(jnp.int32) for bits in scales[::3]]
+
+    def model(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _lesser_error(operands[: len(pairs)], dtype, broadcast, *operands[len(pairs) + 1 :])
+
+    if len(pairs) == 2:
+        codes, bits = model(*pairs, amax, *scales)
+    else:
+        codes, bits = compat.ptx_rows(_ptx_of_block(dtype), model, pairs[0], amax, *scales)
+    return codes, bits.astype(jnp.uint8)
+
+
+def _lesser_error(
+    pairs: Sequence[jax.Array],
+    dtype: np.dtype[Any],
+    broadcast: Callable[[jax.Array], jax.Array],
+    *scales: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and block scale of the candidate with the lesser sum; `scales` are what `_block_scales` returns of each."""
+    magnitudes, candidates = _halves(_magnitudes(pairs), dtype), []
+    for bits, step, factor in itertools.batched(scales, 3, strict=True):
         eighth = broadcast(factor) * 0.125
         indices = [_e2m1_indices(half, eighth) for half in magnitudes]
         error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, broadcast(step))
         candidates.append((bits, indices, error))
     (bits, indices, error), (other_bits, other_indices, other_error) = candidates
     is_other = (other_error < error).astype(jnp.int32)
-    bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
     low, high = _halves(pairs, dtype)
-    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other)), bits
+    codes = compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other))
+    return codes, jnp.where(is_other != 0, other_bits, bits)
+
+
+def _ptx_of_block(dtype: np.dtype[Any]) -> str:
+    """PTX of `encode_nvfp4_4over6` for a thread that holds a whole block of 16-bit elements."""
+    kind = "bf16" if dtype == jnp.bfloat16 else "f16"
+    widen = (
+        "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xFFFF0000; mov.b32 $1, x; }"
+        if dtype == jnp.bfloat16
+        else "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    )
+    half, columns = four_over_six.COLUMNS // 2, four_over_six.COLUMNS
+    low, high, positive_low, positive_high, *indices = (
+        [f"{name}{i}" for i in range(columns)]
+        for name in ("low", "high", "positive_low", "positive_high", "own_low", "own_high", "other_low", "other_high")
+    )
+    every = (*low, *high, *positive_low, *positive_high)
+    lines = [
+        f".reg .f32 {', '.join(every)}, eighth, errors<4>;",
+        f".reg .b32 {', '.join(itertools.chain.from_iterable(indices))};",
+    ]
+    for i in range(columns):
+        lines.append(four_over_six.inline(widen, [low[i], high[i], f"${3 + i}"]))
+        lines += [f"abs.f32 {positive_low[i]}, {low[i]};", f"abs.f32 {positive_high[i]}, {high[i]};"]
+    for candidate, (step, inverse) in enumerate((("$13", "$14"), ("$16", "$17"))):
+        own = indices[2 * candidate : 2 * candidate + 2]
+        lines.append(f"mul.f32 eighth, {inverse}, 0f3E000000;")
+        for names, xs in zip(own, (positive_low, positive_high), strict=True):
+            lines += [four_over_six.inline(_PTX_OF_INDEX, [*each, "eighth"]) for each in zip(names, xs, strict=True)]
+        for first in (0, half):
+            part = slice(first, first + half)
+            operands = [x for names in (*own, positive_low, positive_high) for x in names[part]]
+            error = f"errors{2 * candidate + first // half}"
+            lines.append(four_over_six.inline(_ptx_of_squared_errors(half), [error, *operands, *[step] * half]))
+        lines.append(f"add.rn.f32 errors{2 * candidate}, errors{2 * candidate}, errors{2 * candidate + 1};")
+    lines.append("setp.lt.f32 is_other, errors2, errors0;")
+    for word, first in enumerate((0, half)):
+        part = slice(first, first + half)
+        lines += ["{ .reg .b32 codes, other;", *_ptx_to_pack("codes", indices[0][part], indices[1][part])]
+        lines += [*_ptx_to_pack("other", indices[2][part], indices[3][part]), "selp.b32 codes, other, codes, is_other;"]
+        lines += [four_over_six.inline(x, [f"codes{word}"]) for x in _ptx_to_add_signs(low[part], high[part])] + ["}"]
+    return four_over_six.encode(kind, widen, "\n".join(["{", *lines, "}"]))
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -292,6 +292,8 @@ def _scalar(register: Any) -> Any:
 _ptx = Primitive("kvjax_ptx")
 _ptx_reduce = Primitive("kvjax_ptx_reduce")
 _ptx_sum = Primitive("kvjax_ptx_sum")
+_ptx_rows = Primitive("kvjax_ptx_rows")
+_ptx_rows.multiple_results = True
 
 
 def ptx(
@@ -345,6 +347,28 @@ def ptx_sum(code: Callable[[int], str], model: Callable[..., jax.Array], *operan
         return sums[..., 0]
     result: jax.Array = _ptx_sum.bind(*operands, code=code)
     return result
+
+
+def ptx_rows(
+    code: str, model: Callable[..., Sequence[jax.Array]], x: jax.Array, *operands: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Runs PTX on each row of `x` where a thread holds whole rows; otherwise, and in interpret mode, runs `model`.
+
+    Args:
+      code: writes `$0` and `$1`, each the bytes of four columns, and `$2`; reads the columns of `x` as `$3` to `$10`,
+        then `operands`. Has no side effects.
+      model: computes the same in `jax.numpy`.
+      x: `[..., 8]`, of elements of 32 bits.
+      operands: `[...]`, of elements of 32 bits.
+
+    Returns:
+      uint8 `[..., 8]` and int32 `[...]`.
+    """
+    if interpreting():
+        codes, result = model(x, *operands)
+    else:
+        codes, result = _ptx_rows.bind(x, *operands, code=code, model=model)
+    return codes, result
 
 
 def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
@@ -404,6 +428,33 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
     return mgpu.FragmentedArray(_registers=partial, _layout=layout, _is_signed=None).reduce(add, len(shape) - 1)
 
 
+def _ptx_rows_results(x: Any, *_: Any, **__: Any) -> Any:
+    return jax.core.ShapedArray(x.shape, np.dtype(np.uint8)), jax.core.ShapedArray(x.shape[:-1], np.dtype(np.int32))
+
+
+def _lower_ptx_rows(
+    ctx: Any, x: Any, *operands: Any, code: str, model: Callable[..., Sequence[jax.Array]]
+) -> Sequence[Any]:
+    [columns] = x.registers.flat[0].type.shape
+    if columns != x.shape[-1]:
+        results: Sequence[Any] = lowering._lower_fun(model)(ctx, x, *operands)
+        return results
+    i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+    first = operands[0]
+    codes, values = np.empty_like(x.registers), np.empty_like(first.registers)
+    for i, registers in enumerate(zip(*(each.registers.flat for each in (x, *operands)), strict=True)):
+        row = [vector.extract(registers[0], [], [j]) for j in range(columns)]
+        *words, value = utils.inline_ptx(code, *row, *map(_scalar, registers[1:]), result_types=[i32] * 3)
+        codes.flat[i] = vector.bitcast(
+            ir.VectorType.get((columns,), byte), vector.from_elements(ir.VectorType.get((2,), i32), words)
+        )
+        values.flat[i] = vector.broadcast(ir.VectorType.get((1,), i32), value)
+    return (
+        mgpu.FragmentedArray(_registers=codes, _layout=x.layout, _is_signed=False),
+        mgpu.FragmentedArray(_registers=values, _layout=first.layout, _is_signed=True),
+    )
+
+
 def _per_element(code: str, element: Any) -> Callable[..., Any]:
     """A function from operand registers, or vectors of them, to a result register or vector."""
 
@@ -439,9 +490,11 @@ def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
 _ptx.def_abstract_eval(_ptx_result)
 _ptx_reduce.def_abstract_eval(_ptx_reduce_result)
 _ptx_sum.def_abstract_eval(_ptx_sum_result)
+_ptx_rows.def_abstract_eval(_ptx_rows_results)
 lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
 lowering.register_lowering_rule(_ptx_sum, plgpu.LoweringSemantics.Lane)(_lower_ptx_sum)
+lowering.register_lowering_rule(_ptx_rows, plgpu.LoweringSemantics.Lane)(_lower_ptx_rows)
 
 
 # Since 0.12 it takes two more arguments.
