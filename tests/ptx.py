@@ -13,36 +13,55 @@ Word = np.ndarray
 
 
 def run(code: str, results: int, operands: Sequence[np.ndarray]) -> list[Word]:
-    """Runs code that writes `$0` and so on and reads the operands after those: uint32 `[threads]`.
+    """Runs code that writes `$0` and so on and reads the operands after those: 32 bits wide, `[threads]`.
 
-    The only branches are forward.
+    Where threads diverge at a branch forward, some wait at its label. Backward, all that are active branch.
     """
     registers = {f"${results + i}": operand.view(np.uint32) for i, operand in enumerate(operands)}
     threads = len(operands[0])
-    scopes, waiting = [registers], {"": np.zeros(threads, bool)}
+    scopes: list[dict[str, Word]] = [registers]
+    waiting: dict[str, np.ndarray] = {}
     active = np.ones(threads, bool)
-    for found in re.finditer(r"[{}](?=\s)|(\w+):|([@.\w][^;]*);", code):
-        text, label, statement = found[0], found[1], found[2]
+    tokens = list(re.finditer(r"[{}](?=\s|$)|(\w+):|([@.\w][^;]*);", code))
+    labels = {token[1]: i for i, token in enumerate(tokens) if token[1]}
+    number = 0
+    while number < len(tokens):
+        text, label, statement = tokens[number][0], tokens[number][1], tokens[number][2]
+        number += 1
         if text in "{}":
             scopes = [*scopes, {}] if text == "{" else scopes[:-1]
         elif label:
-            active = active | waiting.pop(label)
+            active = active | waiting.pop(label, False)
         elif statement.startswith(".reg"):
-            for name in re.findall(r"(\w+(?:<\d+>)?)(?:,|$)", statement.split(None, 2)[2]):
-                base, count = re.fullmatch(r"(\w+?)(?:<(\d+)>)?", name).groups()
-                scopes[-1] |= {f"{base}{i}" if count else base: None for i in range(int(count or 1))}
-        elif branch := re.fullmatch(r"@(\w+) bra (\w+)", statement):
-            taken = active & _read(scopes, branch[1], threads)
-            waiting[branch[2]], active = taken, active & ~taken
-        else:
+            scopes[-1] |= dict.fromkeys(_declared(statement))
+        elif branch := re.fullmatch(r"(?:@(!?)(\w+) )?bra (\w+)", statement):
+            negated, predicate, label = branch.groups()
+            if not active.any():
+                continue
+            taken = active & (_read(scopes, predicate, threads) ^ bool(negated)) if predicate else active
+            if labels[label] < number:
+                assert (taken == active).all()
+                number = labels[label]
+            else:
+                waiting[label] = waiting.get(label, False) | taken
+                active = active & ~taken
+        elif active.any():
             _execute(statement, scopes, active)
     assert active.all()
     return [registers[f"${i}"] for i in range(results)]
 
 
+def _declared(statement: str) -> list[str]:
+    names = []
+    for name in re.findall(r"\w+(?:<\d+>)?(?=,|$)", statement):
+        base, _, count = name.removesuffix(">").partition("<")
+        names += [f"{base}{i}" for i in range(int(count))] if count else [base]
+    return names
+
+
 def _read(scopes: Sequence[dict[str, Word]], name: str, threads: int) -> Word:
-    if name.startswith("0f"):
-        return np.full(threads, int(name[2:], 16), np.uint32)
+    if name[:2] in ("0f", "0d"):
+        return np.full(threads, int(name[2:], 16), np.uint32 if name[1] == "f" else np.uint64)
     if re.fullmatch(r"-?\d\w*", name):
         return np.full(threads, int(name, 0) % 2**32, np.uint32)
     return next(scope[name] for scope in reversed(scopes) if name in scope)
@@ -71,9 +90,6 @@ def _compute(opcode: str, sources: list[Word], destinations: int) -> list[Word]:
         return [sources[0] & 0xFFFF, sources[0] >> 16]
     if opcode == "mov.b32" and len(sources) == 2:
         return [sources[0] | sources[1] << 16]
-    if opcode.startswith("setp.nan."):
-        bits = 0x7F80 if "bf16" in opcode else 0x7C00
-        return [(sources[0] >> shift & 0x7FFF) > bits for shift in (0, 16)]
     return [_OPCODES[opcode](*sources)]
 
 
@@ -88,11 +104,12 @@ def _of_integers(run: Callable[..., np.ndarray]) -> Callable[..., Word]:
     return lambda *sources: run(*(x.astype(np.int64) for x in sources)).astype(np.uint64).astype(np.uint32)
 
 
-def _compare(run: Callable[..., np.ndarray], kind: type) -> Callable[..., np.ndarray]:
-    def compare(x: Word, y: Word, *others: np.ndarray) -> np.ndarray:
-        return run(x.view(kind), y.view(kind)) & np.all(others, axis=0)
+def _of_doubles(run: Callable[..., np.ndarray]) -> Callable[..., Word]:
+    return lambda *sources: run(*(x.view(np.float64) for x in sources)).astype(np.float64).view(np.uint64)
 
-    return compare
+
+def _compare(run: Callable[..., np.ndarray], kind: type) -> Callable[..., np.ndarray]:
+    return lambda x, y: run(x.view(kind), y.view(kind))
 
 
 def _flush(x: np.ndarray) -> np.ndarray:
@@ -109,6 +126,17 @@ def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     toward = np.where(error > 0, np.inf, -np.inf)
     odd = np.where(np.isfinite(total) & (error != 0) & is_even, np.nextafter(total, toward), total)
     return odd.astype(np.float32)
+
+
+def _fma_of_doubles(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return (x.astype(np.longdouble) * y + z).astype(np.float64)
+
+
+def _about_reciprocal(x: np.ndarray) -> np.ndarray:
+    """Off by one unit in the last place, which the hardware's may be."""
+    x = _flush(x)
+    exact = (1 / x.astype(np.float64)).astype(np.float32)
+    return _flush(np.where(np.isfinite(exact), np.nextafter(exact, np.float32(0)), exact))
 
 
 def _saturated(x: np.ndarray) -> np.ndarray:
@@ -151,6 +179,12 @@ def _e4m3_pair(high: Word, low: Word) -> Word:
     return codes[0].astype(np.uint32) << 8 | codes[1]
 
 
+def _halves_of_e4m3(x: Word) -> Word:
+    codes = [(x >> shift & 0xFF).astype(np.uint8).view(ml_dtypes.float8_e4m3fn) for shift in (0, 8)]
+    halves = [each.astype(np.float16).view(np.uint16).astype(np.uint32) for each in codes]
+    return halves[1] << 16 | halves[0]
+
+
 def _largest_or_nan(kind: type) -> Callable[..., Word]:
     def largest(x: Word, y: Word) -> Word:
         halves = [z.view(kind).reshape(-1, 2).astype(np.float32) for z in (x, y)]
@@ -161,8 +195,7 @@ def _largest_or_nan(kind: type) -> Callable[..., Word]:
 
 
 _OPCODES: dict[str, Callable[..., np.ndarray]] = {
-    "mov.b32": lambda x: x,
-    "mov.f32": lambda x: x,
+    **dict.fromkeys(("mov.b32", "mov.f32", "mov.f64", "cvt.u32.u16"), lambda x: x),
     "abs.f32": lambda x: x & 0x7FFFFFFF,
     "neg.f32": lambda x: x ^ 0x80000000,
     "mul.f32": _of_floats(np.multiply),
@@ -182,12 +215,21 @@ _OPCODES: dict[str, Callable[..., np.ndarray]] = {
     "shr.u32": np.right_shift,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
-    "or.pred": np.logical_or,
-    "not.pred": np.logical_not,
-    "selp.b32": lambda x, y, condition: np.where(condition, x, y),
+    **dict.fromkeys(("selp.b32", "selp.f32"), lambda x, y, condition: np.where(condition, x, y)),
+    "setp.eq.f32": _compare(np.equal, np.float32),
     "setp.lt.f32": _compare(np.less, np.float32),
-    "setp.gt.and.f32": _compare(np.greater, np.float32),
-    "setp.le.and.u32": _compare(np.less_equal, np.uint32),
+    "setp.gt.f32": _compare(np.greater, np.float32),
+    "setp.lt.u32": _compare(np.less, np.uint32),
+    "setp.le.u32": _compare(np.less_equal, np.uint32),
+    "max.f32": _of_floats(np.fmax),
+    "max.NaN.f32": _of_floats(np.maximum),
+    "rcp.approx.ftz.f32": _of_floats(_about_reciprocal),
+    "cvt.f64.f32": lambda x: x.view(np.float32).astype(np.float64).view(np.uint64),
+    "cvt.rn.f32.f64": lambda x: x.view(np.float64).astype(np.float32).view(np.uint32),
+    "neg.f64": lambda x: x ^ np.uint64(1 << 63),
+    "mul.rn.f64": _of_doubles(np.multiply),
+    "fma.rn.f64": _of_doubles(_fma_of_doubles),
+    "cvt.rn.f16x2.e4m3x2": _halves_of_e4m3,
     "prmt.b32": _prmt,
     "cvt.pack.sat.s4.s32.b32": _pack_nibbles,
     "cvt.rn.f32.u32": lambda x: x.astype(np.float32).view(np.uint32),

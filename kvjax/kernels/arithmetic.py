@@ -115,83 +115,124 @@ def encode_nvfp4_4over6(
     pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
-    amax = _largest_magnitudes(pairs, dtype)
-    scales = [
-        each
-        for largest in (E2M1_MAX, E2M1_SECOND)
-        for each in _block_scales(amax, reciprocal(largest * scale), scale)
-    ]
-    scales[::3] = [bits.astype(jnp.int32) for bits in scales[::3]]
-
-    def model(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _lesser_error(operands[: len(pairs)], dtype, broadcast, *operands[len(pairs) + 1 :])
-
     if len(pairs) == 2:
-        codes, bits = model(*pairs, amax, *scales)
-    else:
-        codes, bits = compat.ptx_rows(_ptx_of_block(dtype), model, pairs[0], amax, *scales)
-    return codes, bits.astype(jnp.uint8)
+        return _lesser_error(pairs, dtype, scale, broadcast)
+
+    def model(words: jax.Array, scale: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _lesser_error([words], dtype, scale, broadcast)
+
+    divisors = [largest * scale for largest in (E2M1_MAX, E2M1_SECOND)]
+    others = [x for divisor in divisors for x in (divisor, rounded_reciprocal(divisor))]
+    return compat.ptx_rows(_ptx_of_block(dtype), model, pairs[0], scale, *others)
 
 
 def _lesser_error(
-    pairs: Sequence[jax.Array],
-    dtype: np.dtype[Any],
-    broadcast: Callable[[jax.Array], jax.Array],
-    *scales: jax.Array,
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and block scale of the candidate with the lesser sum; `scales` are what `_block_scales` returns of each."""
-    magnitudes, candidates = _halves(_magnitudes(pairs), dtype), []
-    for bits, step, factor in itertools.batched(scales, 3, strict=True):
+    """`encode_nvfp4_4over6` of blocks that threads may share."""
+    amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
+    candidates = []
+    for largest in (E2M1_MAX, E2M1_SECOND):
+        bits, step, factor = _block_scales(amax, reciprocal(largest * scale), scale)
         eighth = broadcast(factor) * 0.125
         indices = [_e2m1_indices(half, eighth) for half in magnitudes]
         error = compat.ptx_sum(_ptx_of_squared_errors, _squared_errors, *indices, *magnitudes, broadcast(step))
         candidates.append((bits, indices, error))
     (bits, indices, error), (other_bits, other_indices, other_error) = candidates
     is_other = (other_error < error).astype(jnp.int32)
+    bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
     low, high = _halves(pairs, dtype)
-    codes = compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other))
-    return codes, jnp.where(is_other != 0, other_bits, bits)
+    return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other)), bits
 
 
 def _ptx_of_block(dtype: np.dtype[Any]) -> str:
     """PTX of `encode_nvfp4_4over6` for a thread that holds a whole block of 16-bit elements."""
-    kind = "bf16" if dtype == jnp.bfloat16 else "f16"
-    widen = (
-        "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xFFFF0000; mov.b32 $1, x; }"
-        if dtype == jnp.bfloat16
-        else "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    if dtype == jnp.bfloat16:
+        kind, declared = "bf16", ".reg .b32 wide;"
+        widened = "shl.b32 wide, $2, 16; mov.b32 $0, wide; and.b32 wide, $2, 0xFFFF0000; mov.b32 $1, wide;"
+    else:
+        kind, declared = "f16", ".reg .b16 half<2>;"
+        widened = "mov.b32 {half0, half1}, $2; cvt.f32.f16 $0, half0; cvt.f32.f16 $1, half1;"
+    widen = f"{{ {declared} {widened} }}"
+    return four_over_six.encode(kind, widen, _ptx_of_defined_choice(widen))
+
+
+def _ptx_of_defined_choice(widen: str) -> str:
+    """PTX of `_lesser_error`, for `four_over_six.encode`; four words at a time, which takes fewer registers."""
+    columns = four_over_six.COLUMNS // 2
+    low, high, low_index, high_index = (
+        [f"{name}{i}" for i in range(columns)] for name in ("low", "high", "low_index", "high_index")
     )
-    half, columns = four_over_six.COLUMNS // 2, four_over_six.COLUMNS
-    low, high, positive_low, positive_high, *indices = (
-        [f"{name}{i}" for i in range(columns)]
-        for name in ("low", "high", "positive_low", "positive_high", "own_low", "own_high", "other_low", "other_high")
-    )
-    every = (*low, *high, *positive_low, *positive_high)
+    words = [[f"${3 + columns * half + i}" for i in range(columns)] for half in range(2)]
+    elements = f".reg .f32 {', '.join((*low, *high))};"
+
+    def widened(half: int) -> list[str]:
+        each = zip(low, high, words[half], strict=True)
+        return ["{", elements, *(four_over_six.inline(widen, names) for names in each)]
+
+    magnitudes = [f"abs.f32 {x}, {x};" for x in (*low, *high)]
     lines = [
-        f".reg .f32 {', '.join(every)}, eighth, errors<4>;",
-        f".reg .b32 {', '.join(itertools.chain.from_iterable(indices))};",
+        ".reg .f32 error, total, first_total, divisor, decoded; .reg .pred is_second;",
+        ".reg .b32 own<2>, first<2>, bits, first_bits;",
+        "mov.f32 amax, 0f00000000;",
     ]
-    for i in range(columns):
-        lines.append(four_over_six.inline(widen, [low[i], high[i], f"${3 + i}"]))
-        lines += [f"abs.f32 {positive_low[i]}, {low[i]};", f"abs.f32 {positive_high[i]}, {high[i]};"]
-    for candidate, (step, inverse) in enumerate((("$13", "$14"), ("$16", "$17"))):
-        own = indices[2 * candidate : 2 * candidate + 2]
-        lines.append(f"mul.f32 eighth, {inverse}, 0f3E000000;")
-        for names, xs in zip(own, (positive_low, positive_high), strict=True):
-            lines += [four_over_six.inline(_PTX_OF_INDEX, [*each, "eighth"]) for each in zip(names, xs, strict=True)]
-        for first in (0, half):
-            part = slice(first, first + half)
-            operands = [x for names in (*own, positive_low, positive_high) for x in names[part]]
-            error = f"errors{2 * candidate + first // half}"
-            lines.append(four_over_six.inline(_ptx_of_squared_errors(half), [error, *operands, *[step] * half]))
-        lines.append(f"add.rn.f32 errors{2 * candidate}, errors{2 * candidate}, errors{2 * candidate + 1};")
-    lines.append("setp.lt.f32 is_other, errors2, errors0;")
-    for word, first in enumerate((0, half)):
-        part = slice(first, first + half)
-        lines += ["{ .reg .b32 codes, other;", *_ptx_to_pack("codes", indices[0][part], indices[1][part])]
-        lines += [*_ptx_to_pack("other", indices[2][part], indices[3][part]), "selp.b32 codes, other, codes, is_other;"]
-        lines += [four_over_six.inline(x, [f"codes{word}"]) for x in _ptx_to_add_signs(low[part], high[part])] + ["}"]
-    return four_over_six.encode(kind, widen, "\n".join(["{", *lines, "}"]))
+    for half in range(2):  # of a number and a NaN, the maximum is the number
+        lines += [*widened(half), *magnitudes, *(f"max.f32 amax, amax, {x};" for x in (*low, *high)), "}"]
+    # A loop that ptxas cannot count: it would interleave both candidates, with registers for both.
+    lines += ["mov.f32 divisor, $12;", "CANDIDATE:", *_PTX_OF_DEFINED_SCALE]
+    for half, error in enumerate(("total", "error")):
+        lines += [*widened(half), f".reg .b32 codes, {', '.join((*low_index, *high_index))};", *magnitudes]
+        for names in zip((*low_index, *high_index), (*low, *high), strict=True):
+            lines.append(four_over_six.inline(_PTX_OF_INDEX, [*names, "inverse"]))
+        operands = [*low_index, *high_index, *low, *high, *["decoded"] * columns]
+        lines.append(four_over_six.inline(_ptx_of_squared_errors(columns), [error, *operands]))
+        lines += [*_ptx_to_pack("codes", low_index, high_index), f"mov.b32 own{half}, codes;", "}"]
+    lines += [
+        "add.rn.f32 total, total, error;",
+        "setp.eq.f32 is_second, divisor, $14;",
+        "@is_second bra BOTH;",
+        "mov.b32 first0, own0; mov.b32 first1, own1; mov.f32 first_total, total; mov.b32 first_bits, bits;",
+        "mov.f32 divisor, $14;",
+        "bra CANDIDATE;",
+        "BOTH:",
+        "setp.lt.f32 is_other, total, first_total;",
+        "selp.b32 scales, bits, first_bits, is_other;",
+    ]
+    for half in range(2):
+        lines += [*widened(half), ".reg .b32 codes;", f"selp.b32 codes, own{half}, first{half}, is_other;"]
+        lines += [four_over_six.inline(line, [f"codes{half}"]) for line in _ptx_to_add_signs(low, high)]
+        lines.append("}")
+    return "\n".join(["{", *lines, "}"])
+
+
+_PTX_OF_DEFINED_SCALE = (
+    "{ .reg .f64 wide, y, e; .reg .f32 x; .reg .b16 both, half<2>; .reg .b32 pair;",
+    "rcp.approx.ftz.f32 x, divisor;",
+    "cvt.f64.f32 y, x;",
+    "cvt.f64.f32 wide, divisor;",
+    "neg.f64 wide, wide;",
+    "mov.f64 e, 0d3FF0000000000000;",
+    "fma.rn.f64 e, wide, y, e;",
+    "fma.rn.f64 e, e, e, e;",
+    "fma.rn.f64 y, y, e, y;",
+    "cvt.f64.f32 wide, amax;",
+    "mul.rn.f64 wide, wide, y;",
+    "cvt.rn.f32.f64 x, wide;",
+    "cvt.rn.satfinite.e4m3x2.f32 both, x, x;",
+    "cvt.u32.u16 bits, both;",
+    "cvt.rn.f16x2.e4m3x2 pair, both;",
+    "mov.b32 {half0, half1}, pair;",
+    "cvt.f32.f16 decoded, half0;",
+    "mul.rn.f32 decoded, decoded, $11;",
+    "rcp.approx.ftz.f32 x, decoded;",
+    "neg.f32 inverse, x;",
+    "fma.rn.f32 inverse, decoded, inverse, 0f3F800000;",
+    "fma.rn.f32 inverse, x, inverse, x;",
+    "setp.eq.f32 is_other, decoded, 0f00000000;",
+    "selp.f32 inverse, 0f00000000, inverse, is_other;",
+    "mul.f32 inverse, inverse, 0f3E000000; }",
+)
+"""`_block_scales` of `amax` and `divisor`: sets `bits`, `decoded` and `inverse`, an eighth of the last."""
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -350,24 +350,23 @@ def ptx_sum(code: Callable[[int], str], model: Callable[..., jax.Array], *operan
 
 
 def ptx_rows(
-    code: str, model: Callable[..., Sequence[jax.Array]], x: jax.Array, *operands: jax.Array
+    code: str, model: Callable[..., tuple[jax.Array, jax.Array]], x: jax.Array, *scalars: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Runs PTX on each row of `x` where a thread holds whole rows; otherwise, and in interpret mode, runs `model`.
 
     Args:
-      code: writes `$0` and `$1`, each the bytes of four columns, and `$2`; reads the columns of `x` as `$3` to `$10`,
-        then `operands`. Has no side effects.
-      model: computes the same in `jax.numpy`.
+      code: writes `$0` and `$1`, each the bytes of four columns, and `$2`, whose low byte is the second result; reads
+        the columns of `x` as `$3` to `$10`, then `scalars`. Has no side effects.
+      model: computes the same in `jax.numpy`, of `x` and `scalars`.
       x: `[..., 8]`, of elements of 32 bits.
-      operands: `[...]`, of elements of 32 bits.
+      scalars: of 32 bits.
 
     Returns:
-      uint8 `[..., 8]` and int32 `[...]`.
+      uint8 `[..., 8]` and `[...]`.
     """
     if interpreting():
-        codes, result = model(x, *operands)
-    else:
-        codes, result = _ptx_rows.bind(x, *operands, code=code, model=model)
+        return model(x, *scalars)
+    codes, result = _ptx_rows.bind(x, *scalars, code=code, model=model)
     return codes, result
 
 
@@ -429,30 +428,27 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
 
 
 def _ptx_rows_results(x: Any, *_: Any, **__: Any) -> Any:
-    return jax.core.ShapedArray(x.shape, np.dtype(np.uint8)), jax.core.ShapedArray(x.shape[:-1], np.dtype(np.int32))
+    return [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in (x.shape, x.shape[:-1])]
 
 
-def _lower_ptx_rows(
-    ctx: Any, x: Any, *operands: Any, code: str, model: Callable[..., Sequence[jax.Array]]
-) -> Sequence[Any]:
+def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[..., Any]) -> Any:
     [columns] = x.registers.flat[0].type.shape
     if columns != x.shape[-1]:
-        results: Sequence[Any] = lowering._lower_fun(model)(ctx, x, *operands)
-        return results
+        return lowering._lower_fun(model)(ctx, x, *scalars)
     i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
-    first = operands[0]
-    codes, values = np.empty_like(x.registers), np.empty_like(first.registers)
-    for i, registers in enumerate(zip(*(each.registers.flat for each in (x, *operands)), strict=True)):
-        row = [vector.extract(registers[0], [], [j]) for j in range(columns)]
-        *words, value = utils.inline_ptx(code, *row, *map(_scalar, registers[1:]), result_types=[i32] * 3)
-        codes.flat[i] = vector.bitcast(
-            ir.VectorType.get((columns,), byte), vector.from_elements(ir.VectorType.get((2,), i32), words)
-        )
-        values.flat[i] = vector.broadcast(ir.VectorType.get((1,), i32), value)
-    return (
-        mgpu.FragmentedArray(_registers=codes, _layout=x.layout, _is_signed=False),
-        mgpu.FragmentedArray(_registers=values, _layout=first.layout, _is_signed=True),
-    )
+    layout = x.layout.reduce((len(x.shape) - 1,))
+    codes, results = np.empty_like(x.registers), np.empty(layout.registers_shape(x.shape[:-1]), dtype=object)
+    scalars = [each.registers.item() if isinstance(each, mgpu.FragmentedArray) else each for each in scalars]
+    for i, row in enumerate(x.registers.flat):
+        elements = [vector.extract(row, [], [j]) for j in range(columns)]
+        *words, result = utils.inline_ptx(code, *elements, *scalars, result_types=[i32] * 3)
+        words = vector.from_elements(ir.VectorType.get((2,), i32), words)
+        codes.flat[i] = vector.bitcast(ir.VectorType.get((columns,), byte), words)
+        results.flat[i] = vector.broadcast(ir.VectorType.get((1,), byte), arith.trunci(byte, result))
+    return [
+        mgpu.FragmentedArray(_registers=registers, _layout=each, _is_signed=False)
+        for registers, each in ((codes, x.layout), (results, layout))
+    ]
 
 
 def _per_element(code: str, element: Any) -> Callable[..., Any]:

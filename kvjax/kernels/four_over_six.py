@@ -48,117 +48,182 @@ def inline(code: str, operands: Sequence[str]) -> str:
 
 
 def encode(kind: str, widen: str, exact: str) -> str:
-    """PTX of one block: writes `$0` and `$1`, words of codes, and `$2`, the bits of the block scale.
+    """PTX of one block: writes `$0` and `$1`, words of codes, and `$2`, whose low byte is the block scale.
 
-    Reads `$3` to `$10`, words of two elements; `$11`, the largest magnitude, without NaN; and of either candidate
-    (`$12` to `$14`, `$15` to `$17`) the bits of the block scale, its decoded value, and the inverse of that or 0.
+    Reads `$3` to `$10`, words of two elements; `$11`, the scale; and for 6 (`$12`, `$13`) and for 4 (`$14`, `$15`) the
+    product with the scale and its inverse, each correctly rounded.
 
     Args:
       kind: "bf16" or "f16", the elements.
       widen: PTX that writes the elements of the word `$2` to `$0` and `$1`, in float32.
-      exact: PTX that sets `is_other`, `codes0` and `codes1` by the sums as they are defined.
+      exact: PTX that sets `codes0`, `codes1` and `scales` by the sums as they are defined.
     """
     words = [f"${3 + i}" for i in range(COLUMNS)]
-    amax, six, step, inverse, four, other_step, other_inverse = (f"${i}" for i in range(11, 18))
     lines = [
-        ".reg .pred usual, is_other, low_nan, high_nan;",
-        ".reg .f32 x<8>, scaled, sum, line, eighth, factor, quarter, a, other_a, bound;",
-        ".reg .b32 index<8>, last, other<8>, codes<2>, other_codes<2>, value<8>, bytes, exponent;",
-        ".reg .b32 dot, other_dot, square, other_square, signs<4>, scale_bits, amax_bits, nan;",
-        "mov.b32 dot, 0; mov.b32 other_dot, 0; mov.b32 square, 0; mov.b32 other_square, 0;",
-        f"mul.f32 eighth, {inverse}, 0f3E000000;",
-        f"mov.b32 amax_bits, {amax};",
+        ".reg .pred usual, in_range, is_other;",
+        ".reg .b16 both; .reg .b32 codes<2>, other_codes<2>, scales, amax_bits, exponent, first, last, above_least;",
+        ".reg .f32 amax, step, other_step, inverse, other_inverse, factor, a, other_a;",
+        ".reg .b32 dot, other_dot, square, other_square;",
+        *_block_scales(kind, widen, words),
+        "mul.f32 inverse, inverse, 0f3E000000;",
+        # The power of two: exponents add up to that of 2**15.
+        "mov.b32 amax_bits, amax;",
         "and.b32 exponent, amax_bits, 0x7F800000;",
         f"sub.u32 exponent, {(127 + 15 + 127) << 23}, exponent;",
         "mov.b32 factor, exponent;",
+        f"sub.u32 above_least, amax_bits, {_LEAST_MAGNITUDE};",
+        f"setp.le.u32 in_range, above_least, {_LARGEST_MAGNITUDE - _LEAST_MAGNITUDE};",
+        "@!in_range bra DEFINED;",
+        f"mov.b32 first, {_DOUBLES[0]}; mov.b32 last, {_DOUBLES[1]};",
+        *(f"mov.b32 {name}, 0;" for name in ("dot", "other_dot", "square", "other_square")),
     ]
-    for half in range(2):
-        own = words[4 * half : 4 * half + 4]
-        for i, word in enumerate(own):
-            lines += [inline(widen, [f"x{2 * i}", f"x{2 * i + 1}", word]), f"abs.f32 x{2 * i}, x{2 * i};", f"abs.f32 x{2 * i + 1}, x{2 * i + 1};"]
-        for i in range(8):
-            lines += [
-                f"mul.rn.sat.f32 scaled, x{i}, eighth;",
-                f"fma.rn.f32 sum, scaled, 0f41000000, 0f{MAGIC:08X};",
-                f"mov.b32 index{i}, sum;",
-                f"add.s32 index{i}, index{i}, {-MAGIC};",
-                "fma.rn.f32 line, scaled, 0f00000004, 0f00000004;",
-                "mov.b32 last, line;",
-                f"min.s32 index{i}, index{i}, last;",
-                f"mul.rn.f32 scaled, x{i}, {other_inverse};",
-                f"add.rn.f32 sum, scaled, 0f{MAGIC:08X};",
-                f"mov.b32 other{i}, sum;",
-                f"fma.rn.f32 sum, x{i}, factor, 0f4B000000;",  # 2**23: the low 16 bits are the integer
-                f"mov.b32 value{i}, sum;",
-            ]
-        lines.append(f"mov.b32 codes{half}, 0;")
-        for i in reversed(range(4)):
-            lines.append(f"cvt.pack.sat.s4.s32.b32 codes{half}, index{2 * i + 1}, index{2 * i}, codes{half};")
-        # Indices times powers of 16 add up, modulo 2**32, to codes and a constant.
-        shift = 4
-        count = 8
-        while count > 1:
-            count //= 2
-            for i in range(count):
-                lines.append(f"mad.lo.u32 other{i}, other{2 * i + 1}, {1 << shift}, other{2 * i};")
-            shift *= 2
-        lines.append(f"sub.u32 other_codes{half}, other0, {MAGIC * 0x11111111 % 2**32};")
-        for i in range(4):
-            lines.append(f"prmt.b32 value{i}, value{2 * i}, value{2 * i + 1}, 0x5410;")
-        for prefix in ("", "other_"):
-            for quarter in range(2):
-                code = f"{prefix}codes{half}"
-                if quarter:
-                    lines.append(f"shr.u32 bytes, {code}, 16;")
-                    code = "bytes"
-                lines += [
-                    f"prmt.b32 bytes, {_DOUBLES[0]}, {_DOUBLES[1]}, {code};",
-                    f"dp2a.lo.u32.u32 {prefix}dot, value{2 * quarter}, bytes, {prefix}dot;",
-                    f"dp2a.hi.u32.u32 {prefix}dot, value{2 * quarter + 1}, bytes, {prefix}dot;",
-                    f"dp4a.u32.u32 {prefix}square, bytes, bytes, {prefix}square;",
-                ]
+    lines += ["{", *_codes_and_sums(0, widen, words[:4]), "}"]
+    # A branch between the halves: ptxas would interleave them, with registers for both.
     lines += [
+        f"sub.u32 above_least, scales, {_LEAST_SCALE << 8};",
+        f"setp.lt.u32 in_range, above_least, {_LARGEST_SCALE - _LEAST_SCALE + 1 << 8};",
+        "@!in_range bra DEFINED;",
+    ]
+    lines += [
+        *("{", *_codes_and_sums(1, widen, words[4:]), "}"),
+        *_choice(),
+        *(f"selp.b32 codes{half}, other_codes{half}, codes{half}, is_other;" for half in range(2)),
+        *(line for half in range(2) for line in _signs(half, words[4 * half : 4 * half + 4])),
+        "@usual bra END;",
+        "DEFINED:",
+        exact,
+        "END:",
+        "mov.b32 $0, codes0;",
+        "mov.b32 $1, codes1;",
+        "mov.b32 $2, scales;",
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _block_scales(kind: str, widen: str, words: Sequence[str]) -> list[str]:
+    """Sets `amax`, NaN if an element is, `scales`, of 6 in the second byte and of 4 in the first, steps and inverses.
+
+    The quotient of `amax` is rounded correctly (Markstein), unless its remainder leaves the range of float32, where
+    the block takes the branch. The inverses are `arithmetic.rounded_reciprocal`.
+    """
+    lines = [
+        "{ .reg .b32 largest, pair; .reg .b16 half<2>; .reg .f32 low, high, quotient, other_quotient, rest;",
+        f"max.NaN.xorsign.abs.{kind}x2 largest, {words[0]}, {words[1]};",
+        *(f"max.NaN.xorsign.abs.{kind}x2 largest, largest, {word};" for word in words[2:]),
+        inline(widen, ["low", "high", "largest"]),
+        "abs.f32 low, low;",
+        "abs.f32 high, high;",
+        "max.NaN.f32 amax, low, high;",
+    ]
+    for prefix, divisor, inverse in (("", "$12", "$13"), ("other_", "$14", "$15")):
+        lines += [
+            f"mul.rn.f32 {prefix}quotient, amax, {inverse};",
+            f"neg.f32 rest, {prefix}quotient;",
+            f"fma.rn.f32 rest, {divisor}, rest, amax;",
+            f"fma.rn.f32 {prefix}quotient, rest, {inverse}, {prefix}quotient;",
+        ]
+    lines += [
+        "cvt.rn.satfinite.e4m3x2.f32 both, quotient, other_quotient;",
+        "cvt.u32.u16 scales, both;",
+        "cvt.rn.f16x2.e4m3x2 pair, both;",
+        "mov.b32 {half0, half1}, pair;",
+    ]
+    for prefix, half in (("", "half1"), ("other_", "half0")):
+        lines += [
+            f"cvt.f32.f16 {prefix}step, {half};",
+            f"mul.rn.f32 {prefix}step, {prefix}step, $11;",
+            f"rcp.approx.ftz.f32 low, {prefix}step;",
+            "neg.f32 high, low;",
+            f"fma.rn.f32 high, {prefix}step, high, 0f3F800000;",
+            f"fma.rn.f32 {prefix}inverse, low, high, low;",
+        ]
+    return [*lines, "}"]
+
+
+def _codes_and_sums(half: int, widen: str, words: Sequence[str]) -> list[str]:
+    """Sets `codes` and `other_codes` of eight elements, without signs, and adds to the sums of both."""
+    lines = [
+        ".reg .f32 x<8>, scaled, sum, line; .reg .b32 index<8>, least, other<8>, value<8>, bytes, last_four, other_last_four;",
+        *(inline(widen, [f"x{2 * i}", f"x{2 * i + 1}", word]) for i, word in enumerate(words)),
+    ]
+    for i in range(8):
+        lines += [
+            f"abs.f32 x{i}, x{i};",
+            f"mul.rn.sat.f32 scaled, x{i}, inverse;",
+            f"fma.rn.f32 sum, scaled, 0f41000000, 0f{MAGIC:08X};",
+            f"mov.b32 index{i}, sum;",
+            f"add.s32 index{i}, index{i}, {-MAGIC};",
+            "fma.rn.f32 line, scaled, 0f00000004, 0f00000004;",
+            "mov.b32 least, line;",
+            f"min.s32 index{i}, index{i}, least;",
+            f"mul.rn.f32 scaled, x{i}, other_inverse;",
+            f"add.rn.f32 sum, scaled, 0f{MAGIC:08X};",
+            f"mov.b32 other{i}, sum;",
+            f"fma.rn.f32 sum, x{i}, factor, 0f4B000000;",  # 2**23: the low 16 bits are the integer
+            f"mov.b32 value{i}, sum;",
+        ]
+    packed = "0"
+    for i, name in ((3, "last_four"), (2, "last_four"), (1, f"codes{half}"), (0, f"codes{half}")):
+        lines.append(f"cvt.pack.sat.s4.s32.b32 {name}, index{2 * i + 1}, index{2 * i}, {packed};")
+        packed = name
+    # Indices times powers of 16 add up, modulo 2**32, to codes and a constant.
+    for count, shift in ((4, 4), (2, 8), (1, 16)):
+        lines += [f"mad.lo.u32 other{i}, other{2 * i + 1}, {1 << shift}, other{2 * i};" for i in range(count)]
+    lines.append(f"sub.u32 other_codes{half}, other0, {MAGIC * 0x11111111 % 2**32};")
+    lines += [f"prmt.b32 value{i}, value{2 * i}, value{2 * i + 1}, 0x5410;" for i in range(4)]
+    lines.append(f"shr.u32 other_last_four, other_codes{half}, 16;")
+    for prefix in ("", "other_"):
+        for quarter, selector in enumerate((f"{prefix}codes{half}", f"{prefix}last_four")):
+            lines += [
+                f"prmt.b32 bytes, first, last, {selector};",
+                f"dp2a.lo.u32.u32 {prefix}dot, value{2 * quarter}, bytes, {prefix}dot;",
+                f"dp2a.hi.u32.u32 {prefix}dot, value{2 * quarter + 1}, bytes, {prefix}dot;",
+                f"dp4a.u32.u32 {prefix}square, bytes, bytes, {prefix}square;",
+            ]
+    return lines
+
+
+def _choice() -> list[str]:
+    """Sets `is_other`, `scales` to the chosen one, and `usual` unless the defined sums have to be compared."""
+    lines = [
+        "{ .reg .f32 quarter, squares, sum, bound;",
+        # With twice the values, and a quarter of the step, this is a quarter of A.
         "sub.u32 exponent, exponent, 0x01000000;",
         "mov.b32 quarter, exponent;",
     ]
-    for prefix, each in (("", step), ("other_", other_step)):
+    for prefix in ("", "other_"):
         lines += [
-            f"mul.f32 scaled, {each}, quarter;",
-            f"cvt.rn.f32.u32 sum, {prefix}square;",
-            f"cvt.rn.f32.u32 line, {prefix}dot;",
-            "neg.f32 line, line;",
-            "fma.rn.f32 line, sum, scaled, line;",
-            f"mul.rn.f32 {prefix}a, line, scaled;",
+            f"mul.f32 {prefix}step, {prefix}step, quarter;",
+            f"cvt.rn.f32.u32 squares, {prefix}square;",
+            f"cvt.rn.f32.u32 sum, {prefix}dot;",
+            "neg.f32 sum, sum;",
+            f"fma.rn.f32 sum, squares, {prefix}step, sum;",
+            f"mul.rn.f32 {prefix}a, sum, {prefix}step;",
         ]
-    lines += [
+    return [
+        *lines,
         "add.f32 bound, a, other_a;",
         "sub.f32 sum, other_a, a;",
         "setp.lt.f32 is_other, sum, 0f00000000;",
         "abs.f32 sum, sum;",
         "fma.rn.f32 bound, bound, 0f35800000, sum;",
-        f"sub.u32 amax_bits, amax_bits, {_LEAST_MAGNITUDE};",
-        f"sub.u32 scale_bits, {six}, {_LEAST_SCALE};",
-        *[f"max.NaN.xorsign.abs.{kind}x2 nan, {words[0] if i == 1 else 'nan'}, {words[i]};" for i in range(1, 8)],
-        f"setp.nan.{kind}x2 low_nan|high_nan, nan, nan;",
-        "or.pred low_nan, low_nan, high_nan;",
-        "not.pred low_nan, low_nan;",
-        f"setp.le.and.u32 usual, amax_bits, {_LARGEST_MAGNITUDE - _LEAST_MAGNITUDE}, low_nan;",
-        f"setp.le.and.u32 usual, scale_bits, {_LARGEST_SCALE - _LEAST_SCALE}, usual;",
-        "setp.gt.and.f32 usual, bound, 0f00000000, usual;",
+        "setp.gt.f32 usual, bound, 0f00000000;",
+        "shr.u32 above_least, scales, 8;",
+        "selp.b32 scales, scales, above_least, is_other;",
+        "}",
     ]
-    for half in range(2):
-        own = words[4 * half : 4 * half + 4]
-        lines += [
-            f"selp.b32 codes{half}, other_codes{half}, codes{half}, is_other;",
-            f"prmt.b32 signs0, {own[0]}, {own[1]}, 0xFBD9;",
-            f"prmt.b32 signs1, {own[2]}, {own[3]}, 0xFBD9;",
-            "prmt.b32 signs2, signs0, signs1, 0x5410;",
-            "prmt.b32 signs3, signs0, signs1, 0x7632;",
-            "and.b32 signs2, signs2, 0x08080808;",
-            "and.b32 signs3, signs3, 0x80808080;",
-            f"or.b32 codes{half}, codes{half}, signs2;",
-            f"or.b32 codes{half}, codes{half}, signs3;",
-        ]
-    lines += ["@usual bra END;", exact, "END:"]
-    lines += ["mov.b32 $0, codes0;", "mov.b32 $1, codes1;", f"selp.b32 $2, {four}, {six}, is_other;"]
-    return "\n".join(["{", *lines, "}"])
+
+
+def _signs(half: int, words: Sequence[str]) -> list[str]:
+    """Adds the signs of eight elements to `codes`."""
+    return [
+        "{ .reg .b32 first_four, last_four, even, odd;",
+        f"prmt.b32 first_four, {words[0]}, {words[1]}, 0xFBD9;",  # bytes of sign bits: even, even, odd, odd
+        f"prmt.b32 last_four, {words[2]}, {words[3]}, 0xFBD9;",
+        "prmt.b32 even, first_four, last_four, 0x5410;",
+        "prmt.b32 odd, first_four, last_four, 0x7632;",
+        "and.b32 even, even, 0x08080808;",
+        "and.b32 odd, odd, 0x80808080;",
+        f"or.b32 codes{half}, codes{half}, even;",
+        f"or.b32 codes{half}, codes{half}, odd; }}",
+    ]
