@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -491,15 +490,12 @@ def _squared_errors(
     return quant.sum_of_squares(*errors)
 
 
-_MAGIC = 0x4AFFFFFC
-"""The bits of `2**23 - 2` in float32. Its sums with magnitudes are rounded to halves below 2, to integers from there."""
-
 _PTX_OF_INDEX = f"""{{ .reg .f32 magnitude, sum, line; .reg .b32 index, last;
 abs.f32 magnitude, $1;
 mul.rn.sat.f32 magnitude, magnitude, $2;
-fma.rn.f32 sum, magnitude, 0f41000000, 0f{_MAGIC:08X};
+fma.rn.f32 sum, magnitude, 0f41000000, 0f{four_over_six.MAGIC:08X};
 mov.b32 index, sum;
-add.s32 index, index, {-_MAGIC};
+add.s32 index, index, {-four_over_six.MAGIC};
 fma.rn.f32 line, magnitude, 0f00000004, 0f00000004;
 mov.b32 last, line;
 min.s32 $0, index, last; }}"""

@@ -31,7 +31,7 @@ COLUMNS = 8
 """Pairs of elements of a block."""
 
 MAGIC = 0x4AFFFFFC
-"""The bits of `2**23 - 2` in float32; `arithmetic._e2m1_indices` says what its sums are."""
+"""The bits of `2**23 - 2` in float32. Sums with it are rounded to halves up to 2, and to integers from there."""
 
 _DOUBLES = (0x03020100, 0x0C080604)
 """Twice the values of e2m1, a byte each."""
@@ -143,7 +143,8 @@ def _block_scales(kind: str, widen: str, words: Sequence[str]) -> list[str]:
 def _codes_and_sums(half: int, widen: str, words: Sequence[str]) -> list[str]:
     """Sets `codes` and `other_codes` of eight elements, without signs, and adds to the sums of both."""
     lines = [
-        ".reg .f32 x<8>, scaled, sum, line; .reg .b32 index<8>, least, other<8>, value<8>, bytes, last_four, other_last_four;",
+        ".reg .f32 x<8>, scaled, sum, line;",
+        ".reg .b32 index<8>, least, other<8>, value<8>, bytes, last_four, other_last_four;",
         *(inline(widen, [f"x{2 * i}", f"x{2 * i + 1}", word]) for i, word in enumerate(words)),
     ]
     for i in range(8):
