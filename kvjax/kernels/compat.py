@@ -438,10 +438,10 @@ def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[
     i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
     layout = x.layout.reduce((len(x.shape) - 1,))
     codes, results = np.empty_like(x.registers), np.empty(layout.registers_shape(x.shape[:-1]), dtype=object)
-    scalars = [each.registers.item() if isinstance(each, mgpu.FragmentedArray) else each for each in scalars]
+    numbers = [each.registers.item() if isinstance(each, mgpu.FragmentedArray) else each for each in scalars]
     for i, row in enumerate(x.registers.flat):
         elements = [vector.extract(row, [], [j]) for j in range(columns)]
-        *words, result = utils.inline_ptx(code, *elements, *scalars, result_types=[i32] * 3)
+        *words, result = utils.inline_ptx(code, *elements, *numbers, result_types=[i32] * 3)
         words = vector.from_elements(ir.VectorType.get((2,), i32), words)
         codes.flat[i] = vector.bitcast(ir.VectorType.get((columns,), byte), words)
         results.flat[i] = vector.broadcast(ir.VectorType.get((1,), byte), arith.trunci(byte, result))
