@@ -219,6 +219,7 @@ _OPCODES: dict[str, Callable[..., np.ndarray]] = {
     "setp.eq.f32": _compare(np.equal, np.float32),
     "setp.lt.f32": _compare(np.less, np.float32),
     "setp.gt.f32": _compare(np.greater, np.float32),
+    "setp.eq.u32": _compare(np.equal, np.uint32),
     "setp.lt.u32": _compare(np.less, np.uint32),
     "setp.le.u32": _compare(np.less_equal, np.uint32),
     "max.f32": _of_floats(np.fmax),

@@ -107,6 +107,12 @@ def test_unusual_blocks_compare_the_defined_sums(source):
     np.testing.assert_array_equal(unusual, [False, *[True] * 7, False])
 
 
+@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
+def test_four_over_six_in_ptx_ends_for_any_scale(scale):
+    with np.errstate(invalid="ignore", divide="ignore"):
+        blocks_in_ptx(np.ones((1, 16), np.float16), scale, arithmetic._ptx_of_block(np.dtype(np.float16)))
+
+
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
 def test_a_widened_nan_is_canonical(source):
     x = all_values(INPUT_DTYPES[source])  # not interpreted: GPUs widen by a shift, which keeps a NaN's bits

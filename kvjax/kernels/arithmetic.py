@@ -172,13 +172,19 @@ def _ptx_of_defined_choice(widen: str) -> str:
     magnitudes = [f"abs.f32 {x}, {x};" for x in (*low, *high)]
     lines = [
         ".reg .f32 error, total, first_total, divisor, decoded; .reg .pred is_second;",
-        ".reg .b32 own<2>, first<2>, bits, first_bits;",
+        ".reg .b32 own<2>, first<2>, bits, first_bits, own_divisor, last_divisor;",
         "mov.f32 amax, 0f00000000;",
     ]
     for half in range(2):  # of a number and a NaN, the maximum is the number
         lines += [*widened(half), *magnitudes, *(f"max.f32 amax, amax, {x};" for x in (*low, *high)), "}"]
-    # A loop that ptxas cannot count: it would interleave both candidates, with registers for both.
-    lines += ["mov.f32 divisor, $12;", "CANDIDATE:", *_PTX_OF_DEFINED_SCALE]
+    # A loop that ptxas cannot count: it would interleave both candidates, with registers for both. It ends for any
+    # scale, because it compares bits.
+    lines += [
+        "mov.b32 first0, 0; mov.b32 first1, 0; mov.f32 first_total, 0f00000000; mov.b32 first_bits, 0;",
+        "mov.f32 divisor, $12;",
+        "CANDIDATE:",
+        *_PTX_OF_DEFINED_SCALE,
+    ]
     for half, error in enumerate(("total", "error")):
         lines += [*widened(half), f".reg .b32 codes, {', '.join((*low_index, *high_index))};", *magnitudes]
         for names in zip((*low_index, *high_index), (*low, *high), strict=True):
@@ -188,7 +194,8 @@ def _ptx_of_defined_choice(widen: str) -> str:
         lines += [*_ptx_to_pack("codes", low_index, high_index), f"mov.b32 own{half}, codes;", "}"]
     lines += [
         "add.rn.f32 total, total, error;",
-        "setp.eq.f32 is_second, divisor, $14;",
+        "mov.b32 own_divisor, divisor; mov.b32 last_divisor, $14;",
+        "setp.eq.u32 is_second, own_divisor, last_divisor;",
         "@is_second bra BOTH;",
         "mov.b32 first0, own0; mov.b32 first1, own1; mov.f32 first_total, total; mov.b32 first_bits, bits;",
         "mov.f32 divisor, $14;",
