@@ -164,7 +164,9 @@ def rope_and_cache(
     check_tensors(slot_mapping=slot_mapping, positions=positions, cos_sin_cache=cos_sin_cache)
     k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
     check_tensors(k_scale=k_scale, v_scale=v_scale)
-    rotated: torch.Tensor = torch.ops.kvjax.rope_and_cache.default(
+    own_scales = has_scale_tensors(k_scale)  # as in `reshape_and_cache_flash`
+    rotate = torch.ops.kvjax.rope_and_cache_per_token_head if own_scales else torch.ops.kvjax.rope_and_cache
+    rotated: torch.Tensor = rotate.default(
         query,
         key,
         value,
