@@ -14,10 +14,12 @@ multiplied by 0.
 What remains is rounding. Of `A`: the two sums are below `2**24`, and `A` is rounded twice, to `2**-23` of it. Of the
 sums as `kvjax.quant` defines them: seven roundings at most, each of `2**-24`. A sum is less than `A`, in magnitude: a
 magnitude from 0.75 steps on adds more to `A` than its squared error, and all others in a block add less than one
-squared step, of the 25 that the largest adds. So where both `A` differ by more than `2**-20` of their sum, their
-difference has the sign that the difference of the defined sums has. All other blocks, some of ten thousand, take the
-defined sums, in a branch; so do blocks with NaN, with a block scale that is subnormal or might be clamped, which may
-make the second candidate's codes exceed 4, and with numbers whose squares float32 might not hold.
+squared step, of the 14 at least that the largest adds. So where both `A` differ by more than `2**-20` of their sum,
+their difference has the sign that the difference of the defined sums has.
+
+All other blocks, some of ten thousand, compare the defined sums, in a branch. So do blocks with NaN or of zeros, blocks
+with numbers whose squares float32 might not hold, and those whose first scale is subnormal or whose second might be
+clamped: elsewhere the second candidate has no magnitude above 4.5 steps, and takes fewer instructions.
 """
 
 from __future__ import annotations
