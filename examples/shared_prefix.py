@@ -46,6 +46,7 @@ def shared_prefix_attention(
         jnp.array([prefix_table.shape[0] * size + num_seqs]),
         jnp.array([0, num_seqs]),
         max_q_len=num_seqs,
+        decode_q_len=0,
         return_lse=True,
         **options,
     )

@@ -13,15 +13,16 @@ from kvjax.kernels.prompts import ALIGNMENT, ROWS, Operands, Problem, PromptConf
 
 def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: PromptConfig) -> None:
     """All tokens belong to the first segment; the others are not touched."""
-    query, keys, values, q_starts, q_lens, positions, bias, has_absent, factor, v_factor, sinks = operands
+    query, keys, values, q_starts, q_lens, positions, bias, has_absent, (factor, v_factor, sinks) = operands
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[2]
-    assert num_tokens % ALIGNMENT == 0
     assert num_tokens >= ROWS
     assert keys.shape[1] % ALIGNMENT == 0
     assert keys.shape[1] >= config.tokens
     row, token = jnp.arange(num_tokens), jnp.arange(keys.shape[1])
-    grouped = query.reshape(num_tokens, num_kv_heads, -1, head_size).astype(jnp.float32)
+    most = float(jnp.finfo(keys.dtype).max)
+    grouped = jnp.clip(query, -most, most).astype(keys.dtype).astype(jnp.float32)
+    grouped = grouped.reshape(num_tokens, num_kv_heads, -1, head_size)
     sink = sinks.reshape(num_kv_heads, -1, 1)
 
     def attend_one(results: Any, prompt: Any) -> Any:

@@ -183,6 +183,14 @@ def test_the_hardware_makes_e2m1_codes_where_it_can(target):
     assert ("cvt.rn.satfinite.e2m1x2.f32" in kernel.ptx) == (target == "b200")
 
 
+@matrix({"target": TARGETS, "input_dtype": ["float16", "bfloat16"]}, few={"input_dtype": ["bfloat16"]})
+def test_a_thread_that_holds_whole_blocks_compares_sums_of_integers(target, input_dtype):
+    many = {"num_tokens": 65536, "input_dtype": input_dtype}
+    [kernel] = compile_write(target, TYPICAL | many | {"dtype": "nvfp4_4over6"}).kernels
+    assert "dp4a" in kernel.ptx
+    assert kernel.registers <= 80  # six programs fit a multiprocessor
+
+
 def ieee_reciprocal(x):
     return elementwise(functools.partial(compat.ptx, "rcp.rn.f32 $0, $1;", jnp.reciprocal), x)
 

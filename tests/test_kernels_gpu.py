@@ -37,6 +37,7 @@ from kernel_cases import (
     check_gather,
     check_write,
     compare_gathers,
+    compare_writes,
     covering,
     reciprocals,
 )
@@ -104,6 +105,20 @@ def test_every_rounding_is_that_of_xla(dtype, scale, dense_dtype):
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_four_over_six_compares_sums_to_the_last_bit(implementation):
     check_encoding(KVCacheDType.NVFP4_4OVER6, nearly_tied_blocks(0.0173), 0.0173, implementation)
+
+
+@matrix({"source": ["float16", "bfloat16"], "scale": [1.0, 0.0173]}, pairs=True)
+def test_four_over_six_of_threads_that_hold_whole_blocks(source, scale):
+    """Eight heads of 1,200 tokens: two tokens a program, 128 blocks of keys and of values."""
+    spec = simple_spec(KVCacheDType.NVFP4_4OVER6, num_kv_heads=8, head_size=128)
+    with np.errstate(over="ignore", under="ignore"):
+        blocks = [nearly_tied_blocks(scale), adversarial_blocks(scale)]
+        x = np.concatenate(blocks).astype(INPUT_DTYPES[source])
+    key = np.resize(x, (1200, 8, 128))
+    value = np.random.default_rng(0).standard_normal(key.shape).astype(np.float32).astype(x.dtype)
+    slots = np.arange(len(key), dtype=np.int32)
+    scales = {name: np.float32(scale) for name in ("k_scale", "v_scale")}
+    compare_writes(spec, -(-len(key) // spec.block_size), key, value, slots, **scales)
 
 
 @matrix({"dtype": KERNEL_DTYPES, "dense_dtype": INPUT_DTYPES})

@@ -30,12 +30,13 @@ def operands(
     heads: tuple[int, int] = (2, 1),
     head_size: int = 64,
     head_size_v: int = 64,
-    num_tokens: int = 104,
+    num_tokens: int = 101,
     num_keys: int = 320,
     first_row: int = 3,
     absent: slice = slice(0),
     sinks: bool = False,
     dtype: Any = np.float16,
+    query_dtype: Any = None,
 ) -> Operands:
     """Random rows of sequences, the first of which begins at row `first_row`; NaN where no row looks."""
     rng = np.random.default_rng(0)
@@ -53,15 +54,20 @@ def operands(
     for prompt, length in enumerate(lens):
         keys = keys.at[prompt, length:].set(np.nan)
     return Operands(
-        normal(num_tokens, num_heads, head_size),
+        normal(num_tokens, num_heads, head_size).astype(query_dtype or dtype),
         keys,
         values,
         *(jnp.asarray(x, jnp.int32) for x in (starts, q_lens, positions)),
         jnp.asarray(bias),
         jnp.asarray([int(np.isinf(bias).any())] * len(q_lens), jnp.int32),
-        jnp.asarray(rng.uniform(0.05, 0.2, num_heads), jnp.float32),
-        jnp.asarray(rng.uniform(0.5, 2, num_heads), jnp.float32),
-        jnp.asarray(rng.standard_normal(num_heads) if sinks else np.full(num_heads, -np.inf), jnp.float32),
+        jnp.asarray(
+            [
+                rng.uniform(0.05, 0.2, num_heads),
+                rng.uniform(0.5, 2, num_heads),
+                rng.standard_normal(num_heads) if sinks else np.full(num_heads, -np.inf),
+            ],
+            jnp.float32,
+        ),
     )
 
 
@@ -110,7 +116,7 @@ def test_without_races(heads):
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ({"q_lens": (130,), "positions": (170,), "heads": (1, 1), "num_tokens": 136},
+                ({"q_lens": (130,), "positions": (170,), "heads": (1, 1), "num_tokens": 134},
                  Problem(130, 70, None), CONFIG),
                 ({"q_lens": (70, 20), "positions": (30, 70), "heads": (4, 2), "num_keys": 128, "absent": slice(5, 20)},
                  Problem(70, None, 5.0), CONFIG),
@@ -122,6 +128,8 @@ def test_without_races(heads):
                 ({"q_lens": (40,), "positions": (150,), "head_size": 256, "head_size_v": 256, "num_keys": 200},
                  Problem(40, 33, 9.0), CONFIG),
                 ({"q_lens": (40,), "positions": (150,), "dtype": jnp.bfloat16}, Problem(40, None, None), CONFIG),
+                ({"q_lens": (40,), "positions": (150,), "query_dtype": jnp.bfloat16},
+                 Problem(40, None, None), CONFIG),
             )
         ),
     ],
@@ -139,10 +147,10 @@ def test_the_model_is_attention():
     for row in range(30):
         seen = [t for t in range(90 + row - 49, 90 + row + 1) if not 3 <= t < 9]
         for head in range(4):
-            logits = query[3 + row, head] @ keys[0, seen, head // 2].T * float(args.factor[head])
+            logits = query[3 + row, head] @ keys[0, seen, head // 2].T * float(args.heads[0, head])
             weights = np.exp(7.0 * np.tanh(logits / 7.0))
-            total = weights.sum() + np.exp(float(args.sinks[head]))
-            expected = weights @ values[0, seen, head // 2] / total * float(args.v_factor[head])
+            total = weights.sum() + np.exp(float(args.heads[2, head]))
+            expected = weights @ values[0, seen, head // 2] / total * float(args.heads[1, head])
             np.testing.assert_allclose(got[3 + row, head], expected, atol=4e-3)
             np.testing.assert_allclose(log[3 + row, head], np.log(total), atol=1e-5)
 
@@ -200,12 +208,12 @@ def test_compiled(head_size, group, problem, segments, most_spilled):
         functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, segments)),
         struct((segments, *query), jnp.bfloat16),
         struct((segments, *query[:2]), jnp.float32),
-        struct(query, jnp.float16),
+        struct(query, jnp.bfloat16),
         *[struct(dense, jnp.float16)] * 2,
         *[struct((1,), jnp.int32)] * 3,
         struct(dense[:2], jnp.float32),
         struct((1,), jnp.int32),
-        *[struct(query[1:2], jnp.float32)] * 3,
+        struct((3, query[1]), jnp.float32),
         donate_argnums=(0, 1),
     )
     [kernel] = program.kernels

@@ -244,7 +244,7 @@ def test_buckets(attend, q_lens):
     """Whatever they are, as long as they hold the call."""
     problem = build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=20))
     longest = max(q_lens)
-    for decode_q_len in {1, min(longest, 4), longest, longest + 7}:
+    for decode_q_len in {0, 1, min(longest, 4), longest, longest + 7}:
         prompts = sum(q_len > decode_q_len for q_len in q_lens)
         buckets = {"max_q_len": longest, "decode_q_len": decode_q_len, "max_prompts": prompts}
         suite.assert_right(problem, *run(problem, functools.partial(attend, **buckets)), **slack(problem.case, attend))

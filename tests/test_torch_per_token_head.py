@@ -12,11 +12,12 @@ from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, matrix
 from kvjax import FullAttentionSpec, KVCacheTypeError, KVCacheValueError, kernels
 
 torch = pytest.importorskip("torch")
+from test_torch_rope import run_interpreted  # noqa: E402
 from torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
-from kvjax_torch.calls import gather_call, write_call  # noqa: E402
+from kvjax_torch.arguments import gather_plan, rope_plan, write_plan  # noqa: E402
+from kvjax_torch.calls import gather_call, rope_call, write_call  # noqa: E402
 from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
 
 DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
@@ -144,6 +145,35 @@ def test_vllms_layouts_are_written_and_read_in_place(dtype, layout, input_dtype,
         assert_same_bytes(to_numpy(got, FLOAT32), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@matrix(
+    {
+        "dtype": [dtype.value for dtype in reference.PER_TOKEN_HEAD],
+        "layout": LAYOUTS,
+        "input_dtype": INPUT_DTYPES,
+        "is_neox": [True, False],
+    },
+    pairs=True,
+)
+def test_rotated_keys_are_written_to_vllms_layouts(dtype, layout, input_dtype, is_neox, device, request):
+    device, _, through_jax = device.partition(" ")
+    if through_jax:
+        request.getfixturevalue("through_jax")
+    spec = make_spec(dtype, layout)
+    pages, wanted = (Pages(spec, layout, torch.uint8, where) for where in (device, "cpu"))
+    key, value = kv_tokens(spec, len(SLOTS), INPUT_DTYPES[input_dtype])
+    query = np.concatenate([key, key[::-1]], axis=1)
+    table = np.random.default_rng(3).uniform(-1, 1, (40, 32)).astype(np.float32)
+    positions = np.arange(len(SLOTS)) * 4
+    put(wanted, reference.rotate(key, table, positions, is_neox), value, dtype)
+    rows = [from_numpy(x).to(device) for x in (query, key, value)]
+    others = [torch.from_numpy(x).to(device) for x in (SLOTS, positions, table)]
+    rotated = kvjax_torch.rope_and_cache(*rows, *pages.tensors, *others, dtype, *pages.scales, is_neox=is_neox)
+    assert_same_bytes(to_numpy(rotated, key.dtype), reference.rotate(query, table, positions, is_neox))
+    for got, expected in zip(pages.copy(), wanted.copy(), strict=True):
+        assert_same_bytes(got.view(np.uint8), expected.view(np.uint8))
+
+
 @pytest.mark.parametrize("device", DEVICES[:2])
 @pytest.mark.parametrize("dtype", [dtype.value for dtype in reference.PER_TOKEN_HEAD])
 def test_attention_over_vllms_layout(dtype, device):
@@ -176,12 +206,39 @@ def test_attention_over_vllms_layout(dtype, device):
 def test_torch_knows_that_scales_in_tensors_of_their_own_are_written():
     pages = Pages(make_spec("int8_per_token_head"), "interleaved", torch.int8)
     key, value = (torch.ones(2, 3, size) for size in (64, 48))
-    arguments = (key, value, *pages.tensors, torch.arange(2), "int8_per_token_head", *pages.scales)
-    torch.library.opcheck(
-        torch.ops.kvjax.reshape_and_cache_flash_per_token_head.default,
-        arguments,
-        test_utils=("test_schema", "test_faketensor"),
+    stored_as = "int8_per_token_head", *pages.scales
+    tensors = key, value, *pages.tensors, torch.arange(2)
+    written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head
+    rotated = torch.ops.kvjax.rope_and_cache_per_token_head
+    for operation, arguments in (
+        (written, (*tensors, *stored_as)),
+        (rotated, (key, *tensors, torch.arange(2), torch.ones(4, 64), *stored_as)),
+    ):
+        torch.library.opcheck(operation.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    for operation in (torch.ops.kvjax.reshape_and_cache_flash, torch.ops.kvjax.rope_and_cache):
+        arguments = tensors if operation.__name__.startswith("reshape") else (key, *tensors, tensors[-1], key[0])
+        with pytest.raises(KVCacheTypeError, match=r"expected torch\.ops\.kvjax\.\w+_per_token_head"):
+            operation(*arguments, *stored_as)
+
+
+@matrix({"layout": LAYOUTS, "dtype": [dtype.value for dtype in reference.PER_TOKEN_HEAD]}, pairs=True)
+def test_the_interpreted_kernel_writes_rotated_keys_to_vllms_layouts(layout, dtype):
+    spec = make_spec(dtype, layout)
+    pages, wanted = (Pages(spec, layout, torch.uint8) for _ in range(2))
+    key, value = kv_tokens(spec, len(SLOTS), INPUT_DTYPES["bfloat16"])
+    table = np.random.default_rng(3).uniform(-1, 1, (40, 32)).astype(np.float32)
+    positions = np.arange(len(SLOTS)) * 4
+    put(wanted, reference.rotate(key, table, positions, is_neox=True), value, dtype)
+    rows = [from_numpy(x) for x in (key, key, value)]
+    slots, *others = (torch.from_numpy(x) for x in (SLOTS, positions, table))
+    plan = rope_plan(*rows, *pages.tensors, slots, *others, dtype, *pages.scales, "linear", True)
+    call, rotated = rope_call(
+        plan, rows[0], WriteTensors(*rows[1:], *pages.tensors, slots, *pages.scales), *others, True
     )
+    run_interpreted(call)
+    assert_same_bytes(to_numpy(rotated, key.dtype), reference.rotate(key, table, positions, is_neox=True))
+    for got, expected in zip(pages.copy(), wanted.copy(), strict=True):
+        assert_same_bytes(got.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize("operation", ["paged_attention", "ragged_paged_attention"])

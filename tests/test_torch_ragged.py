@@ -178,7 +178,7 @@ def test_buckets(attend, q_lens, window):
     """Whatever they are, as long as they hold the call."""
     problem = ragged_suite.build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=window))
     longest = max(q_lens)
-    for decode_q_len in {1, min(longest, 4), longest, longest + 7}:
+    for decode_q_len in {0, 1, min(longest, 4), longest, longest + 7}:
         bounded = functools.partial(attend, **numbers(q_lens, decode_q_len))
         slack = ragged_suite.slack(problem.case, attend)
         suite.assert_right(problem, *ragged_suite.run(problem, bounded), **slack)

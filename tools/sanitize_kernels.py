@@ -12,7 +12,7 @@ root of the source tree, with a Python whose jax sees the GPU:
 That allocator makes a separate allocation for each array. By default arrays share one, and memcheck misses accesses
 past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv-heads 8`.
 
-`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts.
+`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts, and the prompt kernel.
 
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes; with `--through-jax`, JAX runs them. The memory is then torch's: use
@@ -46,6 +46,7 @@ from kvjax import (
     gather_kv,
     kernels,
     paged_attention,
+    ragged_paged_attention,
     reshape_and_cache_flash,
 )
 from kvjax.kernels import memory
@@ -53,6 +54,9 @@ from kvjax.kernels import memory
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
 _attend = jax.jit(paged_attention, static_argnames=("implementation", "sliding_window", "return_lse"))
+_attend_ragged = jax.jit(
+    ragged_paged_attention, static_argnames=("implementation", "sliding_window", "max_q_len", "max_prompts")
+)
 
 _OFFSET, _POISON = 16, 0xAB
 """Offset in bytes of tensors from a multiple of 256, and the fill byte before them."""
@@ -95,6 +99,7 @@ def run(
     table = np.arange(num_blocks, dtype=np.int32)[None]
     lengths = np.array([num_blocks * spec.block_size], np.int32)
     query = jnp.asarray(rng.standard_normal((2, 2, 4 * spec.num_kv_heads, spec.head_size), np.float32), jnp.bfloat16)
+    chunks = jnp.asarray(rng.standard_normal((105, *query.shape[2:]), np.float32), jnp.bfloat16)
     sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
     attends = attends and kernels.why_no_attention(spec) is None
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
@@ -110,6 +115,10 @@ def run(
         for window in (None, 20) if attends else ():
             options = {"sliding_window": window, "implementation": "mosaic", "return_lse": True}
             jax.block_until_ready(_attend(query, cache, *sequences, **scales, **options))
+            options = {"sliding_window": window, "implementation": "mosaic", "max_q_len": 70, "max_prompts": 2}
+            jax.block_until_ready(
+                _attend_ragged(chunks, cache, *sequences, np.int32([0, 70, 105]), **scales, **options)
+            )
 
 
 def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:

@@ -20,6 +20,7 @@ from benchmarks.peers.gathers import random_tokens
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow, RaggedRow
 from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
+from kvjax.ops.ragged import MAX_DECODE_Q_LEN
 
 DISTINCT_PAGES = 1_024
 """So many pages are filled with tokens of their own; caches are made of these, drawn at random."""
@@ -281,7 +282,10 @@ class RaggedJob(AttentionJob):
     def limits(self) -> dict[str, int]:
         """The static sizes of the call."""
         row = self.row
-        return {"max_q_len": row.q_len, "max_prompts": row.num_seqs if row.num_prompts is None else row.num_prompts}
+        if row.num_prompts is not None:
+            return {"max_q_len": row.q_len, "max_prompts": row.num_prompts}
+        decode_q_len = row.q_len if row.q_len <= MAX_DECODE_Q_LEN else 0
+        return {"max_q_len": row.q_len, "max_prompts": row.num_seqs, "decode_q_len": decode_q_len}
 
     def attention(self, implementation: str | None) -> Future[Any]:
         """`kvjax.ragged_paged_attention`, or where tokens are shared what examples/shared_prefix.py does."""

@@ -111,15 +111,7 @@ def rope_plan(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
-      UnsupportedError: scales of each token and head in tensors of their own.
     """
-    is_apart = has_scale_tensors(k_scale) or has_scale_tensors(v_scale)
-    if is_apart and resolve_cache_dtype(kv_cache_dtype, key_cache.dtype).info.quant_mode.is_per_token_head:
-        raise UnsupportedError(
-            f"k_scale, v_scale: got shapes {tuple(k_scale.shape)} and {tuple(v_scale.shape)}, scales of each token and"
-            " head in tensors of their own, expected caches whose rows hold them; or rotate, then"
-            " reshape_and_cache_flash"
-        )
     refuse_gradient(query=query, cos_sin_cache=cos_sin_cache)
     check_devices(key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping

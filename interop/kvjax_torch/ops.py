@@ -164,7 +164,9 @@ def rope_and_cache(
     check_tensors(slot_mapping=slot_mapping, positions=positions, cos_sin_cache=cos_sin_cache)
     k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
     check_tensors(k_scale=k_scale, v_scale=v_scale)
-    rotated: torch.Tensor = torch.ops.kvjax.rope_and_cache.default(
+    own_scales = has_scale_tensors(k_scale)  # as in `reshape_and_cache_flash`
+    rotate = torch.ops.kvjax.rope_and_cache_per_token_head if own_scales else torch.ops.kvjax.rope_and_cache
+    rotated: torch.Tensor = rotate.default(
         query,
         key,
         value,
@@ -462,7 +464,7 @@ def ragged_paged_attention(
       max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
         `num_tokens` allows.
       decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
-        `max_q_len` if that is at most 8, else 1.
+        `max_q_len` if that is at most 8, else 1. 0 for a step without sequences that decode.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each
@@ -495,7 +497,7 @@ def ragged_paged_attention(
         batch_invariant=as_bool("batch_invariant", batch_invariant),
         max_q_len=as_count("max_q_len", max_q_len, 1),
         max_prompts=as_count("max_prompts", max_prompts, 0),
-        decode_q_len=as_count("decode_q_len", decode_q_len, 1),
+        decode_q_len=as_count("decode_q_len", decode_q_len, 0),
     )
     return (out, lse) if return_lse else out
 

@@ -39,7 +39,8 @@ def attend(
     if query.numel() and tensors.block_table.numel():
         sequences = Sequences.of(query.shape[0], tensors, cu_q_lens)
         call = RaggedCall(query, tensors, sequences, sinks, results)
-        _decode(plan.attention, call)
+        if plan.attention.q_len:
+            _decode(plan.attention, call)
         if plan.max_prompts:
             prompts.attend(plan, call)
     return results.out[:-1], results.lse[:-1]

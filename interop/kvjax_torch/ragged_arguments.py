@@ -102,7 +102,7 @@ def buckets(
     longest = num_tokens if max_q_len is None else max_q_len
     longest = longest if batch_invariant else min(longest, num_tokens)
     default = longest if longest <= MAX_DECODE_Q_LEN else 1
-    decoding = max(1, default if decode_q_len is None else min(decode_q_len, longest))
+    decoding = max(default, 1) if decode_q_len is None else min(decode_q_len, max(longest, 1))
     prompts = min(num_seqs, num_seqs if batch_invariant else num_tokens // (decoding + 1)) if longest > decoding else 0
     return longest, prompts if max_prompts is None else min(max_prompts, prompts), decoding
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat
+from kvjax.kernels import compat, four_over_six
 from kvjax.quant import E2M1_MAX, E2M1_SECOND, E2M1_VALUES, LEAST_TOKEN_SCALE, canonical_nan_bits
 
 
@@ -114,6 +114,21 @@ def encode_nvfp4_4over6(
     pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
+    if len(pairs) == 2:
+        return _lesser_error(pairs, dtype, scale, broadcast)
+
+    def model(words: jax.Array, scale: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _lesser_error([words], dtype, scale, broadcast)
+
+    divisors = [largest * scale for largest in (E2M1_MAX, E2M1_SECOND)]
+    others = [x for divisor in divisors for x in (divisor, rounded_reciprocal(divisor))]
+    return compat.ptx_rows(_ptx_of_block(dtype), model, pairs[0], scale, *others)
+
+
+def _lesser_error(
+    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`encode_nvfp4_4over6` of blocks that threads may share."""
     amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
     candidates = []
     for largest in (E2M1_MAX, E2M1_SECOND):
@@ -127,6 +142,103 @@ def encode_nvfp4_4over6(
     bits = jnp.where(is_other != 0, other_bits.astype(jnp.int32), bits.astype(jnp.int32)).astype(jnp.uint8)
     low, high = _halves(pairs, dtype)
     return compat.ptx(_ptx_to_join_either, _join_either, *indices, low, high, *other_indices, broadcast(is_other)), bits
+
+
+def _ptx_of_block(dtype: np.dtype[Any]) -> str:
+    """PTX of `encode_nvfp4_4over6` for a thread that holds a whole block of 16-bit elements."""
+    if dtype == jnp.bfloat16:
+        kind, declared = "bf16", ".reg .b32 wide;"
+        widened = "shl.b32 wide, $2, 16; mov.b32 $0, wide; and.b32 wide, $2, 0xFFFF0000; mov.b32 $1, wide;"
+    else:
+        kind, declared = "f16", ".reg .b16 half<2>;"
+        widened = "mov.b32 {half0, half1}, $2; cvt.f32.f16 $0, half0; cvt.f32.f16 $1, half1;"
+    widen = f"{{ {declared} {widened} }}"
+    return four_over_six.encode(kind, widen, _ptx_of_defined_choice(widen))
+
+
+def _ptx_of_defined_choice(widen: str) -> str:
+    """PTX of `_lesser_error`, for `four_over_six.encode`; four words at a time, which takes fewer registers."""
+    columns = four_over_six.COLUMNS // 2
+    low, high, low_index, high_index = (
+        [f"{name}{i}" for i in range(columns)] for name in ("low", "high", "low_index", "high_index")
+    )
+    words = [[f"${3 + columns * half + i}" for i in range(columns)] for half in range(2)]
+    elements = f".reg .f32 {', '.join((*low, *high))};"
+
+    def widened(half: int) -> list[str]:
+        each = zip(low, high, words[half], strict=True)
+        return ["{", elements, *(four_over_six.inline(widen, names) for names in each)]
+
+    magnitudes = [f"abs.f32 {x}, {x};" for x in (*low, *high)]
+    lines = [
+        ".reg .f32 error, total, first_total, divisor, decoded; .reg .pred is_second;",
+        ".reg .b32 own<2>, first<2>, bits, first_bits, own_divisor, last_divisor;",
+        "mov.f32 amax, 0f00000000;",
+    ]
+    for half in range(2):  # of a number and a NaN, the maximum is the number
+        lines += [*widened(half), *magnitudes, *(f"max.f32 amax, amax, {x};" for x in (*low, *high)), "}"]
+    # A loop that ptxas cannot count: it would interleave both candidates, with registers for both. It ends for any
+    # scale, because it compares bits.
+    lines += [
+        "mov.b32 first0, 0; mov.b32 first1, 0; mov.f32 first_total, 0f00000000; mov.b32 first_bits, 0;",
+        "mov.f32 divisor, $12;",
+        "CANDIDATE:",
+        *_PTX_OF_DEFINED_SCALE,
+    ]
+    for half, error in enumerate(("total", "error")):
+        lines += [*widened(half), f".reg .b32 codes, {', '.join((*low_index, *high_index))};", *magnitudes]
+        for names in zip((*low_index, *high_index), (*low, *high), strict=True):
+            lines.append(four_over_six.inline(_PTX_OF_INDEX, [*names, "inverse"]))
+        operands = [*low_index, *high_index, *low, *high, *["decoded"] * columns]
+        lines.append(four_over_six.inline(_ptx_of_squared_errors(columns), [error, *operands]))
+        lines += [*_ptx_to_pack("codes", low_index, high_index), f"mov.b32 own{half}, codes;", "}"]
+    lines += [
+        "add.rn.f32 total, total, error;",
+        "mov.b32 own_divisor, divisor; mov.b32 last_divisor, $14;",
+        "setp.eq.u32 is_second, own_divisor, last_divisor;",
+        "@is_second bra BOTH;",
+        "mov.b32 first0, own0; mov.b32 first1, own1; mov.f32 first_total, total; mov.b32 first_bits, bits;",
+        "mov.f32 divisor, $14;",
+        "bra CANDIDATE;",
+        "BOTH:",
+        "setp.lt.f32 is_other, total, first_total;",
+        "selp.b32 scales, bits, first_bits, is_other;",
+    ]
+    for half in range(2):
+        lines += [*widened(half), ".reg .b32 codes;", f"selp.b32 codes, own{half}, first{half}, is_other;"]
+        lines += [four_over_six.inline(line, [f"codes{half}"]) for line in _ptx_to_add_signs(low, high)]
+        lines.append("}")
+    return "\n".join(["{", *lines, "}"])
+
+
+_PTX_OF_DEFINED_SCALE = (
+    "{ .reg .f64 wide, y, e; .reg .f32 x; .reg .b16 both, half<2>; .reg .b32 pair;",
+    "rcp.approx.ftz.f32 x, divisor;",
+    "cvt.f64.f32 y, x;",
+    "cvt.f64.f32 wide, divisor;",
+    "neg.f64 wide, wide;",
+    "mov.f64 e, 0d3FF0000000000000;",
+    "fma.rn.f64 e, wide, y, e;",
+    "fma.rn.f64 e, e, e, e;",
+    "fma.rn.f64 y, y, e, y;",
+    "cvt.f64.f32 wide, amax;",
+    "mul.rn.f64 wide, wide, y;",
+    "cvt.rn.f32.f64 x, wide;",
+    "cvt.rn.satfinite.e4m3x2.f32 both, x, x;",
+    "cvt.u32.u16 bits, both;",
+    "cvt.rn.f16x2.e4m3x2 pair, both;",
+    "mov.b32 {half0, half1}, pair;",
+    "cvt.f32.f16 decoded, half0;",
+    "mul.rn.f32 decoded, decoded, $11;",
+    "rcp.approx.ftz.f32 x, decoded;",
+    "neg.f32 inverse, x;",
+    "fma.rn.f32 inverse, decoded, inverse, 0f3F800000;",
+    "fma.rn.f32 inverse, x, inverse, x;",
+    "setp.eq.f32 is_other, decoded, 0f00000000;",
+    "selp.f32 inverse, 0f00000000, inverse, is_other;",
+    "mul.f32 inverse, inverse, 0f3E000000; }",
+)
+"""`_block_scales` of `amax` and `divisor`: sets `bits`, `decoded` and `inverse`, an eighth of the last."""
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -385,8 +497,15 @@ def _squared_errors(
     return quant.sum_of_squares(*errors)
 
 
-_LINES = ((16, 0), (8, 2), (4, 4))
-"""Slopes, in eighths of a magnitude, and starts of the three lines of `_e2m1_indices`."""
+_PTX_OF_INDEX = f"""{{ .reg .f32 magnitude, sum, line; .reg .b32 index, last;
+abs.f32 magnitude, $1;
+mul.rn.sat.f32 magnitude, magnitude, $2;
+fma.rn.f32 sum, magnitude, 0f41000000, 0f{four_over_six.MAGIC:08X};
+mov.b32 index, sum;
+add.s32 index, index, {-four_over_six.MAGIC};
+fma.rn.f32 line, magnitude, 0f00000004, 0f00000004;
+mov.b32 last, line;
+min.s32 $0, index, last; }}"""
 
 
 def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -398,32 +517,26 @@ def _e2m1_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
     tie, is rounding `g` to the nearest even integer. Rounding is monotonic: the least of the rounded lines is the
     rounded least line. Past 6 it is 7 or 8: callers saturate the index.
 
-    Subnormal float32 are the integers times `2**-149`, with these integers as their bits. So a fused multiply-add of
-    constants that small rounds a line to an integer, once and to nearest even. The product with `inverse` is rounded
-    before, like that of `kvjax.quant`; it saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8
-    changes no rounding.
+    A sum with `2**23 - 2` rounds the first two lines at once: up to `2**23`, where `a` is 2, float32 are halves apart,
+    and integers from there. Each has the next bits, so that the bits less those of `2**23 - 2` are the index. The last
+    line uses that subnormal float32 are the integers times `2**-149`, with these integers as their bits: a fused
+    multiply-add of constants that small rounds it to an integer.
+
+    Both round once and to nearest even. The product with `inverse` is rounded before, like that of `kvjax.quant`; it
+    saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8 changes no rounding.
 
     Examples: 0.75 is 1.5 on the line, index 2 (1.0). 2.5 is min(5, 4.5, 5.25) = 4.5, index 4 (2.0). 5 is 6.5, index 6
     (4.0), and 5.01 rounds to 7 (6.0).
 
     The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks one
-    instruction of the narrow one, the least of three integers, and four of the other.
+    instruction of the narrow one, which adds integers and takes the least, and three of the other.
     """
-    lines = [f"fma.rn.f32 line{i}, magnitude, 0f{slope:08X}, 0f{start:08X};" for i, (slope, start) in enumerate(_LINES)]
-    code = [
-        "{ .reg .f32 magnitude; .reg .b32 line<3>;",
-        "abs.f32 magnitude, $1;",
-        "mul.rn.sat.f32 magnitude, magnitude, $2;",
-        *lines,
-        "min.s32 line0, line0, line1;",
-        "min.s32 $0, line0, line2; }",
-    ]
-    return compat.ptx("\n".join(code), _least_line, x, inverse)
+    return compat.ptx(_PTX_OF_INDEX, _least_line, x, inverse)
 
 
 def _least_line(x: jax.Array, inverse: jax.Array) -> jax.Array:
     with jax.enable_x64(True):  # where the lines are exact
         magnitude = jnp.fmin(jnp.abs(x) * inverse, 1.0).astype(jnp.float64)
         magnitude = jnp.where(jnp.isnan(x), 0.0, magnitude)
-        lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in _LINES]
+        lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in ((16, 0), (8, 2), (4, 4))]
         return jnp.minimum(jnp.minimum(lines[0], lines[1]), lines[2])

@@ -362,6 +362,8 @@ def _scalar(register: Any) -> Any:
 _ptx = Primitive("kvjax_ptx")
 _ptx_reduce = Primitive("kvjax_ptx_reduce")
 _ptx_sum = Primitive("kvjax_ptx_sum")
+_ptx_rows = Primitive("kvjax_ptx_rows")
+_ptx_rows.multiple_results = True
 
 
 def ptx(
@@ -415,6 +417,27 @@ def ptx_sum(code: Callable[[int], str], model: Callable[..., jax.Array], *operan
         return sums[..., 0]
     result: jax.Array = _ptx_sum.bind(*operands, code=code)
     return result
+
+
+def ptx_rows(
+    code: str, model: Callable[..., tuple[jax.Array, jax.Array]], x: jax.Array, *scalars: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Runs PTX on each row of `x` where a thread holds whole rows; otherwise, and in interpret mode, runs `model`.
+
+    Args:
+      code: writes `$0` and `$1`, each the bytes of four columns, and `$2`, whose low byte is the second result; reads
+        the columns of `x` as `$3` to `$10`, then `scalars`. Has no side effects.
+      model: computes the same in `jax.numpy`, of `x` and `scalars`.
+      x: `[..., 8]`, of elements of 32 bits.
+      scalars: of 32 bits.
+
+    Returns:
+      uint8 `[..., 8]` and `[...]`.
+    """
+    if interpreting():
+        return model(x, *scalars)
+    codes, result = _ptx_rows.bind(x, *scalars, code=code, model=model)
+    return codes, result
 
 
 def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
@@ -474,6 +497,30 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
     return mgpu.FragmentedArray(_registers=partial, _layout=layout, _is_signed=None).reduce(add, len(shape) - 1)
 
 
+def _ptx_rows_results(x: Any, *_: Any, **__: Any) -> Any:
+    return [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in (x.shape, x.shape[:-1])]
+
+
+def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[..., Any]) -> Any:
+    [columns] = x.registers.flat[0].type.shape
+    if columns != x.shape[-1]:
+        return lowering._lower_fun(model)(ctx, x, *scalars)
+    i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+    layout = x.layout.reduce((len(x.shape) - 1,))
+    codes, results = np.empty_like(x.registers), np.empty(layout.registers_shape(x.shape[:-1]), dtype=object)
+    numbers = [each.registers.item() if isinstance(each, mgpu.FragmentedArray) else each for each in scalars]
+    for i, row in enumerate(x.registers.flat):
+        elements = [vector.extract(row, [], [j]) for j in range(columns)]
+        *words, result = utils.inline_ptx(code, *elements, *numbers, result_types=[i32] * 3)
+        words = vector.from_elements(ir.VectorType.get((2,), i32), words)
+        codes.flat[i] = vector.bitcast(ir.VectorType.get((columns,), byte), words)
+        results.flat[i] = vector.broadcast(ir.VectorType.get((1,), byte), arith.trunci(byte, result))
+    return [
+        mgpu.FragmentedArray(_registers=registers, _layout=each, _is_signed=False)
+        for registers, each in ((codes, x.layout), (results, layout))
+    ]
+
+
 def _per_element(code: str, element: Any) -> Callable[..., Any]:
     """A function from operand registers, or vectors of them, to a result register or vector."""
 
@@ -509,9 +556,11 @@ def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
 _ptx.def_abstract_eval(_ptx_result)
 _ptx_reduce.def_abstract_eval(_ptx_reduce_result)
 _ptx_sum.def_abstract_eval(_ptx_sum_result)
+_ptx_rows.def_abstract_eval(_ptx_rows_results)
 lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
 lowering.register_lowering_rule(_ptx_sum, plgpu.LoweringSemantics.Lane)(_lower_ptx_sum)
+lowering.register_lowering_rule(_ptx_rows, plgpu.LoweringSemantics.Lane)(_lower_ptx_rows)
 
 
 # Since 0.12 it takes two more arguments.

@@ -44,7 +44,7 @@ MIN_SEGMENT = 512
 """Least tokens of a segment: fewer are sooner read than merged."""
 
 ALIGNMENT = 8
-"""Rows at whose multiples a copy to the layout of `wgmma` may start; others would be copied to wrong places."""
+"""Tokens at whose multiples a copy to the layout of `wgmma` may start; others would be copied to wrong places."""
 
 WARPGROUPS = 2
 
@@ -82,18 +82,16 @@ class Operands(NamedTuple):
     """Arrays, or references to them.
 
     Attributes:
-      query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`; the number of tokens is a multiple of
-        `ALIGNMENT`, at least `ROWS`.
-      keys: of the same dtype, `[num_prompts, num_tokens, num_kv_heads, head_size]`; likewise, at least a tile.
-      values: likewise, `[.., head_size_v]`; finite also where no row looks.
+      query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`, at least `ROWS` tokens.
+      keys: float16 or bfloat16 `[num_prompts, num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple
+        of `ALIGNMENT`, at least a tile. Queries are converted to their dtype.
+      values: of their dtype, `[.., head_size_v]`; finite also where no row looks.
       q_starts: int32 `[num_prompts]`, the first row of each sequence.
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
       has_absent: int32 `[num_prompts]`, whether a token of a sequence is absent.
-      factor: float32 `[num_heads]`, positive, of the logits.
-      v_factor: float32 `[num_heads]`, of the results.
-      sinks: float32 `[num_heads]`, -inf for none.
+      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for none.
     """
 
     query: Any
@@ -104,9 +102,7 @@ class Operands(NamedTuple):
     positions: Any
     bias: Any
     has_absent: Any
-    factor: Any
-    v_factor: Any
-    sinks: Any
+    heads: Any
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
@@ -146,15 +142,14 @@ def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: Pro
     num_heads, num_kv_heads = query.shape[1], keys.shape[2]
     body = functools.partial(_body, problem, config)
     heads = WARPGROUPS if num_heads // num_kv_heads % WARPGROUPS == 0 else 1
-    tiles = _num_tiles(problem, ROWS * WARPGROUPS // heads)
+    tiles = -(-problem.max_q_len // (ROWS * WARPGROUPS // heads))
     kernel = plgpu.kernel(
         compat.named("prompt_attention", body),
         out_type=(),
         scratch_types=[
-            _tiles(WARPGROUPS, ROWS, query.shape[2], query.dtype),
+            _tiles(WARPGROUPS, ROWS, query.shape[2], keys.dtype),
             _tiles(config.stages, config.tokens, keys.shape[3], keys.dtype),
             _tiles(config.stages, config.tokens, values.shape[3], values.dtype),
-            plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_barriers=config.stages),
             plgpu.Barrier(num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
@@ -174,6 +169,26 @@ def _tiles(count: int, rows: int, columns: int, dtype: Any) -> Any:
     tiling = plgpu.TilingTransform((8, swizzle // np.dtype(dtype).itemsize))  # type: ignore[abstract]
     transforms = tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block.
+
+    Attributes:
+      query: rows of each warpgroup, of the keys' dtype.
+      keys: a ring of tiles.
+      values: likewise.
+      key_ready: barriers, one for each tile of the ring.
+      value_ready: likewise.
+      turn: a barrier of the warpgroups.
+    """
+
+    query: Any
+    keys: Any
+    values: Any
+    key_ready: Any
+    value_ready: Any
+    turn: Any
 
 
 class _Span(NamedTuple):
@@ -216,7 +231,7 @@ def _span(
 
 def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     count = len(Operands._fields)
-    operands, (out_ref, lse_ref), scratch = Operands(*refs[:count]), refs[count : count + 2], refs[count + 2 :]
+    operands, (out_ref, lse_ref, *scratch) = Operands(*refs[:count]), refs[count:]
     num_heads = operands.query.shape[1]
     _, num_keys, num_kv_heads, _ = operands.keys.shape
     group = num_heads // num_kv_heads
@@ -231,28 +246,23 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     head = lax.axis_index("heads")
     kv_head = lax.div(head * (WARPGROUPS if pairs else 1), jnp.int32(group))
     # Later rows see more tokens: the longest work first.
-    tile = _num_tiles(problem, rows) - 1 - lax.axis_index("tile")
+    tile = -(-problem.max_q_len // rows) - 1 - lax.axis_index("tile")
     q_start, position = operands.q_starts[prompt], operands.positions[prompt]
     q_end = q_start + operands.q_lens[prompt]
-    base = lax.div(q_start, jnp.int32(ALIGNMENT)) * ALIGNMENT + tile * rows
+    base = q_start + tile * rows
 
     @pl.when(base < q_end)
     def run() -> None:
-        first = jnp.maximum(base, q_start) - q_start + position
+        first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
         span = _span(problem, config, num_keys, segment, first, last, operands.has_absent[prompt])
         own_head = head * WARPGROUPS + warpgroup if pairs else head
         own_base = base if pairs else base + warpgroup * ROWS
         rows_of_head = _Rows(
-            *(problem, config, operands, scratch, warpgroup, prompt, own_head, kv_head),
-            *(own_base, q_start, q_end, position, span, operands.factor[own_head] * LOG2_E),
+            *(problem, config, operands, Scratch(*scratch), warpgroup, prompt, own_head, kv_head),
+            *(own_base, q_start, q_end, position, span, operands.heads[0, own_head] * LOG2_E),
         )
         rows_of_head.run(out_ref, lse_ref, segment)
-
-
-def _num_tiles(problem: Problem, rows: int) -> int:
-    """Tiles of query rows that hold the rows of any sequence; the first one starts up to `ALIGNMENT - 1` before."""
-    return -(-(problem.max_q_len + ALIGNMENT - 1) // rows)
 
 
 def _first_token(config: PromptConfig, num_keys: int, tile: Any) -> Any:
@@ -272,7 +282,7 @@ class _Rows:
     problem: Problem
     config: PromptConfig
     operands: Operands
-    scratch: Any
+    scratch: Scratch
     warpgroup: Any
     prompt: Any
     head: Any
@@ -285,13 +295,10 @@ class _Rows:
     factor: Any
 
     def run(self, out_ref: Any, lse_ref: Any, segment: Any) -> None:
-        query, _, _, query_ready, key_ready, _, _ = self.scratch
-        operands, warpgroup, span = self.operands, self.warpgroup, self.span
+        operands, scratch, warpgroup, span = self.operands, self.scratch, self.warpgroup, self.span
         size_v = operands.values.shape[3]
-        # The rows as they are copied: within the query, so perhaps some of other tiles or sequences, not stored.
+        # The rows as they are loaded: within the query, so perhaps some of other tiles or sequences, not stored.
         base = jnp.minimum(self.base, operands.query.shape[0] - ROWS)
-        own_query = query.at[warpgroup]
-        plgpu.copy_gmem_to_smem(operands.query.at[pl.ds(base, ROWS), self.head], own_query, query_ready.at[warpgroup])
 
         @pl.when(warpgroup == 1)
         def copy_first() -> None:
@@ -299,7 +306,11 @@ class _Rows:
                 self._copy_keys(span.start + stage)
                 self._copy_values(span.start + stage)
 
-        plgpu.barrier_wait(query_ready.at[warpgroup])
+        own_query = scratch.query.at[warpgroup]
+        rows = compat.load(operands.query.at[pl.ds(base, ROWS), self.head], plgpu.Layout.WGMMA)
+        most = float(jnp.finfo(own_query.dtype).max)
+        own_query[...] = jnp.clip(rows.astype(jnp.float32), -most, most).astype(own_query.dtype)
+        plgpu.commit_smem()
         # A row's logarithms are binary, those of `exp2`.
         largest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -307,7 +318,7 @@ class _Rows:
 
         @pl.when(span.start < span.stop)
         def await_first_keys() -> None:
-            plgpu.barrier_wait(key_ready.at[0])
+            plgpu.barrier_wait(scratch.key_ready.at[0])
 
         pl.when(warpgroup == 1)(self._take_turn)
         first = base - self.q_start + self.position  # position of the first copied row
@@ -320,28 +331,26 @@ class _Rows:
         acc, largest, total = lax.fori_loop(span.plain_stop, span.stop, masked, state)
         pl.when(warpgroup == 0)(self._take_turn)
 
-        sink = operands.sinks[self.head] * LOG2_E
+        sink = operands.heads[2, self.head] * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - shift)
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink / total, 0.0) * operands.v_factor[self.head]
+        weight = jnp.where(total > 0, shrink / total, 0.0) * operands.heads[1, self.head]
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
         lse = (shift + jnp.log2(total)) / LOG2_E
         # Only rows that are the sequence's and not another tile's.
-        start = jnp.maximum(self.base, self.q_start) - base
+        start = self.base - base
         stop = jnp.minimum(self.base + ROWS, self.q_end) - base
-        rows = base, start, stop
-        compat.store_rows(out_ref.at[segment, :, self.head], acc.astype(out_ref.dtype), *rows, plgpu.Layout.WGMMA)
-        compat.store_rows(lse_ref.at[segment, :, self.head], lse, *rows, plgpu.Layout.WGMMA.reduce(1))
+        stored = base, start, stop
+        compat.store_rows(out_ref.at[segment, :, self.head], acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
+        compat.store_rows(lse_ref.at[segment, :, self.head], lse, *stored, plgpu.Layout.WGMMA.reduce(1))
 
     def _copy_keys(self, tile: Any) -> None:
-        _, keys, _, _, key_ready, _, _ = self.scratch
-        self._copy(tile, self.operands.keys, keys, key_ready)
+        self._copy(tile, self.operands.keys, self.scratch.keys, self.scratch.key_ready)
 
     def _copy_values(self, tile: Any) -> None:
-        _, _, values, _, _, value_ready, _ = self.scratch
-        self._copy(tile, self.operands.values, values, value_ready)
+        self._copy(tile, self.operands.values, self.scratch.values, self.scratch.value_ready)
 
     def _copy(self, tile: Any, source: Any, buffer: Any, ready: Any) -> None:
         """Copies a tile to its stage, whose last reader is done."""
@@ -354,13 +363,12 @@ class _Rows:
             plgpu.copy_gmem_to_smem(source.at[self.prompt, tokens, self.kv_head], buffer.at[stage], ready.at[stage])
 
     def _take_turn(self) -> None:
-        turn = self.scratch[-1]
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+        plgpu.barrier_arrive(self.scratch.turn)
+        plgpu.barrier_wait(self.scratch.turn)
 
     def _tile(self, own_query: Any, first: Any, is_masked: bool, tile: Any, state: Any) -> Any:
         """One tile of keys and values; `first` is the position of the first row."""
-        _, keys, values, _, key_ready, value_ready, turn = self.scratch
+        _, keys, values, key_ready, value_ready, turn = self.scratch
         acc, largest, total = state
         config, span = self.config, self.span
         step = tile - span.start

@@ -61,9 +61,8 @@ def attend(
         window = None
     problem = kernel.Problem(max_q_len, window, logits_soft_cap)
     dtype = Dense.dtype_of(cache, query)
-    # Copies to shared memory start at multiples of `ALIGNMENT`, and do not exceed the array.
-    padding = max(kernel.ROWS - num_tokens, -num_tokens % kernel.ALIGNMENT)
-    rows = jnp.pad(_as_dtype(query, dtype), ((0, padding), (0, 0), (0, 0)))
+    padding = max(kernel.ROWS - num_tokens, 0)
+    rows = jnp.pad(query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
 
@@ -87,13 +86,6 @@ def attend(
         results, _ = lax.scan(lambda *args: (attend_batch(*args), None), results, jax.tree.map(divided, sequences))
     out, lse = results
     return out[0, :num_tokens], lse[0, :num_tokens]
-
-
-def _as_dtype(query: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    if query.dtype == dtype:
-        return query
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(query, -most, most).astype(dtype)
 
 
 def _num_blocks(spec: AttentionSpec, problem: kernel.Problem, max_blocks: int) -> int:
@@ -133,6 +125,7 @@ def _operands(
     is_there = token_mask(table, lens, cache.num_blocks, size)
     is_token = jnp.arange(is_there.shape[1])[None, :] < lens[:, None]
     is_quantized = spec.quant_mode is not KVQuantMode.NONE
+    factors = of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     return kernel.Operands(
         rows,
@@ -143,9 +136,7 @@ def _operands(
         first_row - skipped,
         jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
         jnp.any(is_token & ~is_there, axis=1).astype(jnp.int32),
-        dense.factor * sm_scale,
-        of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32),
-        none if sinks is None else sinks,
+        jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
     )
 
 
@@ -162,7 +153,7 @@ def _run(
         jnp.zeros((config.segments, *out.shape[1:]), out.dtype),
         jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
     )
-    outs, lses = _in_place(operands._replace(sinks=jnp.full_like(operands.sinks, -jnp.inf)), parts, problem, config)
+    outs, lses = _in_place(operands._replace(heads=operands.heads.at[2].set(-jnp.inf)), parts, problem, config)
     merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
     return merged.astype(out.dtype)[None], lse[None]
 

@@ -148,7 +148,7 @@ def ragged_paged_attention(
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
         `num_tokens` can hold.
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
-        Python int, default `max_q_len` if that is at most 8, else 1.
+        Python int, default `max_q_len` if that is at most 8, else 1. 0 for a step without sequences that decode.
       implementation: `"mosaic"` (the kernels and cuDNN), `"xla"`, or `None` to choose.
 
     Returns:
@@ -232,7 +232,7 @@ def _as_buckets(
     if decode_q_len is None:
         decode = longest if longest <= MAX_DECODE_Q_LEN else 1
     else:
-        decode = min(as_int("decode_q_len", decode_q_len, least=1), max(longest, 1))
+        decode = min(as_int("decode_q_len", decode_q_len, least=0), max(longest, 1))
     prompts = min(num_seqs, num_seqs if batch_invariant else num_tokens // (decode + 1)) if longest > decode else 0
     if max_prompts is not None:
         prompts = min(as_int("max_prompts", max_prompts, least=0), prompts)
@@ -334,15 +334,16 @@ def _ragged_xla(
     out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
     rows = Rows.of(num_tokens, q_starts, q_ends)
     index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
-    return _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
+    out, lse = _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
+    return out[None], lse[None]
 
 
 def _where(
     condition: jax.Array, found: tuple[jax.Array, ...], index: jax.Array, otherwise: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `found[index]` for each row where the condition holds, with a leading dimension of one share."""
+    """Returns `found[index]` for each row where the condition holds."""
     out, lse = (
-        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)[None]
+        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)
         for x, other in zip(found, otherwise, strict=True)
     )
     return out, lse
@@ -383,24 +384,14 @@ def _ragged_mosaic(
     rows = Rows.of(num_tokens, q_starts, q_ends)
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
-    own_lens = jnp.where(is_short & (q_lens > 0), seq_lens, 0)
-    from_last = jnp.arange(-decode_q_len, 0)[None, :]
-    packed = query[jnp.clip(q_ends[:, None] + from_last, 0, num_tokens - 1)]
-    # Rows of other sequences would affect the rounding of this one's.
-    packed = jnp.where((q_lens[:, None] + from_last >= 0)[..., None, None], packed, jnp.zeros((), packed.dtype))
-    if static["window"] is None or decode_q_len == 1:
-        decoded = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
-    else:
-        # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
-        lens = jnp.where(q_lens[:, None] + from_last >= 0, own_lens[:, None] + 1 + from_last, 0)
-        table = jnp.repeat(block_table, decode_q_len, axis=0)
-        rows_of_one = packed.reshape(-1, 1, *query.shape[1:])
-        decoded = attention_mosaic(cache, rows_of_one, table, lens.reshape(-1), *arrays, **static)
-    index = rows.seq * decode_q_len + decode_q_len - from_end
-    found = lax.collapse(decoded[0], 0, 2), lax.collapse(decoded[1], 0, 2)
-    short = _where(rows.is_any & is_short[rows.seq], found, index, _nothing(query, sinks, cache.spec.head_size_v))
+    short = _nothing(query, sinks, cache.spec.head_size_v)
+    if decode_q_len:
+        own_lens = jnp.where(is_short, seq_lens, 0)
+        decoded = _decode(cache, query, block_table, own_lens, q_lens, q_ends, *arrays, decode_q_len, **static)
+        index = rows.seq * decode_q_len + decode_q_len - from_end
+        short = _where(rows.is_any & is_short[rows.seq], decoded, index, short)
     if not max_prompts:
-        return short
+        return short[0][None], short[1][None]
 
     rank = jnp.cumsum(~is_short) - 1
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
@@ -413,9 +404,8 @@ def _ragged_mosaic(
     )
     numbers = {name: static[name] for name in ("sm_scale", "window", "logits_soft_cap")}
     if prompt_kernel.serves(cache.spec, query.dtype, numbers["sm_scale"]):
-        decoded = short[0][0], short[1][0]
         out, lse = prompt_kernel.attend(
-            cache, query, sequences, k_scale, v_scale, sinks, decoded, max_q_len=max_q_len, **numbers
+            cache, query, sequences, k_scale, v_scale, sinks, short, max_q_len=max_q_len, **numbers
         )
         return out[None], lse[None]
     out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
@@ -426,7 +416,46 @@ def _ragged_mosaic(
     is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts)
     is_long &= (position >= 0) & (row >= 0) & (row < num_rows)
     found = lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
-    return _where(is_long, found, prompt * num_rows + row, (short[0][0], short[1][0]))
+    out, lse = _where(is_long, found, prompt * num_rows + row, short)
+    return out[None], lse[None]
+
+
+def _decode(
+    cache: KVCache,
+    query: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    q_lens: jax.Array,
+    q_ends: jax.Array,
+    layer: jax.Array | None,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    sinks: jax.Array | None,
+    window_array: jax.Array | None,
+    decode_q_len: int,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends with the last `decode_q_len` rows of each sequence.
+
+    Returns `[num_seqs * decode_q_len, num_heads, head_size_v]`, and the log-sum-exp; those of rows that a sequence does
+    not have are any.
+    """
+    arrays = layer, k_scale, v_scale, sinks, window_array
+    from_last = jnp.arange(-decode_q_len, 0)[None, :]
+    is_row = q_lens[:, None] + from_last >= 0
+    own_lens = jnp.where(q_lens > 0, seq_lens, 0)
+    packed = query[jnp.clip(q_ends[:, None] + from_last, 0, query.shape[0] - 1)]
+    # Rows of other sequences would affect the rounding of this one's.
+    packed = jnp.where(is_row[..., None, None], packed, jnp.zeros((), packed.dtype))
+    if static["window"] is None or decode_q_len == 1:
+        out, lse = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
+    else:
+        # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
+        lens = jnp.where(is_row, own_lens[:, None] + 1 + from_last, 0)
+        table = jnp.repeat(block_table, decode_q_len, axis=0)
+        rows_of_one = packed.reshape(-1, 1, *query.shape[1:])
+        out, lse = attention_mosaic(cache, rows_of_one, table, lens.reshape(-1), *arrays, **static)
+    return lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
 
 
 def _attended(*args: Any, **static: Any) -> Any:

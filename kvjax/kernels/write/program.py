@@ -79,15 +79,22 @@ def run(
         write = _write_token if config.tokens == 1 else _write_tokens
         write(program, operands, rotation)
         return
-    if rotation is not None:
+    if rotation is not None and (which is None or config.tokens > 1):
         operands = _rotated(program, operands, rotation, which)
+        rotation = None
     both = list(zip(operands, itertools.batched(staged, 2), strict=True))
-    write_staged = functools.partial(_write_token_staged if config.tokens == 1 else _write_tokens_staged, program)
+
+    def write_staged(both: Sequence[StagedOperand], is_key: bool = True) -> None:
+        if config.tokens > 1:
+            _write_tokens_staged(program, both)
+        else:
+            _write_token_staged(program, both, rotation, is_key)
+
     if which is None:
         write_staged(both)
     else:
         keys, values = both
-        branch(which == 0, "keys", lambda: write_staged([keys]), "values", lambda: write_staged([values]))
+        branch(which == 0, "keys", lambda: write_staged([keys]), "values", lambda: write_staged([values], is_key=False))
 
 
 def branch(
@@ -184,7 +191,9 @@ def _rotated(
     tokens, first, first_owned = program.tokens, program.first, program.first_owned
     rotate_keys = functools.partial(rotation.rotate_keys, keys.rows, program.spec, tokens, first)
     rotate_queries = functools.partial(rotation.rotate_queries, tokens, first, first_owned)
-    if which is None:
+    if tokens == 1:
+        rotation.rotate_token(keys.rows, program.spec, first, with_query=True)
+    elif which is None:
         rotate_keys()
         rotate_queries()
     else:
@@ -209,11 +218,21 @@ class _Staged(NamedTuple):
     positions: Sequence[Position]
 
 
-def _write_token_staged(program: Program, operands: Sequence[StagedOperand]) -> None:
-    """Writes one token through shared memory."""
-    staged, loaded = _load_staged(program, operands)
-    compat.barrier()  # as in `_write_token`
-    scales = _layer_scales(program, operands)
+def _write_token_staged(
+    program: Program, operands: Sequence[StagedOperand], rotation: RotationStep | None = None, is_key: bool = True
+) -> None:
+    """Writes one token through shared memory.
+
+    With `rotation`, rotates the keys first, or rotates the queries while the values are on their way.
+    """
+    if rotation is not None:
+        scales = _layer_scales(program, operands)
+    staged, loaded = _load_staged(program, operands, rotation if is_key else None)
+    if rotation is not None and not is_key:
+        rotation.rotate_token(None, program.spec, program.first, with_query=True)
+    if rotation is None:
+        compat.barrier()  # as in `_write_token`
+        scales = _layer_scales(program, operands)
     # The search overlaps the loads of the rows.
     repeated = program.slots.repeated(program.first, program.tokens)
     _store_staged(program, staged, loaded, scales, repeated)
@@ -230,8 +249,10 @@ def _write_tokens_staged(program: Program, operands: Sequence[StagedOperand]) ->
     _store_staged(program, staged, loaded, _layer_scales(program, operands), repeated)
 
 
-def _load_staged(program: Program, operands: Sequence[StagedOperand]) -> tuple[list[_Staged], list[LoadedRows]]:
-    """Loads slots and rows."""
+def _load_staged(
+    program: Program, operands: Sequence[StagedOperand], rotation: RotationStep | None = None
+) -> tuple[list[_Staged], list[LoadedRows]]:
+    """Loads slots and rows; with `rotation`, slots, and then rotated rows of a token's keys."""
     spec, tokens, first = program.spec, program.tokens, program.first
     scatters = [
         [Scatter(RowCopy.of(spec, pages, which, 1), tokens) for pages, which in operand.destinations]
@@ -240,6 +261,11 @@ def _load_staged(program: Program, operands: Sequence[StagedOperand]) -> tuple[l
     positions = [
         [scatter.positions(program.slots, first, program.first_owned, spec) for scatter in pair] for pair in scatters
     ]
+    if rotation is not None:
+        [(keys, refs)] = operands
+        rotation.rotate_token(keys.rows, spec, first, with_query=False)
+        compat.barrier()
+        operands = [(keys._replace(rows=rotation.rotated_keys(spec, first)), refs)]
     load = load_blocks if spec.quant_mode is KVQuantMode.NVFP4 else load_heads
     loaded = [load(operand.rows, first, tokens, refs, spec, program.dtype) for operand, refs in operands]
     staged = [

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,20 @@ from kvjax import quant
 from kvjax.kernels import compat
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
+
+
+class LoadedHeads(NamedTuple):
+    """The heads of a token in registers.
+
+    Attributes:
+      pairs: `[heads, rot_dim / 2]`, first and second elements of pairs (NeoX), or words of both (GPT-J).
+      layout: their register layout.
+      unrotated: `[heads, ...]`, the columns after `rot_dim` elements, or None.
+    """
+
+    pairs: Sequence[jax.Array]
+    layout: Any
+    unrotated: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +78,8 @@ class Rotation:
         """The inverse of `as_columns`."""
         return (rows if self.is_neox else lax.bitcast_convert_type(rows, self.dtype)).reshape(shape)
 
-    def rotate(
-        self,
-        source: Rows,
-        token: jax.Array,
-        heads: int,
-        table: Rows,
-        position: jax.Array,
-        store: Callable[[jax.Array, int], None],
-    ) -> None:
-        """Rotates the heads of a token; `store` is called with `[heads, columns]` and the index of the first column.
-
-        `table` has a row of `rot_dim` elements for each position, cosines then sines.
-        """
+    def load(self, source: Rows, token: jax.Array, heads: int) -> LoadedHeads:
+        """Loads the heads of a token."""
         half, size = self.rot_dim // 2, self.elements_per_column
         column_bytes = size * self.dtype.itemsize
         run_bytes = math.gcd(source.alignment, self.columns * column_bytes, half * column_bytes, MAX_VECTOR_BYTES)
@@ -90,20 +93,32 @@ class Rotation:
                 return compat.load(rows, layout).reshape(heads, self.columns)[:, column : column + columns]
             return compat.load(rows.reshape(heads, self.columns).at[:, pl.ds(column, columns)], layout)
 
+        loaded = [load(i * half, half, layout) for i in range(2 if self.is_neox else 1)]
+        rest = self.columns - 2 * half // size
+        rest_layout = lane_layout((heads, rest), run_bytes // column_bytes) if rest else None
+        unrotated = load(self.columns - rest, rest, rest_layout) if rest else None
+        return LoadedHeads(loaded, layout, unrotated)
+
+    def rotate(
+        self, loaded: LoadedHeads, table: Rows, position: jax.Array, store: Callable[[jax.Array, int], None]
+    ) -> None:
+        """Rotates heads; `store` is called with `[heads, columns]` and the index of the first column.
+
+        `table` has a row of `rot_dim` elements for each position, cosines then sines.
+        """
+        pairs, layout, unrotated = loaded
+        heads, half = pairs[0].shape
+
         def of_all_heads(column: int) -> jax.Array:
             ref = table.ref.at[position, pl.ds(table.start + column, half)]
             row = compat.load(ref, layout.reduce(0)).astype(jnp.float32)
             return plgpu.layout_cast(lax.broadcast_in_dim(row, (heads, half), (1,)), layout)
 
-        loaded = [load(i * half, half, layout) for i in range(2 if self.is_neox else 1)]
-        rest = self.columns - 2 * half // size
-        rest_layout = lane_layout((heads, rest), run_bytes // column_bytes) if rest else None
-        unrotated = load(self.columns - rest, rest, rest_layout) if rest else None
         cos, sin = of_all_heads(0), of_all_heads(half)
         if self.is_neox:
-            x, y = (each.astype(jnp.float32) for each in loaded)
+            x, y = (each.astype(jnp.float32) for each in pairs)
         else:
-            x, y = _halves(loaded[0], self.dtype)
+            x, y = _halves(pairs[0], self.dtype)
         rotated = compat.ptx(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
         other = compat.ptx(_SUM, quant.rotated_second, x, y, cos, sin)
         if self.is_neox:
@@ -112,7 +127,7 @@ class Rotation:
         else:
             store(_joined(rotated, other, self.dtype), 0)
         if unrotated is not None:
-            store(unrotated, self.columns - rest)
+            store(unrotated, self.columns - unrotated.shape[1])
 
 
 # In PTX with explicit rounding, so that no compiler contracts products and sums to fused multiply-adds.

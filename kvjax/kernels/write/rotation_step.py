@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
 from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
-from kvjax.kernels.write.rotation import Rotation, store_heads
+from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
 from kvjax.spec import AttentionSpec
 
 
@@ -121,31 +121,58 @@ class RotationStep(NamedTuple):
         """The rotated keys of a program's tokens, as the encoding reads them."""
         return Rows(self.staged_keys[0 if spec.quant_mode is KVQuantMode.NVFP4 else 1], first=first)
 
+    def rotate_token(self, key: Rows | None, spec: AttentionSpec, token: jax.Array, with_query: bool) -> None:
+        """Rotates the key, unless that is None, and the query of a program's only token, if asked for.
+
+        Few tokens take the latency of loads: all but those of cosines and sines, which wait for the position, are
+        issued before the first is waited for. Compilers would move them behind what needs the others; none moves past
+        a barrier.
+        """
+        keys = None if key is None else self.rotation.load(key, token, spec.num_kv_heads)
+        queries = self.rotation.load(self.query, token, self.num_heads) if with_query else None
+        position = self.positions.table_row(token)
+        compat.barrier()
+        if keys is not None:
+            self._rotate_key(keys, 0, position)
+            self._copy_between_views(1)
+        if queries is not None:
+            self._rotate_query(queries, token, position)
+
     def rotate_keys(self, key: Rows, spec: AttentionSpec, tokens: int, first: jax.Array) -> None:
         """Rotates the keys of a program's tokens into shared memory."""
-        rotation, heads = self.rotation, spec.num_kv_heads
         for i in range(tokens):
-
-            def store(values: jax.Array, column: int, i: int = i) -> None:
-                store_heads(Rows(self.staged_keys[rotation.is_neox]), i, rotation.columns, values, column)
-
-            rotation.rotate(key, first + i, heads, self.table, self.positions.table_row(first + i), store)
-        if compat.interpreting():  # where the two views are separate memory
-            staged = self.staged_keys[rotation.is_neox][:tokens]
-            pairs = staged.reshape(tokens, -1, 2) if rotation.is_neox else staged
-            other = lax.bitcast_convert_type(pairs, jnp.uint32 if rotation.is_neox else rotation.dtype)
-            self.staged_keys[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
+            keys = self.rotation.load(key, first + i, spec.num_kv_heads)
+            self._rotate_key(keys, i, self.positions.table_row(first + i))
+        self._copy_between_views(tokens)
 
     def rotate_queries(self, tokens: int, first: jax.Array, first_owned: jax.Array) -> None:
         """Rotates the queries of the tokens that the program owns."""
-        rotation = self.rotation
         for i in range(tokens):
 
             @pl.when(first + i >= first_owned)
             def _(token: jax.Array = first + i) -> None:
-                store = functools.partial(store_heads, self.rotated_query, token, rotation.columns)
-                row = self.positions.table_row(token)
-                rotation.rotate(self.query, token, self.num_heads, self.table, row, store)
+                queries = self.rotation.load(self.query, token, self.num_heads)
+                self._rotate_query(queries, token, self.positions.table_row(token))
+
+    def _rotate_key(self, keys: LoadedHeads, i: int, position: jax.Array) -> None:
+        """Rotates the keys of token `i` of the program."""
+        staged = Rows(self.staged_keys[self.rotation.is_neox])
+        store = functools.partial(store_heads, staged, i, self.rotation.columns)
+        self.rotation.rotate(keys, self.table, position, store)
+
+    def _rotate_query(self, queries: LoadedHeads, token: jax.Array, position: jax.Array) -> None:
+        store = functools.partial(store_heads, self.rotated_query, token, self.rotation.columns)
+        self.rotation.rotate(queries, self.table, position, store)
+
+    def _copy_between_views(self, tokens: int) -> None:
+        """Copies staged keys to their other view in interpret mode, where the two are separate memory."""
+        if not compat.interpreting():
+            return
+        rotation = self.rotation
+        staged = self.staged_keys[rotation.is_neox][:tokens]
+        pairs = staged.reshape(tokens, -1, 2) if rotation.is_neox else staged
+        other = lax.bitcast_convert_type(pairs, jnp.uint32 if rotation.is_neox else rotation.dtype)
+        self.staged_keys[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
 
 
 def key_staging(spec: AttentionSpec, tokens: int, dtype: np.dtype[Any]) -> Any:
