@@ -242,7 +242,7 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads):
     ladder = plan.WriteConfig.by_min_tokens(spec)
     assert list(ladder) == sorted(ladder)
     for least, config in ladder.items():
-        assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.ELEMENTS[spec.quant_mode]
+        assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.max_elements(spec)
         assert config.num_programs(least) >= min(least, plan.PROGRAMS)
         assert config.split_kv == (least == 1 and spec.stores_scales)
 

@@ -188,7 +188,7 @@ def test_a_thread_that_holds_whole_blocks_compares_sums_of_integers(target, inpu
     many = {"num_tokens": 65536, "input_dtype": input_dtype}
     [kernel] = compile_write(target, TYPICAL | many | {"dtype": "nvfp4_4over6"}).kernels
     assert "dp4a" in kernel.ptx
-    assert kernel.registers <= 80  # six programs fit a multiprocessor
+    assert kernel.registers <= 96  # five programs fit a multiprocessor
 
 
 def ieee_reciprocal(x):

@@ -59,7 +59,7 @@ def operands(
         values,
         *(jnp.asarray(x, jnp.int32) for x in (starts, q_lens, positions)),
         jnp.asarray(bias),
-        jnp.asarray([int(np.isinf(bias).any())] * len(q_lens), jnp.int32),
+        jnp.asarray([min(absent.start if absent.stop else num_keys, length) for length in lens], jnp.int32),
         jnp.asarray(
             [
                 rng.uniform(0.05, 0.2, num_heads),
@@ -190,7 +190,7 @@ def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, 
             for case in (
                 (64, 8, Problem(2048, None, None), 1, 0),
                 (80, 4, Problem(2048, None, None), 1, 0),
-                (128, 4, Problem(2048, 1024, None), 1, 0),
+                (128, 4, Problem(2048, 1024, None), 1, 16),
                 (128, 4, Problem(2048, None, 30.0), 1, 0),
                 (128, 3, Problem(2048, 1024, 30.0), 4, 16),
                 (256, 4, Problem(2048, None, None), 1, 0),

@@ -90,7 +90,7 @@ class Operands(NamedTuple):
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
-      has_absent: int32 `[num_prompts]`, whether a token of a sequence is absent.
+      first_absent: int32 `[num_prompts]`, the first token of a sequence that is absent, or its number of tokens.
       heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for none.
     """
 
@@ -101,7 +101,7 @@ class Operands(NamedTuple):
     q_lens: Any
     positions: Any
     bias: Any
-    has_absent: Any
+    first_absent: Any
     heads: Any
 
 
@@ -208,7 +208,7 @@ class _Span(NamedTuple):
 
 
 def _span(
-    problem: Problem, config: PromptConfig, num_tokens: int, segment: Any, first: Any, last: Any, has_absent: Any
+    problem: Problem, config: PromptConfig, num_tokens: int, segment: Any, first: Any, last: Any, first_absent: Any
 ) -> _Span:
     """The tiles for rows at the positions `first` to `last`; none if `last` is negative."""
     size = config.tokens
@@ -216,7 +216,7 @@ def _span(
     begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
     start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
     stop = jnp.maximum(start, stop)
-    plain_stop = lax.div(jnp.maximum(first + 1, 0), jnp.int32(size))
+    plain_stop = lax.div(jnp.clip(first + 1, 0, first_absent), jnp.int32(size))
     plain_start = jnp.int32(0)
     if problem.window is not None:
         plain_start = lax.div(jnp.maximum(last - (problem.window - 1), 0) + (size - 1), jnp.int32(size))
@@ -225,8 +225,7 @@ def _span(
         start = jnp.minimum(start + segment * per, stop)
         stop = jnp.minimum(start + per, stop)
     plain_start = jnp.clip(plain_start, start, stop)
-    plain_stop = jnp.clip(plain_stop, plain_start, stop)
-    return _Span(start, stop, plain_start, jnp.where(has_absent != 0, plain_start, plain_stop))
+    return _Span(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
 
 
 def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
@@ -255,7 +254,7 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     def run() -> None:
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
-        span = _span(problem, config, num_keys, segment, first, last, operands.has_absent[prompt])
+        span = _span(problem, config, num_keys, segment, first, last, operands.first_absent[prompt])
         own_head = head * WARPGROUPS + warpgroup if pairs else head
         own_base = base if pairs else base + warpgroup * ROWS
         rows_of_head = _Rows(

@@ -66,14 +66,26 @@ def attend(
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
 
-    def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
-        dense = Dense.of(cache, query, batch, k_scale)
-        operands = _operands(dense, rows, v_scale, sinks, problem, sm_scale)
-        return _run(operands, results, spec, problem)
-
     reached = _num_blocks(spec, problem, max_blocks) * spec.block_size
     prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
     at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
+    config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached)
+
+    def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
+        dense = Dense.of(cache, query, batch, k_scale)
+        if config.segments == 1:
+            return _in_place(_operands(dense, rows, v_scale, sinks, problem, sm_scale), results, problem, config)
+        # Rows that attend to nothing are one more part, with the sinks.
+        operands = _operands(dense, rows, v_scale, None, problem, sm_scale)
+        out, lse = results
+        parts = (
+            jnp.zeros((config.segments, *out.shape[1:]), out.dtype),
+            jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
+        )
+        outs, lses = _in_place(operands, parts, problem, config)
+        merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
+        return merged.astype(out.dtype)[None], lse[None]
+
     if at_once == num_prompts:
         results = attend_batch(results, sequences)
     else:
@@ -123,7 +135,6 @@ def _operands(
     if start is not None:
         values = without_tokens_before(values, start - skipped, size)
     is_there = token_mask(table, lens, cache.num_blocks, size)
-    is_token = jnp.arange(is_there.shape[1])[None, :] < lens[:, None]
     is_quantized = spec.quant_mode is not KVQuantMode.NONE
     factors = of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
@@ -135,27 +146,9 @@ def _operands(
         jnp.minimum(sequences.q_lens, problem.max_q_len),
         first_row - skipped,
         jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
-        jnp.any(is_token & ~is_there, axis=1).astype(jnp.int32),
+        jnp.min(jnp.where(is_there, lens[:, None], jnp.arange(is_there.shape[1])[None, :]), axis=1),
         jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
     )
-
-
-def _run(
-    operands: kernel.Operands, results: tuple[jax.Array, jax.Array], spec: AttentionSpec, problem: kernel.Problem
-) -> tuple[jax.Array, jax.Array]:
-    num_prompts, num_tokens = operands.keys.shape[:2]
-    config = kernel.choose(spec, num_prompts, problem.max_q_len, operands.query.shape[1], num_tokens)
-    out, lse = results
-    if config.segments == 1:
-        return _in_place(operands, results, problem, config)
-    # Rows that attend to nothing are one more part, with the sinks.
-    parts = (
-        jnp.zeros((config.segments, *out.shape[1:]), out.dtype),
-        jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
-    )
-    outs, lses = _in_place(operands._replace(heads=operands.heads.at[2].set(-jnp.inf)), parts, problem, config)
-    merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
-    return merged.astype(out.dtype)[None], lse[None]
 
 
 def _in_place(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from kvjax.dtypes import KVQuantMode
+from kvjax.dtypes import KVCacheDType, KVQuantMode
 from kvjax.spec import AttentionSpec
 
 PROGRAMS = 264
@@ -18,6 +18,9 @@ power of two, and more for head sizes such as 96. Measured on an H200 (docs/note
 threads idle or repeat computations that a larger program shares between tokens; larger ones use so many registers that
 fewer programs fit a multiprocessor. The values for per-token-head scales are not measured but those of fp8."""
 
+ELEMENTS_4OVER6 = 4096
+"""The same of NVFP4 with two candidates for each block scale, which share more between tokens."""
+
 SEARCHED = 16 * PROGRAMS
 """Writes of fewer tokens find repeated slots themselves: every program reads all slots that follow its own. At 4,096
 tokens the search takes 1.4 to 4.5 us. For this many tokens and more the caller makes the slots unique."""
@@ -27,6 +30,11 @@ RUNG_TOKENS = (1, 2, 4, 16, 64)
 
 MAX_ROTATED_TOKENS = 4
 """Maximum tokens per program of a kernel for any number of tokens that rotates: its code is unrolled over tokens."""
+
+
+def max_elements(spec: AttentionSpec) -> int:
+    """Maximum number of key (or value) elements of a program."""
+    return ELEMENTS_4OVER6 if spec.dtype is KVCacheDType.NVFP4_4OVER6 else ELEMENTS[spec.quant_mode]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +61,7 @@ class WriteConfig:
         that compute scales split keys and values: a warp encodes them one after the other, and no other work hides the
         latency.
         """
-        max_tokens = ELEMENTS[spec.quant_mode] // elements_per_token(spec)
+        max_tokens = max_elements(spec) // elements_per_token(spec)
         smallest = cls(1, split_kv=spec.stores_scales)
         larger = [cls(1 << i) for i in range(1, max(1, max_tokens).bit_length())] or [cls(1)]
         return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
