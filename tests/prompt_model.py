@@ -13,7 +13,7 @@ from kvjax.kernels.prompts import ALIGNMENT, ROWS, Operands, Problem, PromptConf
 
 def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: PromptConfig) -> None:
     """All tokens belong to the first segment; the others are not touched."""
-    query, keys, values, q_starts, q_lens, positions, bias, first_absent, (factor, v_factor, sinks) = operands
+    query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks) = operands
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[2]
     assert num_tokens >= ROWS
@@ -26,14 +26,14 @@ def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: Pro
     sink = sinks.reshape(num_kv_heads, -1, 1)
 
     def attend_one(results: Any, prompt: Any) -> Any:
-        key, value, start, count, position, absent, first_absent = prompt
+        key, value, start, count, position, absent, first_absent, end = prompt
         own_positions = position + row - start
         is_own = (row >= start) & (row < start + jnp.minimum(count, problem.max_q_len))
         sees = token[None, :] <= own_positions[:, None]
         if problem.window is not None:
             sees &= token[None, :] > own_positions[:, None] - problem.window
         # Before the first absent token the kernel does not look for any.
-        sees &= (token < first_absent) | (absent == 0)[None, :]
+        sees &= ((token < first_absent) | (absent == 0)) & (token < end)
         logits = jnp.einsum("rhgd,thd->hgrt", grouped, key.astype(jnp.float32)) * factor.reshape(num_kv_heads, -1, 1, 1)
         if problem.logits_soft_cap is not None:
             logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
@@ -49,6 +49,6 @@ def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: Pro
             jnp.where(is_own[:, None], own_lse, whole_lse),
         ), None
 
-    prompts = keys, values, q_starts, q_lens, positions, bias, first_absent
+    prompts = keys, values, q_starts, q_lens, positions, bias, first_absent, ends
     results, _ = lax.scan(attend_one, (out[0], lse[0]), prompts)
     out[0], lse[0] = results

@@ -60,6 +60,7 @@ def operands(
         *(jnp.asarray(x, jnp.int32) for x in (starts, q_lens, positions)),
         jnp.asarray(bias),
         jnp.asarray([min(absent.start if absent.stop else num_keys, length) for length in lens], jnp.int32),
+        jnp.asarray(lens, jnp.int32),
         jnp.asarray(
             [
                 rng.uniform(0.05, 0.2, num_heads),
@@ -212,7 +213,7 @@ def test_compiled(head_size, group, problem, segments, most_spilled):
         *[struct(dense, jnp.float16)] * 2,
         *[struct((1,), jnp.int32)] * 3,
         struct(dense[:2], jnp.float32),
-        struct((1,), jnp.int32),
+        *[struct((1,), jnp.int32)] * 2,
         struct((3, query[1]), jnp.float32),
         donate_argnums=(0, 1),
     )

@@ -131,9 +131,13 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
         monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
         monkeypatch.setattr(compat, "cudnn_attention", compat.cudnn_model)
-        monkeypatch.setattr(
-            ragged_module.select, "choose", lambda operation, asked, candidates, cache: candidates.mosaic
-        )
+        choose = ragged_module.select.choose
+
+        def by_kernels(operation: str, asked: Any, candidates: Any, cache: KVCache) -> Any:
+            is_ragged = operation == "ragged_paged_attention"
+            return candidates.mosaic if is_ragged else choose(operation, asked, candidates, cache)
+
+        monkeypatch.setattr(ragged_module.select, "choose", by_kernels)
 
     def attend(query: Any, *args: Any, **options: Any) -> Any:
         options |= {"return_lse": True, "implementation": None if by_stand_ins else request.param}

@@ -90,7 +90,8 @@ class Operands(NamedTuple):
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
-      first_absent: int32 `[num_prompts]`, the first token of a sequence that is absent, or its number of tokens.
+      first_absent: int32 `[num_prompts]`: all tokens before this one are present.
+      ends: int32 `[num_prompts]`: no token from this one on is present.
       heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for none.
     """
 
@@ -102,6 +103,7 @@ class Operands(NamedTuple):
     positions: Any
     bias: Any
     first_absent: Any
+    ends: Any
     heads: Any
 
 
@@ -208,11 +210,11 @@ class _Span(NamedTuple):
 
 
 def _span(
-    problem: Problem, config: PromptConfig, num_tokens: int, segment: Any, first: Any, last: Any, first_absent: Any
+    problem: Problem, config: PromptConfig, segment: Any, first: Any, last: Any, first_absent: Any, end: Any
 ) -> _Span:
     """The tiles for rows at the positions `first` to `last`; none if `last` is negative."""
     size = config.tokens
-    ends = jnp.clip(last + 1, 0, num_tokens)
+    ends = jnp.clip(last + 1, 0, end)
     begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
     start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
     stop = jnp.maximum(start, stop)
@@ -232,8 +234,7 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     count = len(Operands._fields)
     operands, (out_ref, lse_ref, *scratch) = Operands(*refs[:count]), refs[count:]
     num_heads = operands.query.shape[1]
-    _, num_keys, num_kv_heads, _ = operands.keys.shape
-    group = num_heads // num_kv_heads
+    group = num_heads // operands.keys.shape[2]
     pairs = group % WARPGROUPS == 0
     rows = ROWS if pairs else ROWS * WARPGROUPS
 
@@ -254,7 +255,8 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     def run() -> None:
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
-        span = _span(problem, config, num_keys, segment, first, last, operands.first_absent[prompt])
+        present = operands.first_absent[prompt], operands.ends[prompt]
+        span = _span(problem, config, segment, first, last, *present)
         own_head = head * WARPGROUPS + warpgroup if pairs else head
         own_base = base if pairs else base + warpgroup * ROWS
         rows_of_head = _Rows(

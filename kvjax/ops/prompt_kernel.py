@@ -79,7 +79,7 @@ def attend(
         operands = _operands(dense, rows, v_scale, None, problem, sm_scale)
         out, lse = results
         parts = (
-            jnp.zeros((config.segments, *out.shape[1:]), out.dtype),
+            lax.empty((config.segments, *out.shape[1:]), out.dtype),
             jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
         )
         outs, lses = _in_place(operands, parts, problem, config)
@@ -135,6 +135,11 @@ def _operands(
     if start is not None:
         values = without_tokens_before(values, start - skipped, size)
     is_there = token_mask(table, lens, cache.num_blocks, size)
+    token = jnp.arange(is_there.shape[1], dtype=jnp.int32)[None, :]
+    # One reduction for both.
+    first_absent, minus_end = jnp.min(
+        jnp.stack([jnp.where(is_there, token.size, token), jnp.where(is_there, -token - 1, 0)]), axis=-1
+    )
     is_quantized = spec.quant_mode is not KVQuantMode.NONE
     factors = of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
@@ -146,7 +151,8 @@ def _operands(
         jnp.minimum(sequences.q_lens, problem.max_q_len),
         first_row - skipped,
         jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
-        jnp.min(jnp.where(is_there, lens[:, None], jnp.arange(is_there.shape[1])[None, :]), axis=1),
+        first_absent,
+        -minus_end,
         jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
     )
 
