@@ -149,7 +149,7 @@ def ragged_paged_attention(
         `num_tokens` can hold.
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
         Python int, default `max_q_len` if that is at most 8, else 1. 0 for a step without sequences that decode.
-      implementation: `"mosaic"` (the kernels and cuDNN), `"xla"`, or `None` to choose.
+      implementation: `"mosaic"` (the kernels, and cuDNN where no kernel serves), `"xla"`, or `None` to choose.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse`, a pair of this and the natural
@@ -472,8 +472,8 @@ def _why_not_mosaic(
 ) -> str | None:
     if prompts_vary:
         return (
-            "sequences with more than decode_q_len query tokens run in cuDNN, which is not bitwise deterministic across"
-            " batches; batch_invariant=True needs max_prompts=0"
+            "results of sequences with more than decode_q_len query tokens depend on the batch; batch_invariant=True"
+            " needs max_prompts=0"
         )
     return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_pages(spec)
 
