@@ -1,4 +1,4 @@
-"""The prompt kernel: interpreted, with race detection, against its model; and compiled for H100 without spills."""
+"""The prompt kernel: interpreted, with race detection, against its model; and compiled for H100."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def test_without_races(heads):
 @pytest.mark.parametrize(
     ("shapes", "problem", "config"),
     [
-        ({"q_lens": (70, 20), "positions": (30, 70), "sinks": True}, Problem(70, None, None), CONFIG),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ({"q_lens": (70, 20), "positions": (30, 70), "sinks": True}, Problem(70, None, None), CONFIG),
                 ({"q_lens": (130,), "positions": (170,), "heads": (1, 1), "num_tokens": 134},
                  Problem(130, 70, None), CONFIG),
                 ({"q_lens": (70, 20), "positions": (30, 70), "heads": (4, 2), "num_keys": 128, "absent": slice(5, 20)},
@@ -159,9 +159,11 @@ def test_the_model_is_attention():
 def test_segments_occupy_a_gpu():
     """Thread blocks take 64 rows of two heads: 16 of them divide the tokens for 132 multiprocessors in eight."""
     spec = FullAttentionSpec(16, 8, 128, dtype=KVCacheDType.NVFP4)
-    assert prompts.choose(spec, 1, 64, 32, 8192).segments == 8
-    assert prompts.choose(spec, 1, 64, 32, 1024).segments == 2
-    assert prompts.choose(spec, 1, 2048, 32, 8192).segments == 1
+    assert prompts.choose(spec, 1, 64, 32, 8192, 99).segments == 8
+    assert prompts.choose(spec, 1, 64, 32, 1024, 99).segments == 2
+    assert prompts.choose(spec, 1, 2048, 32, 8192, 99).segments == 1
+    assert prompts.choose(spec, 1, 64, 32, 8192, 3).segments == 3
+    assert prompts.choose(spec, 1, 128, 24, 8192, 99).segments == 5  # 128 rows of one of 24 heads
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
@@ -201,7 +203,7 @@ def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, 
 )
 def test_compiled(head_size, group, problem, segments, most_spilled):
     spec = FullAttentionSpec(16, 8, head_size, dtype=KVCacheDType.NVFP4)
-    config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192)
+    config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192, 99)
     struct = jax.ShapeDtypeStruct
     query, dense = (2048, 8 * group, head_size), (1, 8192, 8, head_size)
     program = compile_for(

@@ -206,11 +206,28 @@ def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatc
         attend_in_place(*args)
 
     monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_segments)
-    check(ragged((20, 9, 12, 0), (190, 130, 12, 0), dtype="nvfp4", sinks=True), attend)
+    check(ragged((20, 9, 12, 0, 1), (190, 130, 12, 0, 50), dtype="nvfp4", sinks=True), attend)
     if attend.by_cudnn:
-        assert max(calls)[:2] == (4 * 5, 3 * 16)
+        assert max(calls)[:2] == (5 * 5, 3 * 16)
     elif attend.by_kernels:
         assert set(segments) == {6}
+
+
+def test_prompts_that_take_too_much_memory_together_are_served_in_lots(attend, monkeypatch):
+    for module in (prompts, prompt_kernel):
+        monkeypatch.setattr(module, "DENSE_BYTES", 1)
+    problem = build(ragged((20, 9, 12, 1), (190, 130, 12, 40), dtype="nvfp4", sinks=True))
+    suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
+
+
+def test_rows_outside_the_query_are_not_touched(attend):
+    """As offsets of a mistaken scheduler would have it; the rows of other sequences are right."""
+    problem = build(ragged((20, 30), (190, 130), dtype="nvfp4"))
+    query, cache, table, lens = problem.args
+    expected, _ = run(problem, attend)
+    bounds = np.array([-5, 20, 50], np.int32)
+    got, _ = attend(np.concatenate(query), cache, table, lens, jnp.asarray(bounds), **problem.options)
+    np.testing.assert_array_equal(np.asarray(got)[20:], expected[1])
 
 
 def test_every_segment_holds_a_block():

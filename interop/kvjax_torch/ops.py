@@ -464,7 +464,8 @@ def ragged_paged_attention(
       max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
         `num_tokens` allows.
       decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
-        `max_q_len` if that is at most 8, else 1. 0 for a step without sequences that decode.
+        `max_q_len` if that is at most 8, else 1. With 0 none is, and a sequence of one query token counts towards
+        `max_prompts`.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each

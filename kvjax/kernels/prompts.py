@@ -41,7 +41,7 @@ TOKENS = 128
 """Most tokens of a tile."""
 
 MIN_SEGMENT = 512
-"""Least tokens of a segment: fewer are sooner read than merged."""
+"""Least tokens of a segment of the longest sequence: fewer are sooner read than merged."""
 
 ALIGNMENT = 8
 """Tokens at whose multiples a copy to the layout of `wgmma` may start; others would be copied to wrong places."""
@@ -55,7 +55,7 @@ class PromptConfig:
 
     Attributes:
       tokens: keys and values of a tile.
-      stages: tiles in shared memory.
+      stages: tiles in shared memory, at least 2.
       segments: parts that a row's tiles are divided into, each with results of its own.
     """
 
@@ -116,13 +116,21 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     return None
 
 
-def choose(spec: AttentionSpec, num_prompts: int, max_q_len: int, num_heads: int, num_tokens: int) -> PromptConfig:
+def _block_shape(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Heads and rows of a thread block."""
+    return (WARPGROUPS, ROWS) if num_heads // num_kv_heads % WARPGROUPS == 0 else (1, ROWS * WARPGROUPS)
+
+
+def choose(
+    spec: AttentionSpec, num_prompts: int, max_q_len: int, num_heads: int, num_tokens: int, max_segments: int
+) -> PromptConfig:
     """The configuration for a call; few rows that see many tokens are divided, so that all multiprocessors have work.
 
     `num_tokens` are the most tokens of a sequence.
     """
-    blocks = num_prompts * -(-max_q_len // ROWS) * -(-num_heads // WARPGROUPS)
-    segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT))
+    heads, rows = _block_shape(num_heads, spec.num_kv_heads)
+    blocks = num_prompts * -(-max_q_len // rows) * (num_heads // heads)
+    segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT, max_segments))
     # Registers hold the results and the logits of 64 rows.
     return PromptConfig(TOKENS if max(spec.head_size, spec.head_size_v) <= 128 else TOKENS // 2, 2, segments)
 
@@ -141,10 +149,10 @@ def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: Pro
       config: how to launch it.
     """
     query, keys, values = operands[:3]
-    num_heads, num_kv_heads = query.shape[1], keys.shape[2]
+    if query.shape[0] < ROWS or keys.shape[1] < config.tokens or keys.shape[1] % ALIGNMENT:
+        raise ValueError(f"got {query.shape[0]} rows and {keys.shape[1]} tokens, expected what Operands describes")
     body = functools.partial(_body, problem, config)
-    heads = WARPGROUPS if num_heads // num_kv_heads % WARPGROUPS == 0 else 1
-    tiles = -(-problem.max_q_len // (ROWS * WARPGROUPS // heads))
+    heads, rows = _block_shape(query.shape[1], keys.shape[2])
     kernel = plgpu.kernel(
         compat.named("prompt_attention", body),
         out_type=(),
@@ -156,7 +164,7 @@ def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: Pro
             plgpu.Barrier(num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
-        grid=(num_heads // heads, tiles, config.segments * keys.shape[0]),
+        grid=(query.shape[1] // heads, -(-problem.max_q_len // rows), config.segments * keys.shape[0]),
         grid_names=("heads", "tile", "prompt"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
@@ -234,18 +242,16 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
     count = len(Operands._fields)
     operands, (out_ref, lse_ref, *scratch) = Operands(*refs[:count]), refs[count:]
     num_heads = operands.query.shape[1]
-    group = num_heads // operands.keys.shape[2]
-    pairs = group % WARPGROUPS == 0
-    rows = ROWS if pairs else ROWS * WARPGROUPS
+    heads, rows = _block_shape(num_heads, operands.keys.shape[2])
 
     warpgroup = lax.axis_index("warpgroup")
     index = lax.axis_index("prompt")
     prompt, segment = index, jnp.int32(0)
     if config.segments > 1:
         prompt, segment = lax.div(index, jnp.int32(config.segments)), lax.rem(index, jnp.int32(config.segments))
-    head = lax.axis_index("heads")
-    kv_head = lax.div(head * (WARPGROUPS if pairs else 1), jnp.int32(group))
-    # Later rows see more tokens: the longest work first.
+    head = lax.axis_index("heads") * heads
+    kv_head = lax.div(head, jnp.int32(num_heads // operands.keys.shape[2]))
+    # Later rows see more tokens: of a head, the longest work first.
     tile = -(-problem.max_q_len // rows) - 1 - lax.axis_index("tile")
     q_start, position = operands.q_starts[prompt], operands.positions[prompt]
     q_end = q_start + operands.q_lens[prompt]
@@ -257,8 +263,7 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
         present = operands.first_absent[prompt], operands.ends[prompt]
         span = _span(problem, config, segment, first, last, *present)
-        own_head = head * WARPGROUPS + warpgroup if pairs else head
-        own_base = base if pairs else base + warpgroup * ROWS
+        own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         rows_of_head = _Rows(
             *(problem, config, operands, Scratch(*scratch), warpgroup, prompt, own_head, kv_head),
             *(own_base, q_start, q_end, position, span, operands.heads[0, own_head] * LOG2_E),
@@ -267,7 +272,10 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
 
 
 def _first_token(config: PromptConfig, num_keys: int, tile: Any) -> Any:
-    """The first token of a tile as it is copied: the last tile ends with the dense tokens, which it does not exceed."""
+    """The first token that is copied of a tile; the last tile starts earlier, to end with the dense tokens.
+
+    What it shares with the tile before is masked.
+    """
     return jnp.minimum(tile * config.tokens, num_keys - config.tokens)
 
 
@@ -299,7 +307,7 @@ class _Rows:
         operands, scratch, warpgroup, span = self.operands, self.scratch, self.warpgroup, self.span
         size_v = operands.values.shape[3]
         # The rows as they are loaded: within the query, so perhaps some of other tiles or sequences, not stored.
-        base = jnp.minimum(self.base, operands.query.shape[0] - ROWS)
+        base = jnp.clip(self.base, 0, operands.query.shape[0] - ROWS)
 
         @pl.when(warpgroup == 1)
         def copy_first() -> None:

@@ -23,6 +23,9 @@ from kvjax.ops.merge import merge_parts
 from kvjax.ops.prompts import DENSE_BYTES, Dense, Sequences, of_each_head, without_tokens_before
 from kvjax.spec import AttentionSpec
 
+SEGMENT_BYTES = 64 << 20
+"""Limit on the results of all segments."""
+
 
 def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float) -> bool:
     """Returns whether the kernel attends with queries of a dtype over pages of a spec on the current target.
@@ -49,8 +52,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the rows of some sequences, as many at once as `DENSE_BYTES` hold.
 
-    Args are those of `prompts.attend`. `results` are those of rows that attend to nothing, for these rows, and any for
-    others: `[num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[num_tokens, num_heads]`.
+    Args are those of `prompts.attend`. `results` are those of other rows, and for these rows those of rows that attend
+    to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp,
+    float32 `[num_tokens, num_heads]`.
 
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
@@ -69,7 +73,10 @@ def attend(
     reached = _num_blocks(spec, problem, max_blocks) * spec.block_size
     prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
     at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
-    config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached)
+    # Each segment has results for all rows.
+    segment_bytes = query.shape[0] * query.shape[1] * (spec.head_size_v * query.dtype.itemsize + 4)
+    max_segments = SEGMENT_BYTES // max(1, segment_bytes)
+    config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached, max_segments)
 
     def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
         dense = Dense.of(cache, query, batch, k_scale)
@@ -120,7 +127,9 @@ def _operands(
     spec, (_, max_blocks) = cache.spec, sequences.table.shape
     size, num_heads = spec.block_size, rows.shape[1]
     first_row = sequences.lens - sequences.q_lens  # the position of its token
-    start, table, lens, skipped = None, sequences.table, sequences.lens, jnp.zeros_like(first_row)
+    # What only rows that are left out see may be NaN, which a weight of 0 does not remove.
+    lens = jnp.minimum(sequences.lens, first_row + problem.max_q_len)
+    start, table, skipped = None, sequences.table, jnp.zeros_like(first_row)
     if problem.window is not None:
         start = jnp.maximum(first_row - (problem.window - 1), 0)
         column = (start // size)[:, None] + jnp.arange(_num_blocks(spec, problem, max_blocks))[None, :]

@@ -148,7 +148,8 @@ def ragged_paged_attention(
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
         `num_tokens` can hold.
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
-        Python int, default `max_q_len` if that is at most 8, else 1. 0 for a step without sequences that decode.
+        Python int, default `max_q_len` if that is at most 8, else 1. With 0 none does, and a sequence of one query
+        token counts towards `max_prompts`.
       implementation: `"mosaic"` (the kernels, and cuDNN where no kernel serves), `"xla"`, or `None` to choose.
 
     Returns:
@@ -386,14 +387,13 @@ def _ragged_mosaic(
 
     short = _nothing(query, sinks, cache.spec.head_size_v)
     if decode_q_len:
-        own_lens = jnp.where(is_short, seq_lens, 0)
-        decoded = _decode(cache, query, block_table, own_lens, q_lens, q_ends, *arrays, decode_q_len, **static)
+        short_lens = jnp.where(is_short, seq_lens, 0)
+        decoded = _decode(cache, query, block_table, short_lens, q_lens, q_ends, *arrays, decode_q_len, **static)
         index = rows.seq * decode_q_len + decode_q_len - from_end
         short = _where(rows.is_any & is_short[rows.seq], decoded, index, short)
     if not max_prompts:
         return short[0][None], short[1][None]
 
-    rank = jnp.cumsum(~is_short) - 1
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
     cache, block_table = in_one_layer(cache, layer, block_table)
     sequences = prompts.Sequences(
@@ -409,7 +409,7 @@ def _ragged_mosaic(
         )
         return out[None], lse[None]
     out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
-    num_rows, rank = out.shape[1], rank[rows.seq]
+    num_rows, rank = out.shape[1], (jnp.cumsum(~is_short) - 1)[rows.seq]
     prompt = jnp.clip(rank, 0, max_prompts - 1)
     position = jnp.maximum(seq_lens[rows.seq], 0) - from_end
     row = position - first[prompt]
