@@ -166,6 +166,7 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
 @pytest.mark.parametrize("capability", [(9, 0), pytest.param((10, 0), marks=pytest.mark.full)])
 def test_under_vmap_no_call_is_repeated(axes, window, capability, monkeypatch):
     monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
+    jax.clear_caches()  # of what was traced for another target
 
     def batched(x: Any, axis: int | None) -> Any:
         shape = x.shape if axis is None else (*x.shape[:axis], 3, *x.shape[axis:])
