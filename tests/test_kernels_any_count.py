@@ -60,7 +60,7 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
         "num_kv_heads": [1, 8],
         "target": TARGETS,
     },
-    few={"target": ["h100"]},
+    few={"dtype": [KVCacheDType.NVFP4], "target": ["h100"]},
 )
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
@@ -102,7 +102,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
         "operation": ["write", "gather"],
         "target": TARGETS,
     },
-    few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "operation": ["write"], "target": ["h100"]},
+    few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "operation": ["gather"], "target": ["h100"]},
 )
 def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target):
     """Of vLLM's pages, whose scales leave everything at multiples of four bytes."""

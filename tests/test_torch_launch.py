@@ -46,6 +46,7 @@ assert xla_bridge.backends_are_initialized()
 """
 
 
+@pytest.mark.full
 def test_jax_is_not_started_to_lower_a_kernel_and_can_be_later():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True, env=env)
