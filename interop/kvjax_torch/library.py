@@ -5,6 +5,7 @@ They are registered with `torch.library.Library`, whose calls cost a third of th
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -73,33 +74,23 @@ _LIBRARY.define(
 )
 
 
-def _write_with_given_scales(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    unique_slots: bool = False,
-) -> None:
-    """`_write` under a schema that does not mutate scales."""
-    _refuse_written_scales("reshape_and_cache_flash", kv_cache_dtype, key_cache, k_scale)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    how = kv_cache_dtype, k_scale, v_scale
-    _write(*tensors, *how, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
+def _with_given_scales(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation under a schema that does not mutate scales."""
+    names = list(inspect.signature(operation).parameters)
+    cache, dtype, scale = map(names.index, ("key_cache", "kv_cache_dtype", "k_scale"))
 
+    @functools.wraps(operation)
+    def run(*args: Any, **options: Any) -> Any:  # the dispatcher passes these by position
+        key_cache, kv_cache_dtype, k_scale = args[cache], args[dtype], args[scale]
+        stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+        if has_scale_tensors(k_scale) and stored.info.quant_mode.is_per_token_head:
+            raise KVCacheTypeError(
+                f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(k_scale.shape)} for {kv_cache_dtype!r}, which is"
+                f" written to; expected torch.ops.kvjax.{name}_per_token_head"
+            )
+        return operation(*args, **options)
 
-def _refuse_written_scales(name: str, kv_cache_dtype: str, key_cache: torch.Tensor, k_scale: torch.Tensor) -> None:
-    dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-    if has_scale_tensors(k_scale) and dtype.info.quant_mode.is_per_token_head:
-        raise KVCacheTypeError(
-            f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(k_scale.shape)} for {kv_cache_dtype!r}, which is"
-            f" written to; expected torch.ops.kvjax.{name}_per_token_head"
-        )
+    return run
 
 
 def _write(
@@ -121,30 +112,6 @@ def _write(
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
         host.write(plan, WriteTensors(*tensors, k_scale, v_scale))
-
-
-def _rope_with_given_scales(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    is_neox: bool = True,
-    unique_slots: bool = False,
-) -> torch.Tensor:
-    """`_rope` under a schema that does not mutate scales."""
-    _refuse_written_scales("rope_and_cache", kv_cache_dtype, key_cache, k_scale)
-    tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
-    how = kv_cache_dtype, k_scale, v_scale
-    return _rope(*tensors, *how, v_scale_layout=v_scale_layout, is_neox=is_neox, unique_slots=unique_slots)
 
 
 def _rope(
@@ -317,9 +284,9 @@ def _attended(
 
 _WRITE, _ATTENTION = "a write into a cache", "attention over a cache"
 for _name, _kernel, _what, _results in (
-    ("reshape_and_cache_flash", _write_with_given_scales, _WRITE, _written),
+    ("reshape_and_cache_flash", _with_given_scales("reshape_and_cache_flash", _write), _WRITE, _written),
     ("reshape_and_cache_flash_per_token_head", _write, _WRITE, _written),
-    ("rope_and_cache", _rope_with_given_scales, _WRITE, _rotated),
+    ("rope_and_cache", _with_given_scales("rope_and_cache", _rope), _WRITE, _rotated),
     ("rope_and_cache_per_token_head", _rope, _WRITE, _rotated),
     ("gather_kv", _gather, "a gather", _gathered),
     ("paged_attention", _attend, _ATTENTION, _attended),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
+from kvjax.kernels.attention.softmax import LOG2_E, capped
 from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
-
-LOG2_E = math.log2(math.e)
 
 ROWS = 64
 """Query rows of a warpgroup: the rows of one `wgmma`."""
@@ -394,7 +392,7 @@ class _Rows:
         logits = compat.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
         factor = self.factor
         if self.problem.logits_soft_cap is not None:
-            logits = _capped(logits * factor, self.problem.logits_soft_cap)
+            logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
             factor = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, first, tile)
@@ -436,10 +434,3 @@ class _Rows:
         )
         sees &= lax.broadcast_in_dim(bias, shape, [1]) == 0
         return jnp.where(sees, logits, -jnp.inf)
-
-
-def _capped(x: jax.Array, cap: float) -> jax.Array:
-    """`cap * tanh(x / cap)` of binary logarithms; the cap is of natural ones."""
-    # tanh(y) = 1 - 2 / (e**(2 y) + 1), with y = x / (cap * log2(e)) and so e**(2 y) = 2 ** (2 x / cap).
-    power = jnp.exp2(x * (2.0 / cap))
-    return (cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))

@@ -388,7 +388,7 @@ def _ragged_mosaic(
     short = _nothing(query, sinks, cache.spec.head_size_v)
     if decode_q_len:
         short_lens = jnp.where(is_short, seq_lens, 0)
-        decoded = _decode(cache, query, block_table, short_lens, q_lens, q_ends, *arrays, decode_q_len, **static)
+        decoded = _decode(cache, query, block_table, short_lens, q_lens, q_ends, arrays, decode_q_len, **static)
         index = rows.seq * decode_q_len + decode_q_len - from_end
         short = _where(rows.is_any & is_short[rows.seq], decoded, index, short)
     if not max_prompts:
@@ -427,20 +427,15 @@ def _decode(
     seq_lens: jax.Array,
     q_lens: jax.Array,
     q_ends: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    window_array: jax.Array | None,
+    arrays: tuple[Any, ...],
     decode_q_len: int,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the last `decode_q_len` rows of each sequence.
 
-    Returns `[num_seqs * decode_q_len, num_heads, head_size_v]`, and the log-sum-exp; those of rows that a sequence does
-    not have are any.
+    `arrays` are the remaining ones of `_ragged_mosaic`. Returns `[num_seqs * decode_q_len, num_heads, head_size_v]` and
+    the log-sum-exp; both are undefined for rows that a sequence does not have.
     """
-    arrays = layer, k_scale, v_scale, sinks, window_array
     from_last = jnp.arange(-decode_q_len, 0)[None, :]
     is_row = q_lens[:, None] + from_last >= 0
     own_lens = jnp.where(q_lens > 0, seq_lens, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,12 +46,12 @@ class State(NamedTuple):
         return cls([lanes.splat(LOWEST, jnp.float32)] * 2 * tiles, [zero] * 2 * tiles, [zero] * 4 * tiles * products)
 
 
-def capped(x: jax.Array, cap: float | None) -> jax.Array:
+def capped(x: jax.Array, cap: float | None, exp2: Callable[[jax.Array], jax.Array] = lanes.exp2) -> jax.Array:
     """`cap * tanh(x / cap)` where there is a cap; logits are binary logarithms, and the cap is converted."""
     if cap is None:
         return x
     # tanh(y) = 1 - 2 / (e**(2 y) + 1), with y = x / (cap * log2(e)) and so e**(2 y) = 2 ** (2 x / cap).
-    power = lanes.exp2(x * np.float32(2.0 / cap))
+    power = exp2(x * np.float32(2.0 / cap))
     return np.float32(cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
 
 
