@@ -90,6 +90,7 @@ def test_requests_get_their_tokens_in_any_company(max_prompts: int):
     assert sum(sum(call["q_lens"]) for call in calls) == sum(LENGTHS) + sum(NEW) - len(NEW) - 8
 
 
+@pytest.mark.full
 def test_a_request_ends_with_the_token_that_ends_texts():
     longest = max(range(len(NEW)), key=NEW.__getitem__)
     tokens = alone()[longest]

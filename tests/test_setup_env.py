@@ -55,6 +55,7 @@ def test_where_none_is_new_enough_it_says_what_it_found(tmp_path: Path, old_and_
     assert not (tmp_path / "env").exists()
 
 
+@pytest.mark.full
 def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(
     made: tuple[Path, str], old_and_shim: list[Path]
 ):

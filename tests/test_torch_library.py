@@ -117,7 +117,13 @@ def skip_where_inductor_cannot_compile_for(device: str) -> None:
         pytest.skip("triton needs a C compiler and Python.h")
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", "nvfp4"), ("inductor", "nvfp4")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("aot_eager", "nvfp4"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [("aot_eager", "auto"), ("inductor", "nvfp4")]),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of what would be faster on a GPU
 def test_compiled_code_writes_and_reads_what_eager_code_does(backend: str, dtype: str, device: str):

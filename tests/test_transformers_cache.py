@@ -514,6 +514,7 @@ def logits_in_steps(model: Any, cache: Any, *, is_compiled: bool) -> list[torch.
     return logits
 
 
+@pytest.mark.full
 def test_a_compiled_model_breaks_its_graph_at_the_cache(device: str):
     model = make_model(device)
     got = logits_in_steps(model, make_cache(model), is_compiled=True)
