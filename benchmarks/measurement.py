@@ -32,8 +32,7 @@ class Measurement:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else was found out about it
 
     def __post_init__(self) -> None:
-        known = {name: plain(value) for name, value in self.subject.items() if value is not None}
-        object.__setattr__(self, "subject", known)
+        object.__setattr__(self, "subject", known(self.subject))
 
     @property
     def seconds(self) -> float:
@@ -166,6 +165,11 @@ def samples(record: Any, place: str) -> tuple[float, ...]:
     if not found:
         raise ResultsError(f"{place}: 'samples': got none, expected the seconds of each repetition")
     return tuple(checked(sample, float, f"{place}: samples[{number}]") for number, sample in enumerate(found))
+
+
+def known(subject: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields without those that do not apply, as JSON has them."""
+    return {name: plain(value) for name, value in subject.items() if value is not None}
 
 
 def plain(value: Any) -> Any:

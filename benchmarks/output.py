@@ -22,7 +22,7 @@ import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import tables, timing, workload
+from benchmarks import memory, tables, timing, workload
 from benchmarks.measurement import Measurement, Rows, plain
 from benchmarks.operations import OPERATIONS
 from benchmarks.peers import cuda
@@ -156,6 +156,18 @@ class Report:
         if what not in self.skipped:
             self.skipped[what] = reason
             _say(f"skipped {what}: {line}")
+
+    def fitting[Value](self, what: str, why_too_large: str | None, make: Callable[[], Value]) -> Value | None:
+        """What `make` returns; `None`, and `what` is said to be skipped, where memory is or proves too small for it."""
+        if why_too_large is None:
+            try:
+                return make()
+            except Exception as error:
+                if not memory.is_exhausted(error):
+                    raise
+                why_too_large = f"too little memory: {error}"
+        self.skip(what, why_too_large)
+        return None
 
     def finish(self) -> None:
         """Prints the tables and writes the files that the flags ask for."""

@@ -16,7 +16,7 @@ import numpy as np
 import kvjax
 from benchmarks import memory, output, timing, workload
 from benchmarks.bars import MOST, SAME
-from benchmarks.peers.attention_inputs import compiling_jitted, filled_page_bytes, filled_pages, take_pages
+from benchmarks.peers.attention_inputs import compiling, filled_page_bytes, filled_pages, take_pages
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from examples import llama
@@ -203,7 +203,7 @@ def program(
     caches = cache_structs(of, dtype, num_seqs * max_blocks, form)
     options = {"max_q_len": max_q_len, "max_prompts": int(max_q_len > 1), "implementation": implementation()}
     arguments = struct_of(params(of, form)), tokens, previous, step_struct(num_tokens, num_seqs, max_blocks), caches
-    return compiling_jitted(llama.greedy_step, *arguments, config=of.config, **options)
+    return compiling(llama.greedy_step, *arguments, config=of.config, **options)
 
 
 class Running:

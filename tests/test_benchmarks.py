@@ -457,7 +457,7 @@ def results():
     return output.Report("benchmarks.fake")
 
 
-def compare_all(results, peers, why_too_large=lambda _: None, make_inputs=lambda _: None):
+def compare_all(results, peers, why_too_large=lambda _: None, make_inputs=lambda _: ()):
     program = output.Program("test_what_was_asked_for_is_there")
     program.results = results
     compare.compare_all(program, "fake", [FakeJob()], peers, make_inputs, why_too_large)

@@ -16,7 +16,7 @@ import kvjax
 from benchmarks import memory, workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, Case
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode
 from kvjax.ops.rows import decode_rows, encode_rows
@@ -88,9 +88,6 @@ class GatherInputs:
         self.tables: list[jax.Array] = jax.device_put([*tables])
         self.seq_lens = jax.device_put(np.full(job.num_seqs, job.seq_len, np.int32))
 
-    def table(self, number: int) -> int:
-        return number % len(self.tables)
-
     def check(self, gathered: Any) -> None:
         """Compares the first table's keys and values with what the encoding of their tokens decodes to.
 
@@ -130,11 +127,9 @@ def _decoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 def kvjax_run(inputs: GatherInputs, *, implementation: str | None) -> Run:
     gather = jax.jit(functools.partial(kvjax.gather_kv, dtype=OUT_DTYPE, implementation=implementation))
-    compiled = gather.lower(inputs.cache, inputs.tables[0], inputs.seq_lens, **workload.scales()).compile()
-
-    def call(number: int) -> Any:
-        return compiled(inputs.cache, inputs.tables[inputs.table(number)], inputs.seq_lens, **workload.scales())
-
+    sets = [(inputs.cache, table, inputs.seq_lens) for table in inputs.tables]
+    compiled = gather.lower(*sets[0], **workload.scales()).compile()
+    call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
 
 
@@ -151,32 +146,25 @@ def xla_gather_run(inputs: GatherInputs) -> Run:
         codes = [lax.bitcast_convert_type(half, spec.storage_dtype).astype(jnp.float32) for half in halves]
         return [(half * scale).astype(OUT_DTYPE) for half, scale in zip(codes, (k_scale, v_scale), strict=True)]
 
-    compiled = jax.jit(gather).lower(inputs.cache.kv, inputs.tables[0], *workload.scales().values()).compile()
-
-    def call(number: int) -> Any:
-        return compiled(inputs.cache.kv, inputs.tables[inputs.table(number)], *workload.scales().values())
-
-    return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+    sets = [(inputs.cache.kv, table, *workload.scales().values()) for table in inputs.tables]
+    compiled = jax.jit(gather).lower(*sets[0]).compile()
+    return Run(by_turns(compiled, sets), inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
 
 
 def torch_run(inputs: GatherInputs) -> Run:
     job, decode = inputs.job, _torch_decode(inputs.job.spec)
-    pages = in_torch.borrow(inputs.cache.kv)
-    if job.layout is CacheLayout.HND:
-        pages = pages.transpose(2, 3)
-    tables = [in_torch.borrow(table).long().flatten() for table in inputs.tables]
+    tables = [(in_torch.borrow(table).long().flatten(),) for table in inputs.tables]
     shape = (job.num_seqs, -1, job.case.num_kv_heads, job.case.head_size)
-    halves = [*zip((pages[:, 0], pages[:, 1]), in_torch.float_scales(), strict=True)]
+    halves = [*zip(in_torch.token_pages(inputs.cache), in_torch.float_scales(), strict=True)]
 
-    def call(number: int) -> list[Any]:
-        table = tables[inputs.table(number)]
+    def gather(table: Any) -> list[Any]:
         return [decode(half.index_select(0, table), scale).reshape(shape) for half, scale in halves]
 
     def check(gathered: list[Any]) -> None:
         in_torch.wait()
         inputs.check([jax.dlpack.from_dlpack(half.contiguous()) for half in gathered])
 
-    return Run(call, check, in_torch.wait)
+    return Run(by_turns(gather, tables), check, in_torch.wait)
 
 
 def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:

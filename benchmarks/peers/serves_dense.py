@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import serving, timing, workload
-from benchmarks.peers.attention_inputs import compiling_jitted
+from benchmarks.peers.attention_inputs import compiling
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from examples import llama
@@ -73,7 +73,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     weights = serving.struct_of(serving.params(of, "separate"))
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
-    return compiling_jitted(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
+    return compiling(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
 
 
 def serve(job: ServeJob) -> Timing:
