@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import bars, shapes
-from benchmarks.bars import Other
-from benchmarks.measurement import OWN, Measurement, Rows, Word
+from benchmarks.measurement import OWN, Column, Measurement, Rows, Word, escaped
 from benchmarks.timing import CLOCK_WORDS, Timing
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.table import markdown_table
@@ -33,38 +31,10 @@ def heading(key: str) -> str:
     return HEADINGS.get(key, key.removeprefix("num_").replace("_", " "))
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table with a line for each of some measurements."""
-
-    heading: str
-    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
-    form: str = "{:,.2f}"
-    is_text: bool = False  # words rather than a number
-
-    def words(self, m: Measurement, rows: Rows) -> str:
-        value = self.value(m, rows)
-        return "-" if value is None else escaped(self.form.format(value))
-
-    def of(self, heading: str, other: Other) -> Column:
-        """The same of another measurement."""
-
-        def value(m: Measurement, rows: Rows) -> Any:
-            found = other(m, rows)
-            return self.value(found, rows) if found else None
-
-        return Column(heading, value, self.form)
-
-
 def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
     """The column of a field."""
     form = "{}" if key in TEXTS else "{:,}"
     return Column(named or heading(key), lambda m, _: m.subject.get(key), form, is_text or key in TEXTS)
-
-
-def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
-    """The column of a number that was found out, in some unit."""
-    return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +104,6 @@ def rate(m: Measurement) -> str:
     part = m.copy_share
     words = "" if part is None else f" ({part:.1%})" if part >= 0.01 else f" ({part:.2%})"
     return f"{number(m.bytes_per_second / 1e9)}{words}"
-
-
-def escaped(words: object) -> str:
-    """What a file says, where Markdown would take some of it for its own."""
-    return html.escape(" ".join(str(words).split()), quote=False).replace("|", "\\|")
 
 
 def word(value: Word | None) -> str:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
-import json
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -195,22 +191,3 @@ def test_bars_of_tokens_steps_reading_and_the_host():
 def test_peers_and_devices_without_a_reading_rate_have_no_bars():
     assert bars.of(line(NVFP4, 142, 16.0, read_ns=None)) == []
     assert bars.of(dataclasses.replace(line(BFLOAT16, 40, 12.0), peer="cuDNN, dense")) == []
-
-
-@pytest.mark.full
-def test_the_program_runs(tmp_path):
-    """All of it, and the report of what it leaves."""
-    file, page, serving_page = tmp_path / "serve.json", tmp_path / "page.md", tmp_path / "serving.md"
-    serving_page.write_text("before\n<!-- serve: begin -->\nold\n<!-- serve: end -->\nafter\n")
-    run = [sys.executable, "-m"]
-    subprocess.run([*run, "benchmarks.serve", "--smoke", "--dtypes=bfloat16,nvfp4", f"--json={file}"], check=True)
-    measured = {(m["peer"], m["dtype"], m["num_seqs"]) for m in json.loads(file.read_text())["measurements"]}
-    assert measured >= {("kvjax", "nvfp4", 10), ("kvjax", "bfloat16", 2), ("cuDNN, dense", "bfloat16", 3)}
-    options = [f"--output={page}", f"--plots={tmp_path}", f"--serving={serving_page}"]
-    subprocess.run([*run, "benchmarks.report", str(file), *options], check=True)
-    assert len(list(tmp_path.glob("*serve*.png"))) == 1
-    text = serving_page.read_text()
-    assert "| nvfp4    | 10        | as many as fit" in text
-    assert text.startswith("before\n<!-- serve: begin -->\n")
-    assert text.endswith("<!-- serve: end -->\nafter\n")
-    gc.collect()

@@ -71,6 +71,11 @@ EXPECTED = {
         ("decode step", ["DynamicCache, sdpa"], ["bfloat16"]),
         ("decode step", ["KvjaxCache, sdpa", "KvjaxCache, kvjax"], DTYPES),
     ],
+    "serve": [
+        ("serve", ["kvjax"], DTYPES),
+        ("serve", ["cuDNN, dense"], ["bfloat16"]),
+        ("serve prompts", ["kvjax"], DTYPES),
+    ],
 }
 """What a smoke run measures: operations, peers and dtypes."""
 

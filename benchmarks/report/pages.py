@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import tables
-from benchmarks.measurement import Measurement, ResultsError, Rows, Word
-from benchmarks.operations import ATTENTION, OPERATIONS, SERVE_SHORT
+from benchmarks.measurement import Measurement, ResultsError, Rows, escaped
+from benchmarks.operations import ATTENTION, OPERATIONS
 from benchmarks.report.results import Run
-from benchmarks.tables import Lines, Operation, capitalized, escaped, fields, number, table, with_spread
+from benchmarks.tables import Lines, Operation, capitalized, fields, number, table, with_spread
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
@@ -108,8 +108,8 @@ class Timed:
     def command(self) -> list[str]:
         return [console([self.environment["command"]])] if "command" in self.environment else []
 
-    def facts(self, names: Sequence[str] = FACTS) -> str:
-        return ", ".join(f"{name} {self.environment[name]}" for name in names if name in self.environment)
+    def facts(self) -> str:
+        return ", ".join(f"{name} {self.environment[name]}" for name in FACTS if name in self.environment)
 
     def lines(self, of: Lines) -> list[str]:
         """A note and a table with bars; nothing where it has no line."""
@@ -297,14 +297,6 @@ def skipped(runs: Sequence[Run]) -> list[str]:
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
-def _of_first(report: Report, name: str) -> Timed:
-    for device in report.devices:
-        for each in report.timed(device):
-            if each.of.name == name:
-                return each
-    raise ResultsError(f"no measurements of {name}")
-
-
 def readme_part(report: Report, on: Path) -> str:
     """What README.md shows: of the first device, the first operation that is compared with others in several sizes.
 
@@ -325,21 +317,15 @@ def readme_part(report: Report, on: Path) -> str:
 
 def kernels_part(report: Report, _: Path) -> str:
     """What docs/kernels.md shows: every row of attention with its bars."""
-    each = _of_first(report, "attention")
+    found = [each for device in report.devices for each in report.timed(device) if each.of.name == "attention"]
+    if not found:
+        raise ResultsError("no measurements of attention")
+    each = found[0]
     first = f"{escaped(each.device)}: {escaped(each.facts())}."
     return "\n\n".join([first, *each.command(), *each.lines(ATTENTION)]) + "\n"
 
 
-def serving_part(report: Report, on: Path) -> str:
-    """What docs/serving.md shows of tokens a second."""
-    each = _of_first(report, "serve")
-    about: dict[str, Word] = tables.constants(each.of, each.rows)
-    parts = [f"{escaped(each.device)}: {fields(about)}.", SERVE_SHORT.table(each.rows)]
-    parts += [*report.image(each, each.headline, on), *each.command(), f"{escaped(each.facts(('reading', *FACTS)))}."]
-    return "\n\n".join(parts) + "\n"
-
-
-PARTS = {"benchmarks": readme_part, "attention": kernels_part, "serve": serving_part}
+PARTS = {"benchmarks": readme_part, "attention": kernels_part}
 """What is put between the markers `<!-- NAME: begin -->` and `<!-- NAME: end -->` of other pages."""
 
 
