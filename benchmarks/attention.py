@@ -1,7 +1,4 @@
-"""How long `paged_attention` takes to decode from a cache's pages, next to reading as many bytes and to its peers.
-
-`python -m benchmarks.attention --json=attention.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long `paged_attention` takes to decode from a cache's pages, next to reading as many bytes and to its peers."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ PEERS = compare.define_peers(attends.PEERS)
 
 
 def jobs() -> list[AttentionJob]:
-    """What is timed: rows in each dtype."""
     rows = output.by_device(
         gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
     )

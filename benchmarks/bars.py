@@ -26,7 +26,6 @@ def by(peer: str, **changes: str) -> Other:
 
 
 def over(m: Measurement, other: Measurement | None = None) -> float | None:
-    """A time as a multiple of another."""
     return None if other is None else m.seconds / other.seconds
 
 
@@ -68,7 +67,6 @@ def _of_tokens(m: Measurement, rows: Rows) -> float | None:
 
 
 def _known(key: str, value: Callable[[Measurement, Any], float]) -> Callable[[Measurement, Rows], float | None]:
-    """Something that a fact says."""
     return lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key])
 
 
@@ -103,8 +101,7 @@ EXPOSED = Column(
     "{:.1%}",
 )
 
-type Where = Mapping[str, Collection[object]]
-"""Fields, and what they may be."""
+type Where = Mapping[str, Collection[object]]  # Fields, and what they may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +123,6 @@ class Bar:
         return value >= self.limit if self.measure.at_least else value <= self.limit
 
     def words(self, value: float) -> str:
-        """A value of this measure, as tables print it."""
         return f"{self.measure.form.format(value)} {self.measure.heading}"
 
     def __str__(self) -> str:
@@ -200,7 +196,6 @@ BARS = (
 
 
 def of(m: Measurement) -> list[Bar]:
-    """The bars of a measurement."""
     return [bar for bar in BARS if bar.is_of(m)]
 
 

@@ -16,7 +16,6 @@ from benchmarks.peers.peer import Peer
 
 
 def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which peers to time."""
     return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that are available)")
 
 
@@ -37,8 +36,6 @@ def present[J, Inputs](
 
 
 class Job(Protocol):
-    """One thing to time."""
-
     @property
     def subject(self) -> Mapping[str, Any]:
         """What the tables and files say of it."""

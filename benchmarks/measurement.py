@@ -53,19 +53,16 @@ class Measurement:
 
     @property
     def copy_share(self) -> float | None:
-        """The rate of this over that of the copy."""
         return self.copy.seconds / self.seconds if self.copy else None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What no two measurements of a device have in common."""
         return self.operation, self.clock, self.peer, *sorted(self.subject.items())
 
     def __str__(self) -> str:
         return ", ".join([self.operation, *map(str, self.subject.values()), self.peer, f"by {self.clock}"])
 
     def record(self) -> dict[str, Any]:
-        """What the JSON file says of it."""
         return {
             "operation": self.operation,
             **self.subject,
@@ -130,8 +127,7 @@ class Rows(list[Measurement]):
         return min(self, key=lambda m: m.seconds, default=None)
 
 
-type Other = Callable[[Measurement, Rows], Measurement | None]
-"""What a line is compared with."""
+type Other = Callable[[Measurement, Rows], Measurement | None]  # what a line is compared with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +158,6 @@ class Column:
 
 
 def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
-    """The column of a number that was found out, in some unit."""
     return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
@@ -177,7 +172,6 @@ def known(subject: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float):

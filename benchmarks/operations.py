@@ -145,7 +145,6 @@ RAGGED = Lines(
 
 
 def _in(dtype: str) -> Column:
-    """A decode by kvjax in a dtype, and its share of reading."""
     whole = Column("", lambda m, rows: f"{US.words(m, rows)} ({READ_SHARE.words(m, rows)})", "{}")
     return whole.of(f"kvjax, {dtype}", by(OWN, dtype=dtype))
 
@@ -234,7 +233,6 @@ def _sharded(devices_differ: bool, clock_differs: bool) -> Other:
 
 
 def _ratio(other: Other) -> Column:
-    """Another median over this one."""
     return Column("ratio", lambda m, rows: found.seconds / m.seconds if (found := other(m, rows)) else None)
 
 

@@ -49,7 +49,6 @@ SAVE_SECONDS = 10.0
 
 
 def by_device[Value](*, gpu: Value, host: Value, smoke: Value) -> Value:
-    """What this run takes by default."""
     return smoke if SMOKE.value else gpu if workload.is_gpu() else host
 
 
@@ -60,19 +59,16 @@ def shorten() -> None:
 
 
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes numbers with commas between them."""
     expected = f"expected numbers of at least {least} with commas between them"
     return _define_list(name, words, lambda word: word.isdecimal() and int(word) >= least, expected)
 
 
 def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes some of these names with commas between them."""
     accepted = [*of]
     return _define_list(name, words, accepted.__contains__, f"expected some of {accepted}")
 
 
 def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which dtypes caches have."""
     return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
 
 
@@ -92,7 +88,6 @@ def chosen[Value](
 
 
 def environment(program: str) -> dict[str, str]:
-    """Where and how a program ran."""
     is_gpu = workload.is_gpu()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     arguments = [each for each in sys.argv[1:] if not each.lstrip("-").startswith("commit=")]

@@ -1,7 +1,4 @@
-"""How long a step of a server attends, prompts in chunks beside decodes, by `ragged_paged_attention` and its peers.
-
-`python -m benchmarks.ragged --json=ragged.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long a step of a server attends, prompts in chunks beside decodes, by `ragged_paged_attention` and its peers."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ PEERS = compare.define_peers(attends.STEP_PEERS)
 
 
 def jobs() -> list[AttentionJob]:
-    """What is timed: rows in each dtype."""
     rows = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
     chosen = output.chosen(ROWS, shapes.RAGGED_ROWS_BY_NAME.__getitem__, rows)
     dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)

@@ -123,7 +123,6 @@ class AttentionRow:
 
     @property
     def num_blocks_read(self) -> int:
-        """Pages that a call has to read."""
         return self.num_blocks - self.num_seqs * self.first_block
 
     def table(self, blocks: np.ndarray) -> np.ndarray:

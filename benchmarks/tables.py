@@ -27,12 +27,10 @@ ORDERS: Mapping[str, Sequence[str]] = {
 
 
 def heading(key: str) -> str:
-    """What tables call a field."""
     return HEADINGS.get(key, key.removeprefix("num_").replace("_", " "))
 
 
 def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
-    """The column of a field."""
     form = "{}" if key in TEXTS else "{:,}"
     return Column(named or heading(key), lambda m, _: m.subject.get(key), form, is_text or key in TEXTS)
 
@@ -89,7 +87,6 @@ def number(value: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """Microseconds in three digits or more."""
     return number(seconds * 1e6)
 
 
@@ -98,7 +95,6 @@ def with_spread(times: Timing) -> str:
 
 
 def rate(m: Measurement) -> str:
-    """GB/s and the share of the copy's rate."""
     if m.bytes_per_second is None:
         return "-"
     part = m.copy_share
@@ -111,17 +107,14 @@ def word(value: Word | None) -> str:
 
 
 def capitalized(words: str) -> str:
-    """The same as the beginning of a sentence."""
     return words[:1].upper() + words[1:]
 
 
 def clocks(rows: Iterable[Measurement]) -> str:
-    """What these times were read from."""
     return " and ".join(dict.fromkeys(CLOCK_WORDS[each.clock] for each in rows))
 
 
 def calls(rows: Iterable[Measurement]) -> str:
-    """How often each was timed."""
     counts = [len(each.times.samples) for each in rows]
     least, most = min(counts), max(counts)
     return f"{least} to {most} calls" if least < most else f"{most} calls" if most > 1 else "1 call"
@@ -206,7 +199,6 @@ def side_by_side(of: Operation, rows: Rows) -> list[str]:
 
 
 def moved(line: Iterable[Measurement]) -> list[str]:
-    """Megabytes, and the microseconds of their copy; each once where it is the same for all peers."""
     megabytes = dict.fromkeys(number(each.bytes_moved / 1e6) for each in line if each.bytes_moved)
     copies = dict.fromkeys(short(each.copy.seconds) for each in line if each.copy)
     return [" or ".join(megabytes) or "-", " or ".join(copies) or "-"]
@@ -236,7 +228,6 @@ def drawn(of: Operation, rows: Rows) -> Rows:
 
 
 def headline(rows: Rows) -> Rows:
-    """Those of the case that was measured most."""
     return max(by_case(rows).values(), key=len)
 
 

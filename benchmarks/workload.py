@@ -29,8 +29,6 @@ two tokens are the same."""
 
 @dataclasses.dataclass
 class Sizes:
-    """How much memory is worked on."""
-
     cache_bytes: int  # of a case in bfloat16: on a GPU far more than its L2, so that slots are as cold as in a server
     rotation_bytes: int  # that calls rotate through: on a GPU several times the 50 to 126 MB of its L2
 
@@ -39,7 +37,6 @@ GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
 
 
 def sizes() -> Sizes:
-    """Those of this device."""
     return GPU_SIZES if is_gpu() else HOST_SIZES
 
 
@@ -53,7 +50,6 @@ CODES_APART = 1e-3  # share of codes that a peer may round the other way
 
 
 def is_gpu() -> bool:
-    """Whether times are those of a GPU."""
     return jax.default_backend() == "gpu"
 
 
@@ -64,8 +60,6 @@ def scales() -> dict[str, jax.Array]:
 
 
 class Batch(NamedTuple):
-    """The tokens of one write."""
-
     key: jax.Array
     value: jax.Array
     slot_mapping: jax.Array
@@ -154,7 +148,6 @@ class Tokens:
 
     @functools.cached_property
     def longest(self) -> Batch:
-        """The first `max_tokens` tokens."""
         return self._batch(0, self.max_tokens)
 
     def expected(self, spec: AttentionSpec, num_tokens: int) -> KVCache:
@@ -223,7 +216,6 @@ class Write:
         self.compiled = compiled_write(cache.spec, *sizes, implementation, donated, unique_slots)
 
     def __call__(self, number: int) -> jax.Array:
-        """Starts write `number`."""
         batch = self.batches[number % len(self.batches)]
         self.cache = self.compiled(batch.key, batch.value, self.cache, batch.slot_mapping, **scales())
         return self.cache.kv

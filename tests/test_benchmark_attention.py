@@ -421,24 +421,12 @@ def test_bars_of_attention(rows, row, dtype, expected):
     assert bars.verdicts(by_wall, rows) == ["-"] * len(expected)
 
 
-def test_a_line_of_the_tables():
-    [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
-    assert {column.heading: column.words(line, ROWS) for column in ATTENTION.columns} == {
-        "row": "64x8192",
-        "dtype": "nvfp4",
-        "us": "200.00",
-        "5-95%": "200.00-200.00",
-        "reading us": "132.00",
-        "share": "66.0%",
-        "next best": "FlashInfer FA2",
-        "its us": "670.00",
-        "fastest bf16": "cuDNN",
-        "bf16 us": "484.00",
-        "times as fast": "2.42",
-        "bars": "&gt;= 68.0% of reading, &gt;= 2.20 times as fast as bf16",
-        "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
-    }
+def test_lines_of_the_tables():
     assert ATTENTION.bars(ROWS) == " 4 of 6 bars hold."
+    [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
+    words = {column.heading: column.words(line, ROWS) for column in ATTENTION.columns}
+    assert (words["reading us"], words["share"], words["times as fast"]) == ("132.00", "66.0%", "2.42")
+    assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "cuDNN")
     of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
     assert {name for bar in of_steps for name in bar.where["case"]} == {row.name for row in shapes.RAGGED_ROWS}
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from absl.testing import flagsaver
 
-from benchmarks import tables
-from benchmarks.measurement import ResultsError
+from benchmarks import output, tables
+from benchmarks.measurement import ResultsError, Rows
 from benchmarks.operations import OPERATIONS
 from benchmarks.report import __main__ as report_program
 from benchmarks.report import pages, results
+from benchmarks.timing import CLOCK_WORDS
 
 ROOT = Path(__file__).parents[1]
 US = 1e-6
@@ -230,6 +231,11 @@ def test_times_by_two_clocks_never_stand_in_one_table(save):
     assert re.findall("^## .*", page, re.MULTILINE) == ["## Write by CUPTI", "## Write by host"]
     assert rows_below(page, "## Write by CUPTI")[1:] == [["bfloat16", "1", "10.0 (9.10-10.9)"]]
     assert rows_below(page, "## Write by host")[1:] == [["bfloat16", "1", "50.0 (45.5-54.5)"]]
+    file["measurements"] += [measurement("CUDA", 1, clock=clock) for clock in ("CUPTI", "host")]
+    rows = Rows(results.read_run(save(file)).measurements)
+    printed = "\n".join(output.operation_tables(OPERATIONS["write"], rows))
+    assert printed.count("Microseconds:") == 2
+    assert [*re.findall(r"^By (.*)\.$", printed, re.MULTILINE)] == [CLOCK_WORDS[clock] for clock in ("CUPTI", "host")]
 
 
 def test_what_does_not_apply_may_be_missing(save):

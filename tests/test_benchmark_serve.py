@@ -58,23 +58,15 @@ def test_jobs_are_those_of_the_rows():
     assert [job.num_seqs for job in serving.jobs(LLAMA_8B, [NVFP4], [MOST])] == [142]
 
 
-@functools.cache
-def served(dtype: KVCacheDType, form: str) -> serving.Served:
-    return serving.serve(ServeJob(TINY, dtype, 3), form)
-
-
-@pytest.mark.parametrize(
-    "form", ["separate", *(pytest.param(form, marks=pytest.mark.full) for form in ("one", "scan"))]
-)
-def test_full_sequences_are_served_to_their_ends(form):
-    found = served(NVFP4, form)
+def test_full_sequences_are_served_to_their_ends():
+    found = serving.serve(ServeJob(TINY, NVFP4, 3))
     assert len(found.steps.samples) == TINY.tail - 1 - serving.WARM_UP_STEPS
     assert all(0 < host <= step for host, step in zip(found.host.samples, found.steps.samples, strict=True))
 
 
 def test_only_the_tail_is_computed():
     """The engine finds all but the last tokens in the caches, in blocks that lie apart."""
-    engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3), "separate")
+    engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3))
     engine.step()
     assert run.last is not None
     step = run.last[1]
@@ -106,7 +98,7 @@ def test_a_wrong_step_is_found(monkeypatch):
 def test_dense_caches_are_attended_to_as_pages_are():
     """The same tokens in pages and in dense arrays."""
     of, number = TINY, 3
-    weights = serving.params(of, "separate")
+    weights = serving.params(of)
     pool = kvjax.BlockPool(number * 4, shapes.BLOCK_SIZE)
     sequences = [pool.sequence() for _ in range(number)]
     lengths = [17, 30, 42]

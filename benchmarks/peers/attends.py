@@ -156,8 +156,7 @@ def step_in_torch_run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
-TRITON_SPLITS = 16
-"""Into so many equal parts it cuts every sequence."""
+TRITON_SPLITS = 16  # into so many equal parts it cuts every sequence
 
 
 def _is_dense(job: AttentionJob) -> bool:
@@ -222,9 +221,7 @@ IN_TORCH: AttentionPeer = Peer(
     own=True,
 )
 
-BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)
-"""Whose kernels are built while the others are timed."""
-
+BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # whose kernels are built while the others are timed
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
 STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
 """In a step of a server, prompts beside decodes."""

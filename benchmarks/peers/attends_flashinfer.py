@@ -27,9 +27,7 @@ BUILD_SECONDS = flags.DEFINE_integer(
 BFLOAT16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
 
 WORKSPACE_BYTES = 256 << 20
-JOBS_A_BUILD = 3
-"""Source files of one module that are compiled at the same time."""
-
+JOBS_A_BUILD = 3  # source files of one module that are compiled at the same time
 MASK_BITS = 32
 
 
@@ -59,7 +57,6 @@ def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, 
 
 
 def stored_dtype(dtype: KVCacheDType) -> Any:
-    """The dtype of such views."""
     import torch
 
     return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
@@ -192,7 +189,6 @@ def xqa_key(job: AttentionJob) -> ModuleKey:
 
 @functools.cache
 def module(*key: Any) -> Future[Any]:
-    """A module, being built in the background."""
     return _builders().submit(*key)
 
 

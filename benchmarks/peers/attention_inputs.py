@@ -24,18 +24,13 @@ from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 from kvjax.ops.ragged import MAX_DECODE_Q_LEN
 
-DISTINCT_PAGES = 1_024
-"""So many pages are filled with tokens of their own; caches are made of these, drawn at random."""
-
+DISTINCT_PAGES = 1_024  # so many pages are filled with tokens of their own; caches are made of these, drawn at random
 OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
 """Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
 of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
 
-NUM_SAMPLED = 16
-"""Query tokens of a step that are checked."""
-
-MAX_WORKERS = 8
-"""Threads that compile: most of what they do takes Python's one lock."""
+NUM_SAMPLED = 16  # query tokens of a step that are checked
+MAX_WORKERS = 8  # threads that compile: most of what they do takes Python's one lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +50,6 @@ class AttentionJob:
 
     @property
     def page_bytes(self) -> int:
-        """What the pages that a call reads hold."""
         return self.row.num_blocks_read * self.spec.real_page_size_bytes
 
     @property
@@ -67,7 +61,6 @@ class AttentionJob:
 
     @property
     def query(self) -> jax.ShapeDtypeStruct:
-        """The query as kvjax takes it."""
         of_one = self.row.q_len == 1 and not self.row.is_step
         shape = self.query_shape[:1] + self.query_shape[2:] if of_one else self.query_shape
         return jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE)
@@ -138,7 +131,6 @@ class AttentionInputs:
 
     @property
     def call_query(self) -> jax.Array:
-        """The query as kvjax takes it."""
         return self.query.reshape(self.job.query.shape)
 
     @property
@@ -223,7 +215,6 @@ def filled_page_bytes(spec: AttentionSpec) -> int:
 
 @jax.jit
 def take_pages(pages: jax.Array, source: Any) -> jax.Array:
-    """Those pages, one after the other."""
     return jnp.take(pages, source, axis=0, mode="clip")
 
 

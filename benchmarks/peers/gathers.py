@@ -53,7 +53,6 @@ class GatherJob:
 
     @property
     def dense_bytes(self) -> int:
-        """What the result takes."""
         elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
         return self.num_seqs * self.blocks_a_seq * BLOCK_SIZE * elements * OUT_DTYPE.itemsize
 
@@ -99,7 +98,8 @@ class GatherInputs:
         job, scales = self.job, workload.scales().values()
         for got, x, scale in zip(gathered, self.tokens, scales, strict=True):
             rows = x[: job.num_seqs * job.blocks_a_seq * BLOCK_SIZE]
-            expected = _decoded(rows, scale, job.spec).reshape(got.shape)
+            decoded = _rounded(_encoded(rows, job.spec, scale), job.spec, scale, OUT_DTYPE)
+            expected = decoded.reshape(got.shape)
             workload.check_same_bits(got, expected.at[:, job.seq_len :].set(0))
 
 
@@ -110,19 +110,9 @@ def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.
     return jax.device_put((key, key[::-1]))
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _encoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    return encode_rows(x, spec, scale)
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _rounded(rows: tuple[jax.Array, ...], scale: jax.Array, spec: AttentionSpec) -> jax.Array:
-    return decode_rows(rows, spec, scale, OUT_DTYPE)
-
-
-def _decoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """What is left of tokens once stored; in two programs, so that no conversion there and back is taken for none."""
-    return _rounded(_encoded(x, scale, spec), scale, spec)
+# In two programs, so that no conversion there and back is taken for none.
+_encoded = jax.jit(encode_rows, static_argnums=1)
+_rounded = jax.jit(decode_rows, static_argnums=(1, 3))
 
 
 def kvjax_run(inputs: GatherInputs, *, implementation: str | None) -> Run:

@@ -27,7 +27,6 @@ class WriteInputs:
 
     @functools.cached_property
     def expected(self) -> KVCache:
-        """The cache after the first write."""
         return self.tokens.expected(self.job.spec, self.job.num_tokens)
 
     def poisoned(self) -> KVCache:
@@ -38,11 +37,9 @@ class WriteInputs:
         return Run(by_turns(write, batches), lambda _: self.check_paged(cache), wait)
 
     def exact_run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
-        """The same, where they may not."""
         return Run(by_turns(write, batches), lambda _: workload.check_same_bits(cache.kv, self.expected.kv), wait)
 
     def check_paged(self, cache: KVCache) -> dict[str, Any]:
-        """Compares a cache with what the first batch must leave behind."""
         if cache.spec.quant_mode is KVQuantMode.NONE:
             workload.check_same_bits(cache.kv, self.expected.kv)
             return {}

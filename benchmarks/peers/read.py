@@ -12,12 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
-VECTOR_WORDS = 4
-"""Words of 4 bytes in a load, the widest that there is."""
-
-VECTORS = 8
-"""Loads of a thread, all on their way at once."""
-
+VECTOR_WORDS = 4  # words of 4 bytes in a load, the widest that there is
+VECTORS = 8  # loads of a thread, all on their way at once
 LOAD_WORDS = THREADS * VECTOR_WORDS
 BLOCK_WORDS = VECTORS * LOAD_WORDS
 BLOCK_BYTES = 4 * BLOCK_WORDS

@@ -46,7 +46,6 @@ def attend(
 def step_of(
     params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any, implementation: str
 ) -> tuple[jax.Array, Any]:
-    """As `llama.greedy_step`."""
     tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
     by = functools.partial(attend, implementation=implementation)
     hidden, caches = llama.forward(params, config, tokens, step, caches, by)
@@ -54,7 +53,6 @@ def step_of(
 
 
 def implementation() -> str:
-    """That of JAX."""
     return "cudnn" if workload.is_gpu() else "xla"
 
 
@@ -70,7 +68,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
     step = functools.partial(step_of, config=of.config, implementation=implementation())
-    weights = serving.struct_of(serving.params(of, "separate"))
+    weights = serving.struct_of(serving.params(of))
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
     return compiling(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
@@ -88,7 +86,7 @@ def serve(job: ServeJob) -> Timing:
     every = jnp.arange(number + 1, dtype=jnp.int32)
     step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
     tokens, following = ~every[:-1], jnp.zeros(number, jnp.int32)
-    weights = serving.params(of, "separate")
+    weights = serving.params(of)
 
     def call(_: int) -> jax.Array:
         nonlocal caches, following

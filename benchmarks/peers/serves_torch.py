@@ -16,12 +16,10 @@ from benchmarks.timing import Clock, Timing
 from kvjax import KVCacheDType
 
 STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
-FEW, MANY = 4, 20
-"""Tokens to generate: a step takes the difference of both times over that of both numbers."""
+FEW, MANY = 4, 20  # tokens to generate: a step takes the difference of both times over that of both numbers
 
 
 def why_missing() -> str | None:
-    """Why it cannot run here."""
     if reason := why_not_importable("torch", "transformers"):
         return reason
     import torch
@@ -36,8 +34,6 @@ def serves(name: str, job: ServeJob) -> bool:
 
 @functools.cache
 def model(of: Scenario) -> Any:
-    """Random weights in bfloat16, on the GPU where there is one."""
-    import torch
     import transformers
 
     config = of.config
@@ -52,13 +48,17 @@ def model(of: Scenario) -> Any:
     described = transformers.LlamaConfig(
         **fields, rope_parameters=rope, max_position_embeddings=of.seq_len, dtype="bfloat16"
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda" if workload.is_gpu() else "cpu"):
-            return transformers.LlamaForCausalLM(described).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return random_llama(described, "cuda" if workload.is_gpu() else "cpu")
+
+
+def random_llama(config: Any, device: str) -> Any:
+    """A model of random weights in bfloat16."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    with torch.device(device):
+        made = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return made.eval()
 
 
 def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
@@ -121,7 +121,6 @@ def serve(name: str, job: ServeJob) -> Timing:
 
 
 def free() -> None:
-    """Gives torch's memory back."""
     model.cache_clear()
     if workload.is_gpu():
         import torch

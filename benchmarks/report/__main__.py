@@ -55,7 +55,6 @@ def write(report: Report) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit status."""
     try:
         devices, output = results.read([Path(name) for name in argv[1:]]), Path(OUTPUT.value)
         notes = Path(NOTES.value) if NOTES.value else output.parent / "notes"

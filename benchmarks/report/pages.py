@@ -17,9 +17,7 @@ from benchmarks.tables import Lines, Operation, capitalized, fields, number, tab
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
-SUMMARY_SIZES, README_SIZES = 5, 3
-"""In how many sizes summaries show a dtype."""
-
+SUMMARY_SIZES, README_SIZES = 5, 3  # in how many sizes summaries show a dtype
 WIDTH = 120
 
 FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
@@ -74,7 +72,6 @@ class Timed:
 
     @property
     def headline(self) -> str:
-        """The case that was measured most."""
         return str(tables.headline(self.rows)[0].subject.get("case", ""))
 
     @property
@@ -82,7 +79,6 @@ class Timed:
         return self.of.name in ("attention", "serve")
 
     def plots(self) -> dict[str, Rows]:
-        """What is drawn, by the case."""
         if self.is_one_plot:
             return {self.headline: self.rows}
         found = {case: tables.drawn(self.of, rows) for case, rows in tables.by_case(self.rows).items()}
@@ -92,7 +88,6 @@ class Timed:
         return [*filter(None, [self.title, "" if self.is_one_plot else case, self.device])]
 
     def plot_name(self, case: str) -> str:
-        """The file of a plot: device, operation and case."""
         title, *middle, device = self.plot_words(case)
         return re.sub(r"[^a-z0-9.]+", "-", " ".join([device, title, *middle]).lower()).strip("-") + ".png"
 
@@ -167,17 +162,14 @@ class Report:
         return sorted(found, key=lambda each: order.index(each.of.name))
 
     def notes_page(self, device: str) -> Path:
-        """Where a device's full tables are."""
         return self.notes / f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.md"
 
     def image(self, of: Timed, case: str, on: Path) -> list[str]:
-        """The plot of a case on a page, if there is one."""
         words = escaped(", ".join(of.plot_words(case)))
         return [f"![{words}]({link(self.plots / of.plot_name(case), on)})"] if case in of.plots() else []
 
 
 def link(to: Path, page: Path) -> str:
-    """How a page links to a file."""
     return Path(os.path.relpath(to.resolve(), page.resolve().parent)).as_posix()
 
 
@@ -204,7 +196,6 @@ def page(report: Report) -> str:
 
 
 def columns(of: str) -> list[str]:
-    """What is said of the columns of a table."""
     header = of.split("\n")[0]
     words = " ".join(words for heading, words in COLUMNS.items() if heading in header)
     return [filled(words)] if words else []
@@ -246,7 +237,6 @@ def section(report: Report, each: Timed, on: Path, *, is_on_page: bool) -> list[
 
 
 def details(summary: str, parts: Sequence[str]) -> str:
-    """What is shown only when asked for."""
     return "\n\n".join([f"<details><summary>{escaped(summary)}</summary>", *parts, "</details>"])
 
 
@@ -269,12 +259,10 @@ def by_words(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
-    """What differs from program to program."""
     return [f"{words} ({', '.join(of)})" for words, of in programs.items()]
 
 
 def copies(runs: Sequence[Run]) -> list[str]:
-    """The copies that shares are of."""
     rows = [
         [escaped(run.short_program), number(moved / 1e6), number(moved / times.seconds / 1e9), with_spread(times)]
         for run in runs
@@ -287,7 +275,6 @@ def copies(runs: Sequence[Run]) -> list[str]:
 
 
 def skipped(runs: Sequence[Run]) -> list[str]:
-    """What was not measured, and why."""
     pairs = [
         (f"{what}: {(reason.strip() or 'no reason given').splitlines()[0]}", run.short_program)
         for run in runs

@@ -33,7 +33,6 @@ class Run:
 
     @property
     def short_program(self) -> str:
-        """The program without its package."""
         return self.program.rpartition(".")[2]
 
 
