@@ -21,12 +21,13 @@ from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.peers.serves_torch import random_llama
 from benchmarks.timing import Clock, Timing
+from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 if reason := why_not_importable("torch", "transformers", "kvjax_torch"):
     raise SystemExit(f"benchmarks.generate measures transformers (pip install 'kvjax[transformers]'): {reason}")
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig
+from transformers import Cache, DynamicCache
 
 from kvjax_torch.transformers_cache import KvjaxCache
 
@@ -38,22 +39,8 @@ ATTENTION = {DYNAMIC: "sdpa", GATHERED: "sdpa", PAGED: "kvjax"}
 NUM_LAYERS = 8
 
 
-def _config(vocab: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=131_072,
-        dtype="bfloat16",
-    )
-
-
-LLAMA_8B, SMALL = _config(128_256, 4_096, 14_336, 32, 8, 128), _config(61, 64, 96, 4, 2, 32)
-"""Of Llama-3.1-8B a quarter of the layers; and to see that it runs, and for machines without a GPU."""
+LLAMA_8B = ModelConfig(128_256, 4_096, 14_336, NUM_LAYERS, 32, 8, 128)  # a quarter of the layers
+SMALL = ModelConfig(61, 64, 96, NUM_LAYERS, 4, 2, 32)  # to see that it runs, and for machines without a GPU
 
 WARM_UP_STEPS, STEPS_IN_A_ROW, KERNEL_STEPS = 3, 6, 4
 SAMPLES = 5
@@ -77,7 +64,7 @@ class Row:
     def num_blocks(self) -> int:
         return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
 
-    def dense_bytes(self, config: LlamaConfig) -> int:
+    def dense_bytes(self, config: Any) -> int:
         """What a layer's keys and values take in bfloat16."""
         elements = 2 * int(config.num_key_value_heads or 0) * int(config.head_dim or 0)
         return self.num_seqs * self.seq_len * elements * torch.bfloat16.itemsize
@@ -99,7 +86,7 @@ class Job:
         sizes = {"num_layers": NUM_LAYERS, **dataclasses.asdict(self.row)}
         return {"case": self.row.name, **sizes, "dtype": self.dtype}
 
-    def cache(self, config: LlamaConfig) -> Cache:
+    def cache(self, config: Any) -> Cache:
         if self.peer == DYNAMIC:
             return DynamicCache(config=config)
         # Keys and values of random weights are of about magnitude 1; what is not quantized takes no notice of scales.
@@ -112,7 +99,7 @@ class Job:
 def model() -> Any:
     torch.manual_seed(0)
     config = LLAMA_8B if has_gpu() and not output.SMOKE.value else SMALL
-    return random_llama(config, "cuda" if has_gpu() else "cpu")
+    return random_llama(config, 131_072, "cuda" if has_gpu() else "cpu")
 
 
 class Decoding:

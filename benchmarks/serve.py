@@ -16,7 +16,7 @@ from absl.testing import absltest
 
 from benchmarks import output, serving, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement, plain
-from benchmarks.peers import attends, read, serves_dense, serves_torch
+from benchmarks.peers import read, serves_dense, serves_torch
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from kvjax import KVCacheDType
@@ -117,7 +117,7 @@ def reading_rate() -> float | None:
     if not workload.is_gpu():
         return None
     compiled = read.compiled(READ_BYTES)
-    words = [attends.distinct_words(number, read.num_blocks(READ_BYTES) * read.BLOCK_WORDS) for number in range(2)]
+    words = read.distinct_words(READ_BYTES, 2)
     return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
 
 

@@ -270,13 +270,13 @@ def serve(job: ServeJob) -> Served:
       AssertionError: a cache has moved, or a sequence has not its tokens.
     """
     engine, run = full_engine(job)
-    where = _pointers(engine.caches)
+    where = workload.pointers(engine.caches)
     ended, marks, waits = [], [time.perf_counter()], [0.0]
     while not engine.is_idle:
         ended += engine.step()
         marks.append(time.perf_counter())
         waits.append(engine.waited)
-    if _pointers(engine.caches) != where:
+    if workload.pointers(engine.caches) != where:
         raise AssertionError("a step was not in place: it returned a cache elsewhere in memory")
     if (lengths := {len(request.generated) for request in ended}) != {job.of.tail - 1} or len(ended) != job.num_seqs:
         raise AssertionError(f"{len(ended)} requests ended with {lengths} tokens")
@@ -285,10 +285,6 @@ def serve(job: ServeJob) -> Served:
     host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
     of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
     return Served(of_steps, of_host, steps_in_a_row(run, engine), workload.temporary_bytes(run.programs[1]))
-
-
-def _pointers(caches: Any) -> list[int]:
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
 
 
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:

@@ -80,10 +80,10 @@ def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
 
     one, many = (functools.partial(call, which) for which in range(2))
     expected = tokens.expected(job.spec, job.num_tokens).kv
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in caches[1].kv.addressable_shards]
+    pointers = workload.pointers(caches[1])
     for share in [one(0), *shares(many(0), expected)]:
         workload.check_same_bits(share, expected)
-    if [shard.data.unsafe_buffer_pointer() for shard in caches[1].kv.addressable_shards] != pointers:
+    if workload.pointers(caches[1]) != pointers:
         raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
     return one, many
 

@@ -163,9 +163,10 @@ class Tokens:
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 
-def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> Tokens:
+def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED, num_blocks: int | None = None) -> Tokens:
     """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
-    return Tokens(case, max_tokens, default_pages(case, max_tokens), sizes().rotation_bytes, slots)
+    pages = num_blocks or default_pages(case, max_tokens)
+    return Tokens(case, max_tokens, pages, sizes().rotation_bytes, slots)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
@@ -211,7 +212,7 @@ class Write:
         unique_slots: bool = True,
     ) -> None:
         self.cache, self.batches, self.donated = cache, batches, donated
-        self.first_pointer = cache.kv.unsafe_buffer_pointer()
+        self.first_pointers = pointers(cache)
         sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
         self.compiled = compiled_write(cache.spec, *sizes, implementation, donated, unique_slots)
 
@@ -226,9 +227,14 @@ class Write:
         Raises:
           AssertionError: they differ.
         """
-        if self.donated and self.cache.kv.unsafe_buffer_pointer() != self.first_pointer:
+        if self.donated and pointers(self.cache) != self.first_pointers:
             raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
         check_same_bits(self.cache.kv, expected.kv)
+
+
+def pointers(of: Any) -> list[int]:
+    """Where the arrays of a tree lie in memory, on each of their devices."""
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(of) for shard in leaf.addressable_shards]
 
 
 def temporary_bytes(compiled: Any) -> int:

@@ -185,48 +185,41 @@ def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, wi
 class Wrapper:
     """Stands for FlashInfer's `BatchDecodeWithPagedKVCacheWrapper`."""
 
-    def __init__(self, workspace, kv_layout, use_tensor_cores, backend):
-        assert (use_tensor_cores, backend) == (True, "fa2")
+    def __init__(self, workspace, kv_layout, backend, use_tensor_cores=None):
+        is_prefill = isinstance(self, PrefillWrapper)
+        assert (backend in ("fa2", "fa3"), use_tensor_cores) == (True, None if is_prefill else True)
         self.layout = kv_layout
 
-    def plan(self, indptr, indices, last_page_len, heads, kv_heads, head_size, page_size, **options):
+    def plan(self, indptr, indices, last_page_len, *sizes, q_data_type, kv_data_type, sm_scale, **options):
+        heads, kv_heads, head_size, page_size = sizes
+        window_left = options.pop("window_left", -1)
         assert (heads, kv_heads, head_size, page_size) == (4, 2, 32, BLOCK_SIZE)
         self.table = [indices[a:b].long() for a, b in itertools.pairwise(indptr.tolist())]
-        counts = [len(blocks) for blocks in self.table]
-        lengths = zip(counts, last_page_len.tolist(), strict=True)
-        self.lengths = [(count - 1) * page_size + last for count, last in lengths]
-        self.options = options
+        pages = zip(self.table, last_page_len.tolist(), strict=True)
+        self.lengths = [(len(blocks) - 1) * page_size + last for blocks, last in pages]
+        self.dtype, self.sm_scale = kv_data_type, sm_scale
+        self.window = None if window_left == -1 else window_left + 1
+        self.q_lens = [options.pop("q_len_per_req", 1)] * len(self.lengths)
+        assert not options
 
-    def run(self, query, caches, *, kv_cache_sf, enable_pdl):
-        options = self.options
-        assert caches[0].dtype is options["kv_data_type"]
+    def run(self, query, caches, *, kv_cache_sf, enable_pdl, out=None):
+        assert caches[0].dtype is self.dtype
         assert not enable_pdl
-        window = None if options["window_left"] == -1 else options["window_left"] + 1
-        q_len = options.get("q_len_per_req", 1)
-        table, q_lens = (self.table, self.lengths), [q_len] * len(self.lengths)
-        return attended(query, caches, kv_cache_sf, *table, self.layout, options["sm_scale"], q_lens, window)
+        about = self.table, self.lengths, self.layout, self.sm_scale, self.q_lens, self.window
+        found = attended(query, caches, kv_cache_sf, *about)
+        return found if out is None else out.copy_(found)
 
 
 class PrefillWrapper(Wrapper):
     """Stands for FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`."""
 
-    def __init__(self, workspace, kv_layout, backend):
-        assert backend in ("fa2", "fa3")
-        self.layout = kv_layout
-
-    def plan(self, qo_indptr, *args, causal, q_data_type, **options):
+    def plan(self, qo_indptr, *args, causal, **options):
         import torch
 
         assert causal
-        assert (q_data_type, qo_indptr.dtype) == (torch.bfloat16, torch.int32)
-        self.q_lens = qo_indptr.diff().tolist()
+        assert (options["q_data_type"], qo_indptr.dtype) == (torch.bfloat16, torch.int32)
         super().plan(*args, **options)
-
-    def run(self, query, caches, *, kv_cache_sf, out, enable_pdl):
-        assert caches[0].dtype is self.options["kv_data_type"]
-        assert not enable_pdl
-        options = self.table, self.lengths, self.layout, self.options["sm_scale"], self.q_lens, None
-        return out.copy_(attended(query, caches, kv_cache_sf, *options))
+        self.q_lens = qo_indptr.diff().tolist()
 
 
 def xqa_batch_decode_with_kv_cache(

@@ -36,8 +36,7 @@ from kvjax import CacheLayout, KVCacheDType
 def read_run(inputs: AttentionInputs) -> Run:
     """Reads as many bytes as the pages of a call hold, each call other ones."""
     job, compiled = inputs.job, read.compiled(inputs.job.page_bytes)
-    num_words = read.num_blocks(job.page_bytes) * read.BLOCK_WORDS
-    words = [distinct_words(number, num_words) for number in range(job.num_caches)]
+    words = read.distinct_words(job.page_bytes, job.num_caches)
 
     def check(found: jax.Array) -> None:
         """Of a part: all of it would take as much memory again."""
@@ -46,12 +45,6 @@ def read_run(inputs: AttentionInputs) -> Run:
         np.testing.assert_array_equal(np.asarray(found)[: len(expected)], expected)
 
     return Run(by_turns(compiled, [(each,) for each in words]), check)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def distinct_words(first: int, count: int) -> jax.Array:
-    """Different ones, in a moment; they need not be random."""
-    return (jnp.arange(count, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527)
 
 
 def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:

@@ -13,6 +13,7 @@ from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
+from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
@@ -34,30 +35,22 @@ def serves(name: str, job: ServeJob) -> bool:
 
 @functools.cache
 def model(of: Scenario) -> Any:
-    import transformers
+    return random_llama(of.config, of.seq_len, "cuda" if workload.is_gpu() else "cpu")
 
-    config = of.config
-    fields = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name not in ("rope_theta", "rope_scaling", "qk_norm")
-    }
+
+def random_llama(config: ModelConfig, num_positions: int, device: str) -> Any:
+    """A model of random weights in bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    others = ("rope_theta", "rope_scaling", "qk_norm")
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in others}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-    described = transformers.LlamaConfig(
-        **fields, rope_parameters=rope, max_position_embeddings=of.seq_len, dtype="bfloat16"
-    )
-    return random_llama(described, "cuda" if workload.is_gpu() else "cpu")
-
-
-def random_llama(config: Any, device: str) -> Any:
-    """A model of random weights in bfloat16."""
-    import torch
-    from transformers import LlamaForCausalLM
-
+    described = LlamaConfig(**fields, rope_parameters=rope, max_position_embeddings=num_positions, dtype="bfloat16")
     with torch.device(device):
-        made = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        made = LlamaForCausalLM._from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa")
     return made.eval()
 
 

@@ -57,9 +57,7 @@ def measure(
 
     @functools.lru_cache(maxsize=1)
     def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        max_tokens = most[case, slots, num_blocks]
-        pages = num_blocks or workload.default_pages(case, max_tokens)
-        return workload.Tokens(case, max_tokens, pages, workload.sizes().rotation_bytes, slots)
+        return workload.make_tokens(case, most[case, slots, num_blocks], slots, num_blocks)
 
     @functools.lru_cache(maxsize=1)
     def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
