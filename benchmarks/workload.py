@@ -197,24 +197,17 @@ def compiled_write(
 
 
 class Write:
-    """Writes under `jit`, each into the cache that the one before returned; `donated`, in place.
+    """Writes under `jit`, each into the cache that the one before returned.
 
-    By default with the promise of unique slots, which the slots of an engine are.
+    Options are those of `compiled_write`: by default the cache is `donated`, for writes in place, and slots are
+    promised to be unique, as those of an engine are (`unique_slots`).
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        batches: Sequence[Batch],
-        implementation: str | None,
-        *,
-        donated: bool = True,
-        unique_slots: bool = True,
-    ) -> None:
-        self.cache, self.batches, self.donated = cache, batches, donated
+    def __init__(self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, **options: bool) -> None:
+        self.cache, self.batches, self.donated = cache, batches, options.get("donated", True)
         self.first_pointers = pointers(cache)
         sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
-        self.compiled = compiled_write(cache.spec, *sizes, implementation, donated, unique_slots)
+        self.compiled = compiled_write(cache.spec, *sizes, implementation, **options)
 
     def __call__(self, number: int) -> jax.Array:
         batch = self.batches[number % len(self.batches)]

@@ -63,21 +63,12 @@ NOT_DONATED = Peer[WriteJob, WriteInputs](
 
 
 def _scatter(
-    caches: tuple[jax.Array, jax.Array],
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    spec: AttentionSpec,
+    caches: list[jax.Array], batch: workload.Batch, scales: dict[str, jax.Array], spec: AttentionSpec
 ) -> list[jax.Array]:
     # JAX counts negative indices from the end, so padding has to be led past it.
-    slots = jnp.where(slot_mapping < 0, caches[0].shape[0], slot_mapping)
-    rows = ((key, k_scale), (value, v_scale))
-    return [
-        cache.at[slots].set(_stored(x, scale, spec), mode="drop")
-        for cache, (x, scale) in zip(caches, rows, strict=True)
-    ]
+    slots = jnp.where(batch.slot_mapping < 0, caches[0].shape[0], batch.slot_mapping)
+    stored = [_stored(batch.key, scales["k_scale"], spec), _stored(batch.value, scales["v_scale"], spec)]
+    return [cache.at[slots].set(rows, mode="drop") for cache, rows in zip(caches, stored, strict=True)]
 
 
 def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -92,10 +83,10 @@ def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
 def _compiled_scatter(spec: AttentionSpec, num_slots: int, num_tokens: int) -> Any:
     row = (spec.num_kv_heads, spec.head_size)
     caches = [jax.ShapeDtypeStruct((num_slots, *row), spec.array_dtype)] * 2
-    rows = [jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)] * 2
-    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)
+    batch: Any = workload.Batch(rows, rows, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))  # type: ignore[arg-type]
     scatter = jax.jit(functools.partial(_scatter, spec=spec), donate_argnums=0)
-    return scatter.lower(caches, *rows, slots, *workload.scales().values()).compile()
+    return scatter.lower(caches, batch, workload.scales()).compile()
 
 
 def scatter_run(inputs: WriteInputs) -> Run:
@@ -104,7 +95,7 @@ def scatter_run(inputs: WriteInputs) -> Run:
     compiled = _compiled_scatter(spec, caches[0].shape[0], inputs.job.num_tokens)
 
     def write(*batch: jax.Array) -> list[jax.Array]:
-        caches[:] = compiled(caches, *batch, *workload.scales().values())
+        caches[:] = compiled(caches, workload.Batch(*batch), workload.scales())
         return caches
 
     facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
