@@ -62,7 +62,7 @@ SCALES = (0.037, 0.052)
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-ReplayTimes = tuple[Timing, Timing]  # of a graph, where torch uses one stream, and when it has used a second one
+ReplayTimes = tuple[Timing, Timing]  # of a graph: while torch uses one stream, and after it has used a second
 
 
 def device() -> str:

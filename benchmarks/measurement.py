@@ -25,7 +25,7 @@ class Measurement:
     """What one peer took for one thing."""
 
     operation: str  # that was timed; `operations.OPERATIONS` declares it
-    subject: Mapping[str, Any]  # the shape, dtype and sizes that it was timed for; nothing that does not apply
+    subject: Mapping[str, Any]  # the shape, dtype and sizes that apply
     peer: str  # who did it
     times: Timing
     bytes_moved: int | None = None  # the fewest that it must read and write
@@ -135,10 +135,10 @@ class Column:
     """A column of a table with a line for each of some measurements."""
 
     heading: str
-    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
+    value: Callable[[Measurement, Rows], Any]  # of a line, given all lines; None is shown as "-"
     form: str = "{:,.2f}"
     is_text: bool = False  # words rather than a number
-    at_least: bool = False  # whether a bar on it is to be reached; else it is not to be exceeded
+    at_least: bool = False  # whether a bar is a minimum; otherwise it is a maximum
 
     def words(self, m: Measurement, rows: Rows) -> str:
         value = self.value(m, rows)

@@ -153,7 +153,7 @@ class Report:
             _say(f"skipped {what}: {line}")
 
     def fitting[Value](self, what: str, why_too_large: str | None, make: Callable[[], Value]) -> Value | None:
-        """What `make` returns; `None`, and `what` is said to be skipped, where memory is or proves too small for it."""
+        """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
         if why_too_large is None:
             try:
                 return make()

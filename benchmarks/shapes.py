@@ -74,7 +74,7 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """One call of attention: so many sequences of one length, each with its last tokens as the query.
+    """One call of attention: sequences of one length, whose last tokens are the query.
 
     In a step of a server (`is_step`) query tokens are packed, and sequences may differ in how many they have.
     """
@@ -90,8 +90,8 @@ class AttentionRow:
     layout: CacheLayout = CacheLayout.NHD
     base: str | None = None  # the name of the row that a bar compares this one with, if one does
     is_step: bool = False
-    num_prompts: int | None = None  # so many, the first ones, have `q_len` query tokens, the others one; None for all
-    prefix_len: int = 0  # tokens at their beginning that all of them share, in whole blocks
+    num_prompts: int | None = None  # sequences, the first ones, with `q_len` query tokens; others have one. None: all
+    prefix_len: int = 0  # tokens of a prefix that all sequences share; whole blocks
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -118,7 +118,7 @@ class AttentionRow:
 
     @property
     def first_block(self) -> int:
-        """Which of a sequence's pages is the first that one of its query tokens sees."""
+        """The index of the first page of a sequence that a query token sees."""
         return 0 if self.window is None else max(self.seq_len - self.q_len + 1 - self.window, 0) // BLOCK_SIZE
 
     @property

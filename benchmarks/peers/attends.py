@@ -1,4 +1,4 @@
-"""Who attends to the pages of a cache: kvjax, and what a user would pick instead, listed in `PEERS`."""
+"""Attention over the pages of a cache: kvjax and its alternatives, listed in `PEERS`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array
 
 
 def no_cascade_run(inputs: AttentionInputs) -> Run:
-    """Every sequence reads the tokens that all share."""
+    """Attends without sharing: every sequence reads the prefix itself."""
     compiled = paged(inputs.job, inputs.job.query, None).result()
     return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
 
@@ -154,7 +154,7 @@ def step_in_torch_run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
-TRITON_SPLITS = 16  # into so many equal parts it cuts every sequence
+TRITON_SPLITS = 16  # equal parts that it divides every sequence into
 
 
 def _is_dense(job: AttentionJob) -> bool:
@@ -219,14 +219,14 @@ IN_TORCH: AttentionPeer = Peer(
     own=True,
 )
 
-BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # whose kernels are built while the others are timed
+BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels are built while others are timed
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
 STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
 """In a step of a server, prompts beside decodes."""
 
 
 def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
-    """Measures attention as `compare_all` does, last by those whose kernels are built in the meantime."""
+    """Measures attention as `compare_all` does; peers whose kernels are being built come last."""
     attends_flashinfer.build_ahead(jobs, peers)
     compile_ahead(jobs, peers)
     for is_built in (False, True):

@@ -22,12 +22,12 @@ from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
 
 BUILD_SECONDS = flags.DEFINE_integer(
-    "build_seconds", 240, "for how long after the first of them FlashInfer's kernels may take to build", lower_bound=0
+    "build_seconds", 240, "seconds until all of FlashInfer's kernels have to be built", lower_bound=0
 )
 BFLOAT16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
 
 WORKSPACE_BYTES = 256 << 20
-JOBS_A_BUILD = 3  # source files of one module that are compiled at the same time
+JOBS_A_BUILD = 3  # parallel compilations per module
 MASK_BITS = 32
 
 
@@ -85,9 +85,9 @@ def window_left(row: AttentionRow) -> int:
 
 
 def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
-    """The decode wrapper, of a step the prefill wrapper, whose results go into a tensor that it need not fill first.
+    """Runs the decode wrapper, or for a step the prefill wrapper, whose results go to a preallocated tensor.
 
-    Values are not multiplied by their scale, for which it launches a kernel of its own.
+    The scale of values is applied when results are checked: the wrapper would launch another kernel for it.
     """
     import flashinfer  # type: ignore[import-not-found]
     import torch
@@ -172,16 +172,16 @@ def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
     return rows.view(torch.uint16).view(1, q_len, MASK_BITS // 16).repeat(num_seqs, 1, 1)
 
 
-type ModuleKey = tuple[Any, ...]  # what builds a module of kernels, and what for
+type ModuleKey = tuple[Any, ...]  # the function that builds a module, and its arguments
 
 
 def prefill_key(job: AttentionJob, backend: str) -> ModuleKey:
-    """Of FA2 and FA3: the cache's dtype, the head size, and whether there is a window. Decodes use them, too."""
+    """The module of FA2 or FA3 that a job needs; decodes use it too."""
     return _build_prefill, backend, job.dtype, job.row.head_size, job.row.window is not None
 
 
 def xqa_key(job: AttentionJob) -> ModuleKey:
-    """The same of XQA's, with the query heads of a KV head and the query tokens."""
+    """The module of XQA that a job needs."""
     row = job.row
     group = row.num_heads // row.num_kv_heads
     return _build_xqa, job.dtype, row.head_size, group, row.window is not None, row.q_len

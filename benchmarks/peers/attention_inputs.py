@@ -24,13 +24,13 @@ from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 from kvjax.ops.ragged import MAX_DECODE_Q_LEN
 
-DISTINCT_PAGES = 1_024  # so many pages are filled with tokens of their own; caches are made of these, drawn at random
+DISTINCT_PAGES = 1_024  # pages of random tokens; each cache is a random selection of them
 OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
 """Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
 of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
 
-NUM_SAMPLED = 16  # query tokens of a step that are checked
-MAX_WORKERS = 8  # threads that compile: most of what they do takes Python's one lock
+NUM_SAMPLED = 16  # query tokens of a step that are compared
+MAX_WORKERS = 8  # threads that compile; most of their work holds Python's lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ class AttentionInputs:
         return {"error": float(apart)}
 
     def run_in_torch(self, call: Callable[[int], Any], *, most: float, factor: float = 1.0) -> Run:
-        """What starts such calls in torch, whose results are checked."""
+        """Runs a peer in torch and checks its results."""
 
         def check(attended: Any) -> dict[str, float]:
             return self.check(attended.float().cpu().numpy(), most=most, factor=factor)

@@ -19,7 +19,7 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cu", "reshape_and_cache.cu"))
 ARCHITECTURE = "sm_90"  # later GPUs run what nvcc adds of it as PTX
-COPY_BYTES = 16  # a copy by kernel is of a multiple of this
+COPY_BYTES = 16  # kernels copy multiples of this
 MEMCPY_CALLS = 20
 
 WRITES: Mapping[KVCacheDType, str] = MappingProxyType(

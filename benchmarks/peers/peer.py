@@ -31,7 +31,7 @@ class Run:
 
 
 def by_turns(function: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Callable[[int], Any]:
-    """Calls of a function with each of some sets of arguments, so that no cache holds them."""
+    """Returns a call that takes the sets of arguments in turn, so that they are not in the L2 cache."""
     return lambda number: function(*sets[number % len(sets)])
 
 

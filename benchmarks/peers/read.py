@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
-VECTOR_WORDS = 4  # words of 4 bytes in a load, the widest that there is
-VECTORS = 8  # loads of a thread, all on their way at once
+VECTOR_WORDS = 4  # words of 4 bytes in a load, the widest one
+VECTORS = 8  # loads of a thread, all in flight at once
 LOAD_WORDS = THREADS * VECTOR_WORDS
 BLOCK_WORDS = VECTORS * LOAD_WORDS
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -57,7 +57,7 @@ def compiled(num_bytes: int) -> Any:
 
 
 def distinct_words(num_bytes: int, count: int) -> list[jax.Array]:
-    """So many arrays for it, of different words, in a moment; they need not be random."""
+    """`count` arrays of `num_bytes` for `read`, of distinct words. They are not random, which would take longer."""
     return [_distinct_words(first, num_blocks(num_bytes) * BLOCK_WORDS) for first in range(count)]
 
 

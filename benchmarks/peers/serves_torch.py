@@ -17,7 +17,7 @@ from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
-FEW, MANY = 4, 20  # tokens to generate: a step takes the difference of both times over that of both numbers
+FEW, MANY = 4, 20  # tokens to generate: the time of a step is the difference of both times by that of both numbers
 
 
 def why_missing() -> str | None:
