@@ -18,7 +18,7 @@ from kvjax.demo.scales import ScalesRow, compare_scales
 from kvjax.demo.serve import Request, ServeConfig, Served, follow, pool_size, sample, serve
 
 BLOCK_SIZE = 16
-MAX_RUNNING = 4
+MAX_RUNNING = 6
 PREFILL_CHUNK = 64
 CALIBRATION_SHAPE = (8, 512)  # samples of the training part, bytes each
 TEMPERATURE = 0.5
