@@ -76,7 +76,7 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
     shape = config.segments, *args.query.shape[:2]
     out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
     lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
-    attend(args, out, lse, problem, config)
+    attend(args, out, lse, jax.new_ref(jnp.zeros(1, jnp.int32)), problem, config)
     got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))
     if config.segments == 1:
         return got[0], log[0]
@@ -177,10 +177,10 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
     assert "got 272" in (why(272, 64) or "")
 
 
-def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, *args: Any) -> Any:
-    out, lse = jax.new_ref(out), jax.new_ref(lse)
-    prompts.attend(Operands(*args), out, lse, problem, config)
-    return jax.freeze(out), jax.freeze(lse)
+def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, claims: Any, *args: Any) -> Any:
+    out, lse, claims = jax.new_ref(out), jax.new_ref(lse), jax.new_ref(claims)
+    prompts.attend(Operands(*args), out, lse, claims, problem, config)
+    return jax.freeze(out), jax.freeze(lse), jax.freeze(claims)
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
@@ -211,13 +211,14 @@ def test_compiled(head_size, group, problem, segments, most_spilled):
         functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, segments)),
         struct((segments, *query), jnp.bfloat16),
         struct((segments, *query[:2]), jnp.float32),
+        struct((1,), jnp.int32),
         struct(query, jnp.bfloat16),
         *[struct(dense, jnp.float16)] * 2,
         *[struct((1,), jnp.int32)] * 3,
         struct(dense[:2], jnp.float32),
         *[struct((1,), jnp.int32)] * 2,
         struct((3, query[1]), jnp.float32),
-        donate_argnums=(0, 1),
+        donate_argnums=(0, 1, 2),
     )
     [kernel] = program.kernels
     assert program.device_ops == ("custom-call",)

@@ -196,6 +196,26 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
     return loaded
 
 
+def fetch_add(count: Any, before: Any) -> None:
+    """Adds 1 to `count`, int32 `[1]` in global memory, atomically, and stores what it was to `before`.
+
+    `before` is int32 `[]` in shared memory. One thread of the warpgroup does so: the others read it after a barrier.
+    """
+    if interpreting():  # programs of a grid run one after another
+        before[...] = count[0]
+        count[0] = count[0] + 1
+        return
+
+    def run(_: Any, count: Any, before: Any) -> None:
+        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
+            i32 = ir.IntegerType.get_signless(32)
+            code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+            got = utils.inline_ptx(code, utils.memref_ptr(count), result_types=i32, has_side_effects=True)
+            memref.store(got, before, [])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
+
+
 def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
     """Loads four bytes as int32 from each byte offset in `columns` of a row of a two-dimensional uint8 reference.
 
