@@ -216,6 +216,21 @@ def fetch_add(count: Any, before: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
 
 
+def store_numbers(ref: Any, *numbers: jax.Array) -> None:
+    """Stores int32 scalars to an int32 reference to shared memory; every thread stores all, without a barrier."""
+    if interpreting():
+        for i, number in enumerate(numbers):
+            ref[i] = number
+        return
+
+    def run(_: Any, ref: Any, *numbers: Any) -> None:
+        for i, number in enumerate(numbers):
+            memref.store(_scalar(number.registers.item()), ref, [mgpu.c(i, ir.IndexType.get())])
+
+    number = plgpu.Layout.WG_SPLAT(())
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[number] * len(numbers)))(run)(ref, *numbers)
+
+
 def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
     """Loads four bytes as int32 from each byte offset in `columns` of a row of a two-dimensional uint8 reference.
 

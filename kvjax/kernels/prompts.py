@@ -438,8 +438,8 @@ class _Rows:
 
     def begin(self, claimed: _Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
-        for ref, number in enumerate(claimed):
-            self.scratch.claimed[ref] = number
+        compat.store_numbers(self.scratch.claimed, *claimed)
+        compat.barrier()
         span = self.item.span
         for ahead in range(self.config.stages):
 
@@ -489,7 +489,7 @@ class _Rows:
         acc, largest, total = lax.fori_loop(span.plain_stop, span.stop, masked, state)
         plgpu.barrier_arrive(scratch.turn)
 
-        following = self.queue.item(_Claimed(*(scratch.claimed[i] for i in range(len(_Claimed._fields)))), warpgroup)
+        following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
         loaded = next_rows.load_query()
         sink = operands.heads[2, item.head] * LOG2_E
@@ -535,15 +535,17 @@ class _Rows:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        claimed = self.scratch.claimed
-        compat.fetch_add(self.claims, claimed.at[0])
+        compat.fetch_add(self.claims, self.scratch.claimed.at[0])
         compat.barrier()
-        before = _Claimed(*(claimed[i] for i in range(len(_Claimed._fields))))
+        claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
-        found = self.queue.seek(before._replace(index=before.index + lax.axis_size("block")))
-        for ref, number in enumerate(found):
-            claimed[ref] = number
+        found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
         compat.barrier()
+        compat.store_numbers(self.scratch.claimed, *found)
+        compat.barrier()
+
+    def _claimed(self) -> _Claimed:
+        return _Claimed(*(self.scratch.claimed[i] for i in range(len(_Claimed._fields))))
 
     def _slot(self, tile: Any) -> Any:
         """The stage of a tile."""
@@ -557,13 +559,14 @@ class _Rows:
 
     def _copy(self, tile: Any, source: Any, buffer: Any, ready: Any) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
-        item, claimed = self.item, _Claimed(*(self.scratch.claimed.at[i] for i in range(len(_Claimed._fields))))
+        item = self.item
 
         def own() -> Any:
             return item.prompt, item.kv_head, tile, item.span.stop
 
         def following() -> Any:
-            return claimed.prompt[...], claimed.kv_head[...], claimed.start[...] + tile - item.span.stop, claimed.stop[...]
+            claimed = self._claimed()
+            return claimed.prompt, claimed.kv_head, claimed.start + tile - item.span.stop, claimed.stop
 
         prompt, kv_head, copied, stop = lax.cond(tile < item.span.stop, own, following)
 
@@ -611,6 +614,7 @@ class _Rows:
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
             def copy() -> None:
+                # Late, so that the block that is done first takes it, but before its first tile is copied.
                 pl.when(tile == span.stop - config.stages - 1)(self._claim)
                 self._copy_keys(tile + config.stages)
 
