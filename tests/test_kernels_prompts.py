@@ -76,7 +76,7 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
     shape = config.segments, *args.query.shape[:2]
     out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
     lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
-    attend(args, out, lse, jax.new_ref(jnp.zeros(1, jnp.int32)), problem, config)
+    attend(args, out, lse, jax.new_ref(jnp.zeros_like(args.ends)), problem, config)
     got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))
     if config.segments == 1:
         return got[0], log[0]

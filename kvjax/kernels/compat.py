@@ -197,13 +197,13 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
 
 
 def fetch_add(count: Any, before: Any) -> None:
-    """Adds 1 to `count`, int32 `[1]` in global memory, atomically, and stores what it was to `before`.
+    """Adds 1 to `count`, in global memory, atomically, and stores what it was to `before`, in shared memory.
 
-    `before` is int32 `[]` in shared memory. One thread of the warpgroup does so: the others read it after a barrier.
+    Both are references to an int32. One thread of the warpgroup does so: the others read it after a barrier.
     """
     if interpreting():  # programs of a grid run one after another
-        before[...] = count[0]
-        count[0] = count[0] + 1
+        before[...] = count[...]
+        count[...] += 1
         return
 
     def run(_: Any, count: Any, before: Any) -> None:

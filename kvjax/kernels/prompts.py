@@ -148,7 +148,7 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
       operands: arrays.
       out: reference to float16 or bfloat16 `[segments, num_tokens, num_heads, head_size_v]`.
       lse: reference to float32 `[segments, num_tokens, num_heads]`, natural logarithms.
-      claims: reference to int32 `[1]`, 0, to which the kernel adds.
+      claims: reference to int32 `[num_prompts]`, 0; the kernel counts in the first one.
       problem: see there.
       config: how to launch it.
     """
@@ -535,7 +535,7 @@ class _Rows:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        compat.fetch_add(self.claims, self.scratch.claimed.at[0])
+        compat.fetch_add(self.claims.at[0], self.scratch.claimed.at[0])
         compat.barrier()
         claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
