@@ -17,7 +17,7 @@ from interpret_mode import interpret_mode
 from kvjax import FullAttentionSpec, KVCacheDType
 from kvjax.kernels import prompts
 from kvjax.kernels.prompts import Operands, Problem, PromptConfig
-from kvjax.kernels.target import Target
+from kvjax.kernels.target import Target, tracing_for
 
 UNTOUCHED = 7.0
 CONFIG = PromptConfig(tokens=64, stages=2)
@@ -86,8 +86,15 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
     return np.sum(np.where(weights > 0, weights * got, 0), axis=0), whole
 
 
-def check(args: Operands, problem: Problem, config: PromptConfig = CONFIG, *, detect_races: bool = False) -> None:
-    with interpret_mode(detect_races=detect_races):
+def check(
+    args: Operands,
+    problem: Problem,
+    config: PromptConfig = CONFIG,
+    *,
+    detect_races: bool = False,
+    multiprocessors: int = 132,
+) -> None:
+    with interpret_mode(detect_races=detect_races), tracing_for(Target(multiprocessors)):
         got, log = run(prompts.attend, args, problem, config)
     finite = args._replace(keys=jnp.nan_to_num(args.keys))
     expected, expected_log = run(prompt_model.attend, finite, problem, config)
@@ -108,6 +115,28 @@ def check(args: Operands, problem: Problem, config: PromptConfig = CONFIG, *, de
 def test_without_races(heads):
     """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
     check(operands((60,), (250,), heads=heads, sinks=True), Problem(60, None, None), detect_races=True)
+
+
+LENGTHS = {"q_lens": (0, 60, -3, 70, 1, 0), "positions": (0, 0, 5, 130, 60, 9), "num_tokens": 150, "num_keys": 256}
+"""Sequences without rows among those of one to four tiles."""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem", "config"),
+    [
+        pytest.param(LENGTHS, Problem(70, None, None), CONFIG, id="two stages"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (LENGTHS | {"heads": (4, 2), "sinks": True}, Problem(70, 50, None), PromptConfig(64, 3)),
+                (LENGTHS | {"heads": (1, 1), "query_dtype": jnp.bfloat16}, Problem(300, None, None), CONFIG),
+                (LENGTHS, Problem(70, None, None), PromptConfig(64, 3, 2)),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_thread_block_takes_all_items_without_races(shapes, problem, config):
+    check(operands(**shapes), problem, config, detect_races=True, multiprocessors=1)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +166,12 @@ def test_without_races(heads):
 )  # fmt: skip
 def test_interpreted_it_is_its_model(shapes, problem, config):
     check(operands(**shapes), problem, config)
+
+
+@pytest.mark.full
+def test_thread_blocks_share_the_items():
+    """The first of three takes all but those that the others begin with."""
+    check(operands(**LENGTHS, heads=(4, 2)), Problem(70, None, None), multiprocessors=3)
 
 
 def test_the_model_is_attention():
