@@ -46,7 +46,7 @@ def operands(
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     keys, values = (normal(len(q_lens), num_keys, num_kv_heads, size) for size in (head_size, head_size_v))
-    starts = np.cumsum([first_row, *q_lens[:-1]])
+    starts = np.cumsum([first_row, *(max(q_len, 0) for q_len in q_lens[:-1])])
     bias = np.zeros(keys.shape[:2], np.float32)
     bias[:, absent] = -np.inf
     keys = keys.at[:, absent].set(np.nan)

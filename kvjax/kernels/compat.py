@@ -148,6 +148,10 @@ def store(ref: Any, value: jax.Array) -> None:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
 
 
+_GLOBAL = 1
+"""LLVM's address space of global memory."""
+
+
 def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
     """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`."""
     if interpreting():
@@ -161,18 +165,28 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
 
     def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
         first, start, stop = (_scalar(number.registers.item()) for number in numbers)
-        index = ir.IndexType.get()
-
-        def store_one(element: Any, where: Any) -> None:
-            row, *rest = where
-            row = arith.index_cast(first.type, row)
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        # Of a thread, where its first register belongs, and how much later the others do.
+        origin = next(iter(value.layout.thread_idxs(value.shape)))
+        strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
+        later: dict[int, list[Any]] = {}
+        for place in np.ndindex(value.registers.shape):
+            row, *rest = np.unravel_index(np.dot(place, strides[: len(place)]), value.shape)
+            later.setdefault(int(row), []).append((rest, value.registers[place]))
+        for row, registers in later.items():
+            own_row = arith.addi(arith.index_cast(i32, origin[0]), mgpu.c(row, i32))
             is_stored = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, start), arith.cmpi(arith.CmpIPredicate.slt, row, stop)
+                arith.cmpi(arith.CmpIPredicate.sge, own_row, start), arith.cmpi(arith.CmpIPredicate.slt, own_row, stop)
             )
             with mgpu.when(is_stored):
-                memref.store(element, ref, [arith.index_cast(index, arith.addi(first, row)), *rest])
-
-        value.foreach(store_one)
+                of_row = mgpu.memref_slice(ref, arith.index_cast(index, arith.addi(first, own_row)))
+                for rest, register in registers:
+                    columns = tuple(
+                        arith.addi(x, mgpu.c(int(y), index)) for x, y in zip(origin[1:], rest, strict=True)
+                    )
+                    pointer = utils.memref_ptr(mgpu.memref_slice(of_row, columns) if columns else of_row)
+                    pointer = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), pointer)
+                    llvm.store(register, pointer, alignment=utils.bitwidth(register.type) // 8)
 
     number = plgpu.Layout.WG_SPLAT(())
     types = plgpu.RefType(), layout, number, number, number
