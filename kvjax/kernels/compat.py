@@ -153,7 +153,10 @@ _GLOBAL = 1
 
 
 def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
-    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`."""
+    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`.
+
+    Elements that a thread holds in one register belong to an aligned word of `ref`, in global memory.
+    """
     if interpreting():
         for row in range(value.shape[0]):
 
@@ -166,7 +169,8 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
     def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
         first, start, stop = (_scalar(number.registers.item()) for number in numbers)
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        # Of a thread, where its first register belongs, and how much later the others do.
+        # Of a thread, where its first register belongs, and how much later the others do: `foreach` would compute
+        # an address for each element, from numbers that stay in registers.
         origin = next(iter(value.layout.thread_idxs(value.shape)))
         strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
         later: dict[int, list[Any]] = {}
@@ -181,9 +185,7 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
             with mgpu.when(is_stored):
                 of_row = mgpu.memref_slice(ref, arith.index_cast(index, arith.addi(first, own_row)))
                 for rest, register in registers:
-                    columns = tuple(
-                        arith.addi(x, mgpu.c(int(y), index)) for x, y in zip(origin[1:], rest, strict=True)
-                    )
+                    columns = tuple(arith.addi(x, mgpu.c(int(y), index)) for x, y in zip(origin[1:], rest, strict=True))
                     pointer = utils.memref_ptr(mgpu.memref_slice(of_row, columns) if columns else of_row)
                     pointer = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), pointer)
                     llvm.store(register, pointer, alignment=utils.bitwidth(register.type) // 8)
@@ -241,8 +243,8 @@ def store_numbers(ref: Any, *numbers: jax.Array) -> None:
         for i, number in enumerate(numbers):
             memref.store(_scalar(number.registers.item()), ref, [mgpu.c(i, ir.IndexType.get())])
 
-    number = plgpu.Layout.WG_SPLAT(())
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[number] * len(numbers)))(run)(ref, *numbers)
+    types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(numbers)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
 
 
 def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
