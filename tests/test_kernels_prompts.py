@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -93,13 +94,16 @@ def check(
     *,
     detect_races: bool = False,
     multiprocessors: int = 132,
+    on_gpu: bool = False,
 ) -> None:
-    with interpret_mode(detect_races=detect_races), tracing_for(Target(multiprocessors)):
+    mode = contextlib.nullcontext() if on_gpu else interpret_mode(detect_races=detect_races)
+    with mode, tracing_for(Target(multiprocessors)):
         got, log = run(prompts.attend, args, problem, config)
     finite = args._replace(keys=jnp.nan_to_num(args.keys))
-    expected, expected_log = run(prompt_model.attend, finite, problem, config)
+    with jax.default_matmul_precision("highest"):
+        expected, expected_log = run(prompt_model.attend, finite, problem, config)
     np.testing.assert_allclose(got, expected, atol=4e-3 if args.query.dtype == np.float16 else 3e-2)
-    np.testing.assert_allclose(log, expected_log, atol=1e-5)
+    np.testing.assert_allclose(log, expected_log, atol=1e-3 if on_gpu else 1e-5)
     rows = np.zeros(len(got), bool)
     for start, count in zip(args.q_starts, args.q_lens, strict=True):
         rows[int(start) : int(start) + int(count)] = True
@@ -172,6 +176,15 @@ def test_interpreted_it_is_its_model(shapes, problem, config):
 def test_thread_blocks_share_the_items():
     """The first of three takes all but those that the others begin with."""
     check(operands(**LENGTHS, heads=(4, 2)), Problem(70, None, None), multiprocessors=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 3, 132])
+@pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
+    shapes = LENGTHS | {"heads": heads, "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
+    check(operands(**shapes), Problem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
 
 
 def test_the_model_is_attention():
