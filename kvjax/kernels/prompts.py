@@ -509,7 +509,8 @@ class _Rows:
             out_ref.at[item.segment, :, item.head], acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA
         )
         compat.store_rows(lse_ref.at[item.segment, :, item.head], lse, *stored, plgpu.Layout.WGMMA.reduce(1))
-        next_rows.store_query(loaded)
+        is_next = following.prompt < self.queue.num_prompts
+        pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
         @pl.when(warpgroup == 0)
         def lead() -> None:
