@@ -403,8 +403,9 @@ def _body(problem: Problem, config: PromptConfig, *refs: Any) -> None:
             return state[0].prompt < queue.num_prompts
 
         lax.while_loop(is_item, lambda state: rows(*state).run(out_ref, lse_ref), (first, zero))
-        # The second warpgroup has offered one more turn.
+        # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
         pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
+        plgpu.barrier_wait(scratch.turn)
 
 
 def _first_token(config: PromptConfig, num_keys: int, tile: Any) -> Any:
