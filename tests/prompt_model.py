@@ -11,7 +11,7 @@ from jax import lax
 from kvjax.kernels.prompts import ALIGNMENT, ROWS, Operands, Problem, PromptConfig
 
 
-def attend(operands: Operands, out: Any, lse: Any, problem: Problem, config: PromptConfig) -> None:
+def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem, config: PromptConfig) -> None:
     """All tokens belong to the first segment; the others are not touched."""
     query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks) = operands
     num_tokens, num_heads, head_size = query.shape

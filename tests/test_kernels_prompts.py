@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ from interpret_mode import interpret_mode
 from kvjax import FullAttentionSpec, KVCacheDType
 from kvjax.kernels import prompts
 from kvjax.kernels.prompts import Operands, Problem, PromptConfig
-from kvjax.kernels.target import Target
+from kvjax.kernels.target import Target, tracing_for
 
 UNTOUCHED = 7.0
 CONFIG = PromptConfig(tokens=64, stages=2)
@@ -46,7 +47,7 @@ def operands(
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     keys, values = (normal(len(q_lens), num_keys, num_kv_heads, size) for size in (head_size, head_size_v))
-    starts = np.cumsum([first_row, *q_lens[:-1]])
+    starts = np.cumsum([first_row, *(max(q_len, 0) for q_len in q_lens[:-1])])
     bias = np.zeros(keys.shape[:2], np.float32)
     bias[:, absent] = -np.inf
     keys = keys.at[:, absent].set(np.nan)
@@ -76,7 +77,7 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
     shape = config.segments, *args.query.shape[:2]
     out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
     lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
-    attend(args, out, lse, problem, config)
+    attend(args, out, lse, jax.new_ref(jnp.zeros_like(args.ends)), problem, config)
     got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))
     if config.segments == 1:
         return got[0], log[0]
@@ -86,13 +87,23 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
     return np.sum(np.where(weights > 0, weights * got, 0), axis=0), whole
 
 
-def check(args: Operands, problem: Problem, config: PromptConfig = CONFIG, *, detect_races: bool = False) -> None:
-    with interpret_mode(detect_races=detect_races):
+def check(
+    args: Operands,
+    problem: Problem,
+    config: PromptConfig = CONFIG,
+    *,
+    detect_races: bool = False,
+    multiprocessors: int = 132,
+    on_gpu: bool = False,
+) -> None:
+    mode = contextlib.nullcontext() if on_gpu else interpret_mode(detect_races=detect_races)
+    with mode, tracing_for(Target(multiprocessors)):
         got, log = run(prompts.attend, args, problem, config)
     finite = args._replace(keys=jnp.nan_to_num(args.keys))
-    expected, expected_log = run(prompt_model.attend, finite, problem, config)
+    with jax.default_matmul_precision("highest"):
+        expected, expected_log = run(prompt_model.attend, finite, problem, config)
     np.testing.assert_allclose(got, expected, atol=4e-3 if args.query.dtype == np.float16 else 3e-2)
-    np.testing.assert_allclose(log, expected_log, atol=1e-5)
+    np.testing.assert_allclose(log, expected_log, atol=1e-3 if on_gpu else 1e-5)
     rows = np.zeros(len(got), bool)
     for start, count in zip(args.q_starts, args.q_lens, strict=True):
         rows[int(start) : int(start) + int(count)] = True
@@ -108,6 +119,28 @@ def check(args: Operands, problem: Problem, config: PromptConfig = CONFIG, *, de
 def test_without_races(heads):
     """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
     check(operands((60,), (250,), heads=heads, sinks=True), Problem(60, None, None), detect_races=True)
+
+
+LENGTHS = {"q_lens": (0, 60, -3, 70, 1, 0), "positions": (0, 0, 5, 130, 60, 9), "num_tokens": 150, "num_keys": 256}
+"""Sequences without rows among those of one to four tiles."""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem", "config"),
+    [
+        pytest.param(LENGTHS, Problem(70, None, None), CONFIG, id="two stages"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (LENGTHS | {"heads": (4, 2), "sinks": True}, Problem(70, 50, None), PromptConfig(64, 3)),
+                (LENGTHS | {"heads": (1, 1), "query_dtype": jnp.bfloat16}, Problem(300, None, None), CONFIG),
+                (LENGTHS, Problem(70, None, None), PromptConfig(64, 3, 2)),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_thread_block_takes_all_items_without_races(shapes, problem, config):
+    check(operands(**shapes), problem, config, detect_races=True, multiprocessors=1)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +170,21 @@ def test_without_races(heads):
 )  # fmt: skip
 def test_interpreted_it_is_its_model(shapes, problem, config):
     check(operands(**shapes), problem, config)
+
+
+@pytest.mark.full
+def test_thread_blocks_share_the_items():
+    """The first of three takes all but those that the others begin with."""
+    check(operands(**LENGTHS, heads=(4, 2)), Problem(70, None, None), multiprocessors=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 3, 132])
+@pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
+    shapes = LENGTHS | {"heads": heads, "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
+    check(operands(**shapes), Problem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
 
 
 def test_the_model_is_attention():
@@ -177,31 +225,31 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
     assert "got 272" in (why(272, 64) or "")
 
 
-def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, *args: Any) -> Any:
-    out, lse = jax.new_ref(out), jax.new_ref(lse)
-    prompts.attend(Operands(*args), out, lse, problem, config)
-    return jax.freeze(out), jax.freeze(lse)
+def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, claims: Any, *args: Any) -> Any:
+    out, lse, claims = jax.new_ref(out), jax.new_ref(lse), jax.new_ref(claims)
+    prompts.attend(Operands(*args), out, lse, claims, problem, config)
+    return jax.freeze(out), jax.freeze(lse), jax.freeze(claims)
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
-    ("head_size", "group", "problem", "segments", "most_spilled"),
+    ("head_size", "group", "problem", "segments"),
     [
-        (128, 4, Problem(2048, None, None), 1, 0),
+        (128, 4, Problem(2048, None, None), 1),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (64, 8, Problem(2048, None, None), 1, 0),
-                (80, 4, Problem(2048, None, None), 1, 0),
-                (128, 4, Problem(2048, 1024, None), 1, 16),
-                (128, 4, Problem(2048, None, 30.0), 1, 0),
-                (128, 3, Problem(2048, 1024, 30.0), 4, 16),
-                (256, 4, Problem(2048, None, None), 1, 0),
+                (64, 8, Problem(2048, None, None), 1),
+                (80, 4, Problem(2048, None, None), 1),
+                (128, 4, Problem(2048, 1024, None), 1),
+                (128, 4, Problem(2048, None, 30.0), 1),
+                (128, 3, Problem(2048, 1024, 30.0), 4),
+                (256, 4, Problem(2048, None, None), 1),
             )
         ),
     ],
 )
-def test_compiled(head_size, group, problem, segments, most_spilled):
+def test_compiled(head_size, group, problem, segments):
     spec = FullAttentionSpec(16, 8, head_size, dtype=KVCacheDType.NVFP4)
     config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192, 99)
     struct = jax.ShapeDtypeStruct
@@ -211,17 +259,18 @@ def test_compiled(head_size, group, problem, segments, most_spilled):
         functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, segments)),
         struct((segments, *query), jnp.bfloat16),
         struct((segments, *query[:2]), jnp.float32),
+        struct((1,), jnp.int32),
         struct(query, jnp.bfloat16),
         *[struct(dense, jnp.float16)] * 2,
         *[struct((1,), jnp.int32)] * 3,
         struct(dense[:2], jnp.float32),
         *[struct((1,), jnp.int32)] * 2,
         struct((3, query[1]), jnp.float32),
-        donate_argnums=(0, 1),
+        donate_argnums=(0, 1, 2),
     )
     [kernel] = program.kernels
     assert program.device_ops == ("custom-call",)
-    assert kernel.spill_bytes <= most_spilled
+    assert kernel.spill_bytes == 0
     assert "wgmma" in kernel.ptx
     # ptxas says so where it makes `wgmma` wait for each other.
     assert "serialized" not in kernel.ptxas_log

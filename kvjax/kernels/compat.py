@@ -148,8 +148,15 @@ def store(ref: Any, value: jax.Array) -> None:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
 
 
+_GLOBAL = 1
+"""LLVM's address space of global memory."""
+
+
 def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
-    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`."""
+    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`.
+
+    Elements that a thread holds in one register belong to an aligned word of `ref`, in global memory.
+    """
     if interpreting():
         for row in range(value.shape[0]):
 
@@ -161,18 +168,27 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
 
     def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
         first, start, stop = (_scalar(number.registers.item()) for number in numbers)
-        index = ir.IndexType.get()
-
-        def store_one(element: Any, where: Any) -> None:
-            row, *rest = where
-            row = arith.index_cast(first.type, row)
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        # Of a thread, where its first register belongs, and how much later the others do: `foreach` would compute
+        # an address for each element, from numbers that stay in registers.
+        origin = next(iter(value.layout.thread_idxs(value.shape)))
+        strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
+        later: dict[int, list[Any]] = {}
+        for place in np.ndindex(value.registers.shape):
+            row, *rest = np.unravel_index(np.dot(place, strides[: len(place)]), value.shape)
+            later.setdefault(int(row), []).append((rest, value.registers[place]))
+        for row, registers in later.items():
+            own_row = arith.addi(arith.index_cast(i32, origin[0]), mgpu.c(row, i32))
             is_stored = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, start), arith.cmpi(arith.CmpIPredicate.slt, row, stop)
+                arith.cmpi(arith.CmpIPredicate.sge, own_row, start), arith.cmpi(arith.CmpIPredicate.slt, own_row, stop)
             )
             with mgpu.when(is_stored):
-                memref.store(element, ref, [arith.index_cast(index, arith.addi(first, row)), *rest])
-
-        value.foreach(store_one)
+                of_row = mgpu.memref_slice(ref, arith.index_cast(index, arith.addi(first, own_row)))
+                for rest, register in registers:
+                    columns = tuple(arith.addi(x, mgpu.c(int(y), index)) for x, y in zip(origin[1:], rest, strict=True))
+                    pointer = utils.memref_ptr(mgpu.memref_slice(of_row, columns) if columns else of_row)
+                    pointer = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), pointer)
+                    llvm.store(register, pointer, alignment=utils.bitwidth(register.type) // 8)
 
     number = plgpu.Layout.WG_SPLAT(())
     types = plgpu.RefType(), layout, number, number, number
@@ -194,6 +210,41 @@ def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
     result = plgpu.ShapeDtypeStruct(indices.shape, np.dtype(np.int32), layout=layout)
     loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, indices)
     return loaded
+
+
+def fetch_add(count: Any, before: Any) -> None:
+    """Adds 1 to `count`, in global memory, atomically, and stores what it was to `before`, in shared memory.
+
+    Both are references to an int32. One thread of the warpgroup does so: the others read it after a barrier.
+    """
+    if interpreting():  # programs of a grid run one after another
+        before[...] = count[...]
+        count[...] += 1
+        return
+
+    def run(_: Any, count: Any, before: Any) -> None:
+        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
+            i32 = ir.IntegerType.get_signless(32)
+            code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+            got = utils.inline_ptx(code, utils.memref_ptr(count), result_types=i32, has_side_effects=True)
+            memref.store(got, before, [])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
+
+
+def store_numbers(ref: Any, *numbers: jax.Array) -> None:
+    """Stores int32 scalars to an int32 reference to shared memory; every thread stores all, without a barrier."""
+    if interpreting():
+        for i, number in enumerate(numbers):
+            ref[i] = number
+        return
+
+    def run(_: Any, ref: Any, *numbers: Any) -> None:
+        for i, number in enumerate(numbers):
+            memref.store(_scalar(number.registers.item()), ref, [mgpu.c(i, ir.IndexType.get())])
+
+    types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(numbers)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
 
 
 def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:

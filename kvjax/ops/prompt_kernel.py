@@ -173,5 +173,7 @@ def _in_place(
     config: kernel.PromptConfig,
 ) -> tuple[jax.Array, jax.Array]:
     out, lse = (jax.new_ref(x) for x in results)
-    kernel.attend(operands, out, lse, problem, config)
+    # Zeros, which XLA does not know. It computes them with `ends`; a constant, or another shape, takes a kernel.
+    claims = jax.new_ref(jnp.minimum(operands.ends, 0))
+    kernel.attend(operands, out, lse, claims, problem, config)
     return jax.freeze(out), jax.freeze(lse)
