@@ -1,4 +1,6 @@
-"""Times `rope_and_cache` on this GPU, and for comparison the write without it and a copy of the queries.
+"""Times `rope_and_cache` on this GPU, and for comparison the write, a copy of the queries, and a lookup.
+
+The lookup stores the table's row of each token's position, and nothing else: no rotation can take less.
 
     PYTHONPATH=. python tools/time_rope.py [--dtype=bfloat16 nvfp4]
 
@@ -15,10 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kvjax
 from benchmarks import timing
 from benchmarks.peers import copy
+from kvjax.kernels import compat
 
 HEADS, KV_HEADS, HEAD_SIZE, POSITIONS = 32, 8, 128, 4096
 NUM_BATCHES = 4
@@ -29,6 +34,25 @@ _rope = jax.jit(
     functools.partial(kvjax.rope_and_cache, unique_slots=True), static_argnames=STATIC, donate_argnames="cache"
 )
 _write = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, unique_slots=True), donate_argnames="cache")
+
+
+@jax.jit
+def _look_up(positions: jax.Array, table: jax.Array) -> jax.Array:
+    """The rows `[num_tokens, HEAD_SIZE]` of a table, a program for each."""
+
+    def look_up(positions: Any, table: Any, out: Any) -> None:
+        token = lax.axis_index("token")
+        row = compat.load(table.at[positions[token]], plgpu.Layout.WG_STRIDED((HEAD_SIZE,), vec_size=1))
+        compat.store(out.at[token], row)
+
+    kernel = plgpu.kernel(
+        look_up,
+        out_type=jax.ShapeDtypeStruct((positions.size, HEAD_SIZE), table.dtype),
+        grid=(positions.size,),
+        grid_names=("token",),
+        compiler_params=compat.COMPILER_PARAMS,
+    )
+    return kernel(positions, table)
 
 
 def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool) -> str:
@@ -74,12 +98,14 @@ def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool) -> str:
         raise AssertionError(f"{dtype.value}, {num_tokens} tokens, {is_neox=}: the kernel's bytes are not those of XLA")
     both, alone = timing.measure(rope), timing.measure(write)
     copied = copy.measure(2 * batches[0][0].nbytes)
+    looked_up = timing.measure(lambda number: _look_up(positions, table))
     bound = 1.3 * alone.seconds if num_tokens == 64 else 1.15 * alone.seconds + copied.seconds
     reached = "pass" if both.seconds <= bound else "falls short"
     return (
         f"{dtype.value:12} {num_tokens:6} {'NeoX ' if is_neox else 'GPT-J'}"
         f" rope_and_cache {both.seconds * 1e6:7.2f} us, write {alone.seconds * 1e6:7.2f} us,"
-        f" copy of queries {copied.seconds * 1e6:7.2f} us, {both.clock}; bar"
+        f" copy of queries {copied.seconds * 1e6:7.2f} us,"
+        f" lookup {looked_up.seconds * 1e6:7.2f} us, {both.clock}; bar"
         f" {BARS[num_tokens]}: {bound * 1e6:.2f} us, {reached}"
     )
 
