@@ -111,8 +111,8 @@ $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
 # On the GPU, if there is one. Their warnings are theirs; what a test prints is how far logits deviate.
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
-	PYTHONPATH=. SGLANG_JAX_SOURCE=$(SGLANG_JAX) .venv-client-$*/bin/python -m pytest -q -s -rs \
-	  -o filterwarnings=ignore examples/clients/tests/test_$*.py $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. SGLANG_JAX_SOURCE=$(SGLANG_JAX) \
+	  .venv-client-$*/bin/python -m pytest -q -s -rs -o filterwarnings=ignore examples/clients/tests/test_$*.py $(ARGS)
 
 $(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: pyproject.toml Makefile
 	@tools/setup_env.sh .venv-client-$* -e '.$(if $(GPUS),[cuda13])' pytest $(CLIENT_$*)

@@ -1,7 +1,4 @@
-"""How long `paged_attention` takes to decode from a cache's pages, next to reading as many bytes and to its peers.
-
-`python -m benchmarks.attention --json=attention.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long `paged_attention` takes to decode from a cache's pages, next to reading as many bytes and to its peers."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import itertools
 from absl.testing import absltest
 
 from benchmarks import compare, output, shapes
-from benchmarks.peers import attends, attends_flashinfer
-from benchmarks.peers.attention_inputs import AttentionInputs, AttentionJob
+from benchmarks.peers import attends
+from benchmarks.peers.attention_inputs import AttentionJob
 from kvjax import KVCacheDType
 
 ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (default: all of this device)")
@@ -21,7 +18,6 @@ PEERS = compare.define_peers(attends.PEERS)
 
 
 def jobs() -> list[AttentionJob]:
-    """What is timed: rows in each dtype."""
     rows = output.by_device(
         gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
     )
@@ -42,12 +38,7 @@ class AttentionBenchmark(output.Program):
             first = wanted[0].row  # of kvjax in XLA, which takes ten times as long, one row is enough
             once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is first)
             peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
-        attends_flashinfer.build_ahead(wanted, peers)
-        attends.compile_ahead(wanted, peers)
-        built = [peer for peer in peers if peer in attends.BUILT]
-        for some in ([peer for peer in peers if peer not in built], built):
-            too_large = AttentionJob.why_too_large
-            compare.compare_all(self, "attention", wanted, some, AttentionInputs, too_large, copies=False)
+        attends.measure(self, "attention", wanted, peers)
 
 
 if __name__ == "__main__":

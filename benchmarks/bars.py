@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from benchmarks import shapes
-from benchmarks.measurement import OWN, Measurement, Rows
+from benchmarks.measurement import OWN, Column, Measurement, Other, Rows
 from benchmarks.timing import Clock
 
 BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
@@ -19,9 +19,6 @@ MOST, SAME = "as many as fit", "the same number"  # rows of serving that bars ar
 NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
 """Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
 
-type Other = Callable[[Measurement, Rows], Measurement | None]
-"""What a line is compared with."""
-
 
 def by(peer: str, **changes: str) -> Other:
     """The same by another peer, perhaps in another dtype."""
@@ -29,7 +26,6 @@ def by(peer: str, **changes: str) -> Other:
 
 
 def over(m: Measurement, other: Measurement | None = None) -> float | None:
-    """A time as a multiple of another."""
     return None if other is None else m.seconds / other.seconds
 
 
@@ -43,24 +39,18 @@ def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
     return Rows(each for each in rows.find(case=m.subject["case"], dtype=BFLOAT16) if each.peer != READ).fastest
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """What a bar is about."""
-
-    name: str  # as tables have it
-    value: Callable[[Measurement, Rows], float | None]  # None where what a line is compared with was not timed
-    at_least: bool = False  # whether it is to be reached; else it is not to be exceeded
-    form: str = "{:.2f}"
-
-
-def _multiple(name: str, other: Other) -> Measure:
+def _multiple(heading: str, other: Other) -> Column:
     """A time over another."""
-    return Measure(name, lambda m, rows: over(m, other(m, rows)))
+    return Column(heading, lambda m, rows: over(m, other(m, rows)), "{:.2f}")
 
 
-def _speed(name: str, other: Other, form: str = "{:.2f}") -> Measure:
+def _speed(heading: str, other: Other, form: str = "{:.2f}") -> Column:
     """Another time over this one."""
-    return Measure(name, lambda m, rows: found.seconds / m.seconds if (found := other(m, rows)) else None, True, form)
+
+    def value(m: Measurement, rows: Rows) -> float | None:
+        return found.seconds / m.seconds if (found := other(m, rows)) else None
+
+    return Column(heading, value, form, at_least=True)
 
 
 def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
@@ -77,40 +67,41 @@ def _of_tokens(m: Measurement, rows: Rows) -> float | None:
 
 
 def _known(key: str, value: Callable[[Measurement, Any], float]) -> Callable[[Measurement, Rows], float | None]:
-    """Something that a fact says."""
     return lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key])
 
 
-OF_COPY = Measure("of copy", lambda m, _: m.copy_share, True, "{:.1%}")
+OF_COPY = Column("of copy", lambda m, _: m.copy_share, "{:.1%}", at_least=True)
 X_CUDA = _multiple("x CUDA", by("CUDA"))
 X_BFLOAT16 = _multiple("x bf16", by(OWN, dtype=BFLOAT16))
 X_NHD = _multiple("x NHD", _base_row)
-X_INDEX_COPY = Measure(
+X_INDEX_COPY = Column(
     "x index_copy_",  # timed by turns with this call, where it was
     lambda m, rows: m.facts.get("index_copy_ratio") or over(m, rows.like(m, peer="torch index_copy_")),
+    "{:.2f}",
 )
 X_JIT = _multiple("x jit", by(OWN))
 X_DYNAMIC_CACHE = _multiple("x DynamicCache", by(DYNAMIC, dtype=BFLOAT16))
-X_KERNELS = Measure(
-    "x kernels", _known("kernel_seconds", lambda m, kernel: m.seconds / (int(m.subject["num_writes"]) * kernel))
+X_KERNELS = Column(
+    "x kernels",
+    _known("kernel_seconds", lambda m, kernel: m.seconds / (int(m.subject["num_writes"]) * kernel)),
+    "{:.2f}",
 )
-MICROSECONDS = Measure("us", lambda m, _: m.seconds * 1e6)
+MICROSECONDS = Column("us", lambda m, _: m.seconds * 1e6, "{:.2f}")
 OF_READING = _speed("of reading", by(READ), "{:.1%}")
 TIMES_BFLOAT16 = _speed("times as fast as bf16", fastest_bfloat16)
 X_WINDOW = _multiple("x the window's length", _base_row)
 X_ONE_TOKEN = _multiple("x 1 token", _base_row)
 X_FLASHINFER = _multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = _speed("times as fast as without cascade", by(NO_CASCADE))
-X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, True)
-X_READING = Measure("x reading", _known("read_ns", lambda m, nanoseconds: m.seconds * 1e9 / nanoseconds))
-EXPOSED = Measure(
+X_TOKENS = Column("x bf16 tokens/s", _of_tokens, "{:.2f}", at_least=True)
+X_READING = Column("x reading", _known("read_ns", lambda m, nanoseconds: m.seconds * 1e9 / nanoseconds), "{:.2f}")
+EXPOSED = Column(
     "of a step exposed",
     _known("device_ns", lambda m, nanoseconds: max(1 - nanoseconds / 1e9 / m.seconds, 0.0)),
-    form="{:.1%}",
+    "{:.1%}",
 )
 
-type Where = Mapping[str, Collection[object]]
-"""Fields, and what they may be."""
+type Where = Mapping[str, Collection[object]]  # Fields, and what they may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +109,7 @@ class Bar:
     """A limit on one measure of an operation's times by a peer."""
 
     operation: str
-    measure: Measure
+    measure: Column
     limit: float
     where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
@@ -132,15 +123,14 @@ class Bar:
         return value >= self.limit if self.measure.at_least else value <= self.limit
 
     def words(self, value: float) -> str:
-        """A value of this measure, as tables print it."""
-        return f"{self.measure.form.format(value)} {self.measure.name}"
+        return f"{self.measure.form.format(value)} {self.measure.heading}"
 
     def __str__(self) -> str:
         return f"{'>=' if self.measure.at_least else '<='} {self.words(self.limit)}"
 
 
 def _by_dtype(
-    operation: str, measure: Measure, *limits: float, peer: str = OWN, **where: Collection[object]
+    operation: str, measure: Column, *limits: float, peer: str = OWN, **where: Collection[object]
 ) -> list[Bar]:
     """One for each of the timed dtypes."""
     dtypes = zip((BFLOAT16, FP8, NVFP4), limits, strict=True)
@@ -206,7 +196,6 @@ BARS = (
 
 
 def of(m: Measurement) -> list[Bar]:
-    """The bars of a measurement."""
     return [bar for bar in BARS if bar.is_of(m)]
 
 

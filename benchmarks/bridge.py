@@ -23,7 +23,7 @@ from benchmarks.measurement import Measurement
 from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy
 from benchmarks.peers.in_jax import why_no_kernel
-from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
+from benchmarks.peers.in_torch import borrow, borrowed, has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -62,8 +62,7 @@ SCALES = (0.037, 0.052)
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-ReplayTimes = tuple[Timing, Timing]
-"""Of a graph, where torch uses one stream, and when it has used a second one."""
+ReplayTimes = tuple[Timing, Timing]  # of a graph, where torch uses one stream, and when it has used a second one
 
 
 def device() -> str:
@@ -86,7 +85,6 @@ def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
 
 
 def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
-    """A write and a gather."""
     arguments, scales = new_write(case, dtype), scale_tensors()
     table, lengths = (torch.full(shape, 4, dtype=torch.int32, device=device()) for shape in ((1, 4), (1,)))
     write, gather = kvjax_torch.reshape_and_cache_flash, kvjax_torch.gather_kv
@@ -214,14 +212,12 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
 
 def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call]:
     """The write of each batch from torch, on the memory of JAX's arrays and behind its back."""
-    borrow, write = kvjax_torch.to_torch, functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True)
-    kv_cache = borrow(cache.kv)
+    write, kv_cache = functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True), borrow(cache.kv)
     stored = cache.spec.dtype.value, *(borrow(scale) for scale in workload.scales().values())
-    calls: list[Call] = []
-    for batch in batches:
-        key, value, slots = borrow(batch.key), borrow(batch.value), borrow(batch.slot_mapping)
-        calls.append(functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored))
-    return calls
+    return [
+        functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored)
+        for key, value, slots in borrowed(batches)
+    ]
 
 
 def check_written(cache: KVCache, expected: KVCache) -> None:
@@ -247,7 +243,6 @@ def time_additions_replayed(num_tokens: int) -> ReplayTimes:
 
 
 def additions(num_tokens: int) -> list[Call]:
-    """Each adds a number to the keys and values of a write."""
     shape = 2, num_tokens, CASE.num_kv_heads, CASE.head_size
     tensors = [torch.zeros(shape, dtype=torch.bfloat16, device=device()) for _ in range(GRAPH_WRITES)]
     return [functools.partial(tensor.add_, 1) for tensor in tensors]
@@ -302,30 +297,26 @@ def event_times(call: Call) -> Timing:
     return Timing(tuple(samples), Clock.EVENTS)
 
 
-def time_from_torch(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:
-    """Checks, then times the writes of `batches` from torch."""
-    writes = torch_writes(cache, batches)
-    writes[0]()
-    check_written(cache, expected)
-    return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
-
-
-def time_under_jit(cache: KVCache, batches: Sequence[workload.Batch], expected: KVCache) -> Timing:
-    """The same under `jit`, with the cache donated."""
-    write = workload.Write(cache, batches, output.IMPLEMENTATION.value)
-    workload.check_first_write(write, expected)
-    return timing.measure(write)
-
-
 def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dtype: KVCacheDType) -> list[Measurement]:
     """Checks, then times the writes of `batches` from torch and under `jit`, with the same arguments."""
     spec, job = CASE.spec(dtype), WriteJob(CASE, dtype, len(batches[0].slot_mapping))
     expected, moved = tokens.expected(spec, job.num_tokens), job.bytes_moved
-    from_torch = time_from_torch(tokens.poisoned(spec), batches, expected)
-    under_jit = time_under_jit(tokens.poisoned(spec), batches, expected)
+
+    def from_torch() -> Timing:
+        cache = tokens.poisoned(spec)
+        writes = torch_writes(cache, batches)
+        writes[0]()
+        check_written(cache, expected)
+        return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
+
+    def under_jit() -> Timing:
+        write = workload.Write(tokens.poisoned(spec), batches, output.IMPLEMENTATION.value)
+        workload.check_first_write(write, expected)
+        return timing.measure(write)
+
     return [
-        Measurement("bridge kernel", job.subject, peer, times, moved, copy.measure(moved))
-        for peer, times in (("kvjax_torch", from_torch), ("kvjax", under_jit))
+        Measurement("bridge kernel", job.subject, peer, measure(), moved, copy.measure(moved))
+        for peer, measure in (("kvjax_torch", from_torch), ("kvjax", under_jit))
     ]
 
 

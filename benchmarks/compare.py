@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,13 +10,12 @@ from typing import Any, Protocol
 from absl import flags
 
 from benchmarks import memory, output, timing
-from benchmarks.measurement import Measurement, plain
+from benchmarks.measurement import Measurement, known
 from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
 
 
 def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which peers to time."""
     return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that are available)")
 
 
@@ -36,8 +36,6 @@ def present[J, Inputs](
 
 
 class Job(Protocol):
-    """One thing to time."""
-
     @property
     def subject(self) -> Mapping[str, Any]:
         """What the tables and files say of it."""
@@ -62,37 +60,34 @@ def compare_all[J: Job, Inputs](
     A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
     kvjax itself fails, so does a subtest of `test`. With `copies` copies of as many bytes are measured, too.
     """
-    results = test.results
+    inputs: Inputs | None
     for job in jobs:
         if not (serving := [peer for peer in peers if peer.serves(job)]):
             continue
-        what = f"{operation}: {', '.join(str(plain(value)) for value in job.subject.values())}"
-        with test.subTest(**job.subject):
-            inputs: Inputs | None = None
-            if (reason := why_too_large(job)) is None:
-                try:
-                    inputs = make_inputs(job)
-                except Exception as error:
-                    if not memory.is_exhausted(error):
-                        raise
-                    reason = f"too little memory: {error}"
-            if reason is not None:
-                results.skip(what, reason)
-                continue
-            _compare(results, operation, job, serving, inputs, copies)
+        subject, inputs = known(job.subject), None  # those of the job before are gone when new ones are made
+        what = f"{operation}: {', '.join(map(str, subject.values()))}"
+        with test.subTest(**subject):
+            inputs = test.results.fitting(what, why_too_large(job), functools.partial(make_inputs, job))
+            if inputs is not None:
+                _compare(test.results, operation, job, what, serving, inputs, copies)
 
 
 def _compare(
-    results: output.Report, operation: str, job: Job, peers: Sequence[Peer[Any, Any]], inputs: Any, copies: bool
+    results: output.Report,
+    operation: str,
+    job: Job,
+    what: str,
+    peers: Sequence[Peer[Any, Any]],
+    inputs: Any,
+    copies: bool,
 ) -> None:
     failure: Exception | None = None
     for peer in peers:
         try:
-            _measure(results, operation, job, peer, inputs, copies)
+            results.add(_measured(operation, job, peer, inputs, copies))
         except Exception as error:  # whatever a peer fails with, the others go on
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-            words = ", ".join(str(plain(value)) for value in job.subject.values())
-            results.skip(f"{peer.name} ({operation}: {words})", f"{kind}: {error}")
+            results.skip(f"{peer.name} ({what})", f"{kind}: {error}")
             if peer.own and not memory.is_exhausted(error):
                 error.add_note(traceback.format_exc())
                 failure = failure or error.with_traceback(None)  # its frames would hold on to caches
@@ -100,11 +95,11 @@ def _compare(
         raise failure
 
 
-def _measure(results: output.Report, operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool) -> None:
+def _measured(operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool) -> Measurement:
     run = peer.prepare(inputs)
     first = run.call(0)
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
     copied = copy.measure(job.bytes_moved) if copies else None
-    results.add(Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts))
+    return Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)

@@ -1,7 +1,4 @@
-"""How fast memory is copied, by each way to do so: what all shares of a copy are of, and whether to believe the clock.
-
-`python -m benchmarks.copies --json=copies.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How fast memory is copied, by each way to do so: what all shares are of, and whether to believe the clock."""
 
 from __future__ import annotations
 

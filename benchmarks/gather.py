@@ -1,13 +1,9 @@
-"""How long `gather_kv` takes to read whole sequences back, dequantized to bfloat16, next to what a user would pick.
-
-`python -m benchmarks.gather --json=gather.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long `gather_kv` takes to read whole sequences back, dequantized to bfloat16, next to what a user would pick."""
 
 from __future__ import annotations
 
 import itertools
 
-from absl import flags
 from absl.testing import absltest
 
 from benchmarks import bars, compare, output, shapes
@@ -16,8 +12,6 @@ from benchmarks.peers.gathers import GatherInputs, GatherJob
 from kvjax import CacheLayout
 
 CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time gathers of (default: llama-3.1-8b)")
-NUM_SEQS = flags.DEFINE_integer("seqs", None, "sequences of one size, in place of all others", lower_bound=1)
-SEQ_LEN = flags.DEFINE_integer("seq_len", None, "tokens of each (default: 2,048; without a GPU, 256)", lower_bound=1)
 PEERS = compare.define_peers(gathers.PEERS)
 
 
@@ -25,8 +19,6 @@ def jobs() -> list[GatherJob]:
     """What is timed: sequences and tokens of each, the first of these sizes in both layouts."""
     gpu = (bars.GATHER_SIZE, (1, 16_384), (256, 128))
     sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
-    if NUM_SEQS.value or SEQ_LEN.value:
-        sizes = ((NUM_SEQS.value or sizes[0][0], SEQ_LEN.value or sizes[0][1]),)
     cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, [shapes.LLAMA_8B])
     return [
         GatherJob(case, dtype, layout, *size)

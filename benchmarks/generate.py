@@ -14,18 +14,20 @@ from typing import Any, ClassVar
 
 from absl.testing import absltest
 
-from benchmarks import memory, output, shapes, timing
+from benchmarks import output, shapes, timing
 from benchmarks.bars import DYNAMIC, PAGED
 from benchmarks.measurement import Measurement
 from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
+from benchmarks.peers.serves_torch import random_llama
 from benchmarks.timing import Clock, Timing
+from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 if reason := why_not_importable("torch", "transformers", "kvjax_torch"):
     raise SystemExit(f"benchmarks.generate measures transformers (pip install 'kvjax[transformers]'): {reason}")
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache
 
 from kvjax_torch.transformers_cache import KvjaxCache
 
@@ -37,22 +39,8 @@ ATTENTION = {DYNAMIC: "sdpa", GATHERED: "sdpa", PAGED: "kvjax"}
 NUM_LAYERS = 8
 
 
-def _config(vocab: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=131_072,
-        dtype="bfloat16",
-    )
-
-
-LLAMA_8B, SMALL = _config(128_256, 4_096, 14_336, 32, 8, 128), _config(61, 64, 96, 4, 2, 32)
-"""Of Llama-3.1-8B a quarter of the layers; and to see that it runs, and for machines without a GPU."""
+LLAMA_8B = ModelConfig(128_256, 4_096, 14_336, NUM_LAYERS, 32, 8, 128)  # a quarter of the layers
+SMALL = ModelConfig(61, 64, 96, NUM_LAYERS, 4, 2, 32)  # to see that it runs, and for machines without a GPU
 
 WARM_UP_STEPS, STEPS_IN_A_ROW, KERNEL_STEPS = 3, 6, 4
 SAMPLES = 5
@@ -76,7 +64,7 @@ class Row:
     def num_blocks(self) -> int:
         return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
 
-    def dense_bytes(self, config: LlamaConfig) -> int:
+    def dense_bytes(self, config: Any) -> int:
         """What a layer's keys and values take in bfloat16."""
         elements = 2 * int(config.num_key_value_heads or 0) * int(config.head_dim or 0)
         return self.num_seqs * self.seq_len * elements * torch.bfloat16.itemsize
@@ -95,12 +83,10 @@ class Job:
 
     @property
     def subject(self) -> dict[str, Any]:
-        row = self.row
-        sizes = {"num_layers": NUM_LAYERS, "num_seqs": row.num_seqs, "seq_len": row.seq_len}
-        return {"case": row.name, **sizes, "dtype": self.dtype}
+        sizes = {"num_layers": NUM_LAYERS, **dataclasses.asdict(self.row)}
+        return {"case": self.row.name, **sizes, "dtype": self.dtype}
 
-    def cache(self, config: LlamaConfig) -> Cache:
-        """An empty one."""
+    def cache(self, config: Any) -> Cache:
         if self.peer == DYNAMIC:
             return DynamicCache(config=config)
         # Keys and values of random weights are of about magnitude 1; what is not quantized takes no notice of scales.
@@ -110,13 +96,10 @@ class Job:
 
 
 @functools.cache
-def model() -> LlamaForCausalLM:
-    """A model of random weights."""
-    config = LLAMA_8B if has_gpu() and not output.SMOKE.value else SMALL
+def model() -> Any:
     torch.manual_seed(0)
-    with torch.device("cuda" if has_gpu() else "cpu"):
-        made = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return made.eval()
+    config = LLAMA_8B if has_gpu() and not output.SMOKE.value else SMALL
+    return random_llama(config, 131_072, "cuda" if has_gpu() else "cpu")
 
 
 class Decoding:
@@ -199,7 +182,6 @@ def step_bytes(decoding: Decoding) -> int | None:
 
 
 def kernel_seconds(job: Job) -> float | None:
-    """What the kernels of a step take."""
     decoding = Decoding(job)
     for _ in range(WARM_UP_STEPS):
         decoding.step()
@@ -209,15 +191,9 @@ def kernel_seconds(job: Job) -> float | None:
 def jobs() -> list[Job]:
     """What is timed: transformers' own cache first, which is bfloat16's alone."""
     rows = GPU_ROWS if has_gpu() and not output.SMOKE.value else SMALL_ROWS
-    dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
-    return [
-        job
-        for row in rows
-        for job in (
-            Job(row, KVCacheDType.BFLOAT16, DYNAMIC),
-            *(Job(row, dtype, peer) for dtype, peer in itertools.product(dtypes, (GATHERED, PAGED))),
-        )
-    ]
+    kinds = itertools.product(output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES), (GATHERED, PAGED))
+    each = [(KVCacheDType.BFLOAT16, DYNAMIC), *kinds]
+    return [Job(row, *kind) for row, kind in itertools.product(rows, each)]
 
 
 class GenerateBenchmark(output.Program):
@@ -239,12 +215,8 @@ class GenerateBenchmark(output.Program):
     def test_decode_steps(self) -> None:
         for job in jobs():
             with self.subTest(row=job.row.name, dtype=job.dtype.value, peer=job.peer):
-                try:
-                    found = time_steps(job)
-                except Exception as error:
-                    if not memory.is_exhausted(error):
-                        raise
-                    self.results.skip(f"{job.peer}, {job.dtype.value}, {job.row.name}", f"too little memory: {error}")
+                what = f"{job.peer}, {job.dtype.value}, {job.row.name}"
+                if (found := self.results.fitting(what, None, functools.partial(time_steps, job))) is None:
                     continue
                 self.found[job] = found
                 taken, dense = found.facts["step_bytes"] or 0, found.facts["dense_layer_bytes"]

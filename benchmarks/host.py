@@ -1,7 +1,4 @@
-"""How long writes on the CPU take as the cache grows: in place they do not, and what copies the cache does.
-
-`python -m benchmarks.host --json=host.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long writes on the CPU take as the cache grows: in place they do not, and what copies the cache does."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ PEERS = compare.define_peers(WRITERS)
 
 
 def jobs() -> list[WriteJob]:
-    """What is timed."""
     smoke = output.SMOKE.value
     sizes = output.chosen(NUM_BLOCKS, int, (4,) if smoke else (64, 512, 4_096))
     counts = output.chosen(NUM_TOKENS, int, (8,) if smoke else (1, 64))

@@ -55,14 +55,12 @@ def scan(cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales) ->
 
 
 def unrolled(cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
-    """The same, layer after layer."""
     for layer in range(NUM_LAYERS):
         cache, hidden = write_and_read(cache, hidden, table, scales, layer)
     return cache, hidden
 
 
 def separate(caches: list[KVCache], hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
-    """The same with a cache for each layer."""
     written = []
     for cache in caches:
         cache, hidden = write_and_read(cache, hidden, table, scales)
@@ -78,7 +76,6 @@ class Stepping:
         self.caches, self.others = caches, others
 
     def __call__(self, number: int) -> jax.Array:
-        """Starts a step."""
         self.caches, read = self.compiled(self.caches, *self.others)
         return read
 

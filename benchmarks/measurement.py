@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-from collections.abc import Mapping
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.timing import Clock, Timing
@@ -24,7 +25,7 @@ class Measurement:
     """What one peer took for one thing."""
 
     operation: str  # that was timed; `operations.OPERATIONS` declares it
-    subject: Mapping[str, Word]  # the shape, dtype and sizes that it was timed for; nothing that does not apply
+    subject: Mapping[str, Any]  # the shape, dtype and sizes that it was timed for; nothing that does not apply
     peer: str  # who did it
     times: Timing
     bytes_moved: int | None = None  # the fewest that it must read and write
@@ -32,8 +33,7 @@ class Measurement:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else was found out about it
 
     def __post_init__(self) -> None:
-        known = {name: plain(value) for name, value in self.subject.items() if value is not None}
-        object.__setattr__(self, "subject", known)
+        object.__setattr__(self, "subject", known(self.subject))
 
     @property
     def seconds(self) -> float:
@@ -53,19 +53,16 @@ class Measurement:
 
     @property
     def copy_share(self) -> float | None:
-        """The rate of this over that of the copy."""
         return self.copy.seconds / self.seconds if self.copy else None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What no two measurements of a device have in common."""
         return self.operation, self.clock, self.peer, *sorted(self.subject.items())
 
     def __str__(self) -> str:
         return ", ".join([self.operation, *map(str, self.subject.values()), self.peer, f"by {self.clock}"])
 
     def record(self) -> dict[str, Any]:
-        """What the JSON file says of it."""
         return {
             "operation": self.operation,
             **self.subject,
@@ -84,31 +81,33 @@ EVERY_FIELD = ("operation", "peer", "clock", "seconds", "samples", "bytes_moved"
 """What every record has; others are of its subject or facts."""
 
 
-def from_record(record: Any, place: str, kinds: Mapping[str, type]) -> Measurement:
-    """A measurement of a file.
-
-    Args:
-      record: the object, which stands at `place`.
-      kinds: the fields of the subject, and what they are.
+def from_record(record: Mapping[str, Any], about: Sequence[str]) -> Measurement:
+    """A measurement of a file, whose subject has the fields `about`.
 
     Raises:
-      ResultsError: a field is missing, or is not of its kind.
+      KeyError, TypeError, ValueError: a field is missing, or is not of its kind.
     """
-    clock = field(record, "clock", str, place)
-    if clock not in [*Clock]:
-        raise ResultsError(f"{place}: 'clock': got {clock!r}, expected one of {[each.value for each in Clock]}")
-    copy = field(record, "copy_seconds", float, place, optional=True)
-    kernels = field(record, "kernels", list, place, optional=True) or []
-    subject = {name: field(record, name, kind, place, optional=True) for name, kind in kinds.items()}
+    clock, copied = Clock(record["clock"]), record.get("copy_seconds")
     return Measurement(
-        field(record, "operation", str, place),
-        subject,
-        field(record, "peer", str, place),
-        Timing(samples(record, place), Clock(clock), tuple(map(str, kernels))),
-        field(record, "bytes_moved", int, place, optional=True),
-        None if copy is None else Timing((copy,), Clock(clock)),
-        {name: value for name, value in record.items() if name not in (*EVERY_FIELD, *kinds)},
+        record["operation"],
+        {name: record.get(name) for name in about},
+        record["peer"],
+        Timing(positive(record["samples"]), clock, tuple(record.get("kernels") or ())),
+        record.get("bytes_moved"),
+        None if copied is None else Timing(positive([copied]), clock),
+        {name: value for name, value in record.items() if name not in (*EVERY_FIELD, *about)},
     )
+
+
+def positive(samples: Sequence[float]) -> tuple[float, ...]:
+    """The seconds of each repetition.
+
+    Raises:
+      ValueError: there are none, or one is not positive and finite.
+    """
+    if not samples or not all(0 < each < math.inf for each in samples):
+        raise ValueError(f"samples: got {samples}, expected the seconds of each repetition")
+    return tuple(samples)
 
 
 class Rows(list[Measurement]):
@@ -128,48 +127,51 @@ class Rows(list[Measurement]):
         return min(self, key=lambda m: m.seconds, default=None)
 
 
-KINDS = {
-    str: "a string",
-    int: "a positive whole number",
-    float: "a positive number",
-    list: "a list",
-    dict: "an object",
-}
+type Other = Callable[[Measurement, Rows], Measurement | None]  # what a line is compared with
 
 
-def checked(value: Any, kind: type, place: str) -> Any:
-    """A value of a file, where no time and no size comes near 1e18.
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table with a line for each of some measurements."""
 
-    Raises:
-      ResultsError: it is not of its kind.
-    """
-    fits = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
-    if not fits or (kind in (int, float) and not 0 < value < 1e18):
-        words = json.dumps(value)
-        raise ResultsError(f"{place}: got {words[:40]}{'...' * (len(words) > 40)}, expected {KINDS[kind]}")
-    return value
+    heading: str
+    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
+    form: str = "{:,.2f}"
+    is_text: bool = False  # words rather than a number
+    at_least: bool = False  # whether a bar on it is to be reached; else it is not to be exceeded
+
+    def words(self, m: Measurement, rows: Rows) -> str:
+        value = self.value(m, rows)
+        return "-" if value is None else escaped(self.form.format(value))
+
+    def of(self, heading: str, other: Other) -> Column:
+        """The same of another measurement."""
+
+        def value(m: Measurement, rows: Rows) -> Any:
+            found = other(m, rows)
+            return self.value(found, rows) if found else None
+
+        return Column(heading, value, self.form)
+
+    def named(self, heading: str) -> Column:
+        return dataclasses.replace(self, heading=heading)
 
 
-def field(record: Any, name: str, kind: type, place: str, *, optional: bool = False) -> Any:
-    """A field of an object of a file; `None` where it is optional and missing or null."""
-    value = checked(record, dict, place).get(name)
-    if value is None and optional:
-        return None
-    if name not in record:
-        raise ResultsError(f"{place}: {name!r} is missing")
-    return checked(value, kind, f"{place}: {name!r}")
+def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
+    return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
-def samples(record: Any, place: str) -> tuple[float, ...]:
-    """The samples of an object of a file."""
-    found = field(record, "samples", list, place)
-    if not found:
-        raise ResultsError(f"{place}: 'samples': got none, expected the seconds of each repetition")
-    return tuple(checked(sample, float, f"{place}: samples[{number}]") for number, sample in enumerate(found))
+def escaped(words: object) -> str:
+    """What a file says, where Markdown would take some of it for its own."""
+    return html.escape(" ".join(str(words).split()), quote=False).replace("|", "\\|")
+
+
+def known(subject: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields without those that do not apply, as JSON has them."""
+    return {name: plain(value) for name, value in subject.items() if value is not None}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float):

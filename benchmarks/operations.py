@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks import bars, shapes
-from benchmarks.bars import BFLOAT16, FP8, NVFP4, Measure, Other, by
-from benchmarks.measurement import OWN, Measurement, Rows
-from benchmarks.tables import Column, Lines, Operation, about, fact
+from benchmarks.bars import BFLOAT16, FP8, NVFP4, by
+from benchmarks.measurement import OWN, Column, Measurement, Other, Rows, fact
+from benchmarks.tables import Lines, Operation, about
 
 CACHE = ("case", "num_kv_heads", "head_size", "dtype", "layout")
 WRITE = (*CACHE, "slots")
@@ -16,11 +16,6 @@ ERROR = fact("error", "error", form="{:.2%}")
 
 def peer(heading: str) -> Column:
     return Column(heading, lambda m, _: m.peer, "{}", is_text=True)
-
-
-def of_bar(measure: Measure, heading: str | None = None) -> Column:
-    """What a bar is about, of every line."""
-    return Column(heading or measure.name, measure.value, measure.form)
 
 
 US = Column("us", lambda m, _: m.seconds * 1e6)
@@ -45,8 +40,8 @@ def everything(_: Measurement) -> bool:
 WRITES = Lines(
     "Time of a write, by the number of tokens",
     (
-        *(CASE, DTYPE, about("layout"), about("slots"), TOKENS, *TIMES, of_bar(bars.OF_COPY)),
-        *(US.of("CUDA us", by("CUDA")), US.of("fitted us", by("CUDA fitted")), of_bar(bars.X_CUDA)),
+        *(CASE, DTYPE, about("layout"), about("slots"), TOKENS, *TIMES, bars.OF_COPY),
+        *(US.of("CUDA us", by("CUDA")), US.of("fitted us", by("CUDA fitted")), bars.X_CUDA),
         *(KERNELS, BAR, REACHED),
     ),
     note=f"kvjax, bfloat16 tokens, {shapes.BLOCK_SIZE} tokens a block.",
@@ -56,7 +51,7 @@ GATHERS = Lines(
     "Time of a gather",
     (
         *(CASE, DTYPE, about("layout"), about("num_seqs", "sequences"), about("seq_len")),
-        *(*TIMES, of_bar(bars.OF_COPY), KERNELS, BAR, REACHED),
+        *(*TIMES, bars.OF_COPY, KERNELS, BAR, REACHED),
     ),
     note="kvjax, into bfloat16.",
 )
@@ -64,7 +59,7 @@ COPIES = Lines(
     "Time of a copy",
     (
         *(Column("copied by", lambda m, _: m.facts.get("way"), "{}", is_text=True), *TIMES),
-        *(of_bar(bars.OF_COPY, "of the fastest"), Column("clock", lambda m, _: m.clock, "{}")),
+        *(bars.OF_COPY.named("of the fastest"), Column("clock", lambda m, _: m.clock, "{}")),
     ),
     note="Bytes read plus bytes written.",
     keep=everything,
@@ -81,7 +76,7 @@ FIRST_CALLS = Lines(
 HOST_TIMES = Lines(
     "Time that a call keeps the host",
     (
-        *(peer("call"), US, SPREAD, of_bar(bars.X_INDEX_COPY)),
+        *(peer("call"), US, SPREAD, bars.X_INDEX_COPY),
         Column("host waits", lambda m, _: {True: "yes", False: "no", None: None}[m.facts.get("waits")], "{}"),
         *(BAR, REACHED),
     ),
@@ -96,7 +91,7 @@ def _two_streams(m: Measurement, rows: Rows) -> Measurement | None:
     return rows.like(m, peer=m.peer + TWO_STREAMS)
 
 
-X_KERNELS = of_bar(bars.X_KERNELS)
+X_KERNELS = bars.X_KERNELS
 REPLAYS = Lines(
     "Time of a CUDA graph of writes",
     (
@@ -110,14 +105,14 @@ TORCH_KERNELS = Lines(
     "Time of a write's kernels, from torch and under jit",
     (
         *(DTYPE, TOKENS, US, SPREAD, US.of("us under jit", by(OWN)), SPREAD.of("5-95% under jit", by(OWN))),
-        *(of_bar(bars.X_JIT), KERNELS, KERNELS.of("under jit", by(OWN)), BAR, REACHED),
+        *(bars.X_JIT, KERNELS, KERNELS.of("under jit", by(OWN)), BAR, REACHED),
     ),
     note="The same tokens, slots and pages, int32 slots.",
     keep=lambda m: m.peer != OWN,
     order=("dtype",),
 )
 
-READ_SHARE = of_bar(bars.OF_READING, "share")
+READ_SHARE = bars.OF_READING.named("share")
 VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)  # who is no peer of attention
 
 
@@ -130,7 +125,7 @@ _OF_ROW = (about("case", "row"), DTYPE, US, SPREAD)
 _BEST = (
     *(PEER.of("next best", _next_best), US.of("its us", _next_best)),
     *(PEER.of("fastest bf16", bars.fastest_bfloat16), US.of("bf16 us", bars.fastest_bfloat16)),
-    *(of_bar(bars.TIMES_BFLOAT16, "times as fast"), BARS, REACHED),
+    *(bars.TIMES_BFLOAT16.named("times as fast"), BARS, REACHED),
 )
 ATTENTION = Lines(
     "Time of attention",
@@ -150,7 +145,6 @@ RAGGED = Lines(
 
 
 def _in(dtype: str) -> Column:
-    """A decode by kvjax in a dtype, and its share of reading."""
     whole = Column("", lambda m, rows: f"{US.words(m, rows)} ({READ_SHARE.words(m, rows)})", "{}")
     return whole.of(f"kvjax, {dtype}", by(OWN, dtype=dtype))
 
@@ -177,7 +171,7 @@ STEPS = Lines(
     "Time of a decode step",
     (
         *(about("case", "sequences"), DTYPE, peer("cache, attention"), US, SPREAD),
-        *(Column("kernels us", KERNEL_US.value), of_bar(bars.X_DYNAMIC_CACHE)),
+        *(Column("kernels us", KERNEL_US.value), bars.X_DYNAMIC_CACHE),
         *(fact("MiB of a step", "step_bytes", 2**-20, "{:,.1f}"), Column("of a dense layer", _of_a_dense_layer)),
         *(BAR, REACHED),
     ),
@@ -190,14 +184,14 @@ STEPS = Lines(
 _SEQUENCES = about("num_seqs", "sequences", is_text=True)
 _ROW = Column("row", lambda m, _: m.facts.get("rows") or None, "{}", is_text=True)
 _TOKENS_A_SECOND = Column("tokens a second", lambda m, _: bars.tokens_a_second(m), "{:,.0f}")
-_X_TOKENS, _X_STEP = of_bar(bars.X_TOKENS), of_bar(bars.X_BFLOAT16, "x bf16's step")
+_X_TOKENS, _X_STEP = bars.X_TOKENS, bars.X_BFLOAT16.named("x bf16's step")
 SERVE = Lines(
     "Tokens a second",
     (
         *(DTYPE, _SEQUENCES, _ROW, peer("by"), _TOKENS_A_SECOND, MS),
         Column("5-95%", lambda m, _: "-".join(f"{each * 1e3:,.3g}" for each in m.times.spread), "{}"),
-        *(_X_TOKENS, _X_STEP, fact("reading, ms", "read_ns", 1e-6, "{:,.3g}"), of_bar(bars.X_READING)),
-        *(fact("host, ms", "host_ns", 1e-6, "{:,.3g}"), of_bar(bars.EXPOSED, "exposed"), BARS, REACHED),
+        *(_X_TOKENS, _X_STEP, fact("reading, ms", "read_ns", 1e-6, "{:,.3g}"), bars.X_READING),
+        *(fact("host, ms", "host_ns", 1e-6, "{:,.3g}"), bars.EXPOSED.named("exposed"), BARS, REACHED),
     ),
     note="A step decodes one token of each sequence. Reading: the time that weights and pages take at the rate of a"
     " kernel that only reads. Host: for how long the host is busy in a step while the device works on the one before;"
@@ -210,6 +204,8 @@ SERVE = Lines(
 SERVE_SHORT = Lines(
     "Tokens a second",
     (DTYPE, _SEQUENCES, _ROW, peer("by"), _TOKENS_A_SECOND, _X_TOKENS, MS, _X_STEP),
+    note="Decode steps of Llama-3.1-8B's shape, random weights in bfloat16, caches of 40 GiB full of sequences of 8,192"
+    " tokens, except the last tokens.",
     keep=lambda m: bool(m.facts.get("rows")),
     order=SERVE.order,
 )
@@ -239,7 +235,6 @@ def _sharded(devices_differ: bool, clock_differs: bool) -> Other:
 
 
 def _ratio(other: Other) -> Column:
-    """Another median over this one."""
     return Column("ratio", lambda m, rows: found.seconds / m.seconds if (found := other(m, rows)) else None)
 
 

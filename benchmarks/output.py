@@ -22,7 +22,7 @@ import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import tables, timing, workload
+from benchmarks import memory, tables, timing, workload
 from benchmarks.measurement import Measurement, Rows, plain
 from benchmarks.operations import OPERATIONS
 from benchmarks.peers import cuda
@@ -49,7 +49,6 @@ SAVE_SECONDS = 10.0
 
 
 def by_device[Value](*, gpu: Value, host: Value, smoke: Value) -> Value:
-    """What this run takes by default."""
     return smoke if SMOKE.value else gpu if workload.is_gpu() else host
 
 
@@ -60,19 +59,16 @@ def shorten() -> None:
 
 
 def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes numbers with commas between them."""
     expected = f"expected numbers of at least {least} with commas between them"
     return _define_list(name, words, lambda word: word.isdecimal() and int(word) >= least, expected)
 
 
 def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
-    """A flag that takes some of these names with commas between them."""
     accepted = [*of]
     return _define_list(name, words, accepted.__contains__, f"expected some of {accepted}")
 
 
 def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    """The flag that says which dtypes caches have."""
     return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
 
 
@@ -92,7 +88,6 @@ def chosen[Value](
 
 
 def environment(program: str) -> dict[str, str]:
-    """Where and how a program ran."""
     is_gpu = workload.is_gpu()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     arguments = [each for each in sys.argv[1:] if not each.lstrip("-").startswith("commit=")]
@@ -156,6 +151,18 @@ class Report:
         if what not in self.skipped:
             self.skipped[what] = reason
             _say(f"skipped {what}: {line}")
+
+    def fitting[Value](self, what: str, why_too_large: str | None, make: Callable[[], Value]) -> Value | None:
+        """What `make` returns; `None`, and `what` is said to be skipped, where memory is or proves too small for it."""
+        if why_too_large is None:
+            try:
+                return make()
+            except Exception as error:
+                if not memory.is_exhausted(error):
+                    raise
+                why_too_large = f"too little memory: {error}"
+        self.skip(what, why_too_large)
+        return None
 
     def finish(self) -> None:
         """Prints the tables and writes the files that the flags ask for."""

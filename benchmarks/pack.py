@@ -1,7 +1,4 @@
-"""How long packing keys and values as NVFP4 takes, without a cache and next to a write, which packs and stores.
-
-`python -m benchmarks.pack --json=pack.json`, from the source tree; benchmarks/README.md explains the table.
-"""
+"""How long packing keys and values as NVFP4 takes, without a cache and next to a write, which packs and stores."""
 
 from __future__ import annotations
 

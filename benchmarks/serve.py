@@ -12,12 +12,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import flags
 from absl.testing import absltest
 
-from benchmarks import memory, output, serving, shapes, timing, workload
+from benchmarks import output, serving, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement, plain
-from benchmarks.peers import attends, read, serves_dense, serves_torch
+from benchmarks.peers import read, serves_dense, serves_torch
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from kvjax import KVCacheDType
@@ -31,10 +30,6 @@ ROWS = output.define_some(
     " requests with prompts (default: all)",
 )
 PEERS = output.define_some("peers", PEER_NAMES, "who serves (default: all but transformers)")
-FORM = flags.DEFINE_enum(
-    "layers", "separate", serving.FORMS, "a cache for each layer, one of all, or that and the layers in a scan"
-)
-
 READ_BYTES = 1 << 30
 type Served = tuple[Timing, Mapping[str, Any]]
 
@@ -71,7 +66,7 @@ class ServeBenchmark(output.Program):
         for dtype in dtypes():
             with self.subTest(dtype=dtype.value):
                 gc.collect()
-                seconds, mixed, decodes = serving.serve_prompts(of, dtype, FORM.value)
+                seconds, mixed, decodes = serving.serve_prompts(of, dtype)
                 subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
                 number = 2 * of.same
                 facts = {
@@ -92,33 +87,28 @@ class ServeBenchmark(output.Program):
     def measure(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[ServeJob], Served]) -> None:
         """Adds what was served, unless memory is too small."""
         gc.collect()  # the caches of the job before
-        reason = job.why_too_large()
-        if reason is None:
-            try:
-                times, facts = serve(job)
-            except Exception as error:
-                if not memory.is_exhausted(error):
-                    error.add_note(traceback.format_exc())
-                    raise error.with_traceback(None) from None  # its frames would hold on to caches
-                reason = f"too little memory: {error}"
-        if reason is not None:
-            self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", reason)
-            return
-        known = {"rows": job.rows} | ({} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)})
-        self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
+        what = f"{name} ({job.dtype.value}, {job.num_seqs})"
+        try:
+            found = self.results.fitting(what, job.why_too_large(), functools.partial(serve, job))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            raise error.with_traceback(None) from None  # its frames would hold on to caches
+        if found:
+            times, facts = found
+            known = {"rows": job.rows} | ({} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)})
+            self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
 
 
 def dtypes() -> Sequence[KVCacheDType]:
-    """Those that are served in."""
     return output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
     """Compiles every step on several cores; waits for it, for threads that lower keep the host from its turn."""
-    programs = [serving.program(of, job.dtype, job.num_seqs, job.blocks_a_seq, FORM.value) for job in own]
+    programs = [serving.program(of, job.dtype, job.num_seqs, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
     if own and (ROWS.value is None or "prompts" in ROWS.value):
-        programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype, FORM.value).values()]
+        programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype).values()]
     concurrent.futures.wait(programs)
 
 
@@ -127,17 +117,17 @@ def reading_rate() -> float | None:
     if not workload.is_gpu():
         return None
     compiled = read.compiled(READ_BYTES)
-    words = [attends.distinct_words(number, read.num_blocks(READ_BYTES) * read.BLOCK_WORDS) for number in range(2)]
+    words = read.distinct_words(READ_BYTES, 2)
     return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
 
 
 def served(job: ServeJob) -> Served:
     """Steps of kvjax, of which those of the row that all dtypes have alike are checked first."""
-    facts = {"error": serving.check(job)} if job.num_seqs == job.of.same and FORM.value == "separate" else {}
-    found = serving.serve(job, FORM.value)
+    facts = {"error": serving.check(job)} if job.num_seqs == job.of.same else {}
+    found = serving.serve(job)
     nanoseconds = {"device_ns": found.device.seconds, "host_ns": found.host.seconds}
     facts |= {name: max(round(seconds * 1e9), 1) for name, seconds in nanoseconds.items()}
-    return found.steps, {**facts, "layers": FORM.value, "temporary_bytes": found.temporary_bytes}
+    return found.steps, {**facts, "layers": "separate", "temporary_bytes": found.temporary_bytes}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 import kvjax
 from benchmarks import memory, output, timing, workload
 from benchmarks.bars import MOST, SAME
-from benchmarks.peers.attention_inputs import compiling_jitted, filled_page_bytes, filled_pages, take_pages
+from benchmarks.peers.attention_inputs import compiling, filled_page_bytes, filled_pages, take_pages
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from examples import llama
@@ -49,6 +49,11 @@ class Scenario:
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
         return FullAttentionSpec(BLOCK_SIZE, self.config.num_key_value_heads, self.config.head_dim, dtype=dtype)
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Pages of a request that comes with a prompt."""
+        return -(-(self.prompt_len + self.num_new_tokens) // BLOCK_SIZE)
 
     def bytes_a_sequence(self, dtype: KVCacheDType) -> int:
         return self.config.num_hidden_layers * self.seq_len // BLOCK_SIZE * self.spec(dtype).page_size_bytes
@@ -158,14 +163,9 @@ def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> l
     return found
 
 
-FORMS = ("separate", "one", "scan")  # a cache for each layer; one cache of all; that and the layers in a scan
-
-
 @functools.cache
-def params(of: Scenario, form: str) -> llama.Params:
-    """Random weights in bfloat16."""
-    found = llama.random_params(of.config, jax.random.key(0), workload.INPUT_DTYPE)
-    return llama.stacked(found) if form == "scan" else found
+def params(of: Scenario) -> llama.Params:
+    return llama.random_params(of.config, jax.random.key(0), workload.INPUT_DTYPE)
 
 
 def implementation() -> str | None:
@@ -174,36 +174,24 @@ def implementation() -> str | None:
 
 
 def struct_of(of: Any) -> Any:
-    """Shapes and dtypes alone."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of)
 
 
 def step_struct(num_tokens: int, num_seqs: int, max_blocks: int) -> kvjax.StepMetadata:
-    """That of a step."""
     shapes = {"block_table": (num_seqs, max_blocks), "seq_lens": (num_seqs,), "cu_q_lens": (num_seqs + 1,)}
     arrays = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
     return kvjax.StepMetadata(**arrays, slot_mapping=jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
 
 
-def cache_structs(of: Scenario, dtype: KVCacheDType, num_blocks: int, form: str) -> Any:
-    """Caches without memory, one a layer or one of all."""
-    spec, count = of.spec(dtype), of.config.num_hidden_layers
-    if form == "separate":
-        return (workload.cache_struct(spec, num_blocks),) * count
-    return workload.cache_struct(spec, num_blocks, count)
-
-
 @functools.cache
-def program(
-    of: Scenario, dtype: KVCacheDType, num_seqs: int, max_blocks: int, form: str, max_q_len: int = 1
-) -> Future[Any]:
+def program(of: Scenario, dtype: KVCacheDType, num_seqs: int, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """A step of a model, being compiled: `(params, tokens, previous, step, caches)`."""
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
     tokens, previous = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_tokens, num_seqs))
-    caches = cache_structs(of, dtype, num_seqs * max_blocks, form)
+    caches = (workload.cache_struct(of.spec(dtype), num_seqs * max_blocks),) * of.config.num_hidden_layers
     options = {"max_q_len": max_q_len, "max_prompts": int(max_q_len > 1), "implementation": implementation()}
-    arguments = struct_of(params(of, form)), tokens, previous, step_struct(num_tokens, num_seqs, max_blocks), caches
-    return compiling_jitted(llama.greedy_step, *arguments, config=of.config, **options)
+    arguments = struct_of(params(of)), tokens, previous, step_struct(num_tokens, num_seqs, max_blocks), caches
+    return compiling(llama.greedy_step, *arguments, config=of.config, **options)
 
 
 class Running:
@@ -214,7 +202,6 @@ class Running:
         self.last: tuple[Any, kvjax.StepMetadata] | None = None
 
     def __call__(self, tokens: Any, previous: Any, step: Any, caches: Any, *, max_q_len: int, **_: int) -> Any:
-        """As `Engine` has it."""
         self.last = tokens, step
         return self.programs[max_q_len](self.weights, tokens, previous, step, caches)
 
@@ -231,35 +218,33 @@ class TimedEngine(Engine):
         return super()._read(following, giving)
 
 
-def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int, form: str) -> Any:
+def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[KVCache, ...]:
     """Caches of normal numbers: a thousand different pages, drawn at random for each layer."""
-    pages, count = filled_pages(of.spec(dtype), scaled=False), of.config.num_hidden_layers
-    rng = np.random.default_rng(3)
-    if form == "separate":
-        sources = [rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(count)]
-        return tuple(KVCache(take_pages(pages.kv, source), pages.spec) for source in sources)
-    source = rng.integers(pages.num_blocks, size=(num_blocks, count), dtype=np.int32)
-    return KVCache(take_pages(pages.kv, source), pages.spec, num_layers=count)
+    pages, rng = filled_pages(of.spec(dtype), scaled=False), np.random.default_rng(3)
+    sources = [
+        rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
+    ]
+    return tuple(KVCache(take_pages(pages.kv, source), pages.spec) for source in sources)
 
 
-def full_engine(job: ServeJob, form: str, *, seed: int = 4) -> tuple[TimedEngine, Running]:
+def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     """An engine whose requests have all but the last tokens of their sequences in the caches already.
 
     Their prompts are known to the pool, so that the engine finds their blocks as it finds any prefix's. Blocks were
     handed out to all sequences by turns, as they are in a server.
     """
-    weights = params(job.of, form)
-    run = Running(weights, {1: program(job.of, job.dtype, job.num_seqs, job.blocks_a_seq, form).result()})
+    weights = params(job.of)
+    run = Running(weights, {1: program(job.of, job.dtype, job.num_seqs, job.blocks_a_seq).result()})
     pool = kvjax.BlockPool(job.num_blocks, BLOCK_SIZE)
     number, num_cached = job.num_seqs, job.of.seq_len - job.of.tail
-    ids = np.random.default_rng(seed).integers(job.of.config.vocab_size, size=(number, num_cached + 1))
+    ids = np.random.default_rng(4).integers(job.of.config.vocab_size, size=(number, num_cached + 1))
     stored = [pool.sequence() for _ in range(number)]
     for _ in range(num_cached // BLOCK_SIZE):
         pool.append(stored, [BLOCK_SIZE] * number)
     for sequence, prompt in zip(stored, ids, strict=True):
         sequence.commit(prompt[:-1])
         sequence.free()
-    caches = filled_caches(job.of, job.dtype, job.num_blocks, form)
+    caches = filled_caches(job.of, job.dtype, job.num_blocks)
     engine = TimedEngine(
         run, caches, pool, num_seqs=[number], max_blocks=job.blocks_a_seq, chunk=number, max_prompts=number
     )
@@ -278,20 +263,20 @@ class Served:
     temporary_bytes: int  # of the program
 
 
-def serve(job: ServeJob, form: str) -> Served:
+def serve(job: ServeJob) -> Served:
     """Decodes until the sequences are full, then runs the last step again and again.
 
     Raises:
       AssertionError: a cache has moved, or a sequence has not its tokens.
     """
-    engine, run = full_engine(job, form)
-    where = _pointers(engine.caches)
+    engine, run = full_engine(job)
+    where = workload.pointers(engine.caches)
     ended, marks, waits = [], [time.perf_counter()], [0.0]
     while not engine.is_idle:
         ended += engine.step()
         marks.append(time.perf_counter())
         waits.append(engine.waited)
-    if _pointers(engine.caches) != where:
+    if workload.pointers(engine.caches) != where:
         raise AssertionError("a step was not in place: it returned a cache elsewhere in memory")
     if (lengths := {len(request.generated) for request in ended}) != {job.of.tail - 1} or len(ended) != job.num_seqs:
         raise AssertionError(f"{len(ended)} requests ended with {lengths} tokens")
@@ -300,10 +285,6 @@ def serve(job: ServeJob, form: str) -> Served:
     host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
     of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
     return Served(of_steps, of_host, steps_in_a_row(run, engine), workload.temporary_bytes(run.programs[1]))
-
-
-def _pointers(caches: Any) -> list[int]:
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
 
 
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:
@@ -327,9 +308,9 @@ def check(job: ServeJob) -> float:
       AssertionError: it is too large, or hidden states are not finite.
     """
     config = dataclasses.replace(job.of.config, num_hidden_layers=2)
-    weights = {**params(job.of, "separate"), "layers": params(job.of, "separate")["layers"][:2]}
+    weights = {**params(job.of), "layers": params(job.of)["layers"][:2]}
     few = dataclasses.replace(job.of, config=config)
-    caches = filled_caches(few, job.dtype, 2 * job.blocks_a_seq, "separate")
+    caches = filled_caches(few, job.dtype, 2 * job.blocks_a_seq)
     rng = np.random.default_rng(5)
     table = rng.permutation(2 * job.blocks_a_seq).astype(np.int32).reshape(2, -1)
     lengths = np.array([job.of.seq_len - 7, job.of.seq_len // 2], np.int32)
@@ -349,13 +330,11 @@ def check(job: ServeJob) -> float:
     return error
 
 
-def prompt_programs(of: Scenario, dtype: KVCacheDType, form: str) -> dict[int, Future[Any]]:
-    """The steps for requests that come with prompts."""
-    max_blocks = -(-(of.prompt_len + of.num_new_tokens) // BLOCK_SIZE)
-    return {max_q_len: program(of, dtype, of.same, max_blocks, form, max_q_len) for max_q_len in (1, of.chunk)}
+def prompt_programs(of: Scenario, dtype: KVCacheDType) -> dict[int, Future[Any]]:
+    return {max_q_len: program(of, dtype, of.same, of.prompt_blocks, max_q_len) for max_q_len in (1, of.chunk)}
 
 
-def serve_prompts(of: Scenario, dtype: KVCacheDType, form: str) -> tuple[float, Timing, Timing]:
+def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Timing]:
     """Twice as many requests as run at once, each with a prompt of its own, served to their ends.
 
     Returns:
@@ -364,11 +343,10 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType, form: str) -> tuple[float, 
     Raises:
       AssertionError: a request has not its tokens.
     """
-    programs = {max_q_len: each.result() for max_q_len, each in prompt_programs(of, dtype, form).items()}
-    max_blocks = -(-(of.prompt_len + of.num_new_tokens) // BLOCK_SIZE)
-    run = Running(params(of, form), programs)
+    programs = {max_q_len: each.result() for max_q_len, each in prompt_programs(of, dtype).items()}
+    run, max_blocks = Running(params(of), programs), of.prompt_blocks
     pool = kvjax.BlockPool(of.same * max_blocks, BLOCK_SIZE)
-    caches = filled_caches(of, dtype, pool.num_blocks, form)
+    caches = filled_caches(of, dtype, pool.num_blocks)
     engine = Engine(run, caches, pool, num_seqs=[of.same], max_blocks=max_blocks, chunk=of.chunk)
     ids = np.random.default_rng(6).integers(of.config.vocab_size, size=(2 * of.same, of.prompt_len))
     for prompt in ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,8 @@ class Case:
     head_size: int
 
     def subject(self, dtype: KVCacheDType, layout: CacheLayout) -> dict[str, Any]:
-        return {
-            "case": self.name,
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_size,
-            "dtype": dtype,
-            "layout": layout,
-        }
+        heads = {"num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        return {"case": self.name, **heads, "dtype": dtype, "layout": layout}
 
     def spec(self, dtype: KVCacheDType, layout: CacheLayout = CacheLayout.NHD) -> AttentionSpec:
         return FullAttentionSpec(BLOCK_SIZE, self.num_kv_heads, self.head_size, dtype=dtype, layout=layout)
@@ -78,7 +74,10 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """One call of attention: so many sequences of one length, each with its last tokens as the query."""
+    """One call of attention: so many sequences of one length, each with its last tokens as the query.
+
+    In a step of a server (`is_step`) query tokens are packed, and sequences may differ in how many they have.
+    """
 
     name: str
     num_seqs: int
@@ -90,6 +89,9 @@ class AttentionRow:
     window: int | None = None  # tokens that a query token sees, its own included; None for all
     layout: CacheLayout = CacheLayout.NHD
     base: str | None = None  # the name of the row that a bar compares this one with, if one does
+    is_step: bool = False
+    num_prompts: int | None = None  # so many, the first ones, have `q_len` query tokens, the others one; None for all
+    prefix_len: int = 0  # tokens at their beginning that all of them share, in whole blocks
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -97,43 +99,43 @@ class AttentionRow:
         return np.full(self.num_seqs, self.seq_len, np.int32)
 
     @property
+    def cu_q_lens(self) -> np.ndarray:
+        """int32 `[num_seqs + 1]`, where the query tokens of each sequence start."""
+        is_prompt = np.arange(self.num_seqs) < (self.num_seqs if self.num_prompts is None else self.num_prompts)
+        return np.concatenate([[0], np.where(is_prompt, self.q_len, 1).cumsum()]).astype(np.int32)
+
+    @property
     def blocks_a_seq(self) -> int:
-        return -(-int(self.seq_lens.max()) // BLOCK_SIZE)
+        return -(-self.seq_len // BLOCK_SIZE)
+
+    @property
+    def prefix_blocks(self) -> int:
+        return self.prefix_len // BLOCK_SIZE
 
     @property
     def num_blocks(self) -> int:
-        return self.num_seqs * self.blocks_a_seq
+        return self.prefix_blocks + self.num_seqs * (self.blocks_a_seq - self.prefix_blocks)
 
     @property
-    def first_blocks(self) -> np.ndarray:
-        """int32 `[num_seqs]`, which of its pages is the first that a query token of each sequence sees."""
-        unseen = 0 if self.window is None else np.maximum(self.seq_lens - self.q_len + 1 - self.window, 0)
-        return np.broadcast_to(np.asarray(unseen // BLOCK_SIZE, np.int32), self.num_seqs)
+    def first_block(self) -> int:
+        """Which of a sequence's pages is the first that one of its query tokens sees."""
+        return 0 if self.window is None else max(self.seq_len - self.q_len + 1 - self.window, 0) // BLOCK_SIZE
 
     @property
     def num_blocks_read(self) -> int:
-        """Pages that a call has to read."""
-        return int((-(-self.seq_lens // BLOCK_SIZE) - self.first_blocks).sum())
+        return self.num_blocks - self.num_seqs * self.first_block
 
     def table(self, blocks: np.ndarray) -> np.ndarray:
         """`[num_seqs, blocks_a_seq]`: the pages of each sequence, of all of them in some order."""
-        return blocks.reshape(self.num_seqs, self.blocks_a_seq)
+        shared, own = np.split(blocks, [self.prefix_blocks])
+        return np.concatenate([np.tile(shared, (self.num_seqs, 1)), own.reshape(self.num_seqs, -1)], axis=1)
 
     def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
         """What tables and files say of this row in a dtype of the cache."""
-        window = {} if self.window is None else {"window_len": self.window}
-        return {
-            "case": self.name,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_size,
-            "dtype": dtype,
-            "layout": self.layout,
-            "num_seqs": self.num_seqs,
-            "seq_len": self.seq_len,
-            "q_len": self.q_len,
-            **window,
-        }
+        sizes = {"num_seqs": self.num_seqs, "seq_len": self.seq_len, "q_len": self.q_len, "window_len": self.window}
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        step = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
+        return {"case": self.name, **heads, "dtype": dtype, "layout": self.layout, **sizes, **step}
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
         """The cache's spec; the window is an argument of the call."""
@@ -167,58 +169,21 @@ SMOKE_ATTENTION_ROWS = (
 ATTENTION_ROWS_BY_NAME = {row.name: row for row in (*ATTENTION_ROWS, *HOST_ATTENTION_ROWS, *SMOKE_ATTENTION_ROWS)}
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedRow(AttentionRow):
-    """One call of attention in a step of a server, of sequences of one length."""
-
-    num_prompts: int | None = None  # so many, the first ones, have `q_len` query tokens, the others one; None for all
-    prefix_len: int = 0  # tokens at their beginning that all of them share, in whole blocks
-
-    @property
-    def cu_q_lens(self) -> np.ndarray:
-        """int32 `[num_seqs + 1]`, where the query tokens of each sequence start."""
-        is_prompt = np.arange(self.num_seqs) < (self.num_seqs if self.num_prompts is None else self.num_prompts)
-        return np.concatenate([[0], np.where(is_prompt, self.q_len, 1).cumsum()]).astype(np.int32)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens of all sequences."""
-        return int(self.cu_q_lens[-1])
-
-    @property
-    def prefix_blocks(self) -> int:
-        return self.prefix_len // BLOCK_SIZE
-
-    @property
-    def num_blocks(self) -> int:
-        return self.prefix_blocks + self.num_seqs * (self.blocks_a_seq - self.prefix_blocks)
-
-    @property
-    def num_blocks_read(self) -> int:
-        return self.num_blocks
-
-    def table(self, blocks: np.ndarray) -> np.ndarray:
-        shared, own = np.split(blocks, [self.prefix_blocks])
-        return np.concatenate([np.tile(shared, (self.num_seqs, 1)), own.reshape(self.num_seqs, -1)], axis=1)
-
-    def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
-        more = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
-        return {**super().subject(dtype), **{key: value for key, value in more.items() if value is not None}}
-
+Step = functools.partial(AttentionRow, is_step=True)
 
 RAGGED_ROWS = (
-    RaggedRow("chunk", 1, 8_192, q_len=2_048),
-    RaggedRow("chunks", 8, 4_096, q_len=512),
-    RaggedRow("whole", 1, 8_192, q_len=8_192),
-    RaggedRow("mixed", 64, 4_096, q_len=1_024, num_prompts=1),
-    RaggedRow("speculative", 64, 4_096, q_len=4),
-    RaggedRow("shared-prefix", 64, 8_448, prefix_len=8_192),
+    Step("chunk", 1, 8_192, q_len=2_048),
+    Step("chunks", 8, 4_096, q_len=512),
+    Step("whole", 1, 8_192, q_len=8_192),
+    Step("mixed", 64, 4_096, q_len=1_024, num_prompts=1),
+    Step("speculative", 64, 4_096, q_len=4),
+    Step("shared-prefix", 64, 8_448, prefix_len=8_192),
 )
 """What is timed on a GPU, 32 query heads over 8 KV heads of 128."""
 
 HOST_RAGGED_ROWS = (
-    RaggedRow("3x48", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, num_prompts=1),
-    RaggedRow("3x48-shared-32", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, prefix_len=32),
+    Step("3x48", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, num_prompts=1),
+    Step("3x48-shared-32", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, prefix_len=32),
 )
 """The same on the CPU, and to see that it runs."""
 

@@ -62,35 +62,28 @@ def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
     return [jax.device_put(shard.data, like.device) for shard in array.addressable_shards]
 
 
-class Writing:
-    """Donated writes, each into the cache that the one before returned."""
-
-    def __init__(self, cache: KVCache, batches: Sequence[workload.Batch]) -> None:
-        self.cache, self.batches = cache, batches
-        write = functools.partial(
-            kvjax.reshape_and_cache_flash, unique_slots=True, implementation=output.IMPLEMENTATION.value
-        )
-        self.write = jax.jit(write, donate_argnames="cache")
-
-    def __call__(self, number: int) -> jax.Array:
-        """Starts write `number`."""
-        batch = self.batches[number % len(self.batches)]
-        self.cache = self.write(batch.key, batch.value, self.cache, batch.slot_mapping, **workload.scales())
-        return self.cache.kv
-
-
 def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     """The same writes by one device and by several, whose first is checked in every byte."""
     tokens = workload.make_tokens(job.case, job.num_tokens)
     batches = tokens.batches(job.num_tokens)
     divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
-    one = Writing(tokens.poisoned(job.spec), batches)
-    many = Writing(several.cache(tokens.poisoned(job.spec)), divided)
+    write = functools.partial(
+        kvjax.reshape_and_cache_flash, unique_slots=True, implementation=output.IMPLEMENTATION.value
+    )
+    donated = jax.jit(write, donate_argnames="cache")
+    caches = [tokens.poisoned(job.spec), several.cache(tokens.poisoned(job.spec))]
+
+    def call(which: int, number: int) -> jax.Array:
+        batch = (batches, divided)[which][number % len(batches)]
+        caches[which] = donated(batch.key, batch.value, caches[which], batch.slot_mapping, **workload.scales())
+        return caches[which].kv
+
+    one, many = (functools.partial(call, which) for which in range(2))
     expected = tokens.expected(job.spec, job.num_tokens).kv
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in many.cache.kv.addressable_shards]
+    pointers = workload.pointers(caches[1])
     for share in [one(0), *shares(many(0), expected)]:
         workload.check_same_bits(share, expected)
-    if [shard.data.unsafe_buffer_pointer() for shard in many.cache.kv.addressable_shards] != pointers:
+    if workload.pointers(caches[1]) != pointers:
         raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
     return one, many
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import bars, shapes
-from benchmarks.bars import Other
-from benchmarks.measurement import OWN, Measurement, Rows, Word
+from benchmarks.measurement import OWN, Column, Measurement, Rows, Word, escaped
 from benchmarks.timing import CLOCK_WORDS, Timing
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.table import markdown_table
@@ -29,42 +27,12 @@ ORDERS: Mapping[str, Sequence[str]] = {
 
 
 def heading(key: str) -> str:
-    """What tables call a field."""
     return HEADINGS.get(key, key.removeprefix("num_").replace("_", " "))
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table with a line for each of some measurements."""
-
-    heading: str
-    value: Callable[[Measurement, Rows], Any]  # of a line, which may look among all others; None is shown as "-"
-    form: str = "{:,.2f}"
-    is_text: bool = False  # words rather than a number
-
-    def words(self, m: Measurement, rows: Rows) -> str:
-        value = self.value(m, rows)
-        return "-" if value is None else escaped(self.form.format(value))
-
-    def of(self, heading: str, other: Other) -> Column:
-        """The same of another measurement."""
-
-        def value(m: Measurement, rows: Rows) -> Any:
-            found = other(m, rows)
-            return self.value(found, rows) if found else None
-
-        return Column(heading, value, self.form)
-
-
 def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
-    """The column of a field."""
     form = "{}" if key in TEXTS else "{:,}"
     return Column(named or heading(key), lambda m, _: m.subject.get(key), form, is_text or key in TEXTS)
-
-
-def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Column:
-    """The column of a number that was found out, in some unit."""
-    return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +87,6 @@ def number(value: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """Microseconds in three digits or more."""
     return number(seconds * 1e6)
 
 
@@ -128,7 +95,6 @@ def with_spread(times: Timing) -> str:
 
 
 def rate(m: Measurement) -> str:
-    """GB/s and the share of the copy's rate."""
     if m.bytes_per_second is None:
         return "-"
     part = m.copy_share
@@ -136,27 +102,19 @@ def rate(m: Measurement) -> str:
     return f"{number(m.bytes_per_second / 1e9)}{words}"
 
 
-def escaped(words: object) -> str:
-    """What a file says, where Markdown would take some of it for its own."""
-    return html.escape(" ".join(str(words).split()), quote=False).replace("|", "\\|")
-
-
 def word(value: Word | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else escaped(value)
 
 
 def capitalized(words: str) -> str:
-    """The same as the beginning of a sentence."""
     return words[:1].upper() + words[1:]
 
 
 def clocks(rows: Iterable[Measurement]) -> str:
-    """What these times were read from."""
     return " and ".join(dict.fromkeys(CLOCK_WORDS[each.clock] for each in rows))
 
 
 def calls(rows: Iterable[Measurement]) -> str:
-    """How often each was timed."""
     counts = [len(each.times.samples) for each in rows]
     least, most = min(counts), max(counts)
     return f"{least} to {most} calls" if least < most else f"{most} calls" if most > 1 else "1 call"
@@ -241,7 +199,6 @@ def side_by_side(of: Operation, rows: Rows) -> list[str]:
 
 
 def moved(line: Iterable[Measurement]) -> list[str]:
-    """Megabytes, and the microseconds of their copy; each once where it is the same for all peers."""
     megabytes = dict.fromkeys(number(each.bytes_moved / 1e6) for each in line if each.bytes_moved)
     copies = dict.fromkeys(short(each.copy.seconds) for each in line if each.copy)
     return [" or ".join(megabytes) or "-", " or ".join(copies) or "-"]
@@ -271,7 +228,6 @@ def drawn(of: Operation, rows: Rows) -> Rows:
 
 
 def headline(rows: Rows) -> Rows:
-    """Those of the case that was measured most."""
     return max(by_case(rows).values(), key=len)
 
 

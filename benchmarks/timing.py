@@ -18,8 +18,6 @@ import numpy as np
 
 @dataclasses.dataclass
 class Limits:
-    """How often calls are repeated."""
-
     min_calls: int = 50
     max_calls: int = 100
     warm_up_seconds: float = 0.02  # a GPU that was idle, as while a kernel compiles, takes some to raise its clocks

@@ -29,8 +29,6 @@ two tokens are the same."""
 
 @dataclasses.dataclass
 class Sizes:
-    """How much memory is worked on."""
-
     cache_bytes: int  # of a case in bfloat16: on a GPU far more than its L2, so that slots are as cold as in a server
     rotation_bytes: int  # that calls rotate through: on a GPU several times the 50 to 126 MB of its L2
 
@@ -39,7 +37,6 @@ GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
 
 
 def sizes() -> Sizes:
-    """Those of this device."""
     return GPU_SIZES if is_gpu() else HOST_SIZES
 
 
@@ -53,7 +50,6 @@ CODES_APART = 1e-3  # share of codes that a peer may round the other way
 
 
 def is_gpu() -> bool:
-    """Whether times are those of a GPU."""
     return jax.default_backend() == "gpu"
 
 
@@ -64,8 +60,6 @@ def scales() -> dict[str, jax.Array]:
 
 
 class Batch(NamedTuple):
-    """The tokens of one write."""
-
     key: jax.Array
     value: jax.Array
     slot_mapping: jax.Array
@@ -154,7 +148,6 @@ class Tokens:
 
     @functools.cached_property
     def longest(self) -> Batch:
-        """The first `max_tokens` tokens."""
         return self._batch(0, self.max_tokens)
 
     def expected(self, spec: AttentionSpec, num_tokens: int) -> KVCache:
@@ -170,9 +163,10 @@ class Tokens:
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 
-def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED) -> Tokens:
+def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED, num_blocks: int | None = None) -> Tokens:
     """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
-    return Tokens(case, max_tokens, default_pages(case, max_tokens), sizes().rotation_bytes, slots)
+    pages = num_blocks or default_pages(case, max_tokens)
+    return Tokens(case, max_tokens, pages, sizes().rotation_bytes, slots)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
@@ -203,27 +197,19 @@ def compiled_write(
 
 
 class Write:
-    """Writes under `jit`, each into the cache that the one before returned; `donated`, in place.
+    """Writes under `jit`, each into the cache that the one before returned.
 
-    By default with the promise of unique slots, which the slots of an engine are.
+    Options are those of `compiled_write`: by default the cache is `donated`, for writes in place, and slots are
+    promised to be unique, as those of an engine are (`unique_slots`).
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        batches: Sequence[Batch],
-        implementation: str | None,
-        *,
-        donated: bool = True,
-        unique_slots: bool = True,
-    ) -> None:
-        self.cache, self.batches, self.donated = cache, batches, donated
-        self.first_pointer = cache.kv.unsafe_buffer_pointer()
+    def __init__(self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, **options: bool) -> None:
+        self.cache, self.batches, self.donated = cache, batches, options.get("donated", True)
+        self.first_pointers = pointers(cache)
         sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
-        self.compiled = compiled_write(cache.spec, *sizes, implementation, donated, unique_slots)
+        self.compiled = compiled_write(cache.spec, *sizes, implementation, **options)
 
     def __call__(self, number: int) -> jax.Array:
-        """Starts write `number`."""
         batch = self.batches[number % len(self.batches)]
         self.cache = self.compiled(batch.key, batch.value, self.cache, batch.slot_mapping, **scales())
         return self.cache.kv
@@ -234,9 +220,14 @@ class Write:
         Raises:
           AssertionError: they differ.
         """
-        if self.donated and self.cache.kv.unsafe_buffer_pointer() != self.first_pointer:
+        if self.donated and pointers(self.cache) != self.first_pointers:
             raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
         check_same_bits(self.cache.kv, expected.kv)
+
+
+def pointers(of: Any) -> list[int]:
+    """Where the arrays of a tree lie in memory, on each of their devices."""
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(of) for shard in leaf.addressable_shards]
 
 
 def temporary_bytes(compiled: Any) -> int:

@@ -1,7 +1,4 @@
-"""How long `reshape_and_cache_flash` takes, next to what a user would pick instead and to a copy of as many bytes.
-
-`python -m benchmarks.write --json=write.json`, from the source tree; benchmarks/README.md explains the tables.
-"""
+"""How long `reshape_and_cache_flash` takes, next to what a user would pick instead and to a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from absl import flags
 from absl.testing import absltest
 
 from benchmarks import compare, output, shapes
@@ -26,7 +22,6 @@ NUM_TOKENS = output.define_numbers("tokens", "tokens in a write", least=1)
 DTYPES = output.define_dtypes(STORED_KV_CACHE_DTYPES)
 LAYOUTS = output.define_some("layouts", [*CacheLayout], "layouts of the caches")
 SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
-FULL = flags.DEFINE_bool("full", False, "every case with every dtype, layout, kind of slots and number of tokens")
 PEERS = compare.define_peers(writes.PEERS)
 
 CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # the largest of its caches takes 1 GiB in float32, which any machine has
@@ -43,8 +38,6 @@ VARIANTS = (KVJAX_ANY_SLOTS, KVJAX_IN_XLA)
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Jobs: each of these with each."""
-
     cases: Sequence[shapes.Case] = (LLAMA_8B,)
     slots: Sequence[Slots] = (Slots.SCATTERED,)
     num_tokens: Sequence[int] = shapes.ALL_TOKENS
@@ -64,8 +57,6 @@ def matrices() -> list[Matrix]:
     if output.SMOKE.value:
         small = Matrix(cases=(shapes.GPT_OSS_20B,), num_tokens=few)
         return [small, dataclasses.replace(small, slots=(Slots.PADDED,), layouts=(HND,))]
-    if FULL.value:
-        return [Matrix(shapes.CASES, tuple(Slots), many, tuple(CacheLayout), STORED_KV_CACHE_DTYPES)]
     return [
         Matrix(num_tokens=many, layouts=(NHD, HND)),
         Matrix(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
@@ -107,7 +98,7 @@ class WriteBenchmark(output.Program):
 
     def test_token_counts(self) -> None:
         peers = compare.present(self.results, writes.PEERS, PEERS.value)
-        if PEERS.value is None and not FULL.value:
+        if PEERS.value is None:
             peers = [dataclasses.replace(peer, serves=_one_case) if peer in VARIANTS else peer for peer in peers]
         writes.measure(self, "write", jobs(), peers)
 

@@ -27,11 +27,11 @@ weights = {
 }
 
 
-# 2. The model: each layer writes its keys and values, then attends. 3. One program, the caches donated.
+# 2. One program for a step of the model, with the caches donated.
 @functools.partial(jax.jit, static_argnames=("max_q_len", "max_prompts"), donate_argnames="caches")
 def run(weights, tokens, previous, step, caches, *, max_q_len, max_prompts):
-    tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)  # ~row: what the last step gave
-    x, written = weights["embedding"][tokens], []
+    tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)  # ~row: the token in previous[row]
+    x, new_caches = weights["embedding"][tokens], []
     for layer, cache in zip(weights["layers"], caches, strict=True):
         rows = (x @ layer["qkv"]).reshape(len(x), -1, HEAD_SIZE)
         query, key, value = jnp.split(rows, [NUM_HEADS, NUM_HEADS + NUM_KV_HEADS], axis=1)
@@ -40,12 +40,13 @@ def run(weights, tokens, previous, step, caches, *, max_q_len, max_prompts):
             query, cache, step.block_table, step.seq_lens, step.cu_q_lens, max_q_len=max_q_len, max_prompts=max_prompts
         )
         x += attended.reshape(len(x), -1) @ layer["output"]
-        written.append(cache)
+        new_caches.append(cache)
     last = jnp.maximum(step.cu_q_lens[1:] - 1, 0)  # the row of each sequence's last token
-    return jnp.argmax(x[last] @ weights["embedding"].T, axis=-1).astype(jnp.int32), tuple(written)
+    next_tokens = jnp.argmax(x[last] @ weights["embedding"].T, axis=-1).astype(jnp.int32)
+    return next_tokens, tuple(new_caches)
 
 
-# 4. The host: requests, their sequences in the pool, and a step's metadata.
+# 3. The host: requests, their sequences in the pool, and a step's metadata.
 requests = [
     {"prompt": list(range(2, 2 + length)), "generated": [], "started": 0, "row": None} for length in (21, 3, 40)
 ]
@@ -60,45 +61,48 @@ def schedule(num_new_tokens):
     for request in running:
         position = request["sequence"].num_tokens
         if position < len(request["prompt"]):
-            if left and (new := request["prompt"][position : position + left]):
-                batch, left = [*batch, (request, new)], 0
+            if left:
+                batch.append((request, request["prompt"][position : position + left]))
+                left = 0
         elif request["started"] < num_new_tokens:
             batch.append((request, [~request["row"]]))
     return batch
 
 
 def start(batch, previous, caches):
-    """Starts a step; the device computes it while the host goes on."""
-    sequences, q_lens = [request["sequence"] for request, _ in batch], [len(new) for _, new in batch]
-    pool.append(sequences, q_lens)
-    has_prompts = max(q_lens) > 1
-    num_tokens = MAX_SEQS + CHUNK * has_prompts
+    """Starts a step; the device computes it while the host continues. `owners` says whose token a row is."""
+    sequences = [request["sequence"] for request, _ in batch]
+    q_lens = [len(new) for _, new in batch]
+    pool.append(sequences, q_lens)  # returns no blocks to copy, as no sequence is forked
+    has_prompt = max(q_lens) > 1
+    num_tokens = MAX_SEQS + CHUNK if has_prompt else MAX_SEQS
     step = kvjax.StepMetadata.from_sequences(
         sequences, q_lens, num_tokens=num_tokens, num_seqs=MAX_SEQS, max_blocks=MAX_BLOCKS
     )
     tokens = np.zeros(num_tokens, np.int32)
     tokens[: sum(q_lens)] = np.concatenate([new for _, new in batch])
-    buckets = {"max_q_len": CHUNK, "max_prompts": 1} if has_prompts else {"max_q_len": 1, "max_prompts": 0}
-    following, caches = run(weights, tokens, previous, step, caches, **buckets)
-    following.copy_to_host_async()
-    giving = []
+    buckets = {"max_q_len": CHUNK, "max_prompts": 1} if has_prompt else {"max_q_len": 1, "max_prompts": 0}
+    next_tokens, caches = run(weights, tokens, previous, step, caches, **buckets)
+    next_tokens.copy_to_host_async()
+    owners = []
     for row, (request, new) in enumerate(batch):
-        request["row"], number = row, request["sequence"].num_tokens
-        if number <= len(request["prompt"]):
-            request["sequence"].commit(new)  # others may share these blocks from now on
-        if number >= len(request["prompt"]):
+        length = request["sequence"].num_tokens
+        if length <= len(request["prompt"]):
+            request["sequence"].commit(new)  # from now on other sequences may share these blocks
+        if length >= len(request["prompt"]):  # the row's result is a new token, not one of the prompt
+            request["row"] = row
             request["started"] += 1
-            giving.append((row, request))
-    return following, caches, giving
+            owners.append((row, request))
+    return next_tokens, caches, owners
 
 
-# 5. The next step starts before the tokens of the last are read.
+# 4. The next step starts before the tokens of the last are read.
 previous, unread = np.zeros(MAX_SEQS, np.int32), None
 while (batch := schedule(num_new_tokens=6)) or unread:
     before, unread = unread, None
     if batch:
-        previous, caches, giving = start(batch, previous, caches)
-        unread = previous, giving
+        previous, caches, owners = start(batch, previous, caches)
+        unread = previous, owners
     if before:
         values = np.asarray(before[0])  # waits for the step before the one that runs
         for row, request in before[1]:

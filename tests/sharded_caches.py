@@ -402,11 +402,15 @@ def check_rotations() -> None:
 
 def check_within_shard_map() -> None:
     """In a shard_map of the caller's a cache is the device's own, and so are its slots; over what axes it may be."""
-    for name, axes, implementation, check_vma in (
-        ("nvfp4-NHD", {"data", "tensor"}, None, True),
-        *((("nvfp4-HND-swizzled", {"data"}, None, False), ("fp8_e4m3-NHD", {"tensor"}, None, False)) if FULL else ()),
-        ("bfloat16-HND", {"tensor"} if AXIS_TYPE == "Auto" else {"data", "tensor"}, "mosaic", False),
-    ):
+    cases: list[tuple[str, set[str], str | None, bool]] = [("nvfp4-NHD", {"data", "tensor"}, None, True)]
+    if FULL:
+        interpreted_over = {"tensor"} if AXIS_TYPE == "Auto" else {"data", "tensor"}
+        cases += [
+            ("nvfp4-HND-swizzled", {"data"}, None, False),
+            ("fp8_e4m3-NHD", {"tensor"}, None, False),
+            ("bfloat16-HND", interpreted_over, "mosaic", False),
+        ]
+    for name, axes, implementation, check_vma in cases:
         cache, before, tokens, scales = small(name, "both")
         # Slots are those of the blocks at hand: all of the cache's, or where "data" is divided a share's.
         slots = np.stack([share.slots for share in shares("both") if share.head_share == 0])

@@ -22,17 +22,17 @@ from interpret_mode import interpret_mode
 from benchmarks import ahead, bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import ATTENTION, RAGGED
-from benchmarks.peers import attends, attends_flashinfer, attends_ragged, read
-from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob, RaggedInputs, RaggedJob
+from benchmarks.peers import attends, attends_flashinfer, read
+from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Run
-from benchmarks.shapes import BLOCK_SIZE, AttentionRow, RaggedRow
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow, Step
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.quant import E2M1_VALUES
 
 BFLOAT16, FP8, NVFP4 = shapes.TIMED_DTYPES
 NHD, HND = CacheLayout
 TINY = AttentionRow("tiny", 3, 64, num_heads=4, num_kv_heads=2, head_size=32)
-TINY_MIXED = RaggedRow("tiny", 3, 61, num_heads=4, num_kv_heads=2, head_size=32, q_len=20, num_prompts=1)
+TINY_MIXED = Step("tiny", 3, 61, num_heads=4, num_kv_heads=2, head_size=32, q_len=20, num_prompts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -185,48 +185,41 @@ def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, wi
 class Wrapper:
     """Stands for FlashInfer's `BatchDecodeWithPagedKVCacheWrapper`."""
 
-    def __init__(self, workspace, kv_layout, use_tensor_cores, backend):
-        assert (use_tensor_cores, backend) == (True, "fa2")
+    def __init__(self, workspace, kv_layout, backend, use_tensor_cores=None):
+        is_prefill = isinstance(self, PrefillWrapper)
+        assert (backend in ("fa2", "fa3"), use_tensor_cores) == (True, None if is_prefill else True)
         self.layout = kv_layout
 
-    def plan(self, indptr, indices, last_page_len, heads, kv_heads, head_size, page_size, **options):
+    def plan(self, indptr, indices, last_page_len, *sizes, q_data_type, kv_data_type, sm_scale, **options):
+        heads, kv_heads, head_size, page_size = sizes
+        window_left = options.pop("window_left", -1)
         assert (heads, kv_heads, head_size, page_size) == (4, 2, 32, BLOCK_SIZE)
         self.table = [indices[a:b].long() for a, b in itertools.pairwise(indptr.tolist())]
-        counts = [len(blocks) for blocks in self.table]
-        lengths = zip(counts, last_page_len.tolist(), strict=True)
-        self.lengths = [(count - 1) * page_size + last for count, last in lengths]
-        self.options = options
+        pages = zip(self.table, last_page_len.tolist(), strict=True)
+        self.lengths = [(len(blocks) - 1) * page_size + last for blocks, last in pages]
+        self.dtype, self.sm_scale = kv_data_type, sm_scale
+        self.window = None if window_left == -1 else window_left + 1
+        self.q_lens = [options.pop("q_len_per_req", 1)] * len(self.lengths)
+        assert not options
 
-    def run(self, query, caches, *, kv_cache_sf, enable_pdl):
-        options = self.options
-        assert caches[0].dtype is options["kv_data_type"]
+    def run(self, query, caches, *, kv_cache_sf, enable_pdl, out=None):
+        assert caches[0].dtype is self.dtype
         assert not enable_pdl
-        window = None if options["window_left"] == -1 else options["window_left"] + 1
-        q_len = options.get("q_len_per_req", 1)
-        table, q_lens = (self.table, self.lengths), [q_len] * len(self.lengths)
-        return attended(query, caches, kv_cache_sf, *table, self.layout, options["sm_scale"], q_lens, window)
+        about = self.table, self.lengths, self.layout, self.sm_scale, self.q_lens, self.window
+        found = attended(query, caches, kv_cache_sf, *about)
+        return found if out is None else out.copy_(found)
 
 
 class PrefillWrapper(Wrapper):
     """Stands for FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`."""
 
-    def __init__(self, workspace, kv_layout, backend):
-        assert backend in ("fa2", "fa3")
-        self.layout = kv_layout
-
-    def plan(self, qo_indptr, *args, causal, q_data_type, **options):
+    def plan(self, qo_indptr, *args, causal, **options):
         import torch
 
         assert causal
-        assert (q_data_type, qo_indptr.dtype) == (torch.bfloat16, torch.int32)
-        self.q_lens = qo_indptr.diff().tolist()
+        assert (options["q_data_type"], qo_indptr.dtype) == (torch.bfloat16, torch.int32)
         super().plan(*args, **options)
-
-    def run(self, query, caches, *, kv_cache_sf, out, enable_pdl):
-        assert caches[0].dtype is self.options["kv_data_type"]
-        assert not enable_pdl
-        options = self.table, self.lengths, self.layout, self.options["sm_scale"], self.q_lens, None
-        return out.copy_(attended(query, caches, kv_cache_sf, *options))
+        self.q_lens = qo_indptr.diff().tolist()
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -264,7 +257,7 @@ def flashinfer(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    caches = attends_flashinfer.prefill_module, attends_flashinfer.xqa_module, attends_flashinfer._deadline
+    caches = attends_flashinfer.module, attends_flashinfer._deadline
     for cache in caches:
         cache.cache_clear()
     yield built
@@ -289,7 +282,7 @@ def test_flashinfer_is_given_the_pages_of_kvjax(case, flashinfer):
     assert len(flashinfer) == 1
 
 
-RAGGED_PEERS = {peer.name: peer for peer in attends_ragged.PEERS}
+RAGGED_PEERS = {peer.name: peer for peer in attends.STEP_PEERS}
 
 
 TINY_STEPS = (
@@ -300,8 +293,8 @@ TINY_STEPS = (
 )
 
 
-def served_steps(peer: str, dtype: KVCacheDType) -> list[RaggedJob]:
-    return [job for row in TINY_STEPS if RAGGED_PEERS[peer].serves(job := RaggedJob(row, dtype))]
+def served_steps(peer: str, dtype: KVCacheDType) -> list[AttentionJob]:
+    return [job for row in TINY_STEPS if RAGGED_PEERS[peer].serves(job := AttentionJob(row, dtype))]
 
 
 @each_case(
@@ -314,23 +307,23 @@ def served_steps(peer: str, dtype: KVCacheDType) -> list[RaggedJob]:
 )
 def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
     for job in served_steps(**case):
-        inputs = RaggedInputs(job)
+        inputs = AttentionInputs(job)
         assert error_of(RAGGED_PEERS[case["peer"]].prepare(inputs), inputs) < 2 * OWN_ERROR
 
 
 def test_dense_attention_attends_to_a_whole_prompt():
-    job = RaggedJob(TINY_STEPS[2], BFLOAT16)
-    assert [RAGGED_PEERS["cuDNN"].serves(RaggedJob(row, BFLOAT16)) for row in (job.row, TINY_MIXED)] == [True, False]
-    inputs = RaggedInputs(job)
+    job = AttentionJob(TINY_STEPS[2], BFLOAT16)
+    assert [RAGGED_PEERS["cuDNN"].serves(AttentionJob(row, BFLOAT16)) for row in (job.row, TINY_MIXED)] == [True, False]
+    inputs = AttentionInputs(job)
     assert error_of(IN_XLA(inputs), inputs) < OWN_ERROR
 
 
 def test_a_step_packs_tokens_and_shares_pages():
     assert TINY_MIXED.cu_q_lens.tolist() == [0, 20, 21, 22]
-    job = RaggedJob(TINY_MIXED, NVFP4)
+    job = AttentionJob(TINY_MIXED, NVFP4)
     assert job.query_shape == (22, 4, 32)
     assert {19, 20, 21} <= {*job.sampled.tolist()}  # the last token of each sequence
-    inputs = RaggedInputs(job)
+    inputs = AttentionInputs(job)
     lengths = dict(zip(job.sampled.tolist(), np.asarray(inputs.sampled_sequences[1]).tolist(), strict=True))
     assert (lengths[0], lengths[19], lengths[20]) == (42, 61, 61)
     shared = dataclasses.replace(TINY_MIXED, q_len=1, num_prompts=None, prefix_len=32)
@@ -340,25 +333,19 @@ def test_a_step_packs_tokens_and_shares_pages():
 
 def test_what_flashinfer_builds_is_built_once_and_waited_for_a_while(flashinfer, monkeypatch):
     jobs = [AttentionJob(row, dtype) for row in shapes.ATTENTION_ROWS for dtype in shapes.TIMED_DTYPES]
-    attends_flashinfer.build_ahead(jobs, attends.BUILT)
-    for job in jobs:
-        attends_flashinfer.wait_for(attends_flashinfer.prefill_module, *attends_flashinfer.prefill_key(job))
-    with_xqa = [job for job in jobs if attends_flashinfer.XQA.serves(job)]
-    for job in with_xqa:
-        attends_flashinfer.wait_for(attends_flashinfer.xqa_module, *attends_flashinfer.xqa_key(job))
-    assert len(flashinfer) == len({*flashinfer}) == 3 * 3 + 2 * 5
-    steps = [RaggedJob(row, dtype) for row in shapes.RAGGED_ROWS for dtype in shapes.TIMED_DTYPES]
-    attends_flashinfer.build_ahead(steps, attends_ragged.PEERS)
-    for job in steps:
-        if (peer := attends_flashinfer.PREFILL["fa3"]).serves(job):
-            attends_flashinfer.wait_for(attends_flashinfer.prefill_module, *attends_flashinfer.prefill_key(job, "fa3"))
-            assert peer.name == "FlashInfer FA3"
+    steps = [AttentionJob(row, dtype) for row in shapes.RAGGED_ROWS for dtype in shapes.TIMED_DTYPES]
+    for some, peers, count in ((jobs, attends.PEERS, 3 * 3 + 2 * 5), (steps, attends.STEP_PEERS, 3 * 3 + 2 * 5 + 1)):
+        attends_flashinfer.build_ahead(some, peers)
+        for job, peer in itertools.product(some, {*peers} & {*attends_flashinfer.KEYS}):
+            if peer.serves(job):
+                attends_flashinfer.wait_for(attends_flashinfer.KEYS[peer](job))
+        assert len(flashinfer) == len({*flashinfer}) == count
     assert [key[0] for key in flashinfer].count("fa3") == 1
-    assert len(flashinfer) == 3 * 3 + 2 * 5 + 1
     never: ahead.Future[None] = ahead.Future()
     monkeypatch.setattr(attends_flashinfer, "_deadline", lambda: 0.0)
+    monkeypatch.setattr(attends_flashinfer, "module", lambda *_: never)
     with pytest.raises(TimeoutError, match="not built within --build_seconds=240"):
-        attends_flashinfer.wait_for(lambda *_: never)
+        attends_flashinfer.wait_for(())
 
 
 def test_workers_hand_back_results_and_errors():
@@ -427,24 +414,12 @@ def test_bars_of_attention(rows, row, dtype, expected):
     assert bars.verdicts(by_wall, rows) == ["-"] * len(expected)
 
 
-def test_a_line_of_the_tables():
-    [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
-    assert {column.heading: column.words(line, ROWS) for column in ATTENTION.columns} == {
-        "row": "64x8192",
-        "dtype": "nvfp4",
-        "us": "200.00",
-        "5-95%": "200.00-200.00",
-        "reading us": "132.00",
-        "share": "66.0%",
-        "next best": "FlashInfer FA2",
-        "its us": "670.00",
-        "fastest bf16": "cuDNN",
-        "bf16 us": "484.00",
-        "times as fast": "2.42",
-        "bars": "&gt;= 68.0% of reading, &gt;= 2.20 times as fast as bf16",
-        "reached": "66.0% of reading: falls short; 2.42 times as fast as bf16: pass",
-    }
+def test_lines_of_the_tables():
     assert ATTENTION.bars(ROWS) == " 4 of 6 bars hold."
+    [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
+    words = {column.heading: column.words(line, ROWS) for column in ATTENTION.columns}
+    assert (words["reading us"], words["share"], words["times as fast"]) == ("132.00", "66.0%", "2.42")
+    assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "cuDNN")
     of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
     assert {name for bar in of_steps for name in bar.where["case"]} == {row.name for row in shapes.RAGGED_ROWS}
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
-import json
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -62,23 +58,15 @@ def test_jobs_are_those_of_the_rows():
     assert [job.num_seqs for job in serving.jobs(LLAMA_8B, [NVFP4], [MOST])] == [142]
 
 
-@functools.cache
-def served(dtype: KVCacheDType, form: str) -> serving.Served:
-    return serving.serve(ServeJob(TINY, dtype, 3), form)
-
-
-@pytest.mark.parametrize(
-    "form", ["separate", *(pytest.param(form, marks=pytest.mark.full) for form in ("one", "scan"))]
-)
-def test_full_sequences_are_served_to_their_ends(form):
-    found = served(NVFP4, form)
+def test_full_sequences_are_served_to_their_ends():
+    found = serving.serve(ServeJob(TINY, NVFP4, 3))
     assert len(found.steps.samples) == TINY.tail - 1 - serving.WARM_UP_STEPS
     assert all(0 < host <= step for host, step in zip(found.host.samples, found.steps.samples, strict=True))
 
 
 def test_only_the_tail_is_computed():
     """The engine finds all but the last tokens in the caches, in blocks that lie apart."""
-    engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3), "separate")
+    engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3))
     engine.step()
     assert run.last is not None
     step = run.last[1]
@@ -110,7 +98,7 @@ def test_a_wrong_step_is_found(monkeypatch):
 def test_dense_caches_are_attended_to_as_pages_are():
     """The same tokens in pages and in dense arrays."""
     of, number = TINY, 3
-    weights = serving.params(of, "separate")
+    weights = serving.params(of)
     pool = kvjax.BlockPool(number * 4, shapes.BLOCK_SIZE)
     sequences = [pool.sequence() for _ in range(number)]
     lengths = [17, 30, 42]
@@ -195,22 +183,3 @@ def test_bars_of_tokens_steps_reading_and_the_host():
 def test_peers_and_devices_without_a_reading_rate_have_no_bars():
     assert bars.of(line(NVFP4, 142, 16.0, read_ns=None)) == []
     assert bars.of(dataclasses.replace(line(BFLOAT16, 40, 12.0), peer="cuDNN, dense")) == []
-
-
-@pytest.mark.full
-def test_the_program_runs(tmp_path):
-    """All of it, and the report of what it leaves."""
-    file, page, serving_page = tmp_path / "serve.json", tmp_path / "page.md", tmp_path / "serving.md"
-    serving_page.write_text("before\n<!-- serve: begin -->\nold\n<!-- serve: end -->\nafter\n")
-    run = [sys.executable, "-m"]
-    subprocess.run([*run, "benchmarks.serve", "--smoke", "--dtypes=bfloat16,nvfp4", f"--json={file}"], check=True)
-    measured = {(m["peer"], m["dtype"], m["num_seqs"]) for m in json.loads(file.read_text())["measurements"]}
-    assert measured >= {("kvjax", "nvfp4", 10), ("kvjax", "bfloat16", 2), ("cuDNN, dense", "bfloat16", 3)}
-    options = [f"--output={page}", f"--plots={tmp_path}", f"--serving={serving_page}"]
-    subprocess.run([*run, "benchmarks.report", str(file), *options], check=True)
-    assert len(list(tmp_path.glob("*serve*.png"))) == 1
-    text = serving_page.read_text()
-    assert "| nvfp4    | 10        | as many as fit" in text
-    assert text.startswith("before\n<!-- serve: begin -->\n")
-    assert text.endswith("<!-- serve: end -->\nafter\n")
-    gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import kvjax
 
 ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/serving.md").read_text()
 ENGINE = (ROOT / "examples/small_engine.py").read_text()
 
 
@@ -49,6 +51,14 @@ def test_the_engine_gives_each_prompt_its_tokens(engine):
 def test_the_engine_gives_its_blocks_back(engine):
     assert engine["pool"].num_free == engine["num_blocks"]
     assert engine["pool"].num_cached == sum((length + 5) // 16 for length in (21, 3, 40)) - 1  # a block in common
+
+
+def test_the_page_shows_the_engines_own_code():
+    section = PAGE.split("## A small engine\n")[1].split("\n## ")[0]
+    shown = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    assert [re.findall(r"^def (\w+)", code, re.MULTILINE) for code in shown] == [["run"], ["start"]]
+    for code in shown:
+        assert f"\n{code}\n\n" in ENGINE  # whole definitions: two empty lines follow each
 
 
 @pytest.mark.full

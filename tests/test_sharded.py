@@ -35,11 +35,10 @@ def run_program(name: str, *args: str, num_devices: int | None, seconds: int = 5
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-FEW_OR_FULL = pytest.mark.parametrize("formats", ["few", pytest.param("full", marks=pytest.mark.full)])
-
-
-@FEW_OR_FULL
-@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("axis_type", "formats"),
+    [("Auto", "few"), *(pytest.param(each, "full", marks=pytest.mark.full) for each in ("Auto", "Explicit"))],
+)
 def test_eight_devices(axis_type, formats):
     """A dtype of each kind, in full every dtype and layout, by heads, by blocks and both: see `sharded_caches.py`."""
     program = run_program("sharded_caches.py", axis_type, "2", "4", formats, num_devices=8)
@@ -59,7 +58,7 @@ def test_two_gpus(axis_type, data, tensor):
     assert program.returncode == 0, output
 
 
-@FEW_OR_FULL
+@pytest.mark.parametrize("formats", ["few", pytest.param("full", marks=pytest.mark.full)])
 def test_two_processes(formats):
     """Devices of two processes (`jax.distributed`), of which each checks its own."""
     with socket.socket() as free:

@@ -171,7 +171,7 @@ def numbers(q_lens: tuple[int, ...], decode_q_len: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "q_lens",
-    [(3, 1, 0, 8), *(pytest.param(x, marks=pytest.mark.full) for x in ((1, 1, 0, 1), (4, 4, 4, 4), (9, 1, 0, 30)))],
+    [(3, 1, 0, 8), (1, 1, 0, 1), *(pytest.param(x, marks=pytest.mark.full) for x in ((4, 4, 4, 4), (9, 1, 0, 30)))],
 )
 @pytest.mark.parametrize("window", [20, pytest.param(None, marks=pytest.mark.full)])
 def test_buckets(attend, q_lens, window):

@@ -1,4 +1,4 @@
-"""Who attends to the pages of a cache: kvjax, and what a user would pick instead. `PEERS` lists them all."""
+"""Who attends to the pages of a cache: kvjax, and what a user would pick instead, listed in `PEERS`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import output, workload
+from benchmarks import compare, output, workload
+from benchmarks.bars import NO_CASCADE
 from benchmarks.peers import attends_flashinfer, in_torch, read
 from benchmarks.peers.attention_inputs import (
     OWN_ERROR,
@@ -23,10 +24,11 @@ from benchmarks.peers.attention_inputs import (
     AttentionJob,
     attention,
     compiling,
+    paged,
     reference,
 )
 from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
 
@@ -34,8 +36,7 @@ from kvjax import CacheLayout, KVCacheDType
 def read_run(inputs: AttentionInputs) -> Run:
     """Reads as many bytes as the pages of a call hold, each call other ones."""
     job, compiled = inputs.job, read.compiled(inputs.job.page_bytes)
-    num_words = read.num_blocks(job.page_bytes) * read.BLOCK_WORDS
-    words = [distinct_words(number, num_words) for number in range(job.num_caches)]
+    words = read.distinct_words(job.page_bytes, job.num_caches)
 
     def check(found: jax.Array) -> None:
         """Of a part: all of it would take as much memory again."""
@@ -43,37 +44,33 @@ def read_run(inputs: AttentionInputs) -> Run:
         expected = np.bitwise_xor.reduce(parts, axis=1).sum(-1, dtype=np.int32)
         np.testing.assert_array_equal(np.asarray(found)[: len(expected)], expected)
 
-    return Run(lambda number: compiled(words[number % len(words)]), check)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def distinct_words(first: int, count: int) -> jax.Array:
-    """Different ones, in a moment; they need not be random."""
-    return (jnp.arange(count, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527)
+    return Run(by_turns(compiled, [(each,) for each in words]), check)
 
 
 def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
     compiled = attention(inputs.job, implementation).result()
-    query = inputs.call_query
-
-    def call(number: int) -> jax.Array:
-        cache = inputs.caches[inputs.cache_number(number)]
-        return compiled(query, cache, *inputs.numbers, **workload.scales())
-
     facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
-    return Run(call, functools.partial(inputs.check, most=OWN_ERROR), facts=facts)
+    return dataclasses.replace(_own_run(inputs, compiled, inputs.numbers), facts=facts)
+
+
+def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array]) -> Run:
+    sets = [(inputs.call_query, cache, *numbers) for cache in inputs.caches]
+    call = by_turns(functools.partial(compiled, **workload.scales()), sets)
+    return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
+
+
+def no_cascade_run(inputs: AttentionInputs) -> Run:
+    """Every sequence reads the tokens that all share."""
+    compiled = paged(inputs.job, inputs.job.query, None).result()
+    return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
 
 
 def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
     """Attention of JAX to dense caches of the same tokens: no pages."""
     compiled = dense_attention(inputs.job, implementation).result()
-    dense = [inputs.dense() for _ in inputs.caches]
     query = inputs.query.reshape(_dense_shape(inputs.job))
-
-    def call(number: int) -> jax.Array:
-        return compiled(query, *dense[inputs.cache_number(number)], inputs.seq_lens)
-
-    return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
+    sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
+    return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
 
 
 def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
@@ -92,26 +89,18 @@ def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
         options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
         return jax.nn.dot_product_attention(query, key, value, **options | {"implementation": implementation})
 
-    dense = jax.ShapeDtypeStruct(
-        (row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size), jnp.bfloat16
-    )
-    query, lengths = (
-        jax.ShapeDtypeStruct(_dense_shape(job), jnp.bfloat16),
-        jax.ShapeDtypeStruct(row.seq_lens.shape, jnp.int32),
-    )
-    return compiling(attend, query, dense, dense, lengths)
+    shape = row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size
+    query, dense = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (_dense_shape(job), shape))
+    return compiling(attend, query, dense, dense, jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32))
 
 
 def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
     """JAX's paged attention in Triton: pages of one head each, logits not scaled."""
     compiled = triton_attention(inputs.job, interpret).result()
-    pages = [[_by_head(half) for half in inputs.token_pages()] for _ in inputs.caches]
+    by_head = jax.jit(lambda pages: pages.transpose(2, 0, 1, 3))
     query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
-
-    def call(number: int) -> jax.Array:
-        return compiled(query, *pages[inputs.cache_number(number)], inputs.table, inputs.seq_lens)
-
-    return Run(call, functools.partial(inputs.check, most=PEER_ERROR))
+    sets = [(query, *map(by_head, inputs.token_pages()), inputs.table, inputs.seq_lens) for _ in inputs.caches]
+    return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
 
 
 @functools.cache
@@ -124,55 +113,53 @@ def triton_attention(job: AttentionJob, interpret: bool) -> Future[Any]:
     query = jax.ShapeDtypeStruct((row.num_seqs, row.num_heads, row.head_size), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((row.num_kv_heads, row.num_blocks, BLOCK_SIZE, row.head_size), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((row.num_seqs, row.blocks_a_seq), jnp.int32)
-    lengths = jax.ShapeDtypeStruct(row.seq_lens.shape, jnp.int32)
+    lengths = jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32)
     return compiling(functools.partial(paged_attention, interpret=interpret), query, pages, pages, table, lengths)
 
 
-@jax.jit
-def _by_head(pages: jax.Array) -> jax.Array:
-    return pages.transpose(2, 0, 1, 3)
-
-
-def torch_run(inputs: AttentionInputs) -> Run:
+def sdpa_run(inputs: AttentionInputs) -> Run:
     """The pages of each sequence side by side, then torch's attention."""
     import torch
 
     row = inputs.job.row
     halves = [in_torch.borrow(cache.kv).unbind(1) for cache in inputs.caches]
-    first = int(row.first_blocks[0])
-    table = in_torch.borrow(inputs.table)[:, first:].long().flatten()
+    table = in_torch.borrow(inputs.table)[:, row.first_block :].long().flatten()
     query = in_torch.borrow(inputs.query).transpose(1, 2)  # [num_seqs, num_heads, q_len, head_size]
-    num_tokens = row.seq_len - first * BLOCK_SIZE
+    num_tokens = row.seq_len - row.first_block * BLOCK_SIZE
     mask = None
     if row.q_len > 1:
         mask = torch.ones(row.q_len, num_tokens, dtype=torch.bool, device=query.device).tril(num_tokens - row.q_len)
 
-    def call(number: int) -> Any:
-        key, value = (
-            half.index_select(0, table).view(row.num_seqs, num_tokens, row.num_kv_heads, row.head_size).transpose(1, 2)
-            for half in halves[inputs.cache_number(number)]
-        )
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    def attend(*halves: Any) -> Any:
+        shape = row.num_seqs, num_tokens, row.num_kv_heads, row.head_size
+        key, value = (half.index_select(0, table).view(shape).transpose(1, 2) for half in halves)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return attended.transpose(1, 2)
 
-    def check(attended: Any) -> dict[str, float]:
-        return inputs.check(attended.transpose(1, 2).float().cpu().numpy(), most=PEER_ERROR)
-
-    return Run(call, check, in_torch.wait)
+    return inputs.run_in_torch(by_turns(attend, halves), most=PEER_ERROR)
 
 
-TRITON_SPLITS = 16
-"""Into so many equal parts it cuts every sequence."""
+def step_in_torch_run(inputs: AttentionInputs) -> Run:
+    import kvjax_torch
+
+    stored = inputs.job.dtype.value, *in_torch.float_scales()
+    query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
+    sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
+    attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **inputs.job.limits)
+    return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
-def _serves_triton(job: AttentionJob) -> bool:
-    return _is_dense(job) and job.row.blocks_a_seq % TRITON_SPLITS == 0
+TRITON_SPLITS = 16  # into so many equal parts it cuts every sequence
 
 
 def _is_dense(job: AttentionJob) -> bool:
-    """Whether dense caches say all of it: bfloat16, one order of bytes, nothing masked but what is past a length."""
+    """Whether dense caches say all of it: bfloat16, one order of bytes, nothing masked but what is past a length.
+
+    In a step each sequence has all its tokens as the query.
+    """
     row = job.row
-    is_plain = row.q_len == 1 and row.window is None and row.layout is CacheLayout.NHD
-    return job.dtype is KVCacheDType.BFLOAT16 and is_plain
+    is_whole = row.q_len == row.seq_len and row.num_prompts is None if row.is_step else row.q_len == 1
+    return (job.dtype, row.layout, row.window) == (KVCacheDType.BFLOAT16, CacheLayout.NHD, None) and is_whole
 
 
 def _serves_torch(job: AttentionJob) -> bool:
@@ -194,31 +181,55 @@ def _why_no_triton() -> str | None:
         return why_not_importable("jax.experimental.pallas.ops.gpu.paged_attention")
 
 
-KVJAX: Peer[AttentionJob, AttentionInputs]
-KVJAX_IN_XLA: Peer[AttentionJob, AttentionInputs]
+type AttentionPeer = Peer[AttentionJob, AttentionInputs]
+
+KVJAX: AttentionPeer
+KVJAX_IN_XLA: AttentionPeer
 KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
 KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
-READ = Peer[AttentionJob, AttentionInputs]("read", read_run, why_missing=_why_no_gpu)
-CUDNN = Peer[AttentionJob, AttentionInputs](
+READ: AttentionPeer = Peer("read", read_run, why_missing=_why_no_gpu)
+CUDNN: AttentionPeer = Peer(
     "cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
 )
-TRITON = Peer[AttentionJob, AttentionInputs](
+TRITON: AttentionPeer = Peer(
     "JAX Triton",
     triton_run,
-    serves=_serves_triton,
+    serves=lambda job: _is_dense(job) and job.row.blocks_a_seq % TRITON_SPLITS == 0,
     why_missing=_why_no_triton,
     ahead=lambda job: [triton_attention(job, False)],
 )
-SDPA = Peer[AttentionJob, AttentionInputs](
-    "torch sdpa", torch_run, serves=_serves_torch, why_missing=in_torch.why_missing
+SDPA: AttentionPeer = Peer("torch sdpa", sdpa_run, serves=_serves_torch, why_missing=in_torch.why_missing)
+WITHOUT_CASCADE: AttentionPeer = Peer(
+    NO_CASCADE,
+    no_cascade_run,
+    serves=lambda job: job.row.prefix_len > 0,
+    ahead=lambda job: [paged(job, job.query, None)],
+    own=True,
 )
-BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)
-"""Whose kernels are built while the others are timed."""
+IN_TORCH: AttentionPeer = Peer(
+    "kvjax_torch",
+    step_in_torch_run,
+    serves=lambda job: not job.row.prefix_len and job.row.layout is CacheLayout.NHD,
+    why_missing=in_torch.why_missing,
+    own=True,
+)
 
+BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # whose kernels are built while the others are timed
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
+STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
+"""In a step of a server, prompts beside decodes."""
 
 
-def compile_ahead[J: AttentionJob](jobs: Sequence[J], peers: Sequence[Peer[J, Any]]) -> None:
+def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
+    """Measures attention as `compare_all` does, last by those whose kernels are built in the meantime."""
+    attends_flashinfer.build_ahead(jobs, peers)
+    compile_ahead(jobs, peers)
+    for is_built in (False, True):
+        some = [peer for peer in peers if (peer in attends_flashinfer.KEYS) is is_built]
+        compare.compare_all(test, operation, jobs, some, AttentionInputs, AttentionJob.why_too_large, copies=False)
+
+
+def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
     """Compiles what takes longest of what these peers need for these jobs, on several cores.
 
     It waits for all of it: threads that lower programs keep the one that starts calls from its turn. An error is
@@ -228,6 +239,5 @@ def compile_ahead[J: AttentionJob](jobs: Sequence[J], peers: Sequence[Peer[J, An
     for job in jobs:
         serving = [peer for peer in peers if peer is not READ and peer.serves(job)]
         programs += [reference(job)] if serving else []
-        for peer in serving:
-            programs += peer.ahead(job)
+        programs += [program for peer in serving for program in peer.ahead(job)]
     concurrent.futures.wait(programs)

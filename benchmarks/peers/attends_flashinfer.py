@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,10 +15,10 @@ from absl import flags
 from benchmarks import workload
 from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
-from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob, RaggedInputs, RaggedJob
+from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.in_torch import borrow, float_scales
-from benchmarks.peers.peer import Peer, Run, why_not_importable
-from benchmarks.shapes import BLOCK_SIZE
+from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
 
 BUILD_SECONDS = flags.DEFINE_integer(
@@ -28,9 +27,7 @@ BUILD_SECONDS = flags.DEFINE_integer(
 BFLOAT16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
 
 WORKSPACE_BYTES = 256 << 20
-JOBS_A_BUILD = 3
-"""Source files of one module that are compiled at the same time."""
-
+JOBS_A_BUILD = 3  # source files of one module that are compiled at the same time
 MASK_BITS = 32
 
 
@@ -60,7 +57,6 @@ def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, 
 
 
 def stored_dtype(dtype: KVCacheDType) -> Any:
-    """The dtype of such views."""
     import torch
 
     return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
@@ -78,82 +74,60 @@ def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:
     """The pages of each sequence as FlashInfer plans for them: where they start, their numbers, tokens in the last."""
     import torch
 
-    counts = [-(-int(length) // BLOCK_SIZE) for length in inputs.job.row.seq_lens]
-    blocks = [some[:count] for some, count in zip(borrow(inputs.table), counts, strict=True)]
-    last = [(int(length) - 1) % BLOCK_SIZE + 1 for length in inputs.job.row.seq_lens]
-    starts = [0, *itertools.accumulate(counts)]
-    return torch.tensor(starts, dtype=torch.int32), torch.cat(blocks), torch.tensor(last, dtype=torch.int32)
+    row = inputs.job.row
+    starts = torch.arange(row.num_seqs + 1, dtype=torch.int32) * row.blocks_a_seq
+    last = torch.full((row.num_seqs,), (row.seq_len - 1) % BLOCK_SIZE + 1, dtype=torch.int32)
+    return starts, borrow(inputs.table).flatten(), last
 
 
-def fa2_run(inputs: AttentionInputs) -> Run:
-    """The decode wrapper. Values are not multiplied by their scale, for which it launches a kernel of its own."""
+def window_left(row: AttentionRow) -> int:
+    return -1 if row.window is None else row.window - 1
+
+
+def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
+    """The decode wrapper, of a step the prefill wrapper, whose results go into a tensor that it need not fill first.
+
+    Values are not multiplied by their scale, for which it launches a kernel of its own.
+    """
+    import flashinfer  # type: ignore[import-not-found]
     import torch
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     job, row = inputs.job, inputs.job.row
-    wait_for(prefill_module, *prefill_key(job))
-    query = borrow(inputs.query).flatten(0, 1)
-    k_scale, v_scale = scales_of(job)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device),
-        row.layout.value,
-        use_tensor_cores=True,
-        backend="fa2",
-    )
-    wrapper.plan(
-        *page_table(inputs),
-        row.num_heads,
-        row.num_kv_heads,
-        row.head_size,
-        BLOCK_SIZE,
-        window_left=-1 if row.window is None else row.window - 1,
-        q_data_type=torch.bfloat16,
-        kv_data_type=stored_dtype(job.dtype),
-        sm_scale=k_scale / row.head_size**0.5,
-        **({"q_len_per_req": row.q_len} if row.q_len > 1 else {}),
-    )
-    return _wrapper_run(inputs, wrapper, query, v_scale)
-
-
-def _wrapper_run(inputs: AttentionInputs, wrapper: Any, query: Any, v_scale: float, **options: Any) -> Run:
-    caches = [views(borrow(cache.kv), inputs.job.spec) for cache in inputs.caches]
-
-    def call(number: int) -> Any:
-        pages, block_scales = caches[inputs.cache_number(number)]
-        # With programmatic launches a kernel's time would hold its wait for the one before.
-        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False, **options)
-
-    def check(attended: Any) -> dict[str, float]:
-        return inputs.check(attended.float().cpu().numpy(), most=PEER_ERROR, factor=v_scale)
-
-    return Run(call, check, in_torch.wait)
-
-
-def prefill_run(inputs: RaggedInputs, *, backend: str) -> Run:
-    """The prefill wrapper, for prompts and decodes. Results go into a tensor that it need not fill with zeros first."""
-    import torch
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-    job, row = inputs.job, inputs.job.row
-    wait_for(prefill_module, *prefill_key(job, backend))
+    wait_for(prefill_key(job, backend))
     query = borrow(inputs.query)
     k_scale, v_scale = scales_of(job)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device), row.layout.value, backend=backend
-    )
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+    first: list[Any]
+    options: dict[str, Any]
+    first, options, out = [], {}, {}
+    if row.is_step:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, row.layout.value, backend=backend)
+        first, options, out = [torch.from_numpy(row.cu_q_lens)], {"causal": True}, {"out": torch.empty_like(query)}
+    else:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, row.layout.value, use_tensor_cores=True, backend=backend
+        )
+        query = query.flatten(0, 1)
+        options = {"window_left": window_left(row)} | ({"q_len_per_req": row.q_len} if row.q_len > 1 else {})
     wrapper.plan(
-        torch.from_numpy(row.cu_q_lens),
+        *first,
         *page_table(inputs),
         row.num_heads,
         row.num_kv_heads,
         row.head_size,
         BLOCK_SIZE,
-        causal=True,
         q_data_type=torch.bfloat16,
         kv_data_type=stored_dtype(job.dtype),
         sm_scale=k_scale / row.head_size**0.5,
+        **options,
     )
-    return _wrapper_run(inputs, wrapper, query, v_scale, out=torch.empty_like(query))
+
+    def attend(pages: Any, block_scales: Any) -> Any:
+        # With programmatic launches a kernel's time would hold its wait for the one before.
+        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False, **out)
+
+    caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
+    return inputs.run_in_torch(by_turns(attend, caches), most=PEER_ERROR, factor=v_scale)
 
 
 def xqa_run(inputs: AttentionInputs) -> Run:
@@ -162,20 +136,19 @@ def xqa_run(inputs: AttentionInputs) -> Run:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache  # type: ignore[import-not-found]
 
     job, row = inputs.job, inputs.job.row
-    wait_for(xqa_module, *xqa_key(job))
+    wait_for(xqa_key(job))
     table, lengths = borrow(inputs.table), borrow(inputs.seq_lens).view(torch.uint32)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=table.device)
     query = borrow(inputs.query).flatten(0, 1)
     k_scale, v_scale = scales_of(job)
-    caches = [views(borrow(cache.kv), job.spec)[0] for cache in inputs.caches]
-    options: dict[str, Any] = {"window_left": -1 if row.window is None else row.window - 1}
+    options: dict[str, Any] = {"window_left": window_left(row)}
     if row.q_len > 1:
         options |= {"q_len_per_req": row.q_len, "mask": causal_mask(row.num_seqs, row.q_len, table.device)}
 
-    def call(number: int) -> Any:
+    def attend(pages: Any, _: None) -> Any:
         return xqa_batch_decode_with_kv_cache(
             query,
-            caches[inputs.cache_number(number)],
+            pages,
             workspace,
             table,
             lengths,
@@ -187,10 +160,8 @@ def xqa_run(inputs: AttentionInputs) -> Run:
             **options,
         )
 
-    def check(attended: Any) -> dict[str, float]:
-        return inputs.check(attended.float().cpu().numpy(), most=PEER_ERROR)
-
-    return Run(call, check, in_torch.wait)
+    caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
+    return inputs.run_in_torch(by_turns(attend, caches), most=PEER_ERROR)
 
 
 def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
@@ -201,29 +172,24 @@ def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
     return rows.view(torch.uint16).view(1, q_len, MASK_BITS // 16).repeat(num_seqs, 1, 1)
 
 
-type ModuleKey = tuple[Any, ...]
+type ModuleKey = tuple[Any, ...]  # what builds a module of kernels, and what for
 
 
-def prefill_key(job: AttentionJob, backend: str = "fa2") -> ModuleKey:
-    """What its kernels are built for: the cache's dtype, the head size, and whether there is a window."""
-    return backend, job.dtype, job.row.head_size, job.row.window is not None
+def prefill_key(job: AttentionJob, backend: str) -> ModuleKey:
+    """Of FA2 and FA3: the cache's dtype, the head size, and whether there is a window. Decodes use them, too."""
+    return _build_prefill, backend, job.dtype, job.row.head_size, job.row.window is not None
 
 
 def xqa_key(job: AttentionJob) -> ModuleKey:
     """The same of XQA's, with the query heads of a KV head and the query tokens."""
     row = job.row
-    return job.dtype, row.head_size, row.num_heads // row.num_kv_heads, row.window is not None, row.q_len
+    group = row.num_heads // row.num_kv_heads
+    return _build_xqa, job.dtype, row.head_size, group, row.window is not None, row.q_len
 
 
 @functools.cache
-def prefill_module(*key: Any) -> Future[Any]:
-    """FA2 and FA3, by which tensor cores decode, too."""
-    return _builders().submit(_build_prefill, *key)
-
-
-@functools.cache
-def xqa_module(*key: Any) -> Future[Any]:
-    return _builders().submit(_build_xqa, *key)
+def module(*key: Any) -> Future[Any]:
+    return _builders().submit(*key)
 
 
 def _build_prefill(backend: str, dtype: KVCacheDType, head_size: int, has_window: bool) -> None:
@@ -254,7 +220,7 @@ def _deadline() -> float:
     return time.monotonic() + BUILD_SECONDS.value
 
 
-def wait_for(module: Any, *key: Any) -> None:
+def wait_for(key: ModuleKey) -> None:
     """Waits for a module to be built.
 
     Raises:
@@ -266,23 +232,11 @@ def wait_for(module: Any, *key: Any) -> None:
         raise TimeoutError(f"not built within --build_seconds={BUILD_SECONDS.value}") from None
 
 
-def build_ahead[J: AttentionJob](jobs: Sequence[J], peers: Sequence[Peer[J, Any]]) -> None:
+def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
     """Starts to build what these peers need for these jobs, in the background: first what most jobs need."""
     _deadline()
-    kinds: dict[Any, tuple[Any, Any]] = {
-        XQA: (xqa_module, xqa_key),
-        FA2: (prefill_module, prefill_key),
-        **{peer: (prefill_module, functools.partial(prefill_key, backend=name)) for name, peer in PREFILL.items()},
-    }
-    needed = [
-        (module, key(job))
-        for peer in peers
-        if peer in kinds
-        for module, key in [kinds[peer]]
-        for job in jobs
-        if peer.serves(job)
-    ]
-    for (module, key), _ in collections.Counter(needed).most_common():
+    needed = [KEYS[peer](job) for peer in peers if peer in KEYS for job in jobs if peer.serves(job)]
+    for key, _ in collections.Counter(needed).most_common():
         module(*key)
 
 
@@ -292,20 +246,21 @@ def _why_missing() -> str | None:
     return why_not_importable("flashinfer") or in_torch.why_missing()
 
 
-FA2 = Peer[AttentionJob, AttentionInputs]("FlashInfer FA2", fa2_run, why_missing=_why_missing)
-XQA = Peer[AttentionJob, AttentionInputs](
-    "FlashInfer XQA", xqa_run, serves=lambda job: job.dtype is not NVFP4, why_missing=_why_missing
+def _peer(name: str, prepare: Callable[[AttentionInputs], Run], serves: Callable[[AttentionJob], bool]) -> Any:
+    return Peer(f"FlashInfer {name}", prepare, serves, _why_missing)
+
+
+FA2, FA3, XQA = (
+    _peer("FA2", functools.partial(wrapper_run, backend="fa2"), lambda job: not job.row.prefix_len),
+    _peer(
+        "FA3",
+        functools.partial(wrapper_run, backend="fa3"),
+        lambda job: job.dtype is BFLOAT16 and not job.row.prefix_len,
+    ),
+    _peer("XQA", xqa_run, lambda job: job.dtype is not NVFP4),
 )
-
-
-def _prefill_peer(backend: str, *dtypes: KVCacheDType) -> Peer[RaggedJob, RaggedInputs]:
-    return Peer[RaggedJob, RaggedInputs](
-        f"FlashInfer {backend.upper()}",
-        functools.partial(prefill_run, backend=backend),
-        serves=lambda job: job.dtype in dtypes and not job.row.prefix_len,
-        why_missing=_why_missing,
-    )
-
-
-PREFILL = {"fa2": _prefill_peer("fa2", BFLOAT16, FP8, NVFP4), "fa3": _prefill_peer("fa3", BFLOAT16)}
-"""By its backends."""
+KEYS: dict[Any, Callable[[AttentionJob], ModuleKey]] = {
+    FA2: functools.partial(prefill_key, backend="fa2"),
+    FA3: functools.partial(prefill_key, backend="fa3"),
+    XQA: xqa_key,
+}

@@ -16,21 +16,21 @@ import numpy as np
 import kvjax
 from benchmarks import memory, workload
 from benchmarks.ahead import Workers
+from benchmarks.peers import in_torch
 from benchmarks.peers.gathers import random_tokens
-from benchmarks.shapes import BLOCK_SIZE, AttentionRow, RaggedRow
+from benchmarks.peers.peer import Run
+from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
 from kvjax.ops.ragged import MAX_DECODE_Q_LEN
 
-DISTINCT_PAGES = 1_024
-"""So many pages are filled with tokens of their own; caches are made of these, drawn at random."""
-
+DISTINCT_PAGES = 1_024  # so many pages are filled with tokens of their own; caches are made of these, drawn at random
 OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
 """Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
 of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
 
-MAX_WORKERS = 8
-"""Threads that compile: most of what they do takes Python's one lock."""
+NUM_SAMPLED = 16  # query tokens of a step that are checked
+MAX_WORKERS = 8  # threads that compile: most of what they do takes Python's one lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +50,38 @@ class AttentionJob:
 
     @property
     def page_bytes(self) -> int:
-        """What the pages that a call reads hold."""
         return self.row.num_blocks_read * self.spec.real_page_size_bytes
 
     @property
     def query_shape(self) -> tuple[int, ...]:
-        """`[num_seqs, q_len, num_heads, head_size]`."""
+        """`[num_seqs, q_len, num_heads, head_size]`, of a step `[num_tokens, num_heads, head_size]`."""
         row = self.row
-        return row.num_seqs, row.q_len, row.num_heads, row.head_size
+        tokens = (int(row.cu_q_lens[-1]),) if row.is_step else (row.num_seqs, row.q_len)
+        return *tokens, row.num_heads, row.head_size
+
+    @property
+    def query(self) -> jax.ShapeDtypeStruct:
+        of_one = self.row.q_len == 1 and not self.row.is_step
+        shape = self.query_shape[:1] + self.query_shape[2:] if of_one else self.query_shape
+        return jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE)
 
     @property
     def sampled(self) -> np.ndarray:
-        """Which of the query's first dimension are checked."""
-        return np.asarray([0, -1])
+        """Which of the query's first dimension are checked; of a step half anywhere, half the last of a sequence."""
+        row, half = self.row, NUM_SAMPLED // 2
+        if not row.is_step:
+            return np.asarray([0, -1])
+        tokens, seqs = (np.linspace(0, count - 1, half).astype(int) for count in (row.cu_q_lens[-1], row.num_seqs))
+        return np.concatenate([tokens, row.cu_q_lens[seqs + 1] - 1])
 
-    def attention(self, implementation: str | None) -> Future[Any]:
-        """`kvjax.paged_attention`, being compiled: `(query, cache, table, seq_lens, **workload.scales())`."""
-        shape = self.query_shape if self.row.q_len > 1 else self.query_shape[:1] + self.query_shape[2:]
-        return paged(self, jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE), implementation)
+    @property
+    def limits(self) -> dict[str, int]:
+        """The static sizes of a step's call."""
+        row = self.row
+        if row.num_prompts is not None:
+            return {"max_q_len": row.q_len, "max_prompts": row.num_prompts}
+        decode_q_len = row.q_len if row.q_len <= MAX_DECODE_Q_LEN else 0
+        return {"max_q_len": row.q_len, "max_prompts": row.num_seqs, "decode_q_len": decode_q_len}
 
     @property
     def bytes_moved(self) -> int:
@@ -93,9 +107,10 @@ class AttentionInputs:
 
     Attributes:
       caches: full ones, equal in what they hold, which calls take by turns.
-      query: bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
-      table: int32 `[num_seqs, blocks]`, a random permutation of all pages.
+      query: bfloat16, of the job's `query_shape`.
+      table: int32 `[num_seqs, blocks]`, a random permutation of all pages, but for those that are shared.
       seq_lens: int32 `[num_seqs]`.
+      numbers: what kvjax takes after the query and the cache.
     """
 
     def __init__(self, job: AttentionJob) -> None:
@@ -108,24 +123,25 @@ class AttentionInputs:
         self.seq_lens = jax.device_put(row.seq_lens)
         query = rng.standard_normal(job.query_shape, np.float32).astype(workload.INPUT_DTYPE)
         self.query = jax.device_put(query)
-
-    def cache_number(self, number: int) -> int:
-        return number % len(self.caches)
+        self.numbers: tuple[jax.Array, ...] = self.table, self.seq_lens
+        if prefix := row.prefix_blocks:
+            self.numbers = self.table[0, :prefix], self.table[:, prefix:], self.seq_lens - row.prefix_len
+        elif row.is_step:
+            self.numbers = self.table, self.seq_lens, jax.device_put(row.cu_q_lens)
 
     @property
     def call_query(self) -> jax.Array:
-        """The query as kvjax takes it."""
-        return self.query[:, 0] if self.job.row.q_len == 1 else self.query
-
-    @property
-    def numbers(self) -> tuple[jax.Array, ...]:
-        """What kvjax takes after the query and the cache."""
-        return self.table, self.seq_lens
+        return self.query.reshape(self.job.query.shape)
 
     @property
     def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
-        """Table and lengths of the sampled part of the query."""
-        return self.table[self.job.sampled], self.seq_lens[self.job.sampled]
+        """Table and lengths of the sampled part of the query; of a step each token is the last one of a sequence."""
+        row, sampled = self.job.row, self.job.sampled
+        if not row.is_step:
+            return self.table[sampled], self.seq_lens[sampled]
+        seqs = np.searchsorted(row.cu_q_lens[1:], sampled, side="right")
+        lengths = row.seq_lens[seqs] - (row.cu_q_lens[seqs + 1] - sampled) + 1
+        return self.table[seqs], jax.device_put(lengths.astype(np.int32))
 
     def token_pages(self) -> tuple[jax.Array, jax.Array]:
         """The tokens in a bfloat16 cache, keys and values, by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
@@ -166,15 +182,22 @@ class AttentionInputs:
         """
         got = np.asarray(attended).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
-            raise AssertionError(
-                f"{np.count_nonzero(~np.isfinite(got)):,} of {got.size:,} elements are NaN or infinite"
-            )
+            wrong = np.count_nonzero(~np.isfinite(got))
+            raise AssertionError(f"{wrong:,} of {got.size:,} elements are NaN or infinite")
         deviation = factor * got[self.job.sampled].astype(np.float64) - self.expected
         errors = np.linalg.norm(deviation, axis=(-2, -1)) / np.linalg.norm(self.expected, axis=(-2, -1))
         apart = np.sqrt(np.mean(errors**2))
         if not apart <= most:
             raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
         return {"error": float(apart)}
+
+    def run_in_torch(self, call: Callable[[int], Any], *, most: float, factor: float = 1.0) -> Run:
+        """What starts such calls in torch, whose results are checked."""
+
+        def check(attended: Any) -> dict[str, float]:
+            return self.check(attended.float().cpu().numpy(), most=most, factor=factor)
+
+        return Run(call, check, in_torch.wait)
 
 
 @functools.cache
@@ -192,7 +215,6 @@ def filled_page_bytes(spec: AttentionSpec) -> int:
 
 @jax.jit
 def take_pages(pages: jax.Array, source: Any) -> jax.Array:
-    """Those pages, one after the other."""
     return jnp.take(pages, source, axis=0, mode="clip")
 
 
@@ -201,20 +223,30 @@ def workers() -> Workers:
     return Workers(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
-def compiling(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+def compiling(function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
     """`function` for arguments of these shapes and dtypes, being lowered and compiled in the background."""
-    return compiling_jitted(jax.jit(function), *args, **kwargs)
-
-
-def compiling_jitted(jitted: Any, *args: Any, **kwargs: Any) -> Future[Any]:
-    """The same of what `jax.jit` has returned."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
     return workers().submit(lambda: jitted.lower(*args, **kwargs).compile())
 
 
 @functools.cache
 def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
-    """kvjax's call for a job, being compiled: `(query, cache, *numbers, **workload.scales())`."""
-    return job.attention(implementation)
+    """kvjax's call for a job, being compiled: `(query, cache, *numbers, **workload.scales())`.
+
+    `paged_attention`, of a step `ragged_paged_attention`, or where tokens are shared what examples/shared_prefix.py
+    does.
+    """
+    row, cache = job.row, workload.cache_struct(job.spec, job.row.num_blocks)
+    if not row.is_step:
+        return paged(job, job.query, implementation)
+    table, lengths = _indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), _indices(row.num_seqs)
+    if row.prefix_len:
+        attend = functools.partial(shared_prefix_attention, implementation=implementation)
+        numbers = _indices(row.prefix_blocks), table, lengths
+    else:
+        attend = functools.partial(kvjax.ragged_paged_attention, **job.limits, implementation=implementation)
+        numbers = table, lengths, _indices(row.num_seqs + 1)
+    return compiling(attend, job.query, cache, *numbers, **workload.scales())
 
 
 def reference(job: AttentionJob) -> Future[Any]:
@@ -240,95 +272,8 @@ def _paged(
 ) -> Future[Any]:
     attend = functools.partial(kvjax.paged_attention, sliding_window=window, implementation=implementation)
     table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
-    return compiling(attend, query, _cache(spec, num_blocks), table, lengths, **workload.scales())
-
-
-def _cache(spec: AttentionSpec, num_blocks: int) -> KVCache:
-    kv: Any = jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype)
-    return KVCache(kv, spec)
+    return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
 
 
 def _indices(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-NUM_SAMPLED = 16
-"""Query tokens of a step that are checked."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RaggedJob(AttentionJob):
-    """Attention in one step to time."""
-
-    row: RaggedRow
-
-    @property
-    def query_shape(self) -> tuple[int, ...]:
-        """`[num_tokens, num_heads, head_size]`."""
-        return self.row.num_tokens, self.row.num_heads, self.row.head_size
-
-    @property
-    def query(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.query_shape, workload.INPUT_DTYPE)
-
-    @property
-    def sampled(self) -> np.ndarray:
-        """Half of them anywhere, half the last of a sequence."""
-        half, row = NUM_SAMPLED // 2, self.row
-        tokens, seqs = (np.linspace(0, count - 1, half).astype(int) for count in (row.num_tokens, row.num_seqs))
-        return np.concatenate([tokens, row.cu_q_lens[seqs + 1] - 1])
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """The static sizes of the call."""
-        row = self.row
-        if row.num_prompts is not None:
-            return {"max_q_len": row.q_len, "max_prompts": row.num_prompts}
-        decode_q_len = row.q_len if row.q_len <= MAX_DECODE_Q_LEN else 0
-        return {"max_q_len": row.q_len, "max_prompts": row.num_seqs, "decode_q_len": decode_q_len}
-
-    def attention(self, implementation: str | None) -> Future[Any]:
-        """`kvjax.ragged_paged_attention`, or where tokens are shared what examples/shared_prefix.py does."""
-        row, cache = self.row, _cache(self.spec, self.row.num_blocks)
-        table, lengths = _indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), _indices(row.num_seqs)
-        if row.prefix_len:
-            attend = functools.partial(shared_prefix_attention, implementation=implementation)
-            return compiling(
-                attend, self.query, cache, _indices(row.prefix_blocks), table, lengths, **workload.scales()
-            )
-        attend = functools.partial(kvjax.ragged_paged_attention, **self.limits, implementation=implementation)
-        return compiling(attend, self.query, cache, table, lengths, _indices(row.num_seqs + 1), **workload.scales())
-
-
-class RaggedInputs(AttentionInputs):
-    """The same of a step, whose query is `[num_tokens, num_heads, head_size]`.
-
-    Attributes:
-      cu_q_lens: int32 `[num_seqs + 1]`.
-    """
-
-    job: RaggedJob
-
-    def __init__(self, job: RaggedJob) -> None:
-        super().__init__(job)
-        self.cu_q_lens = jax.device_put(job.row.cu_q_lens)
-        prefix = job.row.prefix_blocks
-        self._numbers: tuple[jax.Array, ...] = self.table, self.seq_lens, self.cu_q_lens
-        if prefix:
-            self._numbers = self.table[0, :prefix], self.table[:, prefix:], self.seq_lens - job.row.prefix_len
-
-    @property
-    def call_query(self) -> jax.Array:
-        return self.query
-
-    @property
-    def numbers(self) -> tuple[jax.Array, ...]:
-        return self._numbers
-
-    @property
-    def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
-        """Each token is the last one of a sequence."""
-        row, tokens = self.job.row, self.job.sampled
-        seqs = np.searchsorted(row.cu_q_lens[1:], tokens, side="right")
-        lengths = row.seq_lens[seqs] - (row.cu_q_lens[seqs + 1] - tokens) + 1
-        return self.table[seqs], jax.device_put(lengths.astype(np.int32))

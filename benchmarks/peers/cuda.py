@@ -18,12 +18,8 @@ from benchmarks import timing
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cu", "reshape_and_cache.cu"))
-ARCHITECTURE = "sm_90"
-"""Later GPUs run what nvcc adds of it as PTX."""
-
-COPY_BYTES = 16
-"""A copy by kernel is of a multiple of this."""
-
+ARCHITECTURE = "sm_90"  # later GPUs run what nvcc adds of it as PTX
+COPY_BYTES = 16  # a copy by kernel is of a multiple of this
 MEMCPY_CALLS = 20
 
 WRITES: Mapping[KVCacheDType, str] = MappingProxyType(
@@ -31,12 +27,10 @@ WRITES: Mapping[KVCacheDType, str] = MappingProxyType(
 )
 """The kernels that write bfloat16 tokens, by the dtype that they store."""
 
-ELEMENTS_A_THREAD = 8
-"""bfloat16 elements in a load of 16 bytes."""
+ELEMENTS_A_THREAD = 8  # bfloat16 elements in a load of 16 bytes
 
 
 def nvcc() -> str | None:
-    """Path of CUDA's compiler, if there is one."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
@@ -108,17 +102,14 @@ def _check(error: int) -> None:
 
 
 def synchronize(_: object = None) -> None:
-    """Waits for every kernel on the device."""
     _check(_library().synchronize())
 
 
 def serves(spec: AttentionSpec) -> bool:
-    """Whether there is a CUDA kernel that writes to such a cache."""
     return spec.dtype in WRITES and spec.layout is CacheLayout.NHD and not spec.is_diffkv
 
 
-type ThreadCount = Callable[[int], int]
-"""Threads of a block, by the elements of a token's keys."""
+type ThreadCount = Callable[[int], int]  # threads of a block, by the elements of a token's keys
 
 
 def vllm_threads(row_elements: int) -> int:

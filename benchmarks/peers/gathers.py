@@ -16,7 +16,7 @@ import kvjax
 from benchmarks import memory, workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, Case
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode
 from kvjax.ops.rows import decode_rows, encode_rows
@@ -53,7 +53,6 @@ class GatherJob:
 
     @property
     def dense_bytes(self) -> int:
-        """What the result takes."""
         elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
         return self.num_seqs * self.blocks_a_seq * BLOCK_SIZE * elements * OUT_DTYPE.itemsize
 
@@ -88,9 +87,6 @@ class GatherInputs:
         self.tables: list[jax.Array] = jax.device_put([*tables])
         self.seq_lens = jax.device_put(np.full(job.num_seqs, job.seq_len, np.int32))
 
-    def table(self, number: int) -> int:
-        return number % len(self.tables)
-
     def check(self, gathered: Any) -> None:
         """Compares the first table's keys and values with what the encoding of their tokens decodes to.
 
@@ -102,7 +98,8 @@ class GatherInputs:
         job, scales = self.job, workload.scales().values()
         for got, x, scale in zip(gathered, self.tokens, scales, strict=True):
             rows = x[: job.num_seqs * job.blocks_a_seq * BLOCK_SIZE]
-            expected = _decoded(rows, scale, job.spec).reshape(got.shape)
+            decoded = _rounded(_encoded(rows, job.spec, scale), job.spec, scale, OUT_DTYPE)
+            expected = decoded.reshape(got.shape)
             workload.check_same_bits(got, expected.at[:, job.seq_len :].set(0))
 
 
@@ -113,28 +110,16 @@ def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.
     return jax.device_put((key, key[::-1]))
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _encoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    return encode_rows(x, spec, scale)
-
-
-@functools.partial(jax.jit, static_argnames="spec")
-def _rounded(rows: tuple[jax.Array, ...], scale: jax.Array, spec: AttentionSpec) -> jax.Array:
-    return decode_rows(rows, spec, scale, OUT_DTYPE)
-
-
-def _decoded(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """What is left of tokens once stored; in two programs, so that no conversion there and back is taken for none."""
-    return _rounded(_encoded(x, scale, spec), scale, spec)
+# In two programs, so that no conversion there and back is taken for none.
+_encoded = jax.jit(encode_rows, static_argnums=1)
+_rounded = jax.jit(decode_rows, static_argnums=(1, 3))
 
 
 def kvjax_run(inputs: GatherInputs, *, implementation: str | None) -> Run:
     gather = jax.jit(functools.partial(kvjax.gather_kv, dtype=OUT_DTYPE, implementation=implementation))
-    compiled = gather.lower(inputs.cache, inputs.tables[0], inputs.seq_lens, **workload.scales()).compile()
-
-    def call(number: int) -> Any:
-        return compiled(inputs.cache, inputs.tables[inputs.table(number)], inputs.seq_lens, **workload.scales())
-
+    sets = [(inputs.cache, table, inputs.seq_lens) for table in inputs.tables]
+    compiled = gather.lower(*sets[0], **workload.scales()).compile()
+    call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
 
 
@@ -151,32 +136,25 @@ def xla_gather_run(inputs: GatherInputs) -> Run:
         codes = [lax.bitcast_convert_type(half, spec.storage_dtype).astype(jnp.float32) for half in halves]
         return [(half * scale).astype(OUT_DTYPE) for half, scale in zip(codes, (k_scale, v_scale), strict=True)]
 
-    compiled = jax.jit(gather).lower(inputs.cache.kv, inputs.tables[0], *workload.scales().values()).compile()
-
-    def call(number: int) -> Any:
-        return compiled(inputs.cache.kv, inputs.tables[inputs.table(number)], *workload.scales().values())
-
-    return Run(call, inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+    sets = [(inputs.cache.kv, table, *workload.scales().values()) for table in inputs.tables]
+    compiled = jax.jit(gather).lower(*sets[0]).compile()
+    return Run(by_turns(compiled, sets), inputs.check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
 
 
 def torch_run(inputs: GatherInputs) -> Run:
     job, decode = inputs.job, _torch_decode(inputs.job.spec)
-    pages = in_torch.borrow(inputs.cache.kv)
-    if job.layout is CacheLayout.HND:
-        pages = pages.transpose(2, 3)
-    tables = [in_torch.borrow(table).long().flatten() for table in inputs.tables]
+    tables = [(in_torch.borrow(table).long().flatten(),) for table in inputs.tables]
     shape = (job.num_seqs, -1, job.case.num_kv_heads, job.case.head_size)
-    halves = [*zip((pages[:, 0], pages[:, 1]), in_torch.float_scales(), strict=True)]
+    halves = [*zip(in_torch.token_pages(inputs.cache), in_torch.float_scales(), strict=True)]
 
-    def call(number: int) -> list[Any]:
-        table = tables[inputs.table(number)]
+    def gather(table: Any) -> list[Any]:
         return [decode(half.index_select(0, table), scale).reshape(shape) for half, scale in halves]
 
     def check(gathered: list[Any]) -> None:
         in_torch.wait()
         inputs.check([jax.dlpack.from_dlpack(half.contiguous()) for half in gathered])
 
-    return Run(call, check, in_torch.wait)
+    return Run(by_turns(gather, tables), check, in_torch.wait)
 
 
 def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:

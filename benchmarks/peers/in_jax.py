@@ -12,18 +12,15 @@ from jax import lax
 
 from benchmarks import output, workload
 from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
-from benchmarks.peers.peer import Peer, Run
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.workload import WriteJob
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode
 
 
 def kvjax_run(inputs: WriteInputs, *, implementation: str | None, **options: bool) -> Run:
     write = workload.Write(inputs.poisoned(), inputs.batches, implementation, **options)
-    return Run(
-        write,
-        lambda _: write.check(inputs.expected),
-        facts={"temporary_bytes": workload.temporary_bytes(write.compiled)},
-    )
+    facts = {"temporary_bytes": workload.temporary_bytes(write.compiled)}
+    return Run(write, lambda _: write.check(inputs.expected), facts=facts)
 
 
 def why_no_kernel() -> str | None:
@@ -33,56 +30,45 @@ def why_no_kernel() -> str | None:
     return None
 
 
+def own_peer[Job, Inputs](name: str, run: Callable[..., Run], **options: bool) -> Peer[Job, Inputs]:
+    """kvjax as a flag asks for it; `run` takes inputs, `implementation` and these options."""
+
+    def prepare(inputs: Inputs) -> Run:
+        return run(inputs, implementation=output.IMPLEMENTATION.value, **options)
+
+    return Peer(name, prepare, why_missing=why_no_kernel, own=True)
+
+
 def own_peers[Job, Inputs](run: Callable[..., Run]) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
-    """kvjax as a flag asks for it, and in XLA where that is another thing; `run` takes inputs and `implementation`."""
-    asked_for = Peer[Job, Inputs](
-        "kvjax",
-        lambda inputs: run(inputs, implementation=output.IMPLEMENTATION.value),
-        why_missing=why_no_kernel,
-        own=True,
-    )
+    """kvjax as a flag asks for it, and in XLA where that is another thing."""
     in_xla = Peer[Job, Inputs](
         "kvjax xla",
-        lambda inputs: run(inputs, implementation="xla"),
+        functools.partial(run, implementation="xla"),
         why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
         own=True,
     )
-    return asked_for, in_xla
+    return own_peer("kvjax", run), in_xla
 
 
 KVJAX: Peer[WriteJob, WriteInputs]
 KVJAX_IN_XLA: Peer[WriteJob, WriteInputs]
 KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
-KVJAX_ANY_SLOTS = Peer[WriteJob, WriteInputs](
-    "kvjax, any slots",
-    lambda inputs: kvjax_run(inputs, implementation=output.IMPLEMENTATION.value, unique_slots=False),
-    why_missing=why_no_kernel,
-    own=True,
-)
+KVJAX_ANY_SLOTS: Peer[WriteJob, WriteInputs] = own_peer("kvjax, any slots", kvjax_run, unique_slots=False)
 NOT_DONATED = Peer[WriteJob, WriteInputs](
     "kvjax, cache not donated",
-    lambda inputs: kvjax_run(inputs, implementation=None, donated=False),
+    functools.partial(kvjax_run, implementation=None, donated=False),
     serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # in any dtype it is the copy of a cache that takes time
     own=True,
 )
 
 
 def _scatter(
-    caches: tuple[jax.Array, jax.Array],
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    spec: AttentionSpec,
+    caches: list[jax.Array], batch: workload.Batch, scales: dict[str, jax.Array], spec: AttentionSpec
 ) -> list[jax.Array]:
     # JAX counts negative indices from the end, so padding has to be led past it.
-    slots = jnp.where(slot_mapping < 0, caches[0].shape[0], slot_mapping)
-    rows = ((key, k_scale), (value, v_scale))
-    return [
-        cache.at[slots].set(_stored(x, scale, spec), mode="drop")
-        for cache, (x, scale) in zip(caches, rows, strict=True)
-    ]
+    slots = jnp.where(batch.slot_mapping < 0, caches[0].shape[0], batch.slot_mapping)
+    stored = [_stored(batch.key, scales["k_scale"], spec), _stored(batch.value, scales["v_scale"], spec)]
+    return [cache.at[slots].set(rows, mode="drop") for cache, rows in zip(caches, stored, strict=True)]
 
 
 def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -97,10 +83,10 @@ def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
 def _compiled_scatter(spec: AttentionSpec, num_slots: int, num_tokens: int) -> Any:
     row = (spec.num_kv_heads, spec.head_size)
     caches = [jax.ShapeDtypeStruct((num_slots, *row), spec.array_dtype)] * 2
-    rows = [jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)] * 2
-    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)
+    batch: Any = workload.Batch(rows, rows, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))  # type: ignore[arg-type]
     scatter = jax.jit(functools.partial(_scatter, spec=spec), donate_argnums=0)
-    return scatter.lower(caches, *rows, slots, *workload.scales().values()).compile()
+    return scatter.lower(caches, batch, workload.scales()).compile()
 
 
 def scatter_run(inputs: WriteInputs) -> Run:
@@ -108,13 +94,12 @@ def scatter_run(inputs: WriteInputs) -> Run:
     caches = dense_poisoned(inputs)
     compiled = _compiled_scatter(spec, caches[0].shape[0], inputs.job.num_tokens)
 
-    def call(number: int) -> list[jax.Array]:
-        caches[:] = compiled(caches, *inputs.batches[inputs.batch_number(number)], *workload.scales().values())
+    def write(*batch: jax.Array) -> list[jax.Array]:
+        caches[:] = compiled(caches, workload.Batch(*batch), workload.scales())
         return caches
 
-    return Run(
-        call, lambda _: check_dense(caches, inputs), facts={"temporary_bytes": workload.temporary_bytes(compiled)}
-    )
+    facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
+    return Run(by_turns(write, inputs.batches), lambda _: check_dense(caches, inputs), facts=facts)
 
 
 XLA_SCATTER = Peer[WriteJob, WriteInputs](

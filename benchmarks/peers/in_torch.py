@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks import workload
-from benchmarks.peers.inputs import WriteInputs, check_dense, check_paged, dense_poisoned
-from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
-from kvjax import AttentionSpec, CacheLayout, KVQuantMode
+from kvjax import AttentionSpec, CacheLayout, KVCache, KVQuantMode
 
 
 def borrow(array: jax.Array) -> Any:
@@ -76,42 +76,43 @@ def float_scales() -> list[float]:
     return [float(scale) for scale in workload.scales().values()]
 
 
+def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
+    """Keys, values and slots of each batch as tensors."""
+    return [[borrow(each) for each in batch] for batch in batches]
+
+
 def index_copy_run(inputs: WriteInputs) -> Run:
     arrays = dense_poisoned(inputs)
     caches, store = [borrow(half).flatten(1) for half in arrays], _torch_store(inputs.job.spec)
-    batches = [
-        (borrow(batch.slot_mapping).long(), [borrow(x).flatten(1) for x in (batch.key, batch.value)])
-        for batch in inputs.batches
-    ]
     scales = float_scales()
 
-    def call(number: int) -> None:
-        slots, rows = batches[inputs.batch_number(number)]
-        for cache, x, scale in zip(caches, rows, scales, strict=True):
+    def write(key: Any, value: Any, slots: Any) -> None:
+        for cache, x, scale in zip(caches, (key, value), scales, strict=True):
             cache.index_copy_(0, slots, store(x, scale))
 
-    return Run(call, lambda _: check_dense(arrays, inputs), wait)
+    batches = [(key.flatten(1), value.flatten(1), slots.long()) for key, value, slots in borrowed(inputs.batches)]
+    return Run(by_turns(write, batches), lambda _: check_dense(arrays, inputs), wait)
+
+
+def token_pages(cache: KVCache) -> list[Any]:
+    """Keys and values of a cache as tensors `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
+    pages = borrow(cache.kv)
+    pages = pages.transpose(2, 3) if cache.spec.layout is CacheLayout.HND else pages
+    return [pages[:, 0], pages[:, 1]]
 
 
 def index_put_run(inputs: WriteInputs) -> Run:
     cache = inputs.poisoned()
-    pages, store = borrow(cache.kv), _torch_store(inputs.job.spec)
-    if inputs.job.layout is CacheLayout.HND:
-        pages = pages.transpose(2, 3)
-    halves = pages[:, 0], pages[:, 1]
-    batches = []
-    for batch in inputs.batches:
-        slots = borrow(batch.slot_mapping).long()
-        index = (slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-        batches.append((index, [borrow(x) for x in (batch.key, batch.value)]))
-    scales = float_scales()
+    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), float_scales()
 
-    def call(number: int) -> None:
-        index, rows = batches[inputs.batch_number(number)]
-        for half, x, scale in zip(halves, rows, scales, strict=True):
+    def write(key: Any, value: Any, index: Any) -> None:
+        for half, x, scale in zip(halves, (key, value), scales, strict=True):
             half.index_put_(index, store(x, scale))
 
-    return Run(call, lambda _: check_paged(cache, inputs), wait)
+    batches = []
+    for key, value, slots in borrowed(inputs.batches):
+        batches.append((key, value, (slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE)))
+    return inputs.run(write, batches, cache, wait)
 
 
 def _serves_torch(job: WriteJob) -> bool:
@@ -133,19 +134,14 @@ def kvjax_run(inputs: WriteInputs) -> Run:
     import kvjax_torch
 
     cache = inputs.poisoned()
-    pages, scales = borrow(cache.kv), [borrow(scale) for scale in workload.scales().values()]
-    key_cache, value_cache = pages[:, 0], pages[:, 1]
-    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
-    dtype = inputs.job.dtype.value
+    pages, dtype = borrow(cache.kv), inputs.job.dtype.value
+    scales = [borrow(scale) for scale in workload.scales().values()]
+    batches = [
+        (key, value, pages[:, 0], pages[:, 1], slots, dtype, *scales) for key, value, slots in borrowed(inputs.batches)
+    ]
 
-    def call(number: int) -> None:
-        key, value, slots = batches[inputs.batch_number(number)]
-        kvjax_torch.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, dtype, *scales)
-
-    def check(_: Any) -> None:
-        workload.check_same_bits(cache.kv, inputs.expected.kv)
-
-    return Run(call, check, wait)
+    write: Any = kvjax_torch.reshape_and_cache_flash
+    return inputs.exact_run(write, batches, cache, wait)
 
 
 KVJAX = Peer[WriteJob, WriteInputs](

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import workload
+from benchmarks.peers.peer import Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.workload import WriteJob
 from kvjax import KVCache, KVQuantMode
@@ -26,14 +27,23 @@ class WriteInputs:
 
     @functools.cached_property
     def expected(self) -> KVCache:
-        """The cache after the first write."""
         return self.tokens.expected(self.job.spec, self.job.num_tokens)
 
     def poisoned(self) -> KVCache:
         return self.tokens.poisoned(self.job.spec)
 
-    def batch_number(self, number: int) -> int:
-        return number % len(self.batches)
+    def run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
+        """What starts such writes into a cache, whose codes may differ a little from those of kvjax."""
+        return Run(by_turns(write, batches), lambda _: self.check_paged(cache), wait)
+
+    def exact_run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
+        return Run(by_turns(write, batches), lambda _: workload.check_same_bits(cache.kv, self.expected.kv), wait)
+
+    def check_paged(self, cache: KVCache) -> dict[str, Any]:
+        if cache.spec.quant_mode is KVQuantMode.NONE:
+            workload.check_same_bits(cache.kv, self.expected.kv)
+            return {}
+        return workload.check_codes(cache.kv, self.expected.kv)
 
 
 def dense_poisoned(inputs: WriteInputs) -> list[jax.Array]:
@@ -53,11 +63,3 @@ def check_dense(caches: Sequence[jax.Array], inputs: WriteInputs) -> dict[str, A
         else:
             facts["codes_apart"] += workload.check_codes(got, expected)["codes_apart"]
     return facts
-
-
-def check_paged(cache: KVCache, inputs: WriteInputs) -> dict[str, Any]:
-    """Compares a cache with what the first batch must leave behind."""
-    if cache.spec.quant_mode is KVQuantMode.NONE:
-        workload.check_same_bits(cache.kv, inputs.expected.kv)
-        return {}
-    return workload.check_codes(cache.kv, inputs.expected.kv)

@@ -9,12 +9,12 @@ from jax import lax
 
 from benchmarks import workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.in_torch import borrow, float_scales
-from benchmarks.peers.inputs import WriteInputs, check_paged
-from benchmarks.peers.peer import Peer, Run, why_not_importable
+from benchmarks.peers.in_torch import borrow, borrowed, float_scales
+from benchmarks.peers.inputs import WriteInputs
+from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
-from kvjax import CacheLayout, KVCacheDType, KVQuantMode, nvfp4_split_views
+from kvjax import KVCacheDType, KVQuantMode, nvfp4_split_views
 
 NVFP4 = KVCacheDType.NVFP4
 
@@ -23,19 +23,11 @@ def vllm_run(inputs: WriteInputs) -> Run:
     from vllm import _custom_ops as ops  # type: ignore[import-not-found]
 
     spec, cache = inputs.job.spec, inputs.poisoned()
-    pages = borrow(cache.kv)
-    if inputs.job.layout is CacheLayout.HND:
-        pages = pages.transpose(2, 3)
     dtype = "auto" if spec.quant_mode is KVQuantMode.NONE else spec.dtype.value
     scales = [borrow(scale).reshape(1) for scale in workload.scales().values()]
-    key_cache, value_cache = pages[:, 0], pages[:, 1]
-    batches = [(borrow(b.key), borrow(b.value), borrow(b.slot_mapping).long()) for b in inputs.batches]
-
-    def call(number: int) -> None:
-        key, value, slots = batches[inputs.batch_number(number)]
-        ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, dtype, *scales)
-
-    return Run(call, lambda _: check_paged(cache, inputs), in_torch.wait)
+    pages = in_torch.token_pages(cache)
+    batches = [(key, value, *pages, slots.long(), dtype, *scales) for key, value, slots in borrowed(inputs.batches)]
+    return inputs.run(ops.reshape_and_cache_flash, batches, cache, in_torch.wait)
 
 
 VLLM = Peer[WriteJob, WriteInputs](
@@ -64,13 +56,12 @@ def _flashinfer_append(inputs: WriteInputs) -> Run:
     table = torch.arange(cache.num_blocks, dtype=torch.int32, device=pages.device)
     owners = table, numbers(0, cache.num_blocks), numbers(BLOCK_SIZE)
     first_request = torch.zeros(inputs.job.num_tokens, dtype=torch.int32, device=pages.device)
-    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
+    layout = inputs.job.layout.value
 
-    def call(number: int) -> None:
-        key, value, slots = batches[inputs.batch_number(number)]
-        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=inputs.job.layout.value)
+    def write(key: Any, value: Any, slots: Any) -> None:
+        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=layout)
 
-    return Run(call, lambda _: check_paged(cache, inputs), in_torch.wait)
+    return inputs.run(write, borrowed(inputs.batches), cache, in_torch.wait)
 
 
 def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
@@ -83,14 +74,10 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     halves = [[borrow(each) for each in half] for half in arrays]
     data, scales = ([half[which] for half in halves] for which in range(2))
     caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
-    k_scale, v_scale = float_scales()
-    batches = [[borrow(each) for each in batch] for batch in inputs.batches]
+    options = *caches, *float_scales()
 
-    def call(number: int) -> None:
-        key, value, slots = batches[inputs.batch_number(number)]
-        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            key, value, slots, *caches, k_scale, v_scale, kv_layout=job.layout.value
-        )
+    def write(*batch: Any) -> None:
+        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*batch, *options, kv_layout=job.layout.value)
 
     def check(_: Any) -> dict[str, Any]:
         apart = 0
@@ -100,7 +87,7 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
             apart += workload.check_codes(data, expected_data, bits=4)["codes_apart"]
         return {"codes_apart": apart}
 
-    return Run(call, check, in_torch.wait)
+    return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
 
 
 def _why_no_library(*modules: str) -> str | None:

@@ -16,7 +16,7 @@ from benchmarks import workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.in_jax import KVJAX
 from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.peer import Peer, Run
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.workload import WriteJob
 from kvjax import nvfp4_split_views, quant
 
@@ -44,15 +44,12 @@ def _compiled_pack(shape: tuple[int, ...]) -> Any:
 
 def kvjax_run(inputs: WriteInputs) -> Run:
     compiled = _compiled_pack(inputs.batches[0].key.shape)
-
-    def call(number: int) -> Any:
-        batch = inputs.batches[inputs.batch_number(number)]
-        return compiled(batch.key, batch.value, *workload.scales().values())
+    batches = [(batch.key, batch.value, *workload.scales().values()) for batch in inputs.batches]
 
     def check(packed: Any) -> None:
         check_packed([[data, lax.bitcast_convert_type(scales, jnp.uint8)] for data, scales in packed], inputs)
 
-    return Run(call, check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
+    return Run(by_turns(compiled, batches), check, facts={"temporary_bytes": workload.temporary_bytes(compiled)})
 
 
 def torch_pack(x: Any, scale: float) -> tuple[Any, Any]:
@@ -75,18 +72,16 @@ def torch_pack(x: Any, scale: float) -> tuple[Any, Any]:
 
 
 def torch_run(inputs: WriteInputs) -> Run:
-    batches = [[in_torch.borrow(x) for x in (batch.key, batch.value)] for batch in inputs.batches]
     scales = in_torch.float_scales()
 
-    def call(number: int) -> Any:
-        rows = batches[inputs.batch_number(number)]
-        return [torch_pack(x, scale) for x, scale in zip(rows, scales, strict=True)]
+    def pack(key: Any, value: Any, _: Any) -> Any:
+        return [torch_pack(x, scale) for x, scale in zip((key, value), scales, strict=True)]
 
     def check(packed: Any) -> None:
         in_torch.wait()
         check_packed([[jax.dlpack.from_dlpack(each.contiguous()) for each in half] for half in packed], inputs)
 
-    return Run(call, check, in_torch.wait)
+    return Run(by_turns(pack, in_torch.borrowed(inputs.batches)), check, in_torch.wait)
 
 
 PEERS = (

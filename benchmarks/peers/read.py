@@ -12,12 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
-VECTOR_WORDS = 4
-"""Words of 4 bytes in a load, the widest that there is."""
-
-VECTORS = 8
-"""Loads of a thread, all on their way at once."""
-
+VECTOR_WORDS = 4  # words of 4 bytes in a load, the widest that there is
+VECTORS = 8  # loads of a thread, all on their way at once
 LOAD_WORDS = THREADS * VECTOR_WORDS
 BLOCK_WORDS = VECTORS * LOAD_WORDS
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -58,3 +54,10 @@ def compiled(num_bytes: int) -> Any:
     """`read` for so many bytes, rounded up to whole blocks of threads."""
     words = jax.ShapeDtypeStruct((num_blocks(num_bytes) * BLOCK_WORDS,), jnp.int32)
     return jax.jit(read).lower(words).compile()
+
+
+def distinct_words(num_bytes: int, count: int) -> list[jax.Array]:
+    """So many arrays for it, of different words, in a moment; they need not be random."""
+    size = num_blocks(num_bytes) * BLOCK_WORDS
+    make = jax.jit(lambda first: (jnp.arange(size, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527))
+    return [make(first) for first in range(count)]

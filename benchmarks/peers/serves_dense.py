@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import serving, timing, workload
-from benchmarks.peers.attention_inputs import compiling_jitted
+from benchmarks.peers.attention_inputs import compiling
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from examples import llama
@@ -46,7 +46,6 @@ def attend(
 def step_of(
     params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any, implementation: str
 ) -> tuple[jax.Array, Any]:
-    """As `llama.greedy_step`."""
     tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
     by = functools.partial(attend, implementation=implementation)
     hidden, caches = llama.forward(params, config, tokens, step, caches, by)
@@ -54,7 +53,6 @@ def step_of(
 
 
 def implementation() -> str:
-    """That of JAX."""
     return "cudnn" if workload.is_gpu() else "xla"
 
 
@@ -70,10 +68,10 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
     step = functools.partial(step_of, config=of.config, implementation=implementation())
-    weights = serving.struct_of(serving.params(of, "separate"))
+    weights = serving.struct_of(serving.params(of))
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
-    return compiling_jitted(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
+    return compiling(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
 
 
 def serve(job: ServeJob) -> Timing:
@@ -88,16 +86,16 @@ def serve(job: ServeJob) -> Timing:
     every = jnp.arange(number + 1, dtype=jnp.int32)
     step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
     tokens, following = ~every[:-1], jnp.zeros(number, jnp.int32)
-    weights = serving.params(of, "separate")
+    weights = serving.params(of)
 
     def call(_: int) -> jax.Array:
         nonlocal caches, following
         following, caches = compiled(weights, tokens, following, step, caches)
         return following
 
-    where = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
+    where = workload.pointers(caches)
     timed = timing.measure_in_a_row(call, count=16, samples=3)
-    if where != [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]:
+    if where != workload.pointers(caches):
         raise AssertionError("a step was not in place")
     if not np.isfinite(np.asarray(caches[0][0][:, -1], np.float32)).all():
         raise AssertionError("keys are not finite")

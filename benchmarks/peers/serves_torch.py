@@ -13,15 +13,14 @@ from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
+from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
-FEW, MANY = 4, 20
-"""Tokens to generate: a step takes the difference of both times over that of both numbers."""
+FEW, MANY = 4, 20  # tokens to generate: a step takes the difference of both times over that of both numbers
 
 
 def why_missing() -> str | None:
-    """Why it cannot run here."""
     if reason := why_not_importable("torch", "transformers"):
         return reason
     import torch
@@ -36,29 +35,23 @@ def serves(name: str, job: ServeJob) -> bool:
 
 @functools.cache
 def model(of: Scenario) -> Any:
-    """Random weights in bfloat16, on the GPU where there is one."""
-    import torch
-    import transformers
+    return random_llama(of.config, of.seq_len, "cuda" if workload.is_gpu() else "cpu")
 
-    config = of.config
-    fields = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name not in ("rope_theta", "rope_scaling", "qk_norm")
-    }
+
+def random_llama(config: ModelConfig, num_positions: int, device: str) -> Any:
+    """A model of random weights in bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    others = ("rope_theta", "rope_scaling", "qk_norm")
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in others}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
-    described = transformers.LlamaConfig(
-        **fields, rope_parameters=rope, max_position_embeddings=of.seq_len, dtype="bfloat16"
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda" if workload.is_gpu() else "cpu"):
-            return transformers.LlamaForCausalLM(described).eval()
-    finally:
-        torch.set_default_dtype(before)
+    described = LlamaConfig(**fields, rope_parameters=rope, max_position_embeddings=num_positions, dtype="bfloat16")
+    with torch.device(device):
+        made = LlamaForCausalLM._from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return made.eval()
 
 
 def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
@@ -121,7 +114,6 @@ def serve(name: str, job: ServeJob) -> Timing:
 
 
 def free() -> None:
-    """Gives torch's memory back."""
     model.cache_clear()
     if workload.is_gpu():
         import torch

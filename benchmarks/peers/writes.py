@@ -23,14 +23,10 @@ from benchmarks.workload import WriteJob
 def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
     cache, scales = inputs.poisoned(), workload.scales()
     jax.block_until_ready((cache, inputs.batches, scales))
-
-    def call(number: int) -> None:
-        cuda.reshape_and_cache(*inputs.batches[inputs.batch_number(number)], cache, **scales, threads=threads)
-
-    def check(_: Any) -> None:
-        workload.check_same_bits(cache.kv, inputs.expected.kv)
-
-    return Run(call, check, cuda.synchronize)
+    batches = [(*batch, cache) for batch in inputs.batches]
+    options: dict[str, Any] = {**scales, "threads": threads}
+    write = functools.partial(cuda.reshape_and_cache, **options)
+    return inputs.exact_run(write, batches, cache, cuda.synchronize)
 
 
 CUDA = Peer[WriteJob, WriteInputs](
@@ -61,9 +57,7 @@ def measure(
 
     @functools.lru_cache(maxsize=1)
     def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        max_tokens = most[case, slots, num_blocks]
-        pages = num_blocks or workload.default_pages(case, max_tokens)
-        return workload.Tokens(case, max_tokens, pages, workload.sizes().rotation_bytes, slots)
+        return workload.make_tokens(case, most[case, slots, num_blocks], slots, num_blocks)
 
     @functools.lru_cache(maxsize=1)
     def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:

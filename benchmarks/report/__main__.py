@@ -20,7 +20,6 @@ PLOTS = flags.DEFINE_string("plots", "bench/plots", "folder to put the plots in"
 NOTES = flags.DEFINE_string("notes", None, "folder to put the full tables in (default: notes, beside the output)")
 README = flags.DEFINE_string("readme", None, "page to put the first comparison into, between its benchmarks markers")
 KERNELS = flags.DEFINE_string("kernels", None, "page to put the table of attention into, between its attention markers")
-SERVING = flags.DEFINE_string("serving", None, "page to put tokens a second into, between its serve markers")
 
 
 def write(report: Report) -> list[Path]:
@@ -56,11 +55,10 @@ def write(report: Report) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns the exit status."""
     try:
         devices, output = results.read([Path(name) for name in argv[1:]]), Path(OUTPUT.value)
         notes = Path(NOTES.value) if NOTES.value else output.parent / "notes"
-        wanted = {"benchmarks": README.value, "attention": KERNELS.value, "serve": SERVING.value}
+        wanted = {"benchmarks": README.value, "attention": KERNELS.value}
         parts = {name: Path(path) for name, path in wanted.items() if path}
         report = Report(devices, output, Path(PLOTS.value), notes, parts)
         written = write(report)

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import tables
-from benchmarks.measurement import Measurement, ResultsError, Rows, Word
-from benchmarks.operations import ATTENTION, OPERATIONS, SERVE_SHORT
+from benchmarks.measurement import Measurement, ResultsError, Rows, escaped
+from benchmarks.operations import ATTENTION, OPERATIONS
 from benchmarks.report.results import Run
-from benchmarks.tables import Lines, Operation, capitalized, escaped, fields, number, table, with_spread
+from benchmarks.tables import Lines, Operation, capitalized, fields, number, table, with_spread
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
-SUMMARY_SIZES, README_SIZES = 5, 3
-"""In how many sizes summaries show a dtype."""
-
+SUMMARY_SIZES, README_SIZES = 5, 3  # in how many sizes summaries show a dtype
 WIDTH = 120
 
 FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
@@ -74,7 +72,6 @@ class Timed:
 
     @property
     def headline(self) -> str:
-        """The case that was measured most."""
         return str(tables.headline(self.rows)[0].subject.get("case", ""))
 
     @property
@@ -82,7 +79,6 @@ class Timed:
         return self.of.name in ("attention", "serve")
 
     def plots(self) -> dict[str, Rows]:
-        """What is drawn, by the case."""
         if self.is_one_plot:
             return {self.headline: self.rows}
         found = {case: tables.drawn(self.of, rows) for case, rows in tables.by_case(self.rows).items()}
@@ -92,7 +88,6 @@ class Timed:
         return [*filter(None, [self.title, "" if self.is_one_plot else case, self.device])]
 
     def plot_name(self, case: str) -> str:
-        """The file of a plot: device, operation and case."""
         title, *middle, device = self.plot_words(case)
         return re.sub(r"[^a-z0-9.]+", "-", " ".join([device, title, *middle]).lower()).strip("-") + ".png"
 
@@ -108,8 +103,8 @@ class Timed:
     def command(self) -> list[str]:
         return [console([self.environment["command"]])] if "command" in self.environment else []
 
-    def facts(self, names: Sequence[str] = FACTS) -> str:
-        return ", ".join(f"{name} {self.environment[name]}" for name in names if name in self.environment)
+    def facts(self) -> str:
+        return ", ".join(f"{name} {self.environment[name]}" for name in FACTS if name in self.environment)
 
     def lines(self, of: Lines) -> list[str]:
         """A note and a table with bars; nothing where it has no line."""
@@ -167,17 +162,14 @@ class Report:
         return sorted(found, key=lambda each: order.index(each.of.name))
 
     def notes_page(self, device: str) -> Path:
-        """Where a device's full tables are."""
         return self.notes / f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.md"
 
     def image(self, of: Timed, case: str, on: Path) -> list[str]:
-        """The plot of a case on a page, if there is one."""
         words = escaped(", ".join(of.plot_words(case)))
         return [f"![{words}]({link(self.plots / of.plot_name(case), on)})"] if case in of.plots() else []
 
 
 def link(to: Path, page: Path) -> str:
-    """How a page links to a file."""
     return Path(os.path.relpath(to.resolve(), page.resolve().parent)).as_posix()
 
 
@@ -204,7 +196,6 @@ def page(report: Report) -> str:
 
 
 def columns(of: str) -> list[str]:
-    """What is said of the columns of a table."""
     header = of.split("\n")[0]
     words = " ".join(words for heading, words in COLUMNS.items() if heading in header)
     return [filled(words)] if words else []
@@ -246,7 +237,6 @@ def section(report: Report, each: Timed, on: Path, *, is_on_page: bool) -> list[
 
 
 def details(summary: str, parts: Sequence[str]) -> str:
-    """What is shown only when asked for."""
     return "\n\n".join([f"<details><summary>{escaped(summary)}</summary>", *parts, "</details>"])
 
 
@@ -269,12 +259,10 @@ def by_words(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
-    """What differs from program to program."""
     return [f"{words} ({', '.join(of)})" for words, of in programs.items()]
 
 
 def copies(runs: Sequence[Run]) -> list[str]:
-    """The copies that shares are of."""
     rows = [
         [escaped(run.short_program), number(moved / 1e6), number(moved / times.seconds / 1e9), with_spread(times)]
         for run in runs
@@ -287,7 +275,6 @@ def copies(runs: Sequence[Run]) -> list[str]:
 
 
 def skipped(runs: Sequence[Run]) -> list[str]:
-    """What was not measured, and why."""
     pairs = [
         (f"{what}: {(reason.strip() or 'no reason given').splitlines()[0]}", run.short_program)
         for run in runs
@@ -295,14 +282,6 @@ def skipped(runs: Sequence[Run]) -> list[str]:
     ]
     lines = [f"- {words}" for words in with_programs(by_words(pairs))]
     return ["## Not measured", "\n".join(lines)] if lines else []
-
-
-def _of_first(report: Report, name: str) -> Timed:
-    for device in report.devices:
-        for each in report.timed(device):
-            if each.of.name == name:
-                return each
-    raise ResultsError(f"no measurements of {name}")
 
 
 def readme_part(report: Report, on: Path) -> str:
@@ -325,21 +304,15 @@ def readme_part(report: Report, on: Path) -> str:
 
 def kernels_part(report: Report, _: Path) -> str:
     """What docs/kernels.md shows: every row of attention with its bars."""
-    each = _of_first(report, "attention")
+    found = [each for device in report.devices for each in report.timed(device) if each.of.name == "attention"]
+    if not found:
+        raise ResultsError("no measurements of attention")
+    each = found[0]
     first = f"{escaped(each.device)}: {escaped(each.facts())}."
     return "\n\n".join([first, *each.command(), *each.lines(ATTENTION)]) + "\n"
 
 
-def serving_part(report: Report, on: Path) -> str:
-    """What docs/serving.md shows of tokens a second."""
-    each = _of_first(report, "serve")
-    about: dict[str, Word] = tables.constants(each.of, each.rows)
-    parts = [f"{escaped(each.device)}: {fields(about)}.", SERVE_SHORT.table(each.rows)]
-    parts += [*report.image(each, each.headline, on), *each.command(), f"{escaped(each.facts(('reading', *FACTS)))}."]
-    return "\n\n".join(parts) + "\n"
-
-
-PARTS = {"benchmarks": readme_part, "attention": kernels_part, "serve": serving_part}
+PARTS = {"benchmarks": readme_part, "attention": kernels_part}
 """What is put between the markers `<!-- NAME: begin -->` and `<!-- NAME: end -->` of other pages."""
 
 

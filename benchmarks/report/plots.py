@@ -31,11 +31,8 @@ PANELS_ACROSS = 3
 WIDTH_INCHES, PANEL_INCHES, MARGIN_INCHES = 10.0, 2.3, 1.1
 DOTS_AN_INCH, NUM_COLOURS = 160, 256
 
-FEW_SIZES = 4
-"""Up to so many sizes each has its tick."""
-
-FEW_DECADES = 100.0
-"""Of times that differ by less than this factor, more than the powers of ten have ticks."""
+FEW_SIZES = 4  # up to so many sizes each has its tick
+FEW_DECADES = 100.0  # of times that differ by less than this factor, more than the powers of ten have ticks
 
 type Style = Mapping[str, str]
 

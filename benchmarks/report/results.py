@@ -6,12 +6,10 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measurement import Measurement, ResultsError, checked, field, from_record, samples
+from benchmarks.measurement import Measurement, ResultsError, from_record, positive
 from benchmarks.operations import OPERATIONS
 from benchmarks.output import SCHEMA
-from benchmarks.tables import TEXTS
 from benchmarks.timing import Clock, Timing
 
 
@@ -29,13 +27,12 @@ class Run:
     path: Path
     program: str
     environment: Mapping[str, str]
-    copies: tuple[tuple[int, Timing], ...]
-    measurements: tuple[Measurement, ...]
-    skipped: tuple[tuple[str, str], ...]
+    copies: Sequence[tuple[int, Timing]]
+    measurements: Sequence[Measurement]
+    skipped: Sequence[tuple[str, str]]
 
     @property
     def short_program(self) -> str:
-        """The program without its package."""
         return self.program.rpartition(".")[2]
 
 
@@ -73,43 +70,29 @@ def read_run(path: Path) -> Run:
     Raises:
       ResultsError: it cannot be read, or is no file of a benchmark run.
     """
+    place = str(path)
     try:
         file = json.loads(path.read_bytes())
+        if file["schema"] != SCHEMA:
+            raise ValueError(f"schema: got {file['schema']}, expected {SCHEMA}")
+        environment = {name: str(words) for name, words in file["environment"].items() if words is not None}
+        if "device" not in environment:
+            raise KeyError("device")
+        copies = [
+            (each["bytes_moved"], Timing(positive(each["samples"]), Clock.WALL))
+            for each in file.get("copy_rates") or []
+        ]
+        skipped = [(each["what"], each["reason"]) for each in file.get("skipped") or []]
+        measurements = []
+        for number, record in enumerate(file["measurements"]):
+            place = f"{path}: measurements[{number}]"
+            if record["operation"] not in OPERATIONS:
+                raise ValueError(f"operation: got {record['operation']!r}, expected one of {[*OPERATIONS]}")
+            measurements.append(from_record(record, OPERATIONS[record["operation"]].about))
+        return Run(path, file["program"], environment, copies, measurements, skipped)
     except OSError as error:
-        raise ResultsError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ResultsError(f"{path}: not JSON: {error}") from error
-    if (schema := field(file, "schema", int, str(path))) != SCHEMA:
-        raise ResultsError(f"{path}: schema: got {schema}, expected {SCHEMA}")
-    environment = field(file, "environment", dict, str(path))
-    field(environment, "device", str, f"{path}: environment")
-
-    def records(name: str) -> list[tuple[Any, str]]:
-        found = field(file, name, list, str(path), optional=name != "measurements") or []
-        return [(each, f"{path}: {name}[{number}]") for number, each in enumerate(found)]
-
-    return Run(
-        path=path,
-        program=field(file, "program", str, str(path)),
-        environment={name: str(words) for name, words in environment.items() if words is not None},
-        copies=tuple(
-            (field(each, "bytes_moved", int, place), Timing(samples(each, place), Clock.WALL))
-            for each, place in records("copy_rates")
-        ),
-        measurements=tuple(measurement(each, place) for each, place in records("measurements")),
-        skipped=tuple(
-            (field(each, "what", str, place), field(each, "reason", str, place)) for each, place in records("skipped")
-        ),
-    )
-
-
-def measurement(record: Any, place: str) -> Measurement:
-    """A measurement of an operation that is known.
-
-    Raises:
-      ResultsError: it is none.
-    """
-    name = field(checked(record, dict, place), "operation", str, place)
-    if name not in OPERATIONS:
-        raise ResultsError(f"{place}: 'operation': got {name!r}, expected one of {[*OPERATIONS]}")
-    return from_record(record, place, {key: str if key in TEXTS else int for key in OPERATIONS[name].about})
+        raise ResultsError(f"{place}: {error.strerror}") from error
+    except KeyError as error:
+        raise ResultsError(f"{place}: {error} is missing") from error
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ResultsError(f"{place}: not as a benchmark run writes it: {error}") from error

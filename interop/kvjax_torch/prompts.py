@@ -215,7 +215,7 @@ def _by_flash(lot: _Lot) -> None:
         keys.flatten(0, 1),
         values.flatten(0, 1),
         *(x.to(torch.int32) for x in (bounds, starts, num_keys)),
-        max_q_len=lot.max_q_len,
+        max_q_len=max(lot.max_q_len, 2),  # for 1 it would assume that every sequence has a row
         max_len=lot.max_len,
         sm_scale=plan.sm_scale,
         window=plan.window,

@@ -17,7 +17,6 @@ from examples.clients import sglang_jax
 
 OPTIONS = {
     "context_length": 256,
-    "device": "cpu",
     "disable_precompile": True,
     "dtype": "float32",
     "enable_single_process": True,
@@ -62,7 +61,8 @@ def logprobs(top: list[Any]) -> list[list[float]]:
 def main() -> None:
     asked = json.load(sys.stdin)
     sglang_jax.use_pages(asked["kv_cache_dtype"], asked["scales"])
-    engine = Engine(model_path=asked["folder"], **OPTIONS | asked["options"])
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    engine = Engine(model_path=asked["folder"], device=device, **OPTIONS | asked["options"])
     runner = engine.scheduler_info["scheduler"].tp_worker.worker.model_runner
     watched = Watched(runner)
     result: dict[str, Any] = {"tokens": [], "num_cached": [], "bytes_per_token": runner._compute_cell_size()}
