@@ -155,7 +155,8 @@ def test_flags_choose_what_is_measured(tmp_path, program):
     flags, names, expected = CHOSEN[program]
     measured = run_and_read(tmp_path, program, "--smoke", *flags)["measurements"]
     assert [[each.get(name) for name in names] for each in measured] == expected
-    assert all(0 < each["error"] < 0.01 for each in measured if "error" in each)
+    if program == "attention":
+        assert all(0 < each["error"] < 0.01 for each in measured)
 
 
 @pytest.mark.full

@@ -54,7 +54,8 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
 
 def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array]) -> Run:
-    sets = [(inputs.call_query, cache, *numbers) for cache in inputs.caches]
+    query = inputs.call_query  # one for all calls, as other peers have
+    sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
 
@@ -94,12 +95,16 @@ def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
     return compiling(attend, query, dense, dense, jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32))
 
 
+@jax.jit
+def _by_head(pages: jax.Array) -> jax.Array:
+    return pages.transpose(2, 0, 1, 3)
+
+
 def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
     """JAX's paged attention in Triton: pages of one head each, logits not scaled."""
     compiled = triton_attention(inputs.job, interpret).result()
-    by_head = jax.jit(lambda pages: pages.transpose(2, 0, 1, 3))
     query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
-    sets = [(query, *map(by_head, inputs.token_pages()), inputs.table, inputs.seq_lens) for _ in inputs.caches]
+    sets = [(query, *map(_by_head, inputs.token_pages()), inputs.table, inputs.seq_lens) for _ in inputs.caches]
     return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
 
 

@@ -58,6 +58,9 @@ def compiled(num_bytes: int) -> Any:
 
 def distinct_words(num_bytes: int, count: int) -> list[jax.Array]:
     """So many arrays for it, of different words, in a moment; they need not be random."""
-    size = num_blocks(num_bytes) * BLOCK_WORDS
-    make = jax.jit(lambda first: (jnp.arange(size, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527))
-    return [make(first) for first in range(count)]
+    return [_distinct_words(first, num_blocks(num_bytes) * BLOCK_WORDS) for first in range(count)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _distinct_words(first: int, size: int) -> jax.Array:
+    return (jnp.arange(size, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527)

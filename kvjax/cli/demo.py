@@ -38,7 +38,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="DTYPE",
         help=f"KV cache dtype, repeatable (default: all); one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
     )
-    parser.add_argument("--sequences", type=at_least(1), default=12, help="number of texts (default: %(default)s)")
+    parser.add_argument("--sequences", type=at_least(1), default=10, help="number of texts (default: %(default)s)")
     parser.add_argument(
         "--tokens", type=at_least(32), default=384, help="bytes of the longest text (default: %(default)s)"
     )
