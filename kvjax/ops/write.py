@@ -210,7 +210,7 @@ def write_mosaic(
     if key.shape[0] >= kernel.SEARCHED and not unique_slots:
         slot_mapping = last_of_each_slot(slot_mapping, cache.num_slots)
     spec = cache.spec
-    config = kernel.WriteConfig.choose(spec, key.shape[0])
+    config = kernel.WriteConfig.choose(spec, key.shape[0], rotates=rotated is not None)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     pages = flat_pages(cache)
     if spec.quant_mode is KVQuantMode.NONE:

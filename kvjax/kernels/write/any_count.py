@@ -29,7 +29,7 @@ from kvjax.kernels.memory import (
 from kvjax.kernels.write import plan, program
 from kvjax.kernels.write.encoding import token_rows
 from kvjax.kernels.write.launch import write_kernel
-from kvjax.kernels.write.plan import MAX_ROTATED_TOKENS, RUNG_TOKENS, Rung
+from kvjax.kernels.write.plan import Rung
 from kvjax.kernels.write.rotation_step import RotatedMemory
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import KVOperand
@@ -68,7 +68,7 @@ def any_count(
     """
     check_dtype(spec)
     words_per_slot = np.dtype(slot_dtype).itemsize // 4
-    rungs = plan.rungs(spec, unique_slots, RUNG_TOKENS[-1] if rotated is None else MAX_ROTATED_TOKENS)
+    rungs = plan.rungs(spec, unique_slots, rotates=rotated is not None)
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
 

@@ -43,7 +43,8 @@ class WriteConfig:
 
     Attributes:
       tokens: tokens per program.
-      split_kv: whether separate programs write the keys and the values of these tokens.
+      split_kv: whether separate programs write the keys and the values of these tokens. With a rotation, the former
+        rotate the keys, the latter the queries.
     """
 
     tokens: int
@@ -54,22 +55,22 @@ class WriteConfig:
             raise ValueError(f"{self.tokens=} must be positive")
 
     @classmethod
-    def by_min_tokens(cls, spec: AttentionSpec) -> dict[int, WriteConfig]:
+    def by_min_tokens(cls, spec: AttentionSpec, rotates: bool = False) -> dict[int, WriteConfig]:
         """Maps the smallest number of tokens for which a configuration is used to that configuration.
 
-        A program takes up to `ELEMENTS` elements if the launch still has `PROGRAMS` programs. For few tokens, formats
-        that compute scales split keys and values: a warp encodes them one after the other, and no other work hides the
+        A program takes up to `ELEMENTS` elements if the launch still has `PROGRAMS` programs. For few tokens, writes
+        that compute scales or rotate split keys and values: one would come after the other, and no other work hides the
         latency.
         """
         max_tokens = max_elements(spec) // elements_per_token(spec)
-        smallest = cls(1, split_kv=spec.stores_scales)
+        smallest = cls(1, split_kv=spec.stores_scales or rotates)
         larger = [cls(1 << i) for i in range(1, max(1, max_tokens).bit_length())] or [cls(1)]
         return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, num_tokens: int) -> WriteConfig:
+    def choose(cls, spec: AttentionSpec, num_tokens: int, rotates: bool = False) -> WriteConfig:
         """The configuration for a known number of tokens."""
-        configs = cls.by_min_tokens(spec)
+        configs = cls.by_min_tokens(spec, rotates)
         return configs[max(least for least in configs if least <= max(num_tokens, 1))]
 
     def num_programs(self, num_tokens: int) -> int:
@@ -89,17 +90,21 @@ class Rung(NamedTuple):
     config: WriteConfig
 
 
-def rungs(spec: AttentionSpec, unique_slots: bool, max_tokens: int = RUNG_TOKENS[-1]) -> list[Rung]:
-    """The configurations that a kernel for any number of tokens selects from, each of at most `max_tokens` tokens.
+def rungs(spec: AttentionSpec, unique_slots: bool, rotates: bool = False) -> list[Rung]:
+    """The configurations that a kernel for any number of tokens selects from.
 
     Selects those of `WriteConfig.by_min_tokens` that `RUNG_TOKENS` lists, and the largest. Unless slots are unique,
     a rung at `SEARCHED` switches the search for repeated slots off. fp8 of 1,024 elements per token and more has one
     configuration: saving the selection for few tokens gains more than it costs for very many (docs/notes/kernels.md).
     """
+    max_tokens = MAX_ROTATED_TOKENS if rotates else RUNG_TOKENS[-1]
     configs = {
-        least: config for least, config in WriteConfig.by_min_tokens(spec).items() if config.tokens <= max_tokens
+        least: config
+        for least, config in WriteConfig.by_min_tokens(spec, rotates).items()
+        if config.tokens <= max_tokens
     }
-    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and elements_per_token(spec) >= ELEMENTS[KVQuantMode.NONE]:
+    is_wide = elements_per_token(spec) >= ELEMENTS[KVQuantMode.NONE]
+    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and is_wide and not rotates:
         configs = {1: configs[1]}
     [*_, largest] = configs.values()
     selected = {least: config for least, config in configs.items() if config.tokens in RUNG_TOKENS or config is largest}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
-from kvjax.kernels.memory import Number
+from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.write.encoding import (
     LoadedRows,
     encode_blocks,
@@ -45,6 +44,8 @@ class Program(NamedTuple):
       first: the first of them.
       first_owned: the first that the program writes. The last program starts early instead of reading past the end;
         the tokens before `first_owned` belong to the program before it.
+      writes_keys: whether it writes keys, which it rotates first if asked to.
+      writes_values: whether it writes values. If so it also rotates the queries.
     """
 
     spec: AttentionSpec
@@ -53,6 +54,8 @@ class Program(NamedTuple):
     tokens: int
     first: jax.Array
     first_owned: jax.Array
+    writes_keys: bool = True
+    writes_values: bool = True
 
 
 def run(
@@ -75,26 +78,31 @@ def run(
     first_owned = (lax.div(index, jnp.int32(2)) if config.split_kv else index) * config.tokens
     first = first_owned if config.tokens == 1 else jnp.minimum(first_owned, num_tokens - config.tokens)
     program = Program(spec, dtype, slots, config.tokens, first, first_owned)
-    if not staged:
-        write = _write_token if config.tokens == 1 else _write_tokens
-        write(program, operands, rotation)
-        return
-    if rotation is not None and (which is None or config.tokens > 1):
-        operands = _rotated(program, operands, rotation, which)
-        rotation = None
-    both = list(zip(operands, itertools.batched(staged, 2), strict=True))
-
-    def write_staged(both: Sequence[StagedOperand], is_key: bool = True) -> None:
-        if config.tokens > 1:
-            _write_tokens_staged(program, both)
-        else:
-            _write_token_staged(program, both, rotation, is_key)
-
     if which is None:
-        write_staged(both)
+        _write(program, operands, staged, rotation)
+        return
+    keys, values = program._replace(writes_values=False), program._replace(writes_keys=False)
+    middle = len(staged) // 2
+    branch(
+        *(which == 0, "keys", lambda: _write(keys, operands[:1], staged[:middle], rotation)),
+        *("values", lambda: _write(values, operands[1:], staged[middle:], rotation)),
+    )
+
+
+def _write(
+    program: Program, operands: Sequence[KVOperand], staged: Sequence[Any], rotation: RotationStep | None
+) -> None:
+    """Writes the operands of a program, through registers or shared memory."""
+    if not staged:
+        (_write_token if program.tokens == 1 else _write_tokens)(program, operands, rotation)
+        return
+    if rotation is not None and program.tokens > 1:
+        operands = _rotated(program, operands, rotation)
+    both = list(zip(operands, itertools.batched(staged, 2), strict=True))
+    if program.tokens == 1:
+        _write_token_staged(program, both, rotation)
     else:
-        keys, values = both
-        branch(which == 0, "keys", lambda: write_staged([keys]), "values", lambda: write_staged([values], is_key=False))
+        _write_tokens_staged(program, both)
 
 
 def branch(
@@ -143,15 +151,18 @@ def _load_rows(
         slots.position(lambda word: slots.ref[word], token, token >= program.first_owned, spec) for token in tokens
     ]
     copies = [row_copy(spec, operand, program.dtype) for operand in operands]
+
+    def load(which: int, rows: Rows) -> list[jax.Array]:
+        return [copies[which].load(rows, token) for token in tokens]
+
     if rotation is None:
-        both = list(zip(copies, operands, strict=True))
-        return positions, copies, [[copy.load(operand.rows, token) for copy, operand in both] for token in tokens]
-    # Values are loaded first, so that these loads overlap the rotation of the keys.
-    key_copy, value_copy = copies
-    values = [value_copy.load(operands[1].rows, token) for token in tokens]
-    keys, _ = _rotated(program, operands, rotation, None)
-    loaded = [[key_copy.load(keys.rows, token), value] for token, value in zip(tokens, values, strict=True)]
-    return positions, copies, loaded
+        loaded = [load(which, operand.rows) for which, operand in enumerate(operands)]
+    else:
+        # Values are loaded first, so that these loads overlap the rotation of the keys.
+        values = [load(-1, operands[-1].rows)] if program.writes_values else []
+        rotated = _rotated(program, operands, rotation)
+        loaded = [load(0, rotated[0].rows), *values] if program.writes_keys else values
+    return positions, copies, [list(rows) for rows in zip(*loaded, strict=True)]
 
 
 def _row_encoders(
@@ -180,26 +191,20 @@ def _store_rows(
                 copy.store(row, operand.pages, position)
 
 
-def _rotated(
-    program: Program, operands: Sequence[KVOperand], rotation: RotationStep, which: jax.Array | None
-) -> list[KVOperand]:
-    """Rotates keys and queries, and returns the operands with the rotated keys.
-
-    With `which`, a program that writes keys (0) rotates keys, and one that writes values (1) rotates queries.
-    """
-    keys, values = operands
-    tokens, first, first_owned = program.tokens, program.first, program.first_owned
-    rotate_keys = functools.partial(rotation.rotate_keys, keys.rows, program.spec, tokens, first)
-    rotate_queries = functools.partial(rotation.rotate_queries, tokens, first, first_owned)
+def _rotated(program: Program, operands: Sequence[KVOperand], rotation: RotationStep) -> list[KVOperand]:
+    """Rotates keys and queries, as far as these are the program's, and returns the operands with the rotated keys."""
+    tokens, first = program.tokens, program.first
     if tokens == 1:
-        rotation.rotate_token(keys.rows, program.spec, first, with_query=True)
-    elif which is None:
-        rotate_keys()
-        rotate_queries()
+        key = operands[0].rows if program.writes_keys else None
+        rotation.rotate_token(key, program.spec, first, with_query=program.writes_values)
     else:
-        branch(which == 0, "rotated keys", rotate_keys, "rotated queries", rotate_queries)
+        rotation.rotate_keys(operands[0].rows, program.spec, tokens, first)
+        rotation.rotate_queries(tokens, first, program.first_owned)
+    if not program.writes_keys:
+        return list(operands)
     compat.barrier()
-    return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), values]
+    keys, *values = operands
+    return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), *values]
 
 
 class _Staged(NamedTuple):
@@ -218,17 +223,15 @@ class _Staged(NamedTuple):
     positions: Sequence[Position]
 
 
-def _write_token_staged(
-    program: Program, operands: Sequence[StagedOperand], rotation: RotationStep | None = None, is_key: bool = True
-) -> None:
+def _write_token_staged(program: Program, operands: Sequence[StagedOperand], rotation: RotationStep | None) -> None:
     """Writes one token through shared memory.
 
     With `rotation`, rotates the keys first, or rotates the queries while the values are on their way.
     """
     if rotation is not None:
         scales = _layer_scales(program, operands)
-    staged, loaded = _load_staged(program, operands, rotation if is_key else None)
-    if rotation is not None and not is_key:
+    staged, loaded = _load_staged(program, operands, rotation if program.writes_keys else None)
+    if rotation is not None and not program.writes_keys:
         rotation.rotate_token(None, program.spec, program.first, with_query=True)
     if rotation is None:
         compat.barrier()  # as in `_write_token`
@@ -252,7 +255,7 @@ def _write_tokens_staged(program: Program, operands: Sequence[StagedOperand]) ->
 def _load_staged(
     program: Program, operands: Sequence[StagedOperand], rotation: RotationStep | None = None
 ) -> tuple[list[_Staged], list[LoadedRows]]:
-    """Loads slots and rows; with `rotation`, slots, and then rotated rows of a token's keys."""
+    """Loads slots and rows; with `rotation`, slots, and then rows with rotated keys."""
     spec, tokens, first = program.spec, program.tokens, program.first
     scatters = [
         [Scatter(RowCopy.of(spec, pages, which, 1), tokens) for pages, which in operand.destinations]
@@ -262,10 +265,8 @@ def _load_staged(
         [scatter.positions(program.slots, first, program.first_owned, spec) for scatter in pair] for pair in scatters
     ]
     if rotation is not None:
-        [(keys, refs)] = operands
-        rotation.rotate_token(keys.rows, spec, first, with_query=False)
-        compat.barrier()
-        operands = [(keys._replace(rows=rotation.rotated_keys(spec, first)), refs)]
+        rows, refs = zip(*operands, strict=True)
+        operands = list(zip(_rotated(program, rows, rotation), refs, strict=True))
     load = load_blocks if spec.quant_mode is KVQuantMode.NVFP4 else load_heads
     loaded = [load(operand.rows, first, tokens, refs, spec, program.dtype) for operand, refs in operands]
     staged = [
