@@ -31,8 +31,8 @@ from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
-from kvjax.kernels.attention.merge import Merge
-from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
+from kvjax.kernels.attention.problem import COLUMNS, ONE_WARP_A_ROW, DecodeConfig, MergeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
@@ -72,14 +72,15 @@ SLOTS = 3
 STAGES = 12
 """Stages that a block should process; below that, smaller stages balance the work better."""
 
-MERGE_WARPS = {1: 16, 4: WARPS, 33: 1}
-"""Warps per row of a merge, by minimum number of sequences: with fewer sequences, each has more parts."""
+MERGES = {1: MergeConfig(16, 1), 4: MergeConfig(WARPS, 2), 33: ONE_WARP_A_ROW}
+"""How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts, and there are
+fewer rows for all multiprocessors."""
 
 PART_TOKENS = 512
 """Tokens of a part of a batch-invariant call: shorter parts are more work to merge, longer ones leave thread blocks
 idle where there are few sequences."""
 
-BATCHES = tuple(MERGE_WARPS)
+BATCHES = tuple(MERGES)
 """Numbers of sequences from which on calls are launched in another way."""
 
 
@@ -183,7 +184,9 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         num_seqs, max_blocks = 1, 0
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
     num_blocks = 2 if compat.interpreting() else target.multiprocessors
-    merge_warps = min(_merge_warps(num_seqs), WARPS if compat.interpreting() or problem.batch_invariant else LANES)
+    merge = next(merge for least, merge in reversed(MERGES.items()) if max(num_seqs, 1) >= least)
+    if compat.interpreting() or problem.batch_invariant:
+        merge = merge._replace(warps=min(merge.warps, WARPS))
     for heads in range(min(spec.num_kv_heads, max_warps), 0, -1):
         if spec.num_kv_heads % heads:
             continue
@@ -201,12 +204,8 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         tiles = max(1, tiles)
         slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
-        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_warps)
+        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge)
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
-
-
-def _merge_warps(num_seqs: int) -> int:
-    return next((warps for least, warps in reversed(MERGE_WARPS.items()) if num_seqs >= least), 1)
 
 
 def decode(
@@ -427,16 +426,16 @@ def merge_kernel(
     body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
 ) -> Callable[..., Any]:
     """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
-    warps_per_row = config.merge_warps
+    warps_per_row = config.merge.warps
     several = warps_per_row > 1
-    registers = 2 + -(-problem.spec.head_size_v // LANES)
-    rows = problem.q_len * problem.num_heads
+    registers = 2 + elements_per_thread(problem, config)
+    rows, columns = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("merge_paged_attention", body),
         out_type=(),
         scratch_types=[plgpu.SMEM((warps_per_row * registers * LANES * 4,), jnp.uint8)] if several else [],
         # Only the last axis of a grid may be long.
-        grid=(rows if several else -(-rows // WARPS), num_seqs),
+        grid=((rows if several else -(-rows // WARPS)) * columns, num_seqs),
         grid_names=("rows", "sequence"),
         num_threads=max(1, warps_per_row // WARPS),
         thread_name="warpgroup",

@@ -53,10 +53,13 @@ class Merge:
         length = self.refs.seq_lens[sequence]
         _, count = self.sequences.stages(length)
         rows = problem.q_len * problem.num_heads
+        columns = jnp.int32(blocks_per_row(problem, self.config))
+        dim = lax.rem(lax.axis_index("rows"), columns) * (LANES * self.elements_per_thread) + lane  # its first
+        first_row = lax.div(lax.axis_index("rows"), columns)
         if self.warps_per_row == 1:
-            row, warp_index = lax.axis_index("rows") * WARPS + warp, thread * 0
+            row, warp_index = first_row * WARPS + warp, thread * 0
         else:
-            row, warp_index = lanes.splat(lax.axis_index("rows"), jnp.int32), warp
+            row, warp_index = lanes.splat(first_row, jnp.int32), warp
         is_row = row < rows
         index = sequence * rows + jnp.minimum(row, rows - 1)
         num_parts, part_index = self.parts(sequence, count)
@@ -65,20 +68,20 @@ class Merge:
         def nothing_stored() -> None:
             zero = lanes.splat(0.0, jnp.float32)
             self.store(
-                index, row, lane, zero + LOWEST, zero, [zero] * self.elements_per_thread, is_row & (warp_index == 0)
+                index, row, dim, zero + LOWEST, zero, [zero] * self.elements_per_thread, is_row & (warp_index == 0)
             )
 
         @pl.when((count > 0) & (num_parts > 1))
         def several_parts() -> None:
-            largest, total, output = self.sums(num_parts, part_index, row, lane, warp_index, is_row)
+            largest, total, output = self.sums(num_parts, part_index, row, dim, warp_index, is_row)
             if self.warps_per_row > 1:
                 largest, total, output = self.joined(largest, total, output, lane, warp)
-            self.store(index, row, lane, largest, total, output, is_row & (warp_index == 0))
+            self.store(index, row, dim, largest, total, output, is_row & (warp_index == 0))
 
     @property
     def warps_per_row(self) -> int:
         """Warps that share a row: 1, or all of a block."""
-        return self.config.merge_warps
+        return self.config.merge.warps
 
     @property
     def sequences(self) -> Sequences:
@@ -102,14 +105,14 @@ class Merge:
     @property
     def elements_per_thread(self) -> int:
         """Elements of a row that a thread holds."""
-        return -(-self.problem.spec.head_size_v // LANES)
+        return elements_per_thread(self.problem, self.config)
 
     def sums(
         self,
         num_parts: jax.Array,
         part_index: Callable[[jax.Array], jax.Array],
         row: jax.Array,
-        lane: jax.Array,
+        dim: jax.Array,
         warp_index: jax.Array,
         is_row: jax.Array,
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
@@ -131,8 +134,8 @@ class Merge:
                 values = [
                     lanes.load_global(
                         self.refs.partial,
-                        offset * size + lane + LANES * j,
-                        is_part & (lane + LANES * j < size),
+                        offset * size + dim + LANES * j,
+                        is_part & (dim + LANES * j < size),
                         0,
                     )
                     for j in range(self.elements_per_thread)
@@ -186,7 +189,7 @@ class Merge:
         self,
         index: jax.Array,
         row: jax.Array,
-        lane: jax.Array,
+        dim: jax.Array,
         largest: jax.Array,
         total: jax.Array,
         output: list[jax.Array],
@@ -195,10 +198,20 @@ class Merge:
         """Stores a row's output and log-sum-exp."""
         problem, size = self.problem, self.problem.spec.head_size_v
         inverse, lse = normalized(largest, total, sink(problem, self.refs, row % problem.num_heads, condition))
-        lanes.store_global(self.refs.lse, index, lse, condition & (lane == 0))
+        lanes.store_global(self.refs.lse, index, lse, condition & (dim == 0))
         for j, x in enumerate(output):
-            dim = lane + LANES * j
-            lanes.store_global(self.refs.out, index * size + dim, x * inverse, condition & (dim < size))
+            position = dim + LANES * j
+            lanes.store_global(self.refs.out, index * size + position, x * inverse, condition & (position < size))
+
+
+def elements_per_thread(problem: Problem, config: DecodeConfig) -> int:
+    """Elements of a row that a thread holds."""
+    return min(config.merge.elements, -(-problem.spec.head_size_v // LANES))
+
+
+def blocks_per_row(problem: Problem, config: DecodeConfig) -> int:
+    """Thread blocks that share a row: each takes other elements."""
+    return -(-problem.spec.head_size_v // (LANES * elements_per_thread(problem, config)))
 
 
 def _bits(x: float) -> int:

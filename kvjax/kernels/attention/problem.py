@@ -14,6 +14,21 @@ COLUMNS = 8
 """Query rows of one product."""
 
 
+class MergeConfig(NamedTuple):
+    """How the merge is launched.
+
+    Attributes:
+      warps: warps that share a row: 1, or a multiple of 4, all those of a thread block.
+      elements: maximum elements of a row per thread. Longer rows are shared by several thread blocks.
+    """
+
+    warps: int
+    elements: int
+
+
+ONE_WARP_A_ROW = MergeConfig(1, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """How the kernel is launched.
@@ -26,7 +41,7 @@ class DecodeConfig:
       blocks: thread blocks that share the work.
       part: for batch-invariant calls the stages of a part, of which long sequences take a multiple; None where the
         shares of thread blocks divide sequences into parts.
-      merge_warps: warps per row of the merge: 1, or a multiple of 4.
+      merge: how the merge is launched.
     """
 
     heads: int
@@ -35,7 +50,7 @@ class DecodeConfig:
     slots: int
     blocks: int
     part: int | None = None
-    merge_warps: int = 1
+    merge: MergeConfig = ONE_WARP_A_ROW
 
     @property
     def groups(self) -> int:
