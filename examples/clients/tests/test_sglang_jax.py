@@ -87,8 +87,9 @@ def run(folder: pathlib.Path, model: transformers.PreTrainedModel, rounds: list[
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     elif (num_gpus := len(asked["options"]["device_indexes"])) > jax.device_count():
         pytest.skip(f"needs {num_gpus} GPUs")
+    # A scheduler that fails sends SIGQUIT to its parent: to a shell, so that the test can say what it failed with.
     done = subprocess.run(
-        [sys.executable, "-m", "examples.clients.tests.sglang_jax_engine"],
+        ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "examples.clients.tests.sglang_jax_engine"],
         input=json.dumps(asked),
         env=env,
         capture_output=True,

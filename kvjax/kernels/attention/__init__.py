@@ -72,9 +72,10 @@ SLOTS = 3
 STAGES = 12
 """Stages that a block should process; below that, smaller stages balance the work better."""
 
-MERGES = {1: MergeConfig(16, 1), 4: MergeConfig(WARPS, 2), 33: ONE_WARP_A_ROW}
+MERGES = {1: MergeConfig(8, 1, 17), 4: MergeConfig(WARPS, 4, 9), 33: ONE_WARP_A_ROW}
 """How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts, and there are
-fewer rows for all multiprocessors."""
+fewer rows for all multiprocessors. The first loads all parts of a sequence that is divided among 132 thread blocks at
+once."""
 
 PART_TOKENS = 512
 """Tokens of a part of a batch-invariant call: shorter parts are more work to merge, longer ones leave thread blocks

@@ -22,10 +22,6 @@ from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
-AT_ONCE, AT_ONCE_OF_MANY = 4, 9
-"""Parts that a warp loads before it uses any; the second where several warps share a row: 16 warps then load all parts
-of a sequence that is divided among 132 thread blocks at once."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
@@ -98,11 +94,6 @@ class Merge:
         return last - first + 1, lambda number: 2 * (first + number) + jnp.where(number == 0, 1, 0)
 
     @property
-    def at_once(self) -> int:
-        """Parts that a warp loads before it uses any."""
-        return AT_ONCE if self.warps_per_row == 1 else AT_ONCE_OF_MANY
-
-    @property
     def elements_per_thread(self) -> int:
         """Elements of a row that a thread holds."""
         return elements_per_thread(self.problem, self.config)
@@ -117,13 +108,14 @@ class Merge:
         is_row: jax.Array,
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """The combined parts of a row that a warp takes: every `warps_per_row`-th from `warp_index` on."""
-        problem, step = self.problem, self.warps_per_row * self.at_once
+        problem, at_once = self.problem, self.config.merge.at_once
+        step = self.warps_per_row * at_once
         rows, size = problem.q_len * problem.num_heads, problem.spec.head_size_v
 
         def body(i: jax.Array, carry: Any) -> Any:
             largest, total, output = carry
             loaded = []
-            for k in range(self.at_once):
+            for k in range(at_once):
                 part = i * step + k * self.warps_per_row + warp_index
                 is_part = is_row & (part < num_parts)
                 offset = part_index(part) * rows + row

@@ -20,13 +20,15 @@ class MergeConfig(NamedTuple):
     Attributes:
       warps: warps that share a row: 1, or a multiple of 4, all those of a thread block.
       elements: maximum elements of a row per thread. Longer rows are shared by several thread blocks.
+      at_once: parts that a warp loads before it uses any.
     """
 
     warps: int
     elements: int
+    at_once: int
 
 
-ONE_WARP_A_ROW = MergeConfig(1, 4)
+ONE_WARP_A_ROW = MergeConfig(1, 4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
