@@ -87,11 +87,10 @@ class Decode:
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
             num_stages = jnp.minimum(count - skipped, left)
-            v_scale = self.segments.v_scale()
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
             state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
-            self.segments.finish(sequence, state, v_scale, begins & ends, block * 2 + jnp.where(begins, 1, 0))
+            self.segments.finish(sequence, state, begins & ends, block * 2 + jnp.where(begins, 1, 0))
 
             @pl.when(begins)
             def _() -> None:
@@ -114,10 +113,9 @@ class Decode:
             part = sequences.part(count, least)
             num_stages = jnp.minimum(count - skipped, part)
             ends = skipped + num_stages == count
-            v_scale = self.segments.v_scale()
             state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
             whole = (skipped == 0) & ends
-            self.segments.finish(sequence, state, v_scale, whole, sequence * most + lax.div(skipped, part))
+            self.segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
             following = jnp.where(ends, 0, skipped + num_stages)
             return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
 
@@ -142,16 +140,12 @@ class Decode:
             return ring.blocks(entries, position(stage), span.start, end)
 
         def fill(stage: Any, carry: Any) -> Any:
-            (slot, parity), (found, *following) = carry
+            (slot, parity), found = carry
             ring.fill(slot, parity, position(stage), found)
-            return ring.next(slot, parity), [*following, found]
+            return ring.next(slot, parity), blocks(stage + 1)
 
-        # A short segment ends before a warp waits for another, so more of it is on the way from the start. All blocks
-        # of the first stages are looked up at once: one after the other, each would take the latency.
-        ahead = jnp.minimum(jnp.where(count <= 2 * ring.slots, ring.slots - 1, ring.ahead), count)
-        lookups = [blocks(stage) for stage in range(ring.slots)]
-        cursor_ahead, (found, *_) = lax.fori_loop(0, ahead, fill, (cursor, lookups))
-        filled = cursor_ahead, found
+        ahead = jnp.minimum(ring.ahead, count)
+        filled = lax.fori_loop(0, ahead, fill, (cursor, blocks(0)))
         lacks = ring.lacks_blocks(entries, jnp.maximum(span.start, position(0)), end)
         query, factor = operand_of(self.keys, self.refs, sequence)
 

@@ -47,16 +47,10 @@ class Segments:
     rows: ValueRows
     buffer: Any
 
-    def v_scale(self) -> jax.Array:
-        """The factor of the output, which a segment loads before its pages, to hide the latency."""
-        scale = self.warp.scale(self.problem, self.refs.v_scale, self.problem.scale_sizes[1])
-        return scale * np.float32(self.problem.format.factor)
-
     def finish(
         self,
         sequence: jax.Array,
         state: State,
-        v_scale: jax.Array,
         whole: jax.Array,
         part: jax.Array,
     ) -> None:
@@ -69,7 +63,10 @@ class Segments:
         rows = 2 * problem.tiles
         largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
         stores = self.warp.works & (self.warp.number < config.heads)
-        output = [x * v_scale for x in output]
+        v_factor = self.warp.scale(problem, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
+            problem.format.factor
+        )
+        output = [x * v_factor for x in output]
 
         @pl.when(whole)
         def _() -> None:
