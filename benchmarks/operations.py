@@ -140,7 +140,8 @@ RAGGED = Lines(
     (*_OF_ROW, US.of("from torch us", by("kvjax_torch")), US.of("no cascade us", by(bars.NO_CASCADE)), *_BEST),
     note="32 query heads over 8 KV heads of 128, NHD. chunk: 2,048 new tokens behind 6,144; chunks: 8 x (512 behind"
     " 3,584); whole: 8,192 new; mixed: 1,024 behind 3,072, and 63 decodes at 4,096; speculative: 64 x (4 behind 4,092);"
-    " shared-prefix: 64 decodes at 8,448, of which 8,192 are shared and read once, or by each sequence alone.",
+    " shared-prefix: 64 decodes at 8,448, of which 8,192 are shared and read once, or by each sequence alone;"
+    " chunk-soft-cap: chunk with logits_soft_cap=50; chunk-window-1024: chunk with a window of 1,024.",
 )
 
 
@@ -289,13 +290,14 @@ ATTENTION_ABOUT = (
     *("case", "num_heads", "num_kv_heads", "head_size", "dtype", "layout"),
     *("num_seqs", "seq_len", "q_len", "window_len"),
 )
+STEP_ABOUT = "num_prompts", "prefix_len", "logits_soft_cap"
 SERVED = ("case", "num_kv_heads", "head_size", "dtype")
 
 OPERATIONS = {
     each.name: each
     for each in (
         Operation("attention", ATTENTION_ABOUT, (ERROR,), ATTENTION, short=ATTENTION_SHORT, is_headline=True),
-        Operation("ragged attention", (*ATTENTION_ABOUT, "num_prompts", "prefix_len"), (ERROR,), RAGGED),
+        Operation("ragged attention", (*ATTENTION_ABOUT, *STEP_ABOUT), (ERROR,), RAGGED),
         Operation("write", (*WRITE, "num_tokens"), (CODES_APART,), WRITES, against="num_tokens", is_headline=True),
         Operation(
             "write by cache size", (*WRITE, "cache_bytes", "num_tokens"), (TEMPORARY_BYTES,), against="cache_bytes"

@@ -87,6 +87,7 @@ class AttentionRow:
     head_size: int = 128
     q_len: int = 1  # query tokens of each
     window: int | None = None  # tokens that a query token sees, its own included; None for all
+    logits_soft_cap: float | None = None
     layout: CacheLayout = CacheLayout.NHD
     base: str | None = None  # the name of the row that a bar compares this one with, if one does
     is_step: bool = False
@@ -135,7 +136,13 @@ class AttentionRow:
         sizes = {"num_seqs": self.num_seqs, "seq_len": self.seq_len, "q_len": self.q_len, "window_len": self.window}
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
         step = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
-        return {"case": self.name, **heads, "dtype": dtype, "layout": self.layout, **sizes, **step}
+        case = {"case": self.name, **heads, "dtype": dtype, "layout": self.layout}
+        return {**case, **sizes, **step, "logits_soft_cap": self.logits_soft_cap}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of attention that say what a query token sees."""
+        return {"sliding_window": self.window, "logits_soft_cap": self.logits_soft_cap}
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
         """The cache's spec; the window is an argument of the call."""
@@ -178,12 +185,15 @@ RAGGED_ROWS = (
     Step("mixed", 64, 4_096, q_len=1_024, num_prompts=1),
     Step("speculative", 64, 4_096, q_len=4),
     Step("shared-prefix", 64, 8_448, prefix_len=8_192),
+    Step("chunk-soft-cap", 1, 8_192, q_len=2_048, logits_soft_cap=50.0),
+    Step("chunk-window-1024", 1, 8_192, q_len=2_048, window=1_024),
 )
 """What is timed on a GPU, 32 query heads over 8 KV heads of 128."""
 
 HOST_RAGGED_ROWS = (
     Step("3x48", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, num_prompts=1),
     Step("3x48-shared-32", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, prefix_len=32),
+    Step("1x48-capped", 1, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, window=16, logits_soft_cap=2.0),
 )
 """The same on the CPU, and to see that it runs."""
 

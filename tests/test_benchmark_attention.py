@@ -160,7 +160,7 @@ def decoded(pages, scales):
     return (values.unflatten(-1, (-1, 16)) * scales.float()[..., None]).flatten(-2)
 
 
-def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, window):
+def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, window, soft_cap=None):
     """Attention as FlashInfer's documentation has it, in torch: `query` of `[sum(q_lens), ...]`."""
     import torch
 
@@ -176,6 +176,7 @@ def attended(query, caches, scales, table, lengths, layout, sm_scale, q_lens, wi
         for token in range(q_len):
             position = length - q_len + token
             logits = torch.einsum("hd,htd->ht", next(tokens).float(), key) * sm_scale
+            logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
             age = position - torch.arange(length)
             logits[:, (age < 0) | (age >= (window or length + 1))] = -math.inf
             rows.append(torch.einsum("ht,htd->hd", logits.softmax(-1), value))
@@ -199,13 +200,14 @@ class Wrapper:
         self.lengths = [(len(blocks) - 1) * page_size + last for blocks, last in pages]
         self.dtype, self.sm_scale = kv_data_type, sm_scale
         self.window = None if window_left == -1 else window_left + 1
+        self.soft_cap = options.pop("logits_soft_cap")
         self.q_lens = [options.pop("q_len_per_req", 1)] * len(self.lengths)
         assert not options
 
     def run(self, query, caches, *, kv_cache_sf, enable_pdl, out=None):
         assert caches[0].dtype is self.dtype
         assert not enable_pdl
-        about = self.table, self.lengths, self.layout, self.sm_scale, self.q_lens, self.window
+        about = self.table, self.lengths, self.layout, self.sm_scale, self.q_lens, self.window, self.soft_cap
         found = attended(query, caches, kv_cache_sf, *about)
         return found if out is None else out.copy_(found)
 
@@ -290,6 +292,7 @@ TINY_STEPS = (
     dataclasses.replace(TINY_MIXED, q_len=4, num_prompts=None),
     dataclasses.replace(TINY_MIXED, seq_len=48, q_len=48, num_prompts=None),
     dataclasses.replace(TINY_MIXED, q_len=1, num_prompts=None, prefix_len=32),
+    dataclasses.replace(TINY_MIXED, window=10, logits_soft_cap=0.5),
 )
 
 
@@ -334,13 +337,13 @@ def test_a_step_packs_tokens_and_shares_pages():
 def test_what_flashinfer_builds_is_built_once_and_waited_for_a_while(flashinfer, monkeypatch):
     jobs = [AttentionJob(row, dtype) for row in shapes.ATTENTION_ROWS for dtype in shapes.TIMED_DTYPES]
     steps = [AttentionJob(row, dtype) for row in shapes.RAGGED_ROWS for dtype in shapes.TIMED_DTYPES]
-    for some, peers, count in ((jobs, attends.PEERS, 3 * 3 + 2 * 5), (steps, attends.STEP_PEERS, 3 * 3 + 2 * 5 + 1)):
+    for some, peers, count in ((jobs, attends.PEERS, 3 * 3 + 2 * 5), (steps, attends.STEP_PEERS, 4 * 3 + 2 * 5 + 3)):
         attends_flashinfer.build_ahead(some, peers)
         for job, peer in itertools.product(some, {*peers} & {*attends_flashinfer.KEYS}):
             if peer.serves(job):
                 attends_flashinfer.wait_for(attends_flashinfer.KEYS[peer](job))
         assert len(flashinfer) == len({*flashinfer}) == count
-    assert [key[0] for key in flashinfer].count("fa3") == 1
+    assert [key[0] for key in flashinfer].count("fa3") == 3
     never: ahead.Future[None] = ahead.Future()
     monkeypatch.setattr(attends_flashinfer, "_deadline", lambda: 0.0)
     monkeypatch.setattr(attends_flashinfer, "module", lambda *_: never)
@@ -421,7 +424,9 @@ def test_lines_of_the_tables():
     assert (words["reading us"], words["share"], words["times as fast"]) == ("132.00", "66.0%", "2.42")
     assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "cuDNN")
     of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
-    assert {name for bar in of_steps for name in bar.where["case"]} == {row.name for row in shapes.RAGGED_ROWS}
+    without_bars = {"chunk-soft-cap", "chunk-window-1024"}
+    names = {row.name for row in shapes.RAGGED_ROWS}
+    assert {name for bar in of_steps for name in bar.where["case"]} == names - without_bars
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")
     words = {column.heading: column.words(line, STEPS) for column in RAGGED.columns}
     assert (words["from torch us"], words["no cascade us"]) == ("900.00", "-")

@@ -150,7 +150,7 @@ def step_in_torch_run(inputs: AttentionInputs) -> Run:
     stored = inputs.job.dtype.value, *in_torch.float_scales()
     query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
     sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
-    attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **inputs.job.limits)
+    attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **inputs.job.limits, **inputs.job.row.options)
     return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
@@ -164,7 +164,8 @@ def _is_dense(job: AttentionJob) -> bool:
     """
     row = job.row
     is_whole = row.q_len == row.seq_len and row.num_prompts is None if row.is_step else row.q_len == 1
-    return (job.dtype, row.layout, row.window) == (KVCacheDType.BFLOAT16, CacheLayout.NHD, None) and is_whole
+    is_plain = row.window is None and row.logits_soft_cap is None and row.layout is CacheLayout.NHD
+    return job.dtype is KVCacheDType.BFLOAT16 and is_plain and is_whole
 
 
 def _serves_torch(job: AttentionJob) -> bool:

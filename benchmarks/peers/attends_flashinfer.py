@@ -102,7 +102,8 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
     first, options, out = [], {}, {}
     if row.is_step:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, row.layout.value, backend=backend)
-        first, options, out = [torch.from_numpy(row.cu_q_lens)], {"causal": True}, {"out": torch.empty_like(query)}
+        first, options = [torch.from_numpy(row.cu_q_lens)], {"causal": True, "window_left": window_left(row)}
+        out = {"out": torch.empty_like(query)}
     else:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, row.layout.value, use_tensor_cores=True, backend=backend
@@ -119,6 +120,7 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
         q_data_type=torch.bfloat16,
         kv_data_type=stored_dtype(job.dtype),
         sm_scale=k_scale / row.head_size**0.5,
+        logits_soft_cap=row.logits_soft_cap,
         **options,
     )
 
@@ -177,7 +179,8 @@ type ModuleKey = tuple[Any, ...]  # the function that builds a module, and its a
 
 def prefill_key(job: AttentionJob, backend: str) -> ModuleKey:
     """The module of FA2 or FA3 that a job needs; decodes use it too."""
-    return _build_prefill, backend, job.dtype, job.row.head_size, job.row.window is not None
+    row = job.row
+    return _build_prefill, backend, job.dtype, row.head_size, row.window is not None, row.logits_soft_cap is not None
 
 
 def xqa_key(job: AttentionJob) -> ModuleKey:
@@ -192,13 +195,13 @@ def module(*key: Any) -> Future[Any]:
     return _builders().submit(*key)
 
 
-def _build_prefill(backend: str, dtype: KVCacheDType, head_size: int, has_window: bool) -> None:
+def _build_prefill(backend: str, dtype: KVCacheDType, head_size: int, has_window: bool, has_cap: bool) -> None:
     import torch
     from flashinfer.prefill import get_batch_prefill_module  # type: ignore[import-not-found]
 
     types = torch.bfloat16, stored_dtype(dtype), torch.bfloat16, torch.int32
-    no_encoding, no_cap, no_fp16 = 0, False, False
-    get_batch_prefill_module(backend, *types, head_size, head_size, no_encoding, has_window, no_cap, no_fp16)
+    no_encoding, no_fp16 = 0, False
+    get_batch_prefill_module(backend, *types, head_size, head_size, no_encoding, has_window, has_cap, no_fp16)
 
 
 def _build_xqa(dtype: KVCacheDType, head_size: int, group: int, has_window: bool, q_len: int) -> None:

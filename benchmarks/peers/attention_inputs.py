@@ -244,7 +244,8 @@ def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
         attend = functools.partial(shared_prefix_attention, implementation=implementation)
         numbers = _indices(row.prefix_blocks), table, lengths
     else:
-        attend = functools.partial(kvjax.ragged_paged_attention, **job.limits, implementation=implementation)
+        options = job.limits | row.options
+        attend = functools.partial(kvjax.ragged_paged_attention, **options, implementation=implementation)
         numbers = table, lengths, _indices(row.num_seqs + 1)
     return compiling(attend, job.query, cache, *numbers, **workload.scales())
 
@@ -258,7 +259,7 @@ def reference(job: AttentionJob) -> Future[Any]:
 def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
     """`kvjax.paged_attention` of such a query over the caches of a job, being compiled."""
     row = job.row
-    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, row.window, query, implementation)
+    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, tuple(row.options.items()), query, implementation)
 
 
 @functools.cache
@@ -266,11 +267,11 @@ def _paged(
     spec: AttentionSpec,
     num_blocks: int,
     blocks_a_seq: int,
-    window: int | None,
+    options: tuple[tuple[str, Any], ...],
     query: jax.ShapeDtypeStruct,
     implementation: str | None,
 ) -> Future[Any]:
-    attend = functools.partial(kvjax.paged_attention, sliding_window=window, implementation=implementation)
+    attend = functools.partial(kvjax.paged_attention, **dict(options), implementation=implementation)
     table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
     return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
 
