@@ -34,7 +34,7 @@ BLOCK_SIZE, CHUNK = 16, 32
 LENGTHS = 5, 70, 33, 16
 SHARED = 50
 TIME_LIMIT = 300
-"""Seconds for an engine, which takes 20 on two CPU cores. For an H100 it compiles six programs, up to 8 s each."""
+"""Seconds for an engine. It takes 20 on two CPU cores; for a GPU it compiles five programs of several seconds each."""
 
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
