@@ -15,6 +15,7 @@ The scheduler, the radix cache and the allocator handle page numbers and stay as
 - The pool is a list with one array per layer, which the model returns and the runner stores: caches take their place.
 - Each data-parallel rank numbers its own pages, so the backend attends inside a `jax.shard_map`.
 - Metadata is that of the TPU kernel: flat page indices, and cumulative lengths in whole pages.
+- On a GPU, jax runs ptxas. The engine's handler of SIGCHLD takes the exit status from it, so that handler is removed.
 
 Layers with a sliding window share the pool (`disable_hybrid_swa_memory=True`). Offloading to the host and
 disaggregation expect arrays and are not supported; the backend refuses sinks, masks and a dtype for softmax.
@@ -22,6 +23,7 @@ disaggregation expect arrays and are not supported; the backend refuses sinks, m
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +98,10 @@ class PagedAttention(FlashAttention):
 
 class PagedModelRunner(ModelRunner):
     """A model runner with that pool and that backend."""
+
+    def initialize(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        super().initialize()
 
     def _get_attention_backend(self) -> PagedAttention:
         config, heads = self.model_config, (self.num_attn_heads, self.num_kv_heads)

@@ -1,11 +1,15 @@
 """sglang-jax's engine over pages, in a process of its own, for it takes the process's signals.
 
-Reads what to run from stdin and writes what that gave as the last line of stdout, both as JSON.
+Reads what to run from stdin and writes what that gave as the last line of stdout, both as JSON. After `time_limit`
+seconds it ends, and says on stderr where each thread was.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import subprocess
 import sys
 from typing import Any
 
@@ -58,8 +62,16 @@ def logprobs(top: list[Any]) -> list[list[float]]:
     return rows.tolist()
 
 
+def exit_status() -> int:
+    """Of a process that fails, to a caller that waits for it only then, as XLA may for ptxas."""
+    child = subprocess.Popen(["false"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # and leaves the status
+    return child.wait()
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
+    faulthandler.dump_traceback_later(asked["time_limit"], exit=True)
     sglang_jax.use_pages(asked["kv_cache_dtype"], asked["scales"])
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     engine = Engine(model_path=asked["folder"], device=device, **OPTIONS | asked["options"])
@@ -75,7 +87,8 @@ def main() -> None:
             result["logprobs"] = [logprobs(each["meta_info"]["input_top_logprobs"]) for each in found]
     caches = runner.token_to_kv_pool.kv_buffer
     result["scales"] = [[float(x) for x in (cache.k_scale, cache.v_scale) if x is not None] for cache in caches]
-    print(json.dumps(result | {"new_tokens": watched.new_tokens, "in_place": watched.in_place}), flush=True)
+    result |= {"new_tokens": watched.new_tokens, "in_place": watched.in_place, "exit_status": exit_status()}
+    print(json.dumps(result), flush=True)
     engine.shutdown()
 
 

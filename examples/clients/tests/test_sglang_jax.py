@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -32,6 +33,8 @@ VOCABULARY = 96  # which tensor parallelism divides
 BLOCK_SIZE, CHUNK = 16, 32
 LENGTHS = 5, 70, 33, 16
 SHARED = 50
+TIME_LIMIT = 300
+"""Seconds for an engine. It takes 20 on two CPU cores; for a GPU it compiles five programs of several seconds each."""
 
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -80,6 +83,7 @@ def run(folder: pathlib.Path, model: transformers.PreTrainedModel, rounds: list[
         "scales": None,
         "generate": {},
         "num_new": comparing.NUM_NEW,
+        "time_limit": TIME_LIMIT,
     } | asked
     asked["options"] |= {"page_size": BLOCK_SIZE, "chunked_prefill_size": CHUNK}
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(SOURCE or "") / "python"), *sys.path])}
@@ -87,17 +91,19 @@ def run(folder: pathlib.Path, model: transformers.PreTrainedModel, rounds: list[
         env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     elif (num_gpus := len(asked["options"]["device_indexes"])) > jax.device_count():
         pytest.skip(f"needs {num_gpus} GPUs")
-    # A scheduler that fails sends SIGQUIT to its parent: to a shell, so that the test can say what it failed with.
-    done = subprocess.run(
-        ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "examples.clients.tests.sglang_jax_engine"],
-        input=json.dumps(asked),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "examples.clients.tests.sglang_jax_engine"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    log = folder / "stderr"
+    with log.open("w") as stderr, subprocess.Popen(command, env=env, stderr=stderr, **pipes) as engine:
+        # A thread of the engine that fails says why, sends SIGQUIT to its parent, and leaves the others waiting.
+        handler = signal.signal(signal.SIGQUIT, lambda *_: engine.kill())
+        try:
+            stdout, _ = engine.communicate(json.dumps(asked))
+        finally:
+            signal.signal(signal.SIGQUIT, handler)
+    assert engine.returncode == 0, log.read_text()[-8000:]
+    found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+    assert found["exit_status"] == 1  # else programs with kernels do not compile for a GPU
     assert found["in_place"]
     return found
 
