@@ -50,5 +50,7 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
         ), None
 
     prompts = keys, values, q_starts, q_lens, positions, bias, first_absent, ends
-    results, _ = lax.scan(attend_one, (out[0], lse[0]), prompts)
-    out[0], lse[0] = results
+    (whole, whole_lse), _ = lax.scan(attend_one, (out[0], lse[0]), prompts)
+    # The kernel takes items from the number on that its queue begins with.
+    is_new = claims[0] == 0
+    out[0], lse[0] = jnp.where(is_new, whole, jnp.nan), jnp.where(is_new, whole_lse, jnp.nan)

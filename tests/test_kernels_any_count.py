@@ -149,7 +149,8 @@ def attention_kernel(operation: str, dtype: KVCacheDType, options: dict[str, Any
     options = dict(options)
     sizes = {name: options.pop(name) for name in ("head_size", "layout", "block_size") if name in options}
     spec = simple_spec(dtype, **{"num_kv_heads": 8, "head_size": 128, "block_size": 16} | sizes)
-    decode, merge, _ = attention_kernels(spec, **options).of(1 if operation == "merge of few" else 64, 64)
+    num_seqs = {"merge of one": 1, "merge of few": 8}.get(operation, 64)
+    decode, merge, _ = attention_kernels(spec, **options).of(num_seqs, 64)
     return decode if operation == "decode" else merge
 
 
@@ -159,6 +160,7 @@ def call_attention(operation: str, dtype: KVCacheDType, options: dict[str, Any],
 
 ATTENTION = [
     ("decode", KVCacheDType.NVFP4, {"has_sinks": True}),
+    ("merge of one", KVCacheDType.NVFP4, {"has_sinks": True}),
     ("merge of few", KVCacheDType.NVFP4, {"has_sinks": True}),
     ("merge", KVCacheDType.BFLOAT16, {"has_sinks": True, "q_len": 4}),
     ("decode", KVCacheDType.BFLOAT16, {"q_len": 2}),
@@ -173,7 +175,7 @@ ATTENTION = [
 @pytest.mark.parametrize(
     ("operation", "dtype", "options"),
     # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
-    [pytest.param(*each, marks=() if i in (1, 3) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
+    [pytest.param(*each, marks=() if i in (1, 4) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     launch = pytest.importorskip("kvjax_torch.launch")
@@ -235,16 +237,17 @@ def test_a_kernel_has_nothing_to_choose_where_a_token_is_enough_for_a_program(dt
     assert kernel.num_programs(600) == (600 if leasts == [1] else 300)
 
 
+@pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 16])
 @EACH_DTYPE
-def test_no_program_takes_more_than_it_should(dtype, num_heads):
+def test_no_program_takes_more_than_it_should(dtype, num_heads, rotates):
     spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=256)
-    ladder = plan.WriteConfig.by_min_tokens(spec)
+    ladder = plan.WriteConfig.by_min_tokens(spec, rotates)
     assert list(ladder) == sorted(ladder)
     for least, config in ladder.items():
         assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.max_elements(spec)
         assert config.num_programs(least) >= min(least, plan.PROGRAMS)
-        assert config.split_kv == (least == 1 and spec.stores_scales)
+        assert config.split_kv == (least == 1 and (spec.stores_scales or rotates))
 
 
 @matrix(

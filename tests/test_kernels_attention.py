@@ -24,7 +24,7 @@ from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_
 from kvjax.kernels import attention, placement
 from kvjax.kernels.attention import choose, lanes, rows_per_pass, schedule, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
-from kvjax.kernels.attention.problem import Problem
+from kvjax.kernels.attention.problem import MergeConfig, Problem
 from kvjax.kernels.attention.ring import Ring
 from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
@@ -43,7 +43,7 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("nvfp4", lengths=(20, 0), num_kv_heads=2, window=19, sinks=True, cap=5.0, q_len=2),
+        Case("nvfp4", lengths=(40, 0), num_kv_heads=2, window=39, sinks=True, cap=5.0, q_len=2),
         pytest.param(Case("fp8_e4m3", lengths=(37,), scales="per_head"), marks=pytest.mark.full),
         pytest.param(Case("float16", lengths=(20,), scales="scalar", group=5, q_len=4), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(1,), block_size=8, v_scale_layout="swizzled"), marks=pytest.mark.full),
@@ -59,8 +59,20 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_interpreted_it_is_right(case):
+def test_interpreted_it_is_right(case, monkeypatch):
+    """Of sequences of two stages, which two thread blocks divide."""
+    monkeypatch.setattr(schedule, "MIN_STAGES", 1)
     problem = suite.build(case)
+    suite.assert_right(problem, *problem.run(attend))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("merge", [*attention.MERGES.values(), MergeConfig(1, 1, 4)], ids=str)
+def test_interpreted_parts_are_merged_in_every_way(merge, monkeypatch):
+    """Rows of 48 elements take one thread block, or with one element a thread two."""
+    monkeypatch.setattr(attention, "_merge", lambda _: merge._replace(warps=min(merge.warps, WARPS)))
+    monkeypatch.setattr(schedule, "MIN_STAGES", 1)
+    problem = suite.build(Case("float16", lengths=(40, 0), head_size=16, head_size_v=48, num_kv_heads=4, group=2))
     suite.assert_right(problem, *problem.run(attend))
 
 
@@ -424,6 +436,8 @@ COMPILED = [
     ("fp8_e5m2", {"head_size": 80, "num_kv_heads": 3, "block_size": 784}, {}),
     ("float16", {"head_size": 64, "num_kv_heads": 32}, {"q_len": 8}),
     ("nvfp4", {}, {"batch_invariant": True}),
+    ("nvfp4", {"head_size": 256, "num_kv_heads": 8}, {"num_seqs": 8}),
+    ("nvfp4", {}, {"num_seqs": 1}),
     ("nvfp4", {"head_size": 16, "num_kv_heads": 2}, {"q_len": 2}),
     ("float32", {}, {}),
     ("float32", {"block_size": 8, "num_kv_heads": 2}, {}),
@@ -444,13 +458,13 @@ def run(query: Any, cache: KVCache, table: Any, lens: Any, layer: Any = None, **
 )
 def test_it_compiles_without_spills(target, dtype, spec, options):
     spec, options = dict(spec), dict(options)
-    num_layers, q_len = spec.pop("num_layers", None), options.pop("q_len", 1)
+    num_layers, q_len, num_seqs = spec.pop("num_layers", None), options.pop("q_len", 1), options.pop("num_seqs", 64)
     spec = simple_spec(KVCacheDType(dtype), **{"block_size": 16, "num_kv_heads": 8, "head_size": 128} | spec)
     shape = spec.cache_shape(4096)
     shape = shape if num_layers is None else (shape[0], num_layers, *shape[1:])
     cache = KVCache(jax.ShapeDtypeStruct(shape, spec.array_dtype), spec, num_layers=num_layers)
-    query = jax.ShapeDtypeStruct((64, q_len, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
-    table, lens = jax.ShapeDtypeStruct((64, 64), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    query = jax.ShapeDtypeStruct((num_seqs, q_len, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
+    table, lens = jax.ShapeDtypeStruct((num_seqs, 64), jnp.int32), jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     layer = None if num_layers is None else jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(target, functools.partial(run, **options), query, cache, table, lens, layer)
     attention = [kernel for kernel in program.kernels if kernel.name.startswith("paged_attention")]

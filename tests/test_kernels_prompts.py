@@ -180,11 +180,29 @@ def test_thread_blocks_share_the_items():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("multiprocessors", [1, 3, 132])
-@pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 3)], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 3), PromptConfig(128, 2)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
     shapes = LENGTHS | {"heads": heads, "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
     check(operands(**shapes), Problem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize(
+    ("sizes", "problem", "config"),
+    [
+        ((128, 128), Problem(70, 50, None), PromptConfig(128, 2)),
+        ((80, 48), Problem(70, None, 5.0), PromptConfig(128, 2)),
+        ((256, 256), Problem(70, 50, 5.0), CONFIG),
+        ((128, 128), Problem(70, None, None), PromptConfig(128, 2, 2)),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiprocessors):
+    head_size, head_size_v = sizes
+    shapes = LENGTHS | {"heads": (4, 2), "head_size": head_size, "head_size_v": head_size_v, "sinks": True}
+    check(operands(**shapes), problem, config, multiprocessors=multiprocessors, on_gpu=True)
 
 
 def test_the_model_is_attention():

@@ -36,6 +36,7 @@ from kvjax import (
     reshape_and_cache_flash,
     rope_and_cache,
 )
+from kvjax.kernels.write import plan
 
 AXES = {
     "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
@@ -97,6 +98,18 @@ def test_bytes_are_those_of_rotating_and_writing(implementation, case):
     few={"input_dtype": ["float16", "bfloat16"], "head_size_v": [None], "layout": ["NHD"], "rotated": [0.5]},
 )
 def test_the_interpreted_kernel_writes_the_same_without_races(case):
+    with interpret_mode(detect_races=True):
+        check("mosaic", case)
+
+
+@pytest.mark.parametrize("num_tokens", [4, pytest.param(9, marks=pytest.mark.full)])
+def test_interpreted_programs_of_whole_tokens_write_the_same_without_races(num_tokens, monkeypatch):
+    """Of one token, and of two."""
+    monkeypatch.setattr(plan, "PROGRAMS", 2)
+    case = {axis: values[0] for axis, values in AXES.items()} | {"dtype": "bfloat16", "heads": (8, 8)}
+    case |= {"input_dtype": "bfloat16", "head_size": 256 if num_tokens == 4 else 128, "num_tokens": num_tokens}
+    spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=case["head_size"])
+    assert plan.WriteConfig.choose(spec, num_tokens, rotates=True) == plan.WriteConfig(num_tokens // 4)
     with interpret_mode(detect_races=True):
         check("mosaic", case)
 

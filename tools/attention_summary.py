@@ -66,6 +66,8 @@ def table(page: str) -> str:
     names = {"cuDNN": "cuDNN, dense keys and values"}
     for dtype in reversed(DTYPES):
         row = rows[TABLE_ROW, dtype]
+        if row["next best"] == "-":
+            continue
         name = names.get(row["next best"], row["next best"])
         lines.append(f"| {name} | {dtype} | {float(row['its us']):.0f} | {_max_tokens(dtype):,} |")
     return "\n".join([*lines, "", source, ""])

@@ -4,10 +4,10 @@ The lookup stores the table's row of each token's position, and nothing else: no
 
     PYTHONPATH=. python tools/time_rope.py [--dtype=bfloat16 nvfp4] [--in-cache]
 
-Times are device times (CUPTI) of calls whose inputs are in memory, not in the L2 cache: calls alternate between
-batches of 128 MiB together. With --in-cache there are four batches, which the L2 cache holds if tokens are few. 32
-query heads, 8 KV heads of 128, a table of 4,096 positions. Fails if bytes differ from XLA's on the CPU; times are not
-checked.
+Times are device times (CUPTI) of calls whose keys, values and queries are in memory, not in the L2 cache: calls
+alternate between batches of 128 MiB together. With --in-cache there are four batches, which the L2 cache holds if
+tokens are few. 32 query heads, 8 KV heads of 128, a table of 4,096 positions. Fails if bytes differ from XLA's on the
+CPU; times are not checked.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stored = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES]
     parser.add_argument("--dtype", nargs="*", choices=stored, default=["bfloat16", "fp8_e4m3", "nvfp4"])
-    parser.add_argument("--in-cache", action="store_true")
+    parser.add_argument("--in-cache", action="store_true", help="four batches, which the L2 cache may hold")
     flags = parser.parse_args()
     for name in flags.dtype:
         for num_tokens in BARS:

@@ -226,7 +226,8 @@ def fetch_add(count: Any, before: Any) -> None:
         with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
             i32 = ir.IntegerType.get_signless(32)
             code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
-            got = utils.inline_ptx(code, utils.memref_ptr(count), result_types=i32, has_side_effects=True)
+            address = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), utils.memref_ptr(count))
+            got = utils.inline_ptx(code, address, result_types=i32, has_side_effects=True)
             memref.store(got, before, [])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)

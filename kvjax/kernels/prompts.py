@@ -6,8 +6,8 @@ heads, the two take neighbouring heads of the same rows; otherwise the same head
 order reads of shared memory and the copies that replace what was read: the second warpgroup issues these. (A third
 warpgroup for copies would leave each thread 168 registers, for ptxas ignores `setmaxnreg` here.)
 
-Registers and shared memory hold one thread block a multiprocessor, which takes one item after another: rows of heads,
-the longest work of a prompt first. Before it is done with an item it claims the next one of a queue that all blocks
+Each multiprocessor gets one thread block, which takes one item after another: rows of heads, the longest work of a
+prompt first. Before it is done with an item it claims the next one of a queue that all blocks
 share. The ring of tiles goes on from item to item: while a block multiplies the last tiles of an item, it copies the
 first ones of the next, and it loads the next query rows while it stores results.
 
@@ -193,9 +193,9 @@ class _Claimed(NamedTuple):
 
     Attributes:
       index: its number.
-      prompt: the prompt that it belongs to; their number, if there is no such item.
+      prompt: the prompt that it belongs to; after the last item the number of prompts.
       before: items of all prompts before.
-      count: items of the prompt.
+      count: items of the prompt; after the last item of the last prompt.
       kv_head: the head whose keys and values it reads.
       start: its first tile of tokens.
       stop: the tile after the last.
@@ -418,7 +418,7 @@ def _first_token(config: PromptConfig, num_keys: int, tile: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A warpgroup that attends with the rows of an item; one object per trace.
+    """A warpgroup that attends with the rows of an item.
 
     Whenever it begins with an item, these copies have been issued: of the item's first tiles, the keys of `stages` and
     the values of one less.

@@ -32,7 +32,7 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
-from kvjax.kernels.attention.problem import COLUMNS, ONE_WARP_A_ROW, DecodeConfig, MergeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import COLUMNS, MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
@@ -72,10 +72,14 @@ SLOTS = 3
 STAGES = 12
 """Stages that a block should process; below that, smaller stages balance the work better."""
 
-MERGES = {1: MergeConfig(8, 1, 17), 4: MergeConfig(WARPS, 4, 9), 33: ONE_WARP_A_ROW}
-"""How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts, and there are
-fewer rows for all multiprocessors. The first loads all parts of a sequence that is divided among 132 thread blocks at
-once."""
+MERGES = {1: MergeConfig(16, 4, 9), 4: MergeConfig(WARPS, 4, 9), 33: MERGE_OF_MANY}
+"""How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts."""
+
+MERGE_OF_FEW_ROWS = MergeConfig(8, 1, 19)
+"""The first of these where a sequence has up to `FEW_ROWS` query rows, which would otherwise occupy as many
+multiprocessors. It loads all parts of a sequence that is divided among 148 thread blocks at once."""
+
+FEW_ROWS = 32
 
 PART_TOKENS = 512
 """Tokens of a part of a batch-invariant call: shorter parts are more work to merge, longer ones leave thread blocks
@@ -185,9 +189,6 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         num_seqs, max_blocks = 1, 0
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
     num_blocks = 2 if compat.interpreting() else target.multiprocessors
-    merge = next(merge for least, merge in reversed(MERGES.items()) if max(num_seqs, 1) >= least)
-    if compat.interpreting() or problem.batch_invariant:
-        merge = merge._replace(warps=min(merge.warps, WARPS))
     for heads in range(min(spec.num_kv_heads, max_warps), 0, -1):
         if spec.num_kv_heads % heads:
             continue
@@ -205,8 +206,18 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         tiles = max(1, tiles)
         slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
-        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge)
+        return DecodeConfig(heads, warps, tiles, slots, blocks, part, _merge(problem))
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
+
+
+def _merge(problem: Problem) -> MergeConfig:
+    """How the merge is launched, in a batch-invariant call whatever the batch."""
+    if problem.batch_invariant:
+        return MergeConfig(WARPS, 4, 9)
+    least = max(each for each in MERGES if each <= max(int(problem.num_seqs), 1))
+    is_few = least == 1 and problem.q_len * problem.num_heads <= FEW_ROWS
+    merge = MERGE_OF_FEW_ROWS if is_few else MERGES[least]
+    return merge._replace(warps=min(merge.warps, WARPS)) if compat.interpreting() else merge
 
 
 def decode(
@@ -430,13 +441,13 @@ def merge_kernel(
     warps_per_row = config.merge.warps
     several = warps_per_row > 1
     registers = 2 + elements_per_thread(problem, config)
-    rows, columns = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
+    rows, per_row = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
     kernel: Callable[..., Any] = plgpu.kernel(
         compat.named("merge_paged_attention", body),
         out_type=(),
         scratch_types=[plgpu.SMEM((warps_per_row * registers * LANES * 4,), jnp.uint8)] if several else [],
         # Only the last axis of a grid may be long.
-        grid=((rows if several else -(-rows // WARPS)) * columns, num_seqs),
+        grid=((rows if several else -(-rows // WARPS)) * per_row, num_seqs),
         grid_names=("rows", "sequence"),
         num_threads=max(1, warps_per_row // WARPS),
         thread_name="warpgroup",

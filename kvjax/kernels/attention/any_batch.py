@@ -21,7 +21,7 @@ from kvjax.kernels.attention import (
     run_merge,
     workspace,
 )
-from kvjax.kernels.attention.problem import ONE_WARP_A_ROW, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -61,7 +61,7 @@ class AnyBatch:
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
         config = choose(problem, self.target)
         # The decode kernel does not depend on how the merge is launched.
-        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge=ONE_WARP_A_ROW))
+        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge=MERGE_OF_MANY))
         sized = dataclasses.replace(problem, max_blocks=max_blocks)
         return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
 

@@ -1,7 +1,8 @@
 """The merge kernel, the second of a call: combines the partial results of a sequence by log-sum-exp.
 
 A row is one query head of one query token. Its parts are distributed round-robin over `warps_per_row` warps, each with
-several loads in flight, and the first warp combines their results.
+several loads in flight, and the first warp combines their results. The elements of a row are divided among
+`blocks_per_row` thread blocks, each of which computes the weights of the parts.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Merge:
         length = self.refs.seq_lens[sequence]
         _, count = self.sequences.stages(length)
         rows = problem.q_len * problem.num_heads
-        columns = jnp.int32(blocks_per_row(problem, self.config))
-        dim = lax.rem(lax.axis_index("rows"), columns) * (LANES * self.elements_per_thread) + lane  # its first
-        first_row = lax.div(lax.axis_index("rows"), columns)
+        per_row = jnp.int32(blocks_per_row(problem, self.config))
+        dim = lax.rem(lax.axis_index("rows"), per_row) * (LANES * self.elements_per_thread) + lane  # its first
+        first_row = lax.div(lax.axis_index("rows"), per_row)
         if self.warps_per_row == 1:
             row, warp_index = first_row * WARPS + warp, thread * 0
         else:

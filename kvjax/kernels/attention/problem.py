@@ -18,8 +18,8 @@ class MergeConfig(NamedTuple):
     """How the merge is launched.
 
     Attributes:
-      warps: warps that share a row: 1, or a multiple of 4, all those of a thread block.
-      elements: maximum elements of a row per thread. Longer rows are shared by several thread blocks.
+      warps: warps of a thread block that share a row: 1, or a multiple of 4.
+      elements: maximum elements of a row per thread. The elements of a longer row are divided among thread blocks.
       at_once: parts that a warp loads before it uses any.
     """
 
@@ -28,7 +28,7 @@ class MergeConfig(NamedTuple):
     at_once: int
 
 
-ONE_WARP_A_ROW = MergeConfig(1, 4, 4)
+MERGE_OF_MANY = MergeConfig(1, 4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DecodeConfig:
     slots: int
     blocks: int
     part: int | None = None
-    merge: MergeConfig = ONE_WARP_A_ROW
+    merge: MergeConfig = MERGE_OF_MANY
 
     @property
     def groups(self) -> int:

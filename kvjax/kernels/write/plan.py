@@ -95,7 +95,8 @@ def rungs(spec: AttentionSpec, unique_slots: bool, rotates: bool = False) -> lis
 
     Selects those of `WriteConfig.by_min_tokens` that `RUNG_TOKENS` lists, and the largest. Unless slots are unique,
     a rung at `SEARCHED` switches the search for repeated slots off. fp8 of 1,024 elements per token and more has one
-    configuration: saving the selection for few tokens gains more than it costs for very many (docs/notes/kernels.md).
+    configuration, unless it rotates: saving the selection for few tokens gains more than it costs for very many
+    (docs/notes/kernels.md).
     """
     max_tokens = MAX_ROTATED_TOKENS if rotates else RUNG_TOKENS[-1]
     configs = {

@@ -198,8 +198,10 @@ def _rotated(program: Program, operands: Sequence[KVOperand], rotation: Rotation
         key = operands[0].rows if program.writes_keys else None
         rotation.rotate_token(key, program.spec, first, with_query=program.writes_values)
     else:
-        rotation.rotate_keys(operands[0].rows, program.spec, tokens, first)
-        rotation.rotate_queries(tokens, first, program.first_owned)
+        if program.writes_keys:
+            rotation.rotate_keys(operands[0].rows, program.spec, tokens, first)
+        if program.writes_values:
+            rotation.rotate_queries(tokens, first, program.first_owned)
     if not program.writes_keys:
         return list(operands)
     compat.barrier()
