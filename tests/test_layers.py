@@ -235,7 +235,7 @@ def test_a_layer_that_no_cache_has_is_refused(num_layers, layer, error, message)
 @each_case([{"name": "fp8-HND-diffkv", "tokens": 1}, {"name": "nvfp4-swizzled", "tokens": 4}], few={"tokens": [1]})
 def test_the_interpreted_kernel_writes_the_bytes_of_xla(case, monkeypatch):
     name, tokens = case["name"], case["tokens"]
-    monkeypatch.setattr(WriteConfig, "choose", lambda *_: WriteConfig(tokens))
+    monkeypatch.setattr(WriteConfig, "choose", lambda *_, **__: WriteConfig(tokens))
     spec, written = SPECS[name], []
     key, value = kv_tokens(spec, SLOTS.shape[1])
     for implementation in ("mosaic", "xla"):
