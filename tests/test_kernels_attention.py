@@ -345,6 +345,7 @@ def test_a_batch_invariant_call_with_too_large_a_workspace_has_a_reason_and_xla(
     assert "mosaic_gpu" not in lowered_for_cuda(None, 4096)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 def test_one_sequence_fewer_is_served():
     assert "mosaic_gpu" in lowered_for_cuda(None, 4095)
@@ -482,7 +483,9 @@ def test_it_compiles_without_spills(target, dtype, spec, options):
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
-@pytest.mark.parametrize(("target", "multiprocessors"), [("h100", 132), ("b200", 148)])
+@pytest.mark.parametrize(
+    ("target", "multiprocessors"), [("h100", 132), pytest.param("b200", 148, marks=pytest.mark.full)]
+)
 def test_it_is_launched_for_the_multiprocessors_of_the_target(target, multiprocessors):
     """The workspace has two parts for each block of threads."""
     program = compile_for(target, run, *shapes(simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=64)))

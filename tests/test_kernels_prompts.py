@@ -112,10 +112,8 @@ def check(
         assert (log[~rows] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize(
-    "heads",
-    [pytest.param((2, 1), id="two heads"), pytest.param((1, 1), id="rows of one head", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("heads", [pytest.param((2, 1), id="two heads"), pytest.param((1, 1), id="rows of one head")])
 def test_without_races(heads):
     """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
     check(operands((60,), (250,), heads=heads, sinks=True), Problem(60, None, None), detect_races=True)

@@ -161,9 +161,10 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
 
 @pytest.mark.parametrize(
     ("axes", "window"),
-    [((0, 0, None, None, None), None), pytest.param((1, None, 0, 0, 0), 64, marks=pytest.mark.full)],
+    [((0, 0, None, None, None), None), ((1, None, 0, 0, 0), 64)],
 )
-@pytest.mark.parametrize("capability", [(9, 0), pytest.param((10, 0), marks=pytest.mark.full)])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.full
 def test_under_vmap_no_call_is_repeated(axes, window, capability, monkeypatch):
     monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
     jax.clear_caches()  # of what was traced for another target
