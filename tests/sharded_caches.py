@@ -2,8 +2,8 @@
 
 `sharded_caches.py AXIS_TYPE DATA TENSOR few|full [CHECK ...]`: a program of its own because JAX fixes the number of
 simulated devices (`XLA_FLAGS`) when it starts. The mesh has the axes "data" and "tensor", of the sizes given and typed
-`Auto` or, as `jax.make_mesh` types them by default, `Explicit`. By default it makes all of `CHECKS`, with `few` of the
-formats and divisions or with all; what needs an axis of more than one device says so.
+`Auto` or, as `jax.make_mesh` types them by default, `Explicit`. By default it makes all of `CHECKS`, with `few` without
+`ONLY_FULL` and of few formats and divisions; what needs an axis of more than one device says so.
 """
 
 from __future__ import annotations
@@ -868,17 +868,10 @@ CHECKS = {
     )
 }
 
-ONCE = (
-    "split_views",
-    "checked_values",
-    "copies",
-    "copies_between_divisions",
-    "swaps_that_are_refused",
-    "documentation",
-)
-"""What the type of the axes makes no difference to: of a few checks those of `Auto` are enough."""
+ONLY_FULL = "scales_of_the_cache", "split_views", "copies_between_divisions", "documentation"
+"""Checks that take long to compile, left out with `few`."""
 
 if __name__ == "__main__":
-    by_default = [name for name in CHECKS if FULL or AXIS_TYPE == "Auto" or name not in ONCE]
+    by_default = [name for name in CHECKS if FULL or name not in ONLY_FULL]
     for name in sys.argv[5:] or by_default:
         CHECKS[name]()

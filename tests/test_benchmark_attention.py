@@ -306,7 +306,8 @@ def served_steps(peer: str, dtype: KVCacheDType) -> list[AttentionJob]:
         for name in RAGGED_PEERS
         for dtype in shapes.TIMED_DTYPES
         if name != "cuDNN" and served_steps(name, dtype)  # cuDNN has a test of its own
-    ]
+    ],
+    few={"dtype": [BFLOAT16, NVFP4]},
 )
 def test_peers_of_a_step_attend_to_what_kvjax_attends_to(case, flashinfer):
     for job in served_steps(**case):
