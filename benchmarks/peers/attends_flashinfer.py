@@ -22,7 +22,7 @@ from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
 
 BUILD_SECONDS = flags.DEFINE_integer(
-    "build_seconds", 240, "seconds until all of FlashInfer's kernels have to be built", lower_bound=0
+    "build_seconds", 240, "seconds until all of FlashInfer's kernels must be built", lower_bound=0
 )
 BFLOAT16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
 

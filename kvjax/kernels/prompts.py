@@ -7,7 +7,7 @@ order reads of shared memory and the copies that replace what was read: the seco
 warpgroup for copies would leave each thread 168 registers, for ptxas ignores `setmaxnreg` here.)
 
 Each multiprocessor gets one thread block, which takes one item after another: rows of heads, the longest work of a
-prompt first. Before it is done with an item it claims the next one of a queue that all blocks
+prompt first. Before it is done with an item it claims the next one from a queue that all blocks
 share. The ring of tiles goes on from item to item: while a block multiplies the last tiles of an item, it copies the
 first ones of the next, and it loads the next query rows while it stores results.
 
