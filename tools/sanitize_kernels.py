@@ -12,7 +12,7 @@ root of the source tree, with a Python whose jax sees the GPU:
 That allocator makes a separate allocation for each array. By default arrays share one, and memcheck misses accesses
 past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv-heads 8`.
 
-`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts, and the prompt kernel.
+`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts; `--prompts` the prompt kernel.
 
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes; with `--through-jax`, JAX runs them. The memory is then torch's: use
@@ -82,6 +82,7 @@ def run(
     num_tokens: int,
     is_from_torch: bool,
     attends: bool = False,
+    has_prompts: bool = False,
 ) -> None:
     """Writes a whole cache, except tokens without a slot or with another's, and reads all of it.
 
@@ -102,6 +103,7 @@ def run(
     chunks = jnp.asarray(rng.standard_normal((105, *query.shape[2:]), np.float32), jnp.bfloat16)
     sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
     attends = attends and kernels.why_no_attention(spec) is None
+    has_prompts = has_prompts and kernels.why_no_attention(spec) is None
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
         cache = KVCache.allocate(spec, num_blocks)
         if is_from_torch:
@@ -115,6 +117,7 @@ def run(
         for window in (None, 20) if attends else ():
             options = {"sliding_window": window, "implementation": "mosaic", "return_lse": True}
             jax.block_until_ready(_attend(query, cache, *sequences, **scales, **options))
+        for window in (None, 20) if has_prompts else ():
             options = {"sliding_window": window, "implementation": "mosaic", "max_q_len": 70, "max_prompts": 2}
             jax.block_until_ready(
                 _attend_ragged(chunks, cache, *sequences, np.int32([0, 70, 105]), **scales, **options)
@@ -167,19 +170,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--attention", action="store_true", help="also run attention")
+    parser.add_argument("--prompts", action="store_true", help="also run the prompt kernel, from JAX only")
+    parser.add_argument("--layouts", choices=list(CacheLayout), nargs="*", default=list(CacheLayout))
     parser.add_argument("--from-torch", action="store_true", help="launch on torch's stream")
     parser.add_argument("--through-jax", action="store_true", help="with --from-torch: run through JAX")
     args = parser.parse_args(arguments)
     if args.through_jax and not args.from_torch:
         parser.error("--through-jax requires --from-torch")
+    if args.prompts and args.from_torch:
+        parser.error("--prompts excludes --from-torch")
     if args.from_torch:
         from kvjax_torch import cuda
 
         cuda._through_jax = args.through_jax
         warnings.simplefilter("error", RuntimeWarning)  # falling back to JAX is an error
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
+        if spec.layout not in args.layouts:
+            continue
         for num_tokens in args.num_tokens:
-            run(spec, scale_shape, num_tokens, args.from_torch, args.attention)
+            run(spec, scale_shape, num_tokens, args.from_torch, args.attention, args.prompts)
         scales = "scale per head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 

@@ -95,7 +95,8 @@ class Operands(NamedTuple):
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
       first_absent: int32 `[num_prompts]`: all tokens before this one are present.
       ends: int32 `[num_prompts]`: no token from this one on is present.
-      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for none.
+      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for
+        none. With several segments there must be none: each would count it.
     """
 
     query: Any

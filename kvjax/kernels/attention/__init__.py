@@ -67,10 +67,13 @@ MAX_TILES = 3
 """Maximum tiles of a warp in a stage: with more, only two stages fit."""
 
 SLOTS = 3
-"""Minimum number of stages in shared memory where warps have several tiles."""
+"""Maximum stages in shared memory: one that warps read, one that arrives, and one that the slowest warp may still read.
+Prefetching more delays the first stage by the lookup of each block table entry, and no row measured was faster."""
 
 STAGES = 12
-"""Stages that a block should process; below that, smaller stages balance the work better."""
+"""From `STAGES * tiles * (tiles - 1)` runs of 16 tokens per warp on, a stage has `tiles` of them. The time of a call of
+`n` runs is `n * (a + b / tiles) + c * tiles`: instructions per stage, and the first and the last stage, which overlap
+with nothing. It is `c / b`."""
 
 MERGES = {1: MergeConfig(16, 4, 9), 4: MergeConfig(WARPS, 4, 9), 33: MERGE_OF_MANY}
 """How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts."""
@@ -201,10 +204,14 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
         tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS))
         if max_blocks:  # 0 where it is known at launch only; then sequences may be long
-            tokens = num_seqs * max_blocks * spec.block_size // blocks
-            tiles = min(tiles, tokens // (groups * TILE * STAGES))
+            tokens = max_blocks * spec.block_size
+            if problem.window is not None:
+                tokens = min(tokens, problem.q_len - 1 + problem.window)
+            runs = num_seqs * tokens // (blocks * groups * TILE)
+            while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
+                tiles -= 1
         tiles = max(1, tiles)
-        slots = min(8, SHARED_BYTES // (groups * tile_bytes * tiles))
+        slots = min(SLOTS, SHARED_BYTES // (groups * tile_bytes * tiles))
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
         return DecodeConfig(heads, warps, tiles, slots, blocks, part, _merge(problem))
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")

@@ -33,7 +33,10 @@ from kvjax.kernels.attention.softmax import State, capped, raised, weights
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
-from kvjax.kernels.registers import THREADS
+from kvjax.kernels.registers import LANES, THREADS
+
+SECTOR_ENTRIES = 8
+"""Entries of a block table in a sector, the unit of reads from memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Decode:
 
     def run(self) -> None:
         """Runs the body."""
+        self.prefetch_table()
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         if self.config.part is not None:
@@ -100,6 +104,13 @@ class Decode:
 
         cursor = jnp.int32(0), jnp.int32(0)
         lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
+
+    def prefetch_table(self) -> None:
+        """Brings the block table, or its start, to L2 while the lengths are read, which entries to look up depends on."""
+        problem = self.problem
+        entry = (lax.axis_index("block") * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
+        last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
+        lanes.prefetch_global(self.refs.table, entry, entry < last)
 
     def attend_to_parts(self, sequences: Sequences, least: int) -> None:
         """Runs the body of a batch-invariant call, one part after the other."""

@@ -148,6 +148,26 @@ def shuffle_up(x: jax.Array, distance: int) -> jax.Array:
     return asm(code, model, x, results=[x.dtype], convergent=True)[0]
 
 
+def sum_over_warp(x: jax.Array) -> jax.Array:
+    """The sum of an int32 register over the threads of a warp, in all of them."""
+    return _over_warp(x, "add", jnp.sum)
+
+
+def max_over_warp(x: jax.Array) -> jax.Array:
+    """The maximum of an int32 register over the threads of a warp, in all of them."""
+    return _over_warp(x, "max", jnp.max)
+
+
+def _over_warp(x: jax.Array, operation: str, reduction: Callable[..., jax.Array]) -> jax.Array:
+    def model(x: jax.Array) -> list[jax.Array]:
+        by_warp = x.reshape(WARPS, LANES)
+        reduced = reduction(by_warp, axis=1, keepdims=True).astype(x.dtype)
+        return [jnp.broadcast_to(reduced, by_warp.shape).reshape(-1)]
+
+    code = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
+    return asm(code, model, x, results=[x.dtype], convergent=True)[0]
+
+
 def max_over_rows(x: jax.Array) -> jax.Array:
     """The float32 maximum over the eight threads of a column, in all of them."""
     for mask in (4, 8, 16):
@@ -447,6 +467,21 @@ def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, 
     shapes = (plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT),)
     types = plgpu.RefType(), LAYOUT, *((LAYOUT,) * len(extra))
     return plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)(ref, index, *extra)[0]
+
+
+def prefetch_global(ref: Any, index: jax.Array, condition: jax.Array) -> None:
+    """Brings element `index` of a one-dimensional reference in global memory to L2 where `condition` holds."""
+    if compat.interpreting():
+        return
+
+    def run(_: Any, ref: Any, index: Any, condition: Any) -> None:
+        address = _global_address(ref, _scalar(index), np.dtype(ref_dtype).itemsize)
+        code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+        _inline_asm(code, [address, _scalar(condition)], [], side_effects=True)
+
+    ref_dtype = ref.dtype
+    types = plgpu.RefType(), LAYOUT, LAYOUT
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32))
 
 
 def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:

@@ -101,10 +101,7 @@ class Sequences:
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
             return total + self._counts(i * LANES)
 
-        total = lax.fori_loop(0, chunks, add, zero)
-        for mask in (1, 2, 4, 8, 16):
-            total = total + lanes.shuffle_xor(total, mask)
-        all_stages = lanes.of_first_thread(total)
+        all_stages = lanes.of_first_thread(lanes.sum_over_warp(lax.fori_loop(0, chunks, add, zero)))
         size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), MIN_STAGES)
         start = jnp.minimum(block * size, all_stages)
         count = jnp.minimum(all_stages - start, size)
@@ -119,20 +116,15 @@ class Sequences:
             end = end + before
             lane = lanes.thread_index() & (LANES - 1)
             has = (end - mine <= where) & (where < end)
-            # One thread of one chunk finds it; the others contribute 0.
-            found = jnp.where(has, i * LANES + lane + 1, 0)
-            into = jnp.where(has, where - (end - mine), 0)
-            last = end
-            for mask in (1, 2, 4, 8, 16):
-                found = jnp.maximum(found, lanes.shuffle_xor(found, mask))
-                into = jnp.maximum(into, lanes.shuffle_xor(into, mask))
-                last = jnp.maximum(last, lanes.shuffle_xor(last, mask))
-            return last, jnp.maximum(sequence, found), jnp.maximum(skipped, into)
+            # One thread finds it, in one chunk.
+            found = jnp.where(has, i * LANES + lane, sequence)
+            into = jnp.where(has, where - (end - mine), skipped)
+            return lanes.max_over_warp(end), found, into
 
         _, sequence, skipped = lax.fori_loop(0, chunks, search, (zero, zero, zero))
         return Share(
-            jnp.maximum(lanes.of_first_thread(sequence) - 1, 0),
-            lanes.of_first_thread(skipped),
+            lanes.of_first_thread(lanes.max_over_warp(sequence)),
+            lanes.of_first_thread(lanes.max_over_warp(skipped)),
             count,
             start + count,
             size,
