@@ -12,7 +12,8 @@ root of the source tree, with a Python whose jax sees the GPU:
 That allocator makes a separate allocation for each array. By default arrays share one, and memcheck misses accesses
 past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv-heads 8`.
 
-`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts; `--prompts` the prompt kernel.
+`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts, `--prompts` the prompt
+kernel; `--layouts` leaves out others.
 
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes; with `--through-jax`, JAX runs them. The memory is then torch's: use

@@ -106,7 +106,7 @@ class Decode:
         lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
     def prefetch_table(self) -> None:
-        """Brings the block table, or its start, to L2 while the lengths are read, which entries to look up depends on."""
+        """Brings the block table, or its start, to L2 while the lengths are read, which lookups depend on."""
         problem = self.problem
         entry = (lax.axis_index("block") * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
