@@ -406,6 +406,24 @@ def test_each_multiprocessor_has_a_block():
             assert config.blocks * groups == multiprocessors
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "length", "window", "tiles"),
+    [(1, 8192, None, 1), (8, 8192, None, 2), (64, 2048, None, 2), (64, 8192, 1024, 2), (64, 8192, None, 3)],
+)
+def test_longer_calls_have_larger_stages_of_which_one_is_prefetched(num_seqs, length, window, tiles):
+    spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
+    config = choose(problem_of(spec, num_seqs=num_seqs, max_blocks=length // 16, window=window), Target())
+    assert (config.tiles, config.slots) == (tiles, 3)
+
+
+def test_small_stages_are_prefetched_several_at_a_time():
+    spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=16)
+    problem = problem_of(spec, max_blocks=8)
+    config = choose(problem, Target())
+    ring = config.slots * attention._stage_plan(problem, 1, config.groups * config.tiles).stage_bytes
+    assert (config.slots - 2) * ring // config.slots >= attention.AHEAD_BYTES
+
+
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block of threads may have of an H100's."""
 

@@ -67,8 +67,11 @@ MAX_TILES = 3
 """Maximum tiles of a warp in a stage: with more, only two stages fit."""
 
 SLOTS = 3
-"""Maximum stages in shared memory: one that warps read, one that arrives, and one that the slowest warp may still read.
-Prefetching more delays the first stage by the lookup of each block table entry, and no row measured was faster."""
+"""Stages in shared memory: one that warps read, one that arrives, and one that the slowest warp may still read. Each
+further one delays the first by the lookup of its blocks, and made calls slower."""
+
+AHEAD_BYTES = 16 * 1024
+"""Bytes to prefetch, with more stages where these are smaller: what a multiprocessor reads in the latency of memory."""
 
 STAGES = 12
 """From `STAGES * tiles * (tiles - 1)` runs of 16 tokens per warp on, a stage has `tiles` of them. The time of a call of
@@ -211,7 +214,8 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
             while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
                 tiles -= 1
         tiles = max(1, tiles)
-        slots = min(SLOTS, SHARED_BYTES // (groups * tile_bytes * tiles))
+        stage_bytes = groups * tile_bytes * tiles
+        slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), SHARED_BYTES // stage_bytes)
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
         return DecodeConfig(heads, warps, tiles, slots, blocks, part, _merge(problem))
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
