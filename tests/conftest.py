@@ -74,16 +74,20 @@ OPTIMIZED = {
 """Modules of tests whose programs XLA optimizes in every run: they show that no optimization changes a stored byte."""
 
 
+INTERPRETED = {"test_kernels_any_count", "test_kernels_attention", "test_kernels_prompts", "test_kernels_ragged"}
+"""Modules of tests whose programs XLA optimizes in no run: of kernels it compiles here only what interprets them."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leaves optimizations out where they change nothing that a test looks at: compiling takes longer than running."""
     import jax
 
-    is_sample = not request.config.getoption("full") and not _has_nvidia_driver()
-    if not is_sample:
+    name, is_full = request.module.__name__, request.config.getoption("full")
+    if _has_nvidia_driver() or (is_full and name not in INTERPRETED):
         yield
         return
-    is_optimized = request.module.__name__ in OPTIMIZED
+    is_optimized = name in OPTIMIZED
     if is_optimized:
         jax.clear_caches()  # of what other modules have compiled
     jax.config.update("jax_disable_most_optimizations", not is_optimized)

@@ -89,7 +89,7 @@ def test_any_lengths_and_tables(lengths, dtype, rows, garbage, seed):
 
 
 @pytest.mark.full
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_case(data):
     drawn = {name: data.draw(st.sampled_from(values), name) for name, values in suite.AXES.items()}

@@ -30,7 +30,7 @@ RUNS = [
     pytest.param("xla", STORED_KV_CACHE_DTYPES, id="xla-every-dtype", marks=pytest.mark.full),
     pytest.param("mosaic", STORED_KV_CACHE_DTYPES, id="mosaic", marks=pytest.mark.gpu),
 ]
-INTERPRETED = [pytest.param("interpreted", STORED_KV_CACHE_DTYPES, id="interpreted", marks=pytest.mark.full)]
+INTERPRETED = [pytest.param("interpreted", FEW_DTYPES, id="interpreted", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)

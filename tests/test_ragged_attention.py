@@ -340,7 +340,7 @@ def test_any_step(attend, **step):
 
 
 @pytest.mark.full
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
 def test_many_steps(attend, **step):
     check_step(attend, **step)

@@ -36,6 +36,7 @@ from torch_helpers import (  # noqa: E402
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError, kernels  # noqa: E402
+from kvjax.kernels import attention  # noqa: E402
 from kvjax_torch import calls, cuda, host, launch  # noqa: E402
 from kvjax_torch.arguments import attention_plan  # noqa: E402
 from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
@@ -319,6 +320,7 @@ def memory(tensor: torch.Tensor, form: Any) -> np.ndarray:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreter]:
     calls.attention_kernels.cache_clear()  # of other configurations
+    monkeypatch.setattr(attention, "MAX_TILES", 2)  # several, and no more than that
     with interpret_mode():
         yield Interpreter(monkeypatch)
     calls.attention_kernels.cache_clear()
