@@ -38,10 +38,15 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
         if problem.logits_soft_cap is not None:
             logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
         logits = jnp.where(sees, logits, -jnp.inf)
-        own_lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), sink)
-        weights = jnp.exp(logits - jnp.where(own_lse == -jnp.inf, 0.0, own_lse)[..., None])
+        # As in the kernel, weights are rounded before they are divided by their sum.
+        largest = jnp.max(logits, axis=-1)
+        shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+        weights = jnp.exp(logits - shift[..., None])
         attended = jnp.einsum("hgrt,thd->rhgd", weights.astype(key.dtype), value, preferred_element_type=jnp.float32)
-        attended = attended.reshape(num_tokens, num_heads, -1) * v_factor[None, :, None]
+        own_lse = jnp.logaddexp(shift + jnp.log(weights.sum(axis=-1)), sink)
+        share = jnp.where(own_lse == -jnp.inf, 0.0, jnp.exp(shift - own_lse))
+        attended = (attended * jnp.moveaxis(share, -1, 0)[..., None]).reshape(num_tokens, num_heads, -1)
+        attended *= v_factor[None, :, None]
         own_lse = jnp.moveaxis(own_lse, -1, 0).reshape(num_tokens, num_heads)
         whole, whole_lse = results
         return (
