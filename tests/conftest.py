@@ -75,7 +75,7 @@ OPTIMIZED = {
 
 
 INTERPRETED = {"test_kernels_any_count", "test_kernels_attention", "test_kernels_prompts", "test_kernels_ragged"}
-"""Modules of tests whose programs XLA optimizes in no run: of kernels it compiles here only what interprets them."""
+"""Modules of tests whose programs XLA never optimizes: on a CPU it compiles only the interpreter of the kernels."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -68,15 +68,16 @@ MAX_TILES = 3
 
 SLOTS = 3
 """Stages in shared memory: one that warps read, one that arrives, and one that the slowest warp may still read. Each
-further one delays the first by the lookup of its blocks, and made calls slower."""
+further one delays the first by the lookup of its blocks."""
 
 AHEAD_BYTES = 16 * 1024
-"""Bytes to prefetch, with more stages where these are smaller: what a multiprocessor reads in the latency of memory."""
+"""Minimum bytes to prefetch: what a multiprocessor reads in the latency of memory. Smaller stages take more slots."""
 
 STAGES = 12
-"""From `STAGES * tiles * (tiles - 1)` runs of 16 tokens per warp on, a stage has `tiles` of them. The time of a call of
-`n` runs is `n * (a + b / tiles) + c * tiles`: instructions per stage, and the first and the last stage, which overlap
-with nothing. It is `c / b`."""
+"""A stage has `tiles` tiles if a warp processes at least `STAGES * tiles * (tiles - 1)` of them in a call.
+
+A call of `n` tiles per warp takes `n * (a + b / tiles) + c * tiles`: `b` is the work per stage, `c` the work per tile in
+the first and the last stage, which overlap with nothing. `STAGES` is `c / b`."""
 
 MERGES = {1: MergeConfig(16, 4, 9), 4: MergeConfig(WARPS, 4, 9), 33: MERGE_OF_MANY}
 """How the merge is launched, by minimum number of sequences: with fewer sequences, each has more parts."""
