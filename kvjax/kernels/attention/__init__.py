@@ -76,7 +76,7 @@ AHEAD_BYTES = 16 * 1024
 STAGES = 12
 """A stage has `tiles` tiles if a warp processes at least `STAGES * tiles * (tiles - 1)` of them in a call.
 
-A call of `n` tiles per warp takes `n * (a + b / tiles) + c * tiles`: `b` is the work per stage, `c` the work per tile in
+A call of `n` tiles per warp takes `n * (a + b / tiles) + c * tiles`: `b` is the work per stage, `c` that per tile in
 the first and the last stage, which overlap with nothing. `STAGES` is `c / b`."""
 
 MERGES = {1: MergeConfig(16, 4, 9), 4: MergeConfig(WARPS, 4, 9), 33: MERGE_OF_MANY}
