@@ -141,7 +141,8 @@ RAGGED = Lines(
     note="32 query heads over 8 KV heads of 128, NHD. chunk: 2,048 new tokens behind 6,144; chunks: 8 x (512 behind"
     " 3,584); whole: 8,192 new; mixed: 1,024 behind 3,072, and 63 decodes at 4,096; speculative: 64 x (4 behind 4,092);"
     " shared-prefix: 64 decodes at 8,448, of which 8,192 are shared and read once, or by each sequence alone;"
-    " chunk-soft-cap: chunk with logits_soft_cap=50; chunk-window-1024: chunk with a window of 1,024.",
+    " chunk-soft-cap: chunk with logits_soft_cap=50; chunk-window-1024: chunk with a window of 1,024;"
+    " chunk-heads-of-64 and others: chunk with this head size.",
 )
 
 

@@ -187,6 +187,9 @@ RAGGED_ROWS = (
     Step("shared-prefix", 64, 8_448, prefix_len=8_192),
     Step("chunk-soft-cap", 1, 8_192, q_len=2_048, logits_soft_cap=50.0),
     Step("chunk-window-1024", 1, 8_192, q_len=2_048, window=1_024),
+    Step("chunk-heads-of-64", 1, 8_192, q_len=2_048, head_size=64),
+    Step("chunk-heads-of-256", 1, 8_192, q_len=2_048, head_size=256),
+    Step("chunk-heads-of-512", 1, 8_192, q_len=2_048, head_size=512),
 )
 """What is timed on a GPU, 32 query heads over 8 KV heads of 128."""
 
