@@ -35,7 +35,7 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError  # noqa: E402
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
-from kvjax_torch import cuda, host, launch, prompts  # noqa: E402
+from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
 from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
 from kvjax_torch.ragged_arguments import buckets  # noqa: E402
@@ -126,12 +126,20 @@ def flash_model(
     return out, lse
 
 
+def product_model(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """`dense.product`, on the host also of 16 bits."""
+    assert a.dtype == b.dtype
+    assert a.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return factor * (a.float() @ b.float())
+
+
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs calls with CPU tensors as those of a GPU, with the host in place of kernels."""
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "gather_planned", host.gather)
     monkeypatch.setattr(prompts, "flash", flash_model)
+    monkeypatch.setattr(dense, "product", product_model)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
@@ -148,6 +156,7 @@ CASES = [
     ragged((12, 1, 0), (18, 17, 0), dtype="bfloat16", cap=5.0, window=9, sinks=True),
     ragged((12, 2), (18, 17), dtype="float32", query_dtype="float32", block_size=1),
     ragged((12, 1, 0), (18, 17, 0), dtype="int8_per_token_head", window=9),
+    ragged((12, 1, 0), (18, 17, 0), dtype="nvfp4", head_size=272, scales="scalar", cap=5.0),
 ]
 MORE_CASES = [
     ragged(**GRID, **options)

@@ -341,7 +341,7 @@ def _attend_to_gathered(
     plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather_planned(gathered, tensors)
+    keys, values = (x.transpose(1, 2) for x in gather_planned(gathered, tensors))
     return dense.attend(plan, query, keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, sinks)
 
 

@@ -16,24 +16,31 @@ def attend(
     seq_lens: torch.Tensor,
     num_blocks: int,
     sinks: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of a `paged_attention` call that `plan` describes, from keys and values gathered in float32.
+    """The results of a `paged_attention` call that `plan` describes, from gathered keys and values.
 
-    Runs on torch's current stream, without waiting for it.
+    Products are of the keys' and values' dtype, summed in float32; the softmax is in float32. Runs on torch's current
+    stream, without waiting for it.
 
     Args:
       plan: plan of the call.
-      query: `[num_seqs, q_len, num_heads, head_size]`.
-      keys: float32 `[num_seqs, max_len, num_kv_heads, head_size]`.
-      values: float32 `[num_seqs, max_len, num_kv_heads, head_size_v]`.
+      query: `[num_seqs, q_len, num_heads, head_size]`, converted to the keys' dtype.
+      keys: `[num_seqs, num_kv_heads, max_len, head_size]`: float32 or, on a GPU, float16 or bfloat16. If it is
+        contiguous, no copy is made of it.
+      values: `[num_seqs, num_kv_heads, max_len, head_size_v]` of the same dtype.
       block_table: as in `paged_attention`; tokens of entries that are not blocks are not seen.
       seq_lens: as in `paged_attention`.
       num_blocks: blocks of the cache.
       sinks: as in `paged_attention`.
+      weight: float32 `[num_heads]` or `[1]`, a factor of the results.
+
+    Returns:
+      `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
     """
-    num_seqs, q_len, num_heads, head_size = query.shape
-    max_len, num_kv_heads = keys.shape[1:3]
-    device = query.device
+    num_seqs, q_len, num_heads, _ = query.shape
+    num_kv_heads, max_len = keys.shape[1:3]
+    device, group = query.device, num_heads // num_kv_heads
     is_block = (block_table >= 0) & (block_table < num_blocks)
     last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
     age = last[:, :, None] - torch.arange(max_len, device=device)
@@ -41,17 +48,48 @@ def attend(
     if plan.window is not None:
         seen &= age < plan.window
     # Values that no row sees may be NaN, and 0 * NaN is not 0.
-    values = values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
-    grouped = query.to(torch.float32).reshape(num_seqs, q_len, num_kv_heads, num_heads // num_kv_heads, head_size)
-    logits = torch.einsum("sqhgd,sthd->sqhgt", grouped, keys) * plan.sm_scale
-    if plan.logits_soft_cap is not None:
-        logits = plan.logits_soft_cap * torch.tanh(logits / plan.logits_soft_cap)
-    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
+    values = values.masked_fill(~seen.any(dim=1)[:, None, :, None], 0.0)
+    # Rows of a KV head: by query token, then by query head.
+    grouped = query.unflatten(2, (num_kv_heads, group)).transpose(1, 2).to(keys.dtype)
+    cap, factor = plan.logits_soft_cap, plan.sm_scale
+    products = product(
+        grouped.reshape(num_seqs * num_kv_heads, q_len * group, -1),
+        keys.flatten(0, 1).transpose(1, 2),
+        factor if cap is None else factor / cap,
+    )
+    logits = products.view(num_seqs, num_kv_heads, q_len, group, max_len)
+    # In place: logits may take most of the memory, and reading them most of the time.
+    if cap is not None:
+        logits.tanh_().mul_(cap)
+    logits.masked_fill_(~seen[:, None, :, None], -torch.inf)
     sink = logits.new_full((num_heads,), -torch.inf) if sinks is None else sinks
-    sink = sink.reshape(num_kv_heads, -1, 1).expand(*logits.shape[:-1], 1)
-    lse = torch.logsumexp(torch.cat([logits, sink], dim=-1), dim=-1)
-    weights = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    attended = torch.einsum("sqhgt,sthd->sqhgd", weights, values)
-    # An einsum's result may have any strides; the operation returns a contiguous one.
-    out = query.new_empty((num_seqs, q_len, num_heads, values.shape[-1]))
-    return out.copy_(attended.reshape(out.shape)), lse.reshape(num_seqs, q_len, num_heads)
+    sink = sink.view(num_kv_heads, 1, group, 1)
+    largest = torch.maximum(logits.amax(-1, keepdim=True), sink) if max_len else sink.expand(*logits.shape[:-1], 1)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    weights = logits.sub_(shift).exp_()
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - shift)
+    attended = product(weights.to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
+    attended = attended.view(*logits.shape[:-1], -1) / torch.where(total > 0, total, 1.0)
+    lse = shift + torch.log(total)
+
+    def by_token(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).flatten(2, 3)
+
+    attended = by_token(attended)
+    out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
+    return out, by_token(lse)[..., 0].contiguous()
+
+
+def product(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """Matrix products `factor * (a @ b)`, float32 `[batch, m, n]`, of `[batch, m, k]` and `[batch, k, n]`.
+
+    Args:
+      a: float32 or, on a GPU, float16 or bfloat16.
+      b: of the same dtype.
+      factor: multiplies the sums, before they are stored.
+    """
+    out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=torch.float32)
+    if a.dtype is torch.float32:
+        return torch.baddbmm(out, a, b, beta=0, alpha=factor, out=out)
+    return torch.baddbmm(out, a, b, out_dtype=torch.float32, beta=0, alpha=factor, out=out)

@@ -116,7 +116,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CPU tensors that `plan` describes, over keys and values gathered in float32."""
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = gather(gathered, tensors)
+    keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
     block_table, seq_lens, num_blocks = tensors.block_table, tensors.seq_lens, tensors.num_blocks
     if not plan.batch_invariant or not query.shape[0]:
         return dense.attend(plan, query, keys, values, block_table, seq_lens, num_blocks, sinks)
@@ -125,7 +125,8 @@ def attend(
     for seq, length in enumerate(seq_lens.tolist()):
         blocks = min(max(-(-length // plan.cache.spec.block_size), 1), block_table.shape[1])
         own, tokens = slice(seq, seq + 1), slice(0, blocks * plan.cache.spec.block_size)
-        arrays = query[own], keys[own, tokens], values[own, tokens], block_table[own, :blocks], seq_lens[own]
+        dense_tokens = keys[own, :, tokens], values[own, :, tokens]
+        arrays = query[own], *dense_tokens, block_table[own, :blocks], seq_lens[own]
         results.append(dense.attend(plan, *arrays, num_blocks, sinks))
     out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     return out, lse
@@ -154,7 +155,8 @@ def attend_ragged(
         table = tensors.block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
         if first >= end or not table.numel():
             continue
-        keys, values = gather(gathered, tensors._replace(block_table=table, seq_lens=length))
+        dense_tokens = gather(gathered, tensors._replace(block_table=table, seq_lens=length))
+        keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
         for start in range(first, end, TILE_ROWS):
             rows = slice(start, min(start + TILE_ROWS, end))
             ends = length - (end - rows.stop)

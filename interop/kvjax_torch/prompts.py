@@ -2,9 +2,8 @@
 
 torch's builds for CUDA have FlashAttention-2 for sequences of any lengths (`torch.ops.aten._flash_attention_forward`).
 It aligns the last query row of a sequence with its last key, so chunks after cached tokens are one call, which reads
-the step's query in place. Some calls it does not support (a soft cap, other head sizes, 16-bit pages of another dtype
-than the query's), and some caches cannot be decoded to 16 bits (a scale for each token and head). For those `dense`
-attends in float32, a tile of rows at a time.
+the step's query in place. It does not support some calls (a soft cap, other head sizes). For those `dense` attends, a
+tile of rows at a time, with products of 16 bits where these hold keys and values exactly, and else of float32.
 """
 
 from __future__ import annotations
@@ -46,12 +45,11 @@ def attend(plan: RaggedPlan, call: RaggedCall) -> None:
     chosen = seq.new_full((num_seqs + 1,), num_seqs)
     chosen.scatter_(0, torch.where(is_prompt, num_prompts - 1, num_seqs), seq)
 
-    by_flash = _can_flash(attention)
-    dtype = _dense_dtype(attention) if by_flash else torch.float32
+    dtype = _dense_dtype(attention)
     num_blocks = _blocks_reached(attention, plan.max_q_len, sequences.table.shape[1])
     elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
     at_once = max(1, min(plan.max_prompts, DENSE_BYTES // (elements * dtype.itemsize)))
-    serve = _by_flash if by_flash else _by_softmax
+    serve = _by_flash if _can_flash(attention) else _by_softmax
     for first in range(0, plan.max_prompts, at_once):
         chosen_now = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _own_sequences(sequences, chosen_now, spec.block_size)
@@ -66,12 +64,8 @@ def _can_flash(plan: AttentionPlan) -> bool:
     It looks for the largest logit before it multiplies by `sm_scale`, which has to be positive.
     """
     spec = plan.cache.spec
-    is_stored = spec.quant_mode is KVQuantMode.NONE
     return (
-        plan.dtype is not torch.float32
-        # 16 bits hold codes exactly, but not codes times scales that differ among tokens.
-        and not spec.quant_mode.is_per_token_head
-        and (not is_stored or torch_dtype(spec.storage_dtype) is plan.dtype)
+        _dense_dtype(plan) is not torch.float32
         and spec.head_size == spec.head_size_v <= MAX_HEAD_SIZE
         and spec.head_size % 8 == 0
         and plan.sm_scale > 0
@@ -81,8 +75,17 @@ def _can_flash(plan: AttentionPlan) -> bool:
 
 
 def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
-    """The 16-bit dtype of query rows, keys and values; float16, with three more bits, holds quantized ones exactly."""
-    return plan.dtype if plan.cache.spec.quant_mode is KVQuantMode.NONE else torch.float16
+    """The dtype of query rows, keys and values in products: one of 16 bits if it holds keys and values exactly.
+
+    That is the query's for a cache that stores it, and float16, with three more bits than bfloat16, for quantized ones.
+    It holds codes exactly, but not codes times scales that differ among tokens.
+    """
+    spec = plan.cache.spec
+    if plan.dtype is torch.float32 or spec.quant_mode.is_per_token_head:
+        return torch.float32
+    if spec.quant_mode is not KVQuantMode.NONE:
+        return torch.float16
+    return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 
 def _blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
@@ -181,25 +184,48 @@ class _Lot:
         return cuda.gather_planned(gathered, tensors)
 
 
-def _by_flash(lot: _Lot) -> None:
-    """Stores the results of a lot's rows, from one call on all rows in which other sequences have no keys.
+class _Operands(NamedTuple):
+    """What products of attention are made of, in a lot's dtype.
 
-    A scale of quantized keys is split: the gathered keys take its power of two, and the query, which is rounded to
-    float16, the rest. The scale of values multiplies the results.
+    Attributes:
+      rows: the call's query `[num_tokens, num_heads, head_size]`.
+      keys: `[num_seqs, max_len, num_kv_heads, head_size]`.
+      values: likewise.
+      weight: float32 `[num_heads]` or `[1]`, a factor of the results.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    weight: torch.Tensor
+
+
+def _operands(lot: _Lot) -> _Operands:
+    """Gathers keys and values.
+
+    In 16 bits, a scale of quantized keys is split: the gathered keys take its power of two, and the query, which is
+    rounded to float16, the rest. The scale of values multiplies the results.
     """
     call, plan = lot.call, lot.plan
-    query, sequences, number, rows = call.query, call.sequences, lot.number, call.query
-    num_lot, size = lot.own.lens.shape[0], plan.cache.spec.block_size
     k_scale, v_scale = call.tensors.k_scale, call.tensors.v_scale
-    weight = query.new_ones((1, 1), dtype=torch.float32)
-    if plan.cache.spec.quant_mode is not KVQuantMode.NONE:
-        rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two
-        rows = torch.mul(query, _of_each_head(rest, plan)[:, None], out=query.new_empty(query.shape, dtype=lot.dtype))
-        most = torch.finfo(lot.dtype).max
-        rows.clamp_(-most, most)
-        weight = _of_each_head(v_scale, plan)[None]
-        k_scale, v_scale = k_scale / rest, torch.ones_like(v_scale)
-    keys, values = lot.gather(k_scale, v_scale)
+    weight = call.query.new_ones(1, dtype=torch.float32)
+    if plan.cache.spec.quant_mode is KVQuantMode.NONE or lot.dtype is torch.float32:
+        return _Operands(call.query, *lot.gather(k_scale, v_scale), weight)
+    rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two
+    rows = call.query.new_empty(call.query.shape, dtype=lot.dtype)
+    torch.mul(call.query, _of_each_head(rest, plan)[:, None], out=rows)
+    most = torch.finfo(lot.dtype).max
+    rows.clamp_(-most, most)
+    dense_tokens = lot.gather(k_scale / rest, torch.ones_like(v_scale))
+    return _Operands(rows, *dense_tokens, _of_each_head(v_scale, plan))
+
+
+def _by_flash(lot: _Lot) -> None:
+    """Stores the results of a lot's rows, from one call on all rows in which other sequences have no keys."""
+    call, plan = lot.call, lot.plan
+    query, sequences, number = call.query, call.sequences, lot.number
+    num_lot, size = lot.own.lens.shape[0], plan.cache.spec.block_size
+    rows, keys, values, weight = _operands(lot)
     if plan.window is not None:  # values before the window may be NaN, and 0 * NaN is not 0
         is_unseen = torch.arange(size, device=query.device) < lot.first_seen[:, None]
         values[:, :size].masked_fill_(is_unseen[:, :, None, None], 0)
@@ -226,7 +252,7 @@ def _by_flash(lot: _Lot) -> None:
     is_any, of_seq = of_seq < number.shape[0], of_seq.clamp(max=number.shape[0] - 1)
     is_own = is_any & in_lot[of_seq] & (row >= sequences.starts[of_seq])
     position = num_keys[of_seq] - (sequences.ends[of_seq] - row)
-    weight, lse = _corrected(lot, index[of_seq], position, weight, lse)
+    weight, lse = _corrected(lot, index[of_seq], position, weight[None], lse)
     weighted = torch.mul(out, weight[:, :, None], out=torch.empty_like(call.results.out[:-1]))
     for whole, part in zip(call.results, (weighted, lse), strict=True):
         torch.where(is_own.view(-1, *[1] * (part.ndim - 1)), part, whole[:-1], out=whole[:-1])
@@ -342,10 +368,10 @@ def _holes_seen(lot: _Lot, of_lot: torch.Tensor, position: torch.Tensor) -> torc
 
 
 def _by_softmax(lot: _Lot) -> None:
-    """Stores the results of a lot's rows, from float32 attention to a tile of rows of each sequence at a time."""
-    query, tensors = lot.call.query, lot.call.tensors
-    keys, values = lot.gather(tensors.k_scale, tensors.v_scale)
-    own, num_heads = lot.own, query.shape[1]
+    """Stores the results of a lot's rows, from `dense` attention of a tile of rows of each sequence at a time."""
+    own, (_, num_heads, _) = lot.own, lot.call.query.shape
+    query, *dense_tokens, weight = _operands(lot)
+    keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
     num_lot = own.lens.shape[0]
     tile = max(1, min(lot.max_q_len, LOGITS_BYTES // (4 * num_lot * num_heads * lot.max_len)))
     for first in range(0, lot.max_q_len, tile):
@@ -353,5 +379,6 @@ def _by_softmax(lot: _Lot) -> None:
         rows = query.index_select(0, row.clamp(0, query.shape[0] - 1).flatten()).unflatten(0, (num_lot, tile))
         # The length up to the last row of the tile, even if the sequence ends before that row.
         ends = own.lens - own.q_lens + (first + tile)
-        attended = dense.attend(lot.plan, rows, keys, values, own.table, ends, tensors.num_blocks, lot.call.sinks)
+        of_cache = own.table, ends, lot.call.tensors.num_blocks
+        attended = dense.attend(lot.plan, rows, keys, values, *of_cache, lot.call.sinks, weight)
         lot.call.results.put(row, row < own.ends[:, None], *attended)
