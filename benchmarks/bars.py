@@ -39,18 +39,14 @@ def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
     return Rows(each for each in rows.find(case=m.subject["case"], dtype=BFLOAT16) if each.peer != READ).fastest
 
 
-def _multiple(heading: str, other: Other) -> Column:
+def multiple(heading: str, other: Other) -> Column:
     """A time over another."""
     return Column(heading, lambda m, rows: over(m, other(m, rows)), "{:.2f}")
 
 
-def _speed(heading: str, other: Other, form: str = "{:.2f}") -> Column:
+def speed(heading: str, other: Other, form: str = "{:.2f}") -> Column:
     """Another time over this one."""
-
-    def value(m: Measurement, rows: Rows) -> float | None:
-        return found.seconds / m.seconds if (found := other(m, rows)) else None
-
-    return Column(heading, value, form, at_least=True)
+    return Column(heading, lambda m, rows: over(found, m) if (found := other(m, rows)) else None, form, at_least=True)
 
 
 def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
@@ -66,40 +62,32 @@ def _of_tokens(m: Measurement, rows: Rows) -> float | None:
     return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
 
 
-def _known(key: str, value: Callable[[Measurement, Any], float]) -> Callable[[Measurement, Rows], float | None]:
-    return lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key])
+def _of_fact(heading: str, key: str, value: Callable[[Measurement, Any], float], form: str = "{:.2f}") -> Column:
+    return Column(heading, lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key]), form)
 
 
 OF_COPY = Column("of copy", lambda m, _: m.copy_share, "{:.1%}", at_least=True)
-X_CUDA = _multiple("x CUDA", by("CUDA"))
-X_BFLOAT16 = _multiple("x bf16", by(OWN, dtype=BFLOAT16))
-X_NHD = _multiple("x NHD", _base_row)
+X_CUDA = multiple("x CUDA", by("CUDA"))
+X_BFLOAT16 = multiple("x bf16", by(OWN, dtype=BFLOAT16))
+X_NHD = multiple("x NHD", _base_row)
 X_INDEX_COPY = Column(
     "x index_copy_",  # timed by turns with this call, where it was
     lambda m, rows: m.facts.get("index_copy_ratio") or over(m, rows.like(m, peer="torch index_copy_")),
     "{:.2f}",
 )
-X_JIT = _multiple("x jit", by(OWN))
-X_DYNAMIC_CACHE = _multiple("x DynamicCache", by(DYNAMIC, dtype=BFLOAT16))
-X_KERNELS = Column(
-    "x kernels",
-    _known("kernel_seconds", lambda m, kernel: m.seconds / (int(m.subject["num_writes"]) * kernel)),
-    "{:.2f}",
-)
+X_JIT = multiple("x jit", by(OWN))
+X_DYNAMIC_CACHE = multiple("x DynamicCache", by(DYNAMIC, dtype=BFLOAT16))
+X_KERNELS = _of_fact("x kernels", "kernel_seconds", lambda m, kernel: m.seconds / (m.subject["num_writes"] * kernel))
 MICROSECONDS = Column("us", lambda m, _: m.seconds * 1e6, "{:.2f}")
-OF_READING = _speed("of reading", by(READ), "{:.1%}")
-TIMES_BFLOAT16 = _speed("times as fast as bf16", fastest_bfloat16)
-X_WINDOW = _multiple("x the window's length", _base_row)
-X_ONE_TOKEN = _multiple("x 1 token", _base_row)
-X_FLASHINFER = _multiple("x FlashInfer FA2", by(FLASHINFER))
-TIMES_NO_CASCADE = _speed("times as fast as without cascade", by(NO_CASCADE))
+OF_READING = speed("of reading", by(READ), "{:.1%}")
+TIMES_BFLOAT16 = speed("times as fast as bf16", fastest_bfloat16)
+X_WINDOW = multiple("x the window's length", _base_row)
+X_ONE_TOKEN = multiple("x 1 token", _base_row)
+X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
+TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
 X_TOKENS = Column("x bf16 tokens/s", _of_tokens, "{:.2f}", at_least=True)
-X_READING = Column("x reading", _known("read_ns", lambda m, nanoseconds: m.seconds * 1e9 / nanoseconds), "{:.2f}")
-EXPOSED = Column(
-    "of a step exposed",
-    _known("device_ns", lambda m, nanoseconds: max(1 - nanoseconds / 1e9 / m.seconds, 0.0)),
-    "{:.1%}",
-)
+X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
+EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
 type Where = Mapping[str, Collection[object]]  # Fields, and what they may be
 

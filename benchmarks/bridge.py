@@ -69,16 +69,15 @@ def device() -> str:
     return "cuda" if has_gpu() else "cpu"
 
 
-def scale_tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    k_scale, v_scale = SCALES
-    return torch.tensor(k_scale, device=device()), torch.tensor(v_scale, device=device())
+def scale_tensors() -> list[torch.Tensor]:
+    return [torch.tensor(scale, device=device()) for scale in SCALES]
 
 
 def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
     """`key`, `value`, `key_cache`, `value_cache` (of one allocation) and slots of `DECODE_TOKENS` tokens."""
     spec = case.spec(dtype)
-    shape = spec.cache_shape(EAGER_BLOCKS)
-    kv_cache = torch.zeros(shape, dtype=getattr(torch, spec.array_dtype.name), device=device())
+    stored = getattr(torch, spec.array_dtype.name)
+    kv_cache = torch.zeros(spec.cache_shape(EAGER_BLOCKS), dtype=stored, device=device())
     key = torch.randn((DECODE_TOKENS, case.num_kv_heads, case.head_size), device=device()).to(torch.bfloat16)
     slots = torch.randperm(EAGER_BLOCKS * shapes.BLOCK_SIZE, device=device())[:DECODE_TOKENS]
     return key, -key, kv_cache[:, 0], kv_cache[:, 1], slots
@@ -146,18 +145,17 @@ def _copies(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def jitted_write() -> Call:
     """The same write from JAX, with the cache donated."""
-    tokens = workload.Tokens(CASE, DECODE_TOKENS, EAGER_BLOCKS, rotation_bytes=0)
+    tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
     write = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
-    return lambda: write(0)
+    return functools.partial(write, 0)
 
 
 def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Timing]:
     """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with, or comes to later."""
-    rounds = timing.LIMITS.min_calls
     in_a_row = CALLS_AHEAD if is_busy else 100 if has_gpu() else 3
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
+    for _ in range(timing.LIMITS.min_calls + 1):
         for name, timer in timers.items():
             wait()
             if is_busy:
@@ -220,20 +218,15 @@ def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call
     ]
 
 
-def check_written(cache: KVCache, expected: KVCache) -> None:
-    """Raises `AssertionError` where torch has written other bytes than XLA."""
-    wait()
-    workload.check_same_bits(cache.kv, expected.kv)
-
-
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
     """Records, times and then checks `GRAPH_WRITES` writes of other tokens each."""
     spec = CASE.spec(dtype)
-    tokens = workload.make_tokens(CASE, GRAPH_WRITES * num_tokens)
+    tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     writes = torch_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
     times = time_replays(writes)
-    check_written(cache, tokens.expected(spec, len(writes) * num_tokens))
+    wait()
+    workload.check_same_bits(cache.kv, tokens.expected(spec, len(writes) * num_tokens).kv)
     return times
 
 
@@ -306,12 +299,14 @@ def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dty
         cache = tokens.poisoned(spec)
         writes = torch_writes(cache, batches)
         writes[0]()
-        check_written(cache, expected)
+        wait()
+        workload.check_same_bits(cache.kv, expected.kv)
         return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
 
     def under_jit() -> Timing:
         write = workload.Write(tokens.poisoned(spec), batches, output.IMPLEMENTATION.value)
-        workload.check_first_write(write, expected)
+        write(0)
+        write.check(expected)
         return timing.measure(write)
 
     return [
@@ -382,8 +377,8 @@ class TorchBenchmark(output.Program):
             with self.subTest(call="add_", num_tokens=num_tokens):
                 times = ahead.in_new_process(time_additions_replayed, num_tokens, begin=begin)
                 elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
-                subject = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "dtype": "bfloat16"}
-                subject["num_elements"] = elements
+                sizes = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "num_elements": elements}
+                subject = {"dtype": "bfloat16", **sizes}
                 self.replays.append(("bridge replay of add_", subject, "torch", None, times))
 
     def test_kernels(self) -> None:
@@ -392,7 +387,7 @@ class TorchBenchmark(output.Program):
             return
         default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
         counts = output.chosen(NUM_TOKENS, int, default)
-        tokens = workload.make_tokens(CASE, max(counts))
+        tokens = workload.Tokens(CASE, max(counts))
         for num_tokens in counts:
             batches = tokens.batches(num_tokens)
             for dtype in shapes.TIMED_DTYPES:

@@ -28,13 +28,9 @@ MEGABYTES = Column("MB moved", lambda m, _: (m.bytes_moved or 0) / 1e6, "{:,.3f}
 RATE = Column("GB/s", lambda m, _: (m.bytes_per_second or 0) / 1e9, "{:,.4g}")
 TIMES = (US, SPREAD, MEGABYTES, RATE)
 BAR = Column("bar", lambda m, _: ", ".join(map(str, bars.of(m))) or None, "{}")
-BARS = Column("bars", BAR.value, "{}")
+BARS = BAR.named("bars")
 REACHED = Column("reached", lambda m, rows: "; ".join(bars.verdicts(m, rows)) or None, "{}")
 CASE, DTYPE, TOKENS = about("case"), about("dtype"), about("num_tokens")
-
-
-def everything(_: Measurement) -> bool:
-    return True
 
 
 WRITES = Lines(
@@ -62,7 +58,7 @@ COPIES = Lines(
         *(bars.OF_COPY.named("of the fastest"), Column("clock", lambda m, _: m.clock, "{}")),
     ),
     note="Bytes read plus bytes written.",
-    keep=everything,
+    keep=lambda _: True,
 )
 FIRST_CALLS = Lines(
     "Time of the first call, which compiles",
@@ -71,7 +67,7 @@ FIRST_CALLS = Lines(
         fact("second ms", "second_seconds", 1e3),
     ),
     note="Until the result is there.",
-    keep=everything,
+    keep=lambda _: True,
 )
 HOST_TIMES = Lines(
     "Time that a call keeps the host",
@@ -81,9 +77,9 @@ HOST_TIMES = Lines(
         *(BAR, REACHED),
     ),
     note="64 tokens of 8 KV heads of 128, NVFP4, int64 slots.",
-    keep=everything,
+    keep=lambda _: True,
 )
-HOST_SHORT = Lines("Calls from torch", HOST_TIMES.columns[:5], HOST_TIMES.note, everything)
+HOST_SHORT = Lines("Calls from torch", HOST_TIMES.columns[:5], HOST_TIMES.note, HOST_TIMES.keep)
 TWO_STREAMS = ", two streams"
 
 
@@ -91,12 +87,11 @@ def _two_streams(m: Measurement, rows: Rows) -> Measurement | None:
     return rows.like(m, peer=m.peer + TWO_STREAMS)
 
 
-X_KERNELS = bars.X_KERNELS
 REPLAYS = Lines(
     "Time of a CUDA graph of writes",
     (
-        *(DTYPE, TOKENS, US, SPREAD, US.of("2 streams us", _two_streams), KERNEL_US, X_KERNELS),
-        *(X_KERNELS.of("2 streams x", _two_streams), BAR, REACHED),
+        *(DTYPE, TOKENS, US, SPREAD, US.of("2 streams us", _two_streams), KERNEL_US, bars.X_KERNELS),
+        *(bars.X_KERNELS.of("2 streams x", _two_streams), BAR, REACHED),
     ),
     note="Of one replay among several in a row, where torch uses one stream; then again, when it has used a second.",
     keep=lambda m: not m.peer.endswith(TWO_STREAMS),
@@ -173,26 +168,26 @@ STEPS = Lines(
     "Time of a decode step",
     (
         *(about("case", "sequences"), DTYPE, peer("cache, attention"), US, SPREAD),
-        *(Column("kernels us", KERNEL_US.value), bars.X_DYNAMIC_CACHE),
+        *(KERNEL_US.named("kernels us"), bars.X_DYNAMIC_CACHE),
         *(fact("MiB of a step", "step_bytes", 2**-20, "{:,.1f}"), Column("of a dense layer", _of_a_dense_layer)),
         *(BAR, REACHED),
     ),
     note="A model of 8 layers of Llama-3.1-8B with random weights in bfloat16 (without a GPU, of tiny ones); a step of"
     " `generate` without its bookkeeping, mask of ones included. Kernels by device timestamps. MiB: the most that torch"
     " holds in a step beside what is there before.",
-    keep=everything,
+    keep=lambda _: True,
 )
 
 _SEQUENCES = about("num_seqs", "sequences", is_text=True)
 _ROW = Column("row", lambda m, _: m.facts.get("rows") or None, "{}", is_text=True)
 _TOKENS_A_SECOND = Column("tokens a second", lambda m, _: bars.tokens_a_second(m), "{:,.0f}")
-_X_TOKENS, _X_STEP = bars.X_TOKENS, bars.X_BFLOAT16.named("x bf16's step")
+_X_STEP = bars.X_BFLOAT16.named("x bf16's step")
 SERVE = Lines(
     "Tokens a second",
     (
         *(DTYPE, _SEQUENCES, _ROW, peer("by"), _TOKENS_A_SECOND, MS),
         Column("5-95%", lambda m, _: "-".join(f"{each * 1e3:,.3g}" for each in m.times.spread), "{}"),
-        *(_X_TOKENS, _X_STEP, fact("reading, ms", "read_ns", 1e-6, "{:,.3g}"), bars.X_READING),
+        *(bars.X_TOKENS, _X_STEP, fact("reading, ms", "read_ns", 1e-6, "{:,.3g}"), bars.X_READING),
         *(fact("host, ms", "host_ns", 1e-6, "{:,.3g}"), bars.EXPOSED.named("exposed"), BARS, REACHED),
     ),
     note="A step decodes one token of each sequence. Reading: the time that weights and pages take at the rate of a"
@@ -200,12 +195,12 @@ SERVE = Lines(
     " exposed: what a step of the engine takes beyond a step without synchronization, as a share of it."
     " kvjax's steps are those of an engine, from one step's tokens to the next's; peers run without an engine"
     " and without synchronization.",
-    keep=everything,
+    keep=lambda _: True,
     order=("dtype", "num_seqs"),
 )
 SERVE_SHORT = Lines(
     "Tokens a second",
-    (DTYPE, _SEQUENCES, _ROW, peer("by"), _TOKENS_A_SECOND, _X_TOKENS, MS, _X_STEP),
+    (DTYPE, _SEQUENCES, _ROW, peer("by"), _TOKENS_A_SECOND, bars.X_TOKENS, MS, _X_STEP),
     note="Decode steps of Llama-3.1-8B's shape, random weights in bfloat16, caches of 40 GiB full of sequences of 8,192"
     " tokens, except the last tokens.",
     keep=lambda m: bool(m.facts.get("rows")),
@@ -236,16 +231,12 @@ def _sharded(devices_differ: bool, clock_differs: bool) -> Other:
     return other
 
 
-def _ratio(other: Other) -> Column:
-    return Column("ratio", lambda m, rows: found.seconds / m.seconds if (found := other(m, rows)) else None)
-
-
 _MANY = _sharded(True, False)
 SHARDED = Lines(
     "Time of several devices, and of one",
     (
         *(Column("operation", lambda m, _: m.operation, "{}", is_text=True), DTYPE, TOKENS),
-        *(US, US.of("us of several", _MANY), _ratio(_MANY), US.of("host us", _sharded(False, True))),
+        *(US, US.of("us of several", _MANY), bars.speed("ratio", _MANY), US.of("host us", _sharded(False, True))),
         US.of("host us of several", _sharded(True, True)),
     ),
     note="The same KV heads on each device; of several devices a time is that of one of them. `host` is the time from a"
@@ -264,7 +255,7 @@ LAYERED = Lines(
     "Time of a step over layers",
     (
         *(DTYPE, Column(SCAN, US.value), US.of(UNROLLED, by(UNROLLED)), US.of(SEPARATE, by(SEPARATE))),
-        Column("ratio", lambda m, rows: bars.over(m, _fastest_unrolled(m, rows))),
+        bars.multiple("ratio", _fastest_unrolled),
     ),
     note="Microseconds of a step. A layer writes a token of each sequence and gathers them, all of its pages. The ratio"
     " is that of the scan to the faster of the others.",
@@ -277,14 +268,14 @@ _LINES_NVFP4 = _LINES.of("", _NVFP4)
 TRACED = Lines(
     "Tracing and lowering",
     (
-        *(about("step"), _SECONDS, _SECONDS.of(NVFP4, _NVFP4), _ratio(_NVFP4)),
+        *(about("step"), _SECONDS, _SECONDS.of(NVFP4, _NVFP4), bars.speed("ratio", _NVFP4)),
         Column("lines of StableHLO", lambda m, rows: f"{_LINES.words(m, rows)}, {_LINES_NVFP4.words(m, rows)}", "{}"),
     ),
     note="Seconds to trace and lower a program of unrolled layers, in a new process each.",
     keep=lambda m: m.dtype == BFLOAT16,
 )
 DISPATCHES = Lines(
-    "Dispatch of many caches", (peer("arguments"), US, SPREAD), note="A jitted function.", keep=everything
+    "Dispatch of many caches", (peer("arguments"), US, SPREAD), note="A jitted function.", keep=lambda _: True
 )
 
 ATTENTION_ABOUT = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -40,9 +39,8 @@ MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this 
 COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is no git to ask")
 
 ROOT = Path(__file__).parents[1]
-LOADED = ("jax", "jaxlib", "torch")  # what the environment names the versions of, where a program has loaded it
-PEERS = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
-"""The same where it could be imported: modules and the distributions that they come in."""
+LOADED = {"jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "vllm": "vllm", "flashinfer": "flashinfer-python"}
+"""What the environment names the versions of, where a program has loaded it: modules, and their distributions."""
 
 SAVE_SECONDS = 10.0
 """How often the JSON file is written while a program runs, so that one that is stopped leaves what it has."""
@@ -95,9 +93,8 @@ def environment(program: str) -> dict[str, str]:
         "device": jax.devices()[0].device_kind if is_gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "driver": [*(_said(query) or "").split(), "unknown"][0] if is_gpu else "none",
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in LOADED if name in sys.modules},
-        **{module: _version(name) for module, name in PEERS.items() if importlib.util.find_spec(module)},
-        "commit": COMMIT.value or commit(ROOT),
+        **{module: _version(name) for module, name in LOADED.items() if module in sys.modules},
+        "commit": COMMIT.value or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", "-m", program, *arguments]),
     }
@@ -110,12 +107,12 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-def commit(folder: Path) -> str:
-    """The commit that is checked out in a folder, with `+changes` where files differ from it, or `unknown`."""
-    head = _said(["git", "-C", str(folder), "rev-parse", "HEAD"])
+def commit() -> str:
+    """The commit that is checked out, with `+changes` where files differ from it, or `unknown`."""
+    head = _said(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     if not head:
         return "unknown"
-    return head.strip() + ("+changes" if _said(["git", "-C", str(folder), "status", "--porcelain"]) else "")
+    return head.strip() + ("+changes" if _said(["git", "-C", str(ROOT), "status", "--porcelain"]) else "")
 
 
 def _said(command: Sequence[str]) -> str | None:

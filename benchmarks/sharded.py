@@ -64,7 +64,7 @@ def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
 
 def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     """The same writes by one device and by several, whose first is checked in every byte."""
-    tokens = workload.make_tokens(job.case, job.num_tokens)
+    tokens = workload.Tokens(job.case, job.num_tokens)
     batches = tokens.batches(job.num_tokens)
     divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
     write = functools.partial(

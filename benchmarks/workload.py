@@ -115,13 +115,21 @@ def default_pages(case: Case, max_tokens: int) -> int:
 class Tokens:
     """Tokens of one layer and slots for them in `num_blocks` pages: `max_tokens`, or as many more as fill memory.
 
-    Keys and values are normal numbers in bfloat16; `rotation_bytes` is what they are to fill.
+    Keys and values are normal numbers in bfloat16; `rotation_bytes` is what they are to fill. Both are by default those
+    of this device.
     """
 
     def __init__(
-        self, case: Case, max_tokens: int, num_blocks: int, rotation_bytes: int, slots: Slots = Slots.SCATTERED
+        self,
+        case: Case,
+        max_tokens: int,
+        slots: Slots = Slots.SCATTERED,
+        num_blocks: int | None = None,
+        rotation_bytes: int | None = None,
     ) -> None:
         rng = np.random.default_rng(0)
+        num_blocks = num_blocks or default_pages(case, max_tokens)
+        rotation_bytes = sizes().rotation_bytes if rotation_bytes is None else rotation_bytes
         a_token = 2 * case.num_kv_heads * case.head_size * INPUT_DTYPE.itemsize
         shape = (max(rotation_bytes // a_token, max_tokens), case.num_kv_heads, case.head_size)
         self.max_tokens, self.num_blocks, self.pattern = max_tokens, num_blocks, slots
@@ -161,12 +169,6 @@ class Tokens:
 
     def poisoned(self, spec: AttentionSpec) -> KVCache:
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
-
-
-def make_tokens(case: Case, max_tokens: int, slots: Slots = Slots.SCATTERED, num_blocks: int | None = None) -> Tokens:
-    """Tokens for every write of a case, of `max_tokens` at most, and as many pages as this device's caches have."""
-    pages = num_blocks or default_pages(case, max_tokens)
-    return Tokens(case, max_tokens, pages, sizes().rotation_bytes, slots)
 
 
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
@@ -233,16 +235,6 @@ def pointers(of: Any) -> list[int]:
 def temporary_bytes(compiled: Any) -> int:
     """Memory that a compiled program needs beside its arguments and its result."""
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-def check_first_write(write: Write, expected: KVCache) -> None:
-    """Runs the first write and checks it.
-
-    Raises:
-      AssertionError: as `Write.check`.
-    """
-    write(0)
-    write.check(expected)
 
 
 def check_same_bits(got: jax.Array, expected: jax.Array) -> None:

@@ -57,7 +57,7 @@ def measure(
 
     @functools.lru_cache(maxsize=1)
     def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        return workload.make_tokens(case, most[case, slots, num_blocks], slots, num_blocks)
+        return workload.Tokens(case, most[case, slots, num_blocks], slots, num_blocks)
 
     @functools.lru_cache(maxsize=1)
     def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:

@@ -18,13 +18,11 @@ class Run:
     """One file: what a program measured on one device.
 
     Attributes:
-      path: the file, as it was given.
       environment: device, driver, versions, commit, date and command.
       copies: bytes moved, and the times of a copy of as many.
       skipped: what was not measured, and why.
     """
 
-    path: Path
     program: str
     environment: Mapping[str, str]
     copies: Sequence[tuple[int, Timing]]
@@ -46,9 +44,7 @@ def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
         raise ResultsError("expected JSON files of benchmark runs, got none")
     devices: dict[str, list[Run]] = {}
     seen: dict[tuple[object, ...], str] = {}
-    for number, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:number]]:
-            raise ResultsError(f"{path}: given twice")
+    for path in paths:
         run = read_run(path)
         device = run.environment["device"]
         devices.setdefault(device, []).append(run)
@@ -89,7 +85,7 @@ def read_run(path: Path) -> Run:
             if record["operation"] not in OPERATIONS:
                 raise ValueError(f"operation: got {record['operation']!r}, expected one of {[*OPERATIONS]}")
             measurements.append(from_record(record, OPERATIONS[record["operation"]].about))
-        return Run(path, file["program"], environment, copies, measurements, skipped)
+        return Run(file["program"], environment, copies, measurements, skipped)
     except OSError as error:
         raise ResultsError(f"{place}: {error.strerror}") from error
     except KeyError as error:
