@@ -18,16 +18,15 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import ahead, output, shapes, timing, workload
+from benchmarks import ahead, compare, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
 from benchmarks.operations import TWO_STREAMS
-from benchmarks.peers import copy
-from benchmarks.peers.in_jax import why_no_kernel
-from benchmarks.peers.in_torch import borrow, borrowed, has_gpu, seconds_in_a_row, wait
+from benchmarks.peers import copy, in_jax, in_torch, writes
+from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
-from kvjax import KVCache, KVCacheDType
+from kvjax import KVCacheDType
 
 if reason := why_not_importable("torch", "kvjax_torch"):
     raise SystemExit(f"benchmarks.bridge measures calls from torch (pip install 'kvjax[torch]'): {reason}")
@@ -208,25 +207,15 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
     return found
 
 
-def torch_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call]:
-    """The write of each batch from torch, on the memory of JAX's arrays and behind its back."""
-    write, kv_cache = functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True), borrow(cache.kv)
-    stored = cache.spec.dtype.value, *(borrow(scale) for scale in workload.scales().values())
-    return [
-        functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored)
-        for key, value, slots in borrowed(batches)
-    ]
-
-
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
     """Records, times and then checks `GRAPH_WRITES` writes of other tokens each."""
     spec = CASE.spec(dtype)
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
-    writes = torch_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    times = time_replays(writes)
+    calls = in_torch.kvjax_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
+    times = time_replays(calls)
     wait()
-    workload.check_same_bits(cache.kv, tokens.expected(spec, len(writes) * num_tokens).kv)
+    workload.check_same_bits(cache.kv, tokens.expected(spec, len(calls) * num_tokens).kv)
     return times
 
 
@@ -288,31 +277,6 @@ def event_times(call: Call) -> Timing:
         torch.cuda._sleep(A_WHILE)  # until all of them are queued
         samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
     return Timing(tuple(samples), Clock.EVENTS)
-
-
-def time_kernels(tokens: workload.Tokens, batches: Sequence[workload.Batch], dtype: KVCacheDType) -> list[Measurement]:
-    """Checks, then times the writes of `batches` from torch and under `jit`, with the same arguments."""
-    spec, job = CASE.spec(dtype), WriteJob(CASE, dtype, len(batches[0].slot_mapping))
-    expected, moved = tokens.expected(spec, job.num_tokens), job.bytes_moved
-
-    def from_torch() -> Timing:
-        cache = tokens.poisoned(spec)
-        writes = torch_writes(cache, batches)
-        writes[0]()
-        wait()
-        workload.check_same_bits(cache.kv, expected.kv)
-        return timing.measure(lambda number: writes[number % len(writes)](), wait=wait)
-
-    def under_jit() -> Timing:
-        write = workload.Write(tokens.poisoned(spec), batches, output.IMPLEMENTATION.value)
-        write(0)
-        write.check(expected)
-        return timing.measure(write)
-
-    return [
-        Measurement("bridge kernel", job.subject, peer, measure(), moved, copy.measure(moved))
-        for peer, measure in (("kvjax_torch", from_torch), ("kvjax", under_jit))
-    ]
 
 
 class TorchBenchmark(output.Program):
@@ -382,18 +346,11 @@ class TorchBenchmark(output.Program):
                 self.replays.append(("bridge replay of add_", subject, "torch", None, times))
 
     def test_kernels(self) -> None:
-        if reason := why_no_kernel():
-            self.results.skip("kvjax under jit", reason, asked_for=True)
-            return
         default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
         counts = output.chosen(NUM_TOKENS, int, default)
-        tokens = workload.Tokens(CASE, max(counts))
-        for num_tokens in counts:
-            batches = tokens.batches(num_tokens)
-            for dtype in shapes.TIMED_DTYPES:
-                with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                    for each in time_kernels(tokens, batches, dtype):
-                        self.results.add(each)
+        jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
+        peers = compare.present(self.results, [in_torch.KVJAX, in_jax.KVJAX], None)
+        writes.measure(self, "bridge kernel", jobs, peers)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,8 @@ def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, 
     """
     import torch
 
-    if spec.dtype is BFLOAT16:
-        return (pages[:, 0], pages[:, 1]), None
-    if spec.dtype is FP8:
-        floats = pages.view(torch.float8_e4m3fn)
-        return (floats[:, 0], floats[:, 1]), None
+    if spec.dtype is not NVFP4:
+        return pages.view(stored_dtype(spec.dtype)).unbind(1), None
     order = (spec.block_size, spec.num_kv_heads)
     if spec.layout is CacheLayout.HND:
         order = order[::-1]
@@ -62,12 +59,9 @@ def stored_dtype(dtype: KVCacheDType) -> Any:
     return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
 
 
-def scales_of(job: AttentionJob) -> tuple[float, float]:
+def scales_of(job: AttentionJob) -> list[float]:
     """The decode scales of keys and of values; 1 where a cache has none."""
-    if job.dtype is BFLOAT16:
-        return 1.0, 1.0
-    k_scale, v_scale = float_scales()
-    return k_scale, v_scale
+    return [1.0, 1.0] if job.dtype is BFLOAT16 else float_scales()
 
 
 def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:
@@ -97,19 +91,19 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
     query = borrow(inputs.query)
     k_scale, v_scale = scales_of(job)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
-    first: list[Any]
-    options: dict[str, Any]
-    first, options, out = [], {}, {}
+    first: list[Any] = []
+    options: dict[str, Any] = {"window_left": window_left(row)}
+    out = {}
     if row.is_step:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, row.layout.value, backend=backend)
-        first, options = [torch.from_numpy(row.cu_q_lens)], {"causal": True, "window_left": window_left(row)}
+        first, options["causal"] = [torch.from_numpy(row.cu_q_lens)], True
         out = {"out": torch.empty_like(query)}
     else:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, row.layout.value, use_tensor_cores=True, backend=backend
         )
         query = query.flatten(0, 1)
-        options = {"window_left": window_left(row)} | ({"q_len_per_req": row.q_len} if row.q_len > 1 else {})
+        options |= {"q_len_per_req": row.q_len} if row.q_len > 1 else {}
     wrapper.plan(
         *first,
         *page_table(inputs),

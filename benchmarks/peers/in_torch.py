@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,10 +65,9 @@ def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
     """What turns rows in bfloat16 into rows as a cache tensor holds them."""
     import torch
 
-    if spec.quant_mode is KVQuantMode.NONE:
-        dtype = getattr(torch, spec.storage_dtype.name)
-        return lambda x, _: x.to(dtype)
     dtype, largest = getattr(torch, spec.storage_dtype.name), spec.dtype.info.max
+    if spec.quant_mode is KVQuantMode.NONE:
+        return lambda x, _: x.to(dtype)
     return lambda x, scale: (x.float() / scale).clamp_(-largest, largest).to(dtype).view(torch.uint8)
 
 
@@ -130,18 +130,22 @@ INDEX_PUT = Peer[WriteJob, WriteInputs](
 )
 
 
-def kvjax_run(inputs: WriteInputs) -> Run:
+def kvjax_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Callable[[], Any]]:
+    """The write of each batch by kvjax from torch, on the memory of JAX's arrays and behind its back."""
     import kvjax_torch
 
-    cache = inputs.poisoned()
-    pages, dtype = borrow(cache.kv), inputs.job.dtype.value
-    scales = [borrow(scale) for scale in workload.scales().values()]
-    batches = [
-        (key, value, pages[:, 0], pages[:, 1], slots, dtype, *scales) for key, value, slots in borrowed(inputs.batches)
+    write, kv_cache = functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True), borrow(cache.kv)
+    stored = cache.spec.dtype.value, *(borrow(scale) for scale in workload.scales().values())
+    return [
+        functools.partial(write, key, value, kv_cache[:, 0], kv_cache[:, 1], slots, *stored)
+        for key, value, slots in borrowed(batches)
     ]
 
-    write: Any = kvjax_torch.reshape_and_cache_flash
-    return inputs.exact_run(write, batches, cache, wait)
+
+def kvjax_run(inputs: WriteInputs) -> Run:
+    cache = inputs.poisoned()
+    writes = [(write,) for write in kvjax_writes(cache, inputs.batches)]
+    return inputs.exact_run(lambda write: write(), writes, cache, wait)
 
 
 KVJAX = Peer[WriteJob, WriteInputs](
