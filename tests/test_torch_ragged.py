@@ -37,8 +37,8 @@ from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, Uns
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
 from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
-from kvjax_torch.ragged_arguments import buckets  # noqa: E402
+from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors  # noqa: E402
+from kvjax_torch.ragged_arguments import buckets, ragged_plan  # noqa: E402
 
 
 def given(
@@ -138,6 +138,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "gather_planned", host.gather)
+    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 0)
     monkeypatch.setattr(prompts, "flash", flash_model)
     monkeypatch.setattr(dense, "product", product_model)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -170,6 +171,89 @@ MORE_CASES = [
 )
 def test_a_serving_step(attend, case):
     ragged_suite.check(case, attend)
+
+
+PIECES = [
+    ragged((12, 1, 0, 9), (18, 17, 0, 9), dtype="nvfp4", scales="scalar", cap=5.0, sinks=True),
+    ragged((12, 2, 13), (18, 17, 40), dtype="bfloat16", cap=5.0, window=9),
+    ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=128, head_size_v=64),
+]
+
+
+@pytest.mark.parametrize("case", PIECES, ids=str)
+@pytest.mark.parametrize("most", [1, 3, 4, 8])
+def test_prompts_without_flash_attention_are_served_over_pages(case, most, monkeypatch):
+    """In pieces, of which the first of a prompt may have fewer rows."""
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(cuda, "gather_planned", None)
+    monkeypatch.setattr(prompts, "attend", None)
+    asked: list[tuple[int, int]] = []
+
+    def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
+        asked.append((plan.q_len, num_seqs))
+        return min(most, plan.q_len)
+
+    monkeypatch.setattr(cuda, "tokens_over_pages", tokens_over_pages)
+    ragged_suite.check(case, attend_on("cpu"))
+    assert {q_len for q_len, _ in asked} == {1 if case.window else 8}
+
+
+def test_prompts_of_large_heads_are_not_served_over_pages(monkeypatch):
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(cuda, "tokens_over_pages", None)
+    case = ragged((12, 1), (18, 17), dtype="nvfp4", head_size=272, scales="scalar")
+    attend = attend_on("cpu", is_rounded=True)
+    ragged_suite.check(case, attend)
+
+
+@pytest.mark.parametrize("can_attend", [True, False])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"group": 4}, 4),
+        ({"group": 1}, 8),
+        ({"group": 32}, 1),
+        ({"group": 4, "head_size": 256}, 2),
+        ({"head_size": 72}, 0),
+        ({"dtype": "float32", "query_dtype": "float32"}, 0),
+        ({"dtype": "int8_per_token_head"}, 0),
+    ],
+    ids=str,
+)
+def test_how_many_tokens_kernels_take_over_pages(options, most, can_attend, monkeypatch):
+    asked: list[int] = []
+
+    def attends(plan: AttentionPlan, *_: torch.Tensor) -> bool:
+        asked.append(plan.q_len)
+        return can_attend
+
+    monkeypatch.setattr(cuda, "_can_attend", attends)
+    problem = ragged_suite.build(ragged((12,), (18,), cap=5.0, **options))
+    rows, bounds = np.concatenate(problem.args[0]), np.int32([0, 12])
+    call = given("cpu", rows, *problem.args[1:], bounds, **problem.options)
+    call.pop("return_lse")
+    defaults = {"batch_invariant": False, "max_q_len": None, "max_prompts": None, "decode_q_len": None}
+    attention = ragged_plan(**call | defaults).attention
+    names = "key_cache", "value_cache", "block_table", "seq_lens", "k_scale", "v_scale"
+    tensors = ReadTensors(*(call[name] for name in names))
+    plan = dataclasses.replace(attention, q_len=8)
+    assert cuda.tokens_over_pages(plan, 3, tensors) == (most if can_attend else 0)
+    assert {*asked} == ({most} if most else set())
+    assert cuda.tokens_over_pages(plan, 2**31, tensors) == 0
+
+
+@pytest.mark.parametrize("limits", [{"max_q_len": 11}, {"max_prompts": 1}], ids=str)
+def test_pieces_are_of_prompts_within_the_limits(limits, monkeypatch):
+    problem = ragged_suite.build(ragged((4, 1, 12), (20, 9, 40), dtype="nvfp4", sinks=True, cap=5.0))
+    attend = functools.partial(attend_on("cpu"), decode_q_len=1, **limits)
+    whole = ragged_suite.run(problem, attend)
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 3)
+    outs, lses = ragged_suite.run(problem, attend)
+    for seq in (0, 1):
+        np.testing.assert_allclose(np.float32(outs[seq]), np.float32(whole[0][seq]), rtol=1e-2, atol=1e-3)
+    assert not outs[2].astype(np.float32).any()
+    np.testing.assert_array_equal(lses[2], np.broadcast_to(problem.options["sinks"], lses[2].shape))
 
 
 def numbers(q_lens: tuple[int, ...], decode_q_len: int) -> dict[str, int]:

@@ -200,9 +200,9 @@ def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
     return tuple(parts)
 
 
-def has_attention(plan: AttentionPlan, query: torch.Tensor, block_table: torch.Tensor) -> bool:
+def has_attention(plan: AttentionPlan, num_seqs: int, block_table: torch.Tensor) -> bool:
     """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices."""
-    rows = query.shape[0] * plan.q_len * plan.num_heads
+    rows = num_seqs * plan.q_len * plan.num_heads
     return 0 < rows * max(plan.cache.spec.head_size, plan.cache.spec.head_size_v) <= MOST and block_table.numel() > 0
 
 

@@ -10,6 +10,7 @@ back, and the first use of a float scale on a device copies it there (`ops`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -274,7 +275,7 @@ def attend(
     float32 query, for example. Otherwise torch attends to gathered keys and values.
     """
     _check_capability(tensors.key_cache.get_device())
-    parts = calls.attention_parts(plan) if calls.has_attention(plan, query, tensors.block_table) else ()
+    parts = calls.attention_parts(plan) if calls.has_attention(plan, query.shape[0], tensors.block_table) else ()
     if plan.batch_invariant:  # a workspace may be too large: raise before anything is compiled or run
         with _one_at_a_time:
             for of_part, _, _ in parts:
@@ -325,6 +326,18 @@ def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch
         _attends.clear()
     _attends.add(kind)
     return True
+
+
+def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
+    """How many of `plan.q_len` query tokens of `num_seqs` sequences one pass of the kernels over their pages serves.
+
+    Returns 0 where `attend` would not use kernels. Compiles kernels for as many tokens, as `attend` does.
+    """
+    if not calls.has_attention(plan, num_seqs, tensors.block_table) or not (parts := calls.attention_parts(plan)):
+        return 0
+    q_len = parts[0].tokens.stop
+    parts = calls.attention_parts(dataclasses.replace(plan, q_len=q_len))
+    return q_len if all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts) else 0
 
 
 def _attend_to_pages(

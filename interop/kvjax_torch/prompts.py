@@ -2,8 +2,9 @@
 
 torch's builds for CUDA have FlashAttention-2 for sequences of any lengths (`torch.ops.aten._flash_attention_forward`).
 It aligns the last query row of a sequence with its last key, so chunks after cached tokens are one call, which reads
-the step's query in place. It does not support some calls (a soft cap, other head sizes). For those `dense` attends, a
-tile of rows at a time, with products of 16 bits where these hold keys and values exactly, and else of float32.
+the step's query in place. It does not support some calls (a soft cap, other head sizes). Where kernels over pages do
+not serve those either, `dense` attends, a tile of rows at a time, with products of 16 bits where these hold keys and
+values exactly, and else of float32.
 """
 
 from __future__ import annotations
@@ -37,28 +38,34 @@ def attend(plan: RaggedPlan, call: RaggedCall) -> None:
     attention, spec, sequences = plan.attention, plan.attention.cache.spec, call.sequences
     if attention.window is not None and attention.window >= sequences.table.shape[1] * spec.block_size:
         attention = dataclasses.replace(attention, window=None)
-    num_seqs, q_lens = sequences.table.shape[0], sequences.q_lens
-    is_prompt = (q_lens > attention.q_len) & (q_lens <= plan.max_q_len)
-    num_prompts = is_prompt.cumsum(0)
+    num_seqs, is_served = sequences.table.shape[0], is_prompt(plan, sequences)
+    num_prompts = is_served.cumsum(0)
     # The index of the first prompt, the second, ...; `num_seqs` stands for none.
     seq = torch.arange(num_seqs, device=call.query.device)
     chosen = seq.new_full((num_seqs + 1,), num_seqs)
-    chosen.scatter_(0, torch.where(is_prompt, num_prompts - 1, num_seqs), seq)
+    chosen.scatter_(0, torch.where(is_served, num_prompts - 1, num_seqs), seq)
 
     dtype = _dense_dtype(attention)
     num_blocks = _blocks_reached(attention, plan.max_q_len, sequences.table.shape[1])
     elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
     at_once = max(1, min(plan.max_prompts, DENSE_BYTES // (elements * dtype.itemsize)))
-    serve = _by_flash if _can_flash(attention) else _by_softmax
+    serve = _by_flash if can_flash(attention) else _by_softmax
     for first in range(0, plan.max_prompts, at_once):
         chosen_now = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _own_sequences(sequences, chosen_now, spec.block_size)
         reach = _reached(attention, own, num_blocks, call.tensors.num_blocks)
-        number = torch.where(is_prompt, num_prompts - 1 - first, -1)
+        number = torch.where(is_served, num_prompts - 1 - first, -1)
         serve(_Lot(call, attention, plan.max_q_len, dtype, number, *reach))
 
 
-def _can_flash(plan: AttentionPlan) -> bool:
+def is_prompt(plan: RaggedPlan, sequences: Sequences) -> torch.Tensor:
+    """Which sequences are served as prompts: bool `[num_seqs]`, true for `plan.max_prompts` at most."""
+    q_lens = sequences.q_lens
+    is_any = (q_lens > plan.attention.q_len) & (q_lens <= plan.max_q_len)
+    return is_any & (is_any.cumsum(0) <= plan.max_prompts)
+
+
+def can_flash(plan: AttentionPlan) -> bool:
     """Whether torch's flash attention serves such a call.
 
     It looks for the largest logit before it multiplies by `sm_scale`, which has to be positive.

@@ -1,5 +1,8 @@
 """`ragged_paged_attention` of CUDA tensors: kernels over pages serve sequences that decode, `prompts` serves prompts.
 
+Prompts that torch's flash attention does not support (a soft cap, for example) go to the kernels over pages too, in
+pieces of a few rows: torch's operations, which pass over the logits many times, would take several times as long.
+
 Arithmetic on torch's stream decides which sequence is which, in shapes that the call's limits fix. So nothing waits for
 a length, and a CUDA graph that records a call can be replayed with other lengths. To either part, a sequence that the
 other serves is empty.
@@ -14,6 +17,7 @@ import torch
 from kvjax import UnsupportedError
 from kvjax_torch import cuda, prompts
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
+from kvjax_torch.ragged_arguments import MAX_DECODE_Q_LEN
 from kvjax_torch.ragged_rows import RaggedCall, Results, Sequences
 
 
@@ -42,8 +46,49 @@ def attend(
         if plan.attention.q_len:
             _decode(plan.attention, call)
         if plan.max_prompts:
-            prompts.attend(plan, call)
+            _serve_prompts(plan, call)
     return results.out[:-1], results.lse[:-1]
+
+
+def _serve_prompts(plan: RaggedPlan, call: RaggedCall) -> None:
+    """Serves the sequences with more rows than `plan.attention.q_len`.
+
+    Where torch's flash attention does not support the call, but the kernels over pages do, these take a few rows at a
+    time. They read a page once for each such piece of a sequence, mostly from L2.
+    """
+    attention, spec = plan.attention, plan.attention.cache.spec
+    # For larger heads a pass takes few rows and spills registers.
+    if not prompts.can_flash(attention) and max(spec.head_size, spec.head_size_v) <= prompts.MAX_HEAD_SIZE:
+        # With a window, `_decode` takes each row by itself.
+        piece = dataclasses.replace(attention, q_len=1 if attention.window is not None else MAX_DECODE_Q_LEN)
+
+        def num_pieces(q_len: int) -> int:
+            return call.query.shape[0] // q_len + plan.max_prompts
+
+        if q_len := cuda.tokens_over_pages(piece, num_pieces(piece.q_len), call.tensors):
+            pieces = _pieces(plan, call.sequences, q_len, num_pieces(q_len))
+            _decode(dataclasses.replace(attention, q_len=q_len), dataclasses.replace(call, sequences=pieces))
+            return
+    prompts.attend(plan, call)
+
+
+def _pieces(plan: RaggedPlan, sequences: Sequences, q_len: int, num_pieces: int) -> Sequences:
+    """Divides prompts into pieces of `q_len` rows, of which each is a sequence that ends with the piece's last token.
+
+    The first piece of a prompt may have fewer rows. `num_pieces` is at least the number of pieces; others are empty.
+    """
+    table, lens, starts, ends = sequences
+    num_seqs, max_blocks = table.shape
+    count = torch.where(prompts.is_prompt(plan, sequences), (sequences.q_lens + (q_len - 1)) // q_len, 0)
+    total = count.cumsum(0)
+    number = torch.arange(num_pieces, device=table.device)
+    seq = torch.searchsorted(total, number, right=True)
+    is_any, seq = seq < num_seqs, seq.clamp(max=num_seqs - 1)
+    rows_after = (total[seq] - 1 - number) * q_len
+    end = torch.where(is_any, ends[seq] - rows_after, 0)
+    start = torch.maximum(torch.where(is_any, starts[seq], 0), end - q_len)
+    num_tokens = lens.clamp(0, max_blocks * plan.attention.cache.spec.block_size).to(torch.int64)[seq] - rows_after
+    return Sequences(table.index_select(0, seq), torch.where(is_any, num_tokens, 0), start, end)
 
 
 def _decode(plan: AttentionPlan, call: RaggedCall) -> None:
