@@ -45,10 +45,8 @@ class ServeBenchmark(output.Program):
         rate = reading_rate()
         if rate is not None:
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
-        for job in own:
-            with self.subTest(**plain(job.subject)):
-                self.measure(OWN, job, rate, served)
-        self.try_peer(serves_dense.NAME, dense, rate, serves_dense.serve)
+        self.measure(OWN, own, rate, served)
+        self.measure(serves_dense.NAME, dense, rate, lambda job: (serves_dense.serve(job), {}))
         for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
             if name in peers:
                 # In memory that JAX has released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
@@ -56,7 +54,7 @@ class ServeBenchmark(output.Program):
                     self.results.skip(name, reason, asked_for=True)
                     continue
                 in_torch = [job for job in wanted if serves_torch.serves(name, job)]
-                self.try_peer(name, in_torch, rate, functools.partial(serves_torch.serve, name))
+                self.measure(name, in_torch, rate, lambda job, name=name: (serves_torch.serve(name, job), {}))
                 serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:
@@ -76,27 +74,25 @@ class ServeBenchmark(output.Program):
                 for kind, times in (("prompt chunks", mixed), ("decodes", decodes)):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
-    def try_peer(self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[..., Timing]) -> None:
-        """Whatever a peer fails with, the others go on."""
+    def measure(self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[..., Served]) -> None:
+        """Adds what is served, unless memory is too small. Whatever a peer fails with, the others go on."""
         for job in jobs:
-            try:
-                self.measure(name, job, rate, lambda job: (serve(job), {}))
-            except Exception as error:
-                self.results.skip(f"{name} ({job.dtype.value}, {job.num_seqs})", f"{type(error).__name__}: {error}")
-
-    def measure(self, name: str, job: ServeJob, rate: float | None, serve: Callable[[ServeJob], Served]) -> None:
-        """Adds what was served, unless memory is too small."""
-        gc.collect()  # the caches of the job before
-        what = f"{name} ({job.dtype.value}, {job.num_seqs})"
-        try:
-            found = self.results.fitting(what, job.why_too_large(), functools.partial(serve, job))
-        except Exception as error:
-            error.add_note(traceback.format_exc())
-            raise error.with_traceback(None) from None  # its frames would hold on to caches
-        if found:
-            times, facts = found
-            known = {"rows": job.rows} | ({} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)})
-            self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts={**known, **facts}))
+            gc.collect()  # the caches of the job before
+            what = f"{name} ({job.dtype.value}, {job.num_seqs})"
+            with self.subTest(**plain(job.subject)):
+                try:
+                    found = self.results.fitting(what, job.why_too_large(), functools.partial(serve, job))
+                except Exception as error:
+                    if name != OWN:
+                        self.results.skip(what, f"{type(error).__name__}: {error}")
+                        continue
+                    error.add_note(traceback.format_exc())
+                    raise error.with_traceback(None) from None  # its frames would hold on to caches
+                if found:
+                    times, facts = found
+                    known = {"rows": job.rows, **facts}
+                    known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}
+                    self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts=known))
 
 
 def dtypes() -> Sequence[KVCacheDType]:

@@ -28,7 +28,7 @@ from benchmarks.peers.attention_inputs import (
     reference,
 )
 from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
 
@@ -175,27 +175,19 @@ def _serves_torch(job: AttentionJob) -> bool:
     return job.dtype is KVCacheDType.BFLOAT16 and row.layout is CacheLayout.NHD and is_whole and is_causal
 
 
-def _why_no_gpu() -> str | None:
-    return None if workload.is_gpu() else "needs an NVIDIA GPU"
-
-
 def _why_no_triton() -> str | None:
-    if reason := _why_no_gpu():
-        return reason
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return why_not_importable("jax.experimental.pallas.ops.gpu.paged_attention")
+        return why_no_gpu() or why_not_importable("jax.experimental.pallas.ops.gpu.paged_attention")
 
 
 type AttentionPeer = Peer[AttentionJob, AttentionInputs]
 
-KVJAX: AttentionPeer
-KVJAX_IN_XLA: AttentionPeer
-KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
+KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
 KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
-READ: AttentionPeer = Peer("read", read_run, why_missing=_why_no_gpu)
+READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
-    "cuDNN", dense_run, serves=_is_dense, why_missing=_why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
+    "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
 )
 TRITON: AttentionPeer = Peer(
     "JAX Triton",

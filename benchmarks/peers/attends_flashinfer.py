@@ -12,12 +12,11 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks import workload
 from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
 from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.in_torch import borrow, float_scales
-from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
 
@@ -237,14 +236,8 @@ def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob,
         module(*key)
 
 
-def _why_missing() -> str | None:
-    if not workload.is_gpu():
-        return "needs an NVIDIA GPU"
-    return why_not_importable("flashinfer") or in_torch.why_missing()
-
-
 def _peer(name: str, prepare: Callable[[AttentionInputs], Run], serves: Callable[[AttentionJob], bool]) -> Any:
-    return Peer(f"FlashInfer {name}", prepare, serves, _why_missing)
+    return Peer(f"FlashInfer {name}", prepare, serves, lambda: in_torch.why_no_library("flashinfer"))
 
 
 FA2, FA3, XQA = (

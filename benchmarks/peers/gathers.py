@@ -171,9 +171,7 @@ def _is_simple(job: GatherJob) -> bool:
     return not job.spec.stores_scales and job.seq_len % BLOCK_SIZE == 0
 
 
-KVJAX: Peer[GatherJob, GatherInputs]
-KVJAX_IN_XLA: Peer[GatherJob, GatherInputs]
-KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
+KVJAX, KVJAX_IN_XLA = own_peers(GatherJob, kvjax_run)
 XLA_GATHER = Peer[GatherJob, GatherInputs]("XLA gather", xla_gather_run, serves=_is_simple)
 INDEX_SELECT = Peer[GatherJob, GatherInputs](
     "torch index_select", torch_run, serves=_is_simple, why_missing=in_torch.why_missing

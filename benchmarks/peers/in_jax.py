@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -30,30 +31,27 @@ def why_no_kernel() -> str | None:
     return None
 
 
-def own_peer[Job, Inputs](name: str, run: Callable[..., Run], **options: bool) -> Peer[Job, Inputs]:
-    """kvjax as a flag asks for it; `run` takes inputs, `implementation` and these options."""
+def own_peers[Job, Inputs](
+    _: type[Job], run: Callable[Concatenate[Inputs, ...], Run]
+) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
+    """kvjax as a flag asks for it, and in XLA where that is another thing; `run` takes inputs and `implementation`."""
 
     def prepare(inputs: Inputs) -> Run:
-        return run(inputs, implementation=output.IMPLEMENTATION.value, **options)
+        return run(inputs, implementation=output.IMPLEMENTATION.value)
 
-    return Peer(name, prepare, why_missing=why_no_kernel, own=True)
-
-
-def own_peers[Job, Inputs](run: Callable[..., Run]) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
-    """kvjax as a flag asks for it, and in XLA where that is another thing."""
     in_xla = Peer[Job, Inputs](
         "kvjax xla",
         functools.partial(run, implementation="xla"),
         why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
         own=True,
     )
-    return own_peer("kvjax", run), in_xla
+    return Peer("kvjax", prepare, why_missing=why_no_kernel, own=True), in_xla
 
 
-KVJAX: Peer[WriteJob, WriteInputs]
-KVJAX_IN_XLA: Peer[WriteJob, WriteInputs]
-KVJAX, KVJAX_IN_XLA = own_peers(kvjax_run)
-KVJAX_ANY_SLOTS: Peer[WriteJob, WriteInputs] = own_peer("kvjax, any slots", kvjax_run, unique_slots=False)
+KVJAX, KVJAX_IN_XLA = own_peers(WriteJob, kvjax_run)
+KVJAX_ANY_SLOTS = dataclasses.replace(
+    own_peers(WriteJob, functools.partial(kvjax_run, unique_slots=False))[0], name="kvjax, any slots"
+)
 NOT_DONATED = Peer[WriteJob, WriteInputs](
     "kvjax, cache not donated",
     functools.partial(kvjax_run, implementation=None, donated=False),

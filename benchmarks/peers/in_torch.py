@@ -10,7 +10,7 @@ import jax
 
 from benchmarks import workload
 from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
-from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVQuantMode
@@ -59,6 +59,11 @@ def why_missing() -> str | None:
 
         return None if torch.cuda.is_available() else "torch sees no GPU"
     return reason
+
+
+def why_no_library(module: str) -> str | None:
+    """Why kernels of a library for torch cannot run here."""
+    return why_no_gpu() or why_not_importable(module) or why_missing()
 
 
 def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:

@@ -11,7 +11,7 @@ from benchmarks import workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.in_torch import borrow, borrowed, float_scales
 from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.peer import Peer, Run, by_turns, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
 from kvjax import KVCacheDType, KVQuantMode, nvfp4_split_views
@@ -34,7 +34,7 @@ VLLM = Peer[WriteJob, WriteInputs](
     "vLLM",
     vllm_run,
     serves=lambda job: job.dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
-    why_missing=lambda: _why_no_library("vllm._custom_ops"),
+    why_missing=lambda: in_torch.why_no_library("vllm._custom_ops"),
 )
 
 
@@ -90,16 +90,9 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
 
 
-def _why_no_library(*modules: str) -> str | None:
-    reason = why_not_importable(*modules)
-    if reason is None and not workload.is_gpu():
-        return "needs an NVIDIA GPU"
-    return reason or in_torch.why_missing()
-
-
 FLASHINFER = Peer[WriteJob, WriteInputs](
     "FlashInfer",
     flashinfer_run,
     serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
-    why_missing=lambda: _why_no_library("flashinfer.page"),
+    why_missing=lambda: in_torch.why_no_library("flashinfer.page"),
 )

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from benchmarks import workload
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -54,6 +56,10 @@ class Peer[Job, Inputs]:
     why_missing: Callable[[], str | None] = lambda: None
     ahead: Callable[[Job], Sequence[Future[Any]]] = lambda job: ()
     own: bool = False
+
+
+def why_no_gpu() -> str | None:
+    return None if workload.is_gpu() else "needs an NVIDIA GPU"
 
 
 @functools.cache
