@@ -42,9 +42,7 @@ class OnDevices:
 
     def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
         """`x` on each device, side by side along its heads; whole on each where it has none."""
-        shape = list(x.shape)
-        if head_dim is not None:
-            shape[head_dim] *= self.mesh.size
+        shape = [size * (self.mesh.size if dim == head_dim else 1) for dim, size in enumerate(x.shape)]
         axes = () if head_dim is None else (*[None] * head_dim, "tensor")
         parts = [jax.device_put(x, device) for device in self.mesh.devices.flat]
         sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -98,9 +96,8 @@ def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     table = jnp.asarray(np.random.default_rng(1).integers(0, pages, (SEQUENCES, blocks)), jnp.int32)
     lens = jnp.full(SEQUENCES, blocks * shapes.BLOCK_SIZE, jnp.int32)
     read = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation=output.IMPLEMENTATION.value))
-    expected = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation="xla"))(
-        one, table, lens, **workload.scales()
-    )
+    in_xla = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation="xla"))
+    expected = in_xla(one, table, lens, **workload.scales())
     many, tables = several.cache(one), [several.array(x, None) for x in (table, lens)]
     calls = (
         lambda _: read(one, table, lens, **workload.scales()),

@@ -174,10 +174,7 @@ def test_bars_of_tokens_steps_reading_and_the_host():
     words = {column.heading: column.words(found[-1], rows) for column in SERVE.columns}
     assert words["tokens a second"] == "8,875"
     assert (words["step, ms"], words["host, ms"], words["x bf16's step"]) == ("16", "1", "-")
-    assert [str(bar) for bar in bars.of(found[-1])] == [
-        ">= 2.20 x bf16 tokens/s",
-        "<= 5.0% of a step exposed",
-    ]
+    assert [str(bar) for bar in bars.of(found[-1])] == [">= 2.20 x bf16 tokens/s", "<= 5.0% of a step exposed"]
 
 
 def test_peers_and_devices_without_a_reading_rate_have_no_bars():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -77,20 +77,10 @@ def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
     return lax.bitcast_convert_type(codes, spec.array_dtype)  # a scatter of floats of 8 bits is slow on CPU
 
 
-@functools.cache
-def _compiled_scatter(spec: AttentionSpec, num_slots: int, num_tokens: int) -> Any:
-    row = (spec.num_kv_heads, spec.head_size)
-    caches = [jax.ShapeDtypeStruct((num_slots, *row), spec.array_dtype)] * 2
-    rows = jax.ShapeDtypeStruct((num_tokens, *row), workload.INPUT_DTYPE)
-    batch: Any = workload.Batch(rows, rows, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))  # type: ignore[arg-type]
-    scatter = jax.jit(functools.partial(_scatter, spec=spec), donate_argnums=0)
-    return scatter.lower(caches, batch, workload.scales()).compile()
-
-
 def scatter_run(inputs: WriteInputs) -> Run:
-    spec = inputs.job.spec
     caches = dense_poisoned(inputs)
-    compiled = _compiled_scatter(spec, caches[0].shape[0], inputs.job.num_tokens)
+    scatter = jax.jit(functools.partial(_scatter, spec=inputs.job.spec), donate_argnums=0)
+    compiled = scatter.lower(caches, inputs.batches[0], workload.scales()).compile()
 
     def write(*batch: jax.Array) -> list[jax.Array]:
         caches[:] = compiled(caches, workload.Batch(*batch), workload.scales())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,18 +32,14 @@ def check_packed(packed: Sequence[Sequence[jax.Array]], inputs: WriteInputs) -> 
             workload.check_same_bits(got, as_bytes.reshape(-1, *rows.shape[2:])[: inputs.job.num_tokens])
 
 
-@functools.cache
-def _compiled_pack(shape: tuple[int, ...]) -> Any:
-    def pack(key: jax.Array, value: jax.Array, k_scale: jax.Array, v_scale: jax.Array) -> Any:
-        return quant.encode_nvfp4(key, k_scale), quant.encode_nvfp4(value, v_scale)
-
-    rows = jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE)
-    return jax.jit(pack).lower(rows, rows, *workload.scales().values()).compile()
+@jax.jit
+def _pack(key: jax.Array, value: jax.Array, k_scale: jax.Array, v_scale: jax.Array) -> Any:
+    return quant.encode_nvfp4(key, k_scale), quant.encode_nvfp4(value, v_scale)
 
 
 def kvjax_run(inputs: WriteInputs) -> Run:
-    compiled = _compiled_pack(inputs.batches[0].key.shape)
     batches = [(batch.key, batch.value, *workload.scales().values()) for batch in inputs.batches]
+    compiled = _pack.lower(*batches[0]).compile()
 
     def check(packed: Any) -> None:
         check_packed([[data, lax.bitcast_convert_type(scales, jnp.uint8)] for data, scales in packed], inputs)
