@@ -176,26 +176,72 @@ def test_a_serving_step(attend, case):
 PIECES = [
     ragged((12, 1, 0, 9), (18, 17, 0, 9), dtype="nvfp4", scales="scalar", cap=5.0, sinks=True),
     ragged((12, 2, 13), (18, 17, 40), dtype="bfloat16", cap=5.0, window=9),
-    ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=128, head_size_v=64),
+    ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=128, head_size_v=64, window=64),
+    ragged((12, 1), (18, 17), dtype="nvfp4", sm_scale=-0.07),
+    ragged((12, 1), (18, 17), dtype="float16", query_dtype="bfloat16"),
 ]
 
 
 @pytest.mark.parametrize("case", PIECES, ids=str)
-@pytest.mark.parametrize("most", [1, 3, 4, 8])
+@pytest.mark.parametrize("most", [3, 8, *(pytest.param(x, marks=pytest.mark.full) for x in (1, 4))])
 def test_prompts_without_flash_attention_are_served_over_pages(case, most, monkeypatch):
-    """In pieces, of which the first of a prompt may have fewer rows."""
+    """In pieces, of which the first of a prompt may have fewer rows; a window that holds the table is none."""
     use_stand_ins(monkeypatch)
     monkeypatch.setattr(cuda, "gather_planned", None)
     monkeypatch.setattr(prompts, "attend", None)
-    asked: list[tuple[int, int]] = []
+    asked, strangers = [], []
 
     def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
-        asked.append((plan.q_len, num_seqs))
+        asked.append(plan.q_len)
         return min(most, plan.q_len)
 
+    def attend_to_pages(plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: Any) -> Any:
+        row = torch.arange(plan.q_len) - plan.q_len + tensors.seq_lens[:, None]
+        strangers.append(query[row < 0])
+        return host.attend(plan, query, tensors, sinks)
+
     monkeypatch.setattr(cuda, "tokens_over_pages", tokens_over_pages)
+    monkeypatch.setattr(cuda, "attend", attend_to_pages)
     ragged_suite.check(case, attend_on("cpu"))
-    assert {q_len for q_len, _ in asked} == {1 if case.window else 8}
+    assert {*asked} == {1 if case.window == 9 else 8}
+    if (1 if case.window == 9 else most) > 1:
+        assert sum(len(rows) for rows in strangers)
+    # A kernel may scale the rows of a piece by their largest element, so they must not be rows of other sequences.
+    assert not any(rows.any() for rows in strangers)
+
+
+def test_copies_of_block_tables_are_bounded(monkeypatch):
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 3)
+    tables = []
+
+    def attend_to_pages(plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: Any) -> Any:
+        tables.append(len(tensors.block_table))
+        return host.attend(plan, query, tensors, sinks)
+
+    monkeypatch.setattr(cuda, "attend", attend_to_pages)
+    case = PIECES[0]
+    num_pieces = sum(case.q_lens) + ragged_suite.PADDING
+    for limit, most in ((1 << 20, num_pieces), (8, len(case.q_lens))):
+        tables.clear()
+        monkeypatch.setattr(prompts, "DENSE_BYTES", limit)
+        attend = attend_on("cpu", is_rounded=True)
+        ragged_suite.check(case, attend)
+        assert (max(tables) > len(case.q_lens)) == (limit > 8)
+        assert max(tables) <= most
+
+
+def test_a_large_sink_does_not_round_weights_to_zero(monkeypatch):
+    """Results are small with it, but as precise as without."""
+    problem = ragged_suite.build(ragged((12,), (18,), dtype="nvfp4", cap=5.0))
+    use_stand_ins(monkeypatch)
+    [out], [lse] = ragged_suite.run(problem, attend_on("cpu"))
+    sinks = np.full(out.shape[-2], 20.0, np.float32)
+    problem = dataclasses.replace(problem, options=problem.options | {"sinks": sinks})
+    [with_sinks], [log] = ragged_suite.run(problem, attend_on("cpu"))
+    np.testing.assert_allclose(log, np.logaddexp(lse, 20.0), rtol=1e-6)
+    expected = np.float32(out) * np.exp(lse - log)[..., None]
+    np.testing.assert_allclose(np.float32(with_sinks), expected, rtol=2**-6, atol=2**-7 * np.abs(expected).max())
 
 
 def test_prompts_of_large_heads_are_not_served_over_pages(monkeypatch):

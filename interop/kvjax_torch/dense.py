@@ -62,15 +62,17 @@ def attend(
     if cap is not None:
         logits.tanh_().mul_(cap)
     logits.masked_fill_(~seen[:, None, :, None], -torch.inf)
-    sink = logits.new_full((num_heads,), -torch.inf) if sinks is None else sinks
-    sink = sink.view(num_kv_heads, 1, group, 1)
-    largest = torch.maximum(logits.amax(-1, keepdim=True), sink) if max_len else sink.expand(*logits.shape[:-1], 1)
-    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    shift = logits.amax(-1, keepdim=True) if max_len else logits.new_zeros((*logits.shape[:-1], 1))
+    shift = torch.where(shift == -torch.inf, 0.0, shift)
     weights = logits.sub_(shift).exp_()
-    total = weights.sum(-1, keepdim=True) + torch.exp(sink - shift)
+    total = weights.sum(-1, keepdim=True)
     attended = product(weights.to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
     attended = attended.view(*logits.shape[:-1], -1) / torch.where(total > 0, total, 1.0)
     lse = shift + torch.log(total)
+    if sinks is not None:  # last: weights relative to a large sink would round to 0
+        whole = torch.logaddexp(lse, sinks.view(num_kv_heads, 1, group, 1))
+        attended *= torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
+        lse = whole
 
     def by_token(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).flatten(2, 3)

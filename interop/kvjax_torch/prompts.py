@@ -36,8 +36,6 @@ def attend(plan: RaggedPlan, call: RaggedCall) -> None:
     Sequences with more than `plan.max_q_len` rows, and those after the first `plan.max_prompts`, are not served.
     """
     attention, spec, sequences = plan.attention, plan.attention.cache.spec, call.sequences
-    if attention.window is not None and attention.window >= sequences.table.shape[1] * spec.block_size:
-        attention = dataclasses.replace(attention, window=None)
     num_seqs, is_served = sequences.table.shape[0], is_prompt(plan, sequences)
     num_prompts = is_served.cumsum(0)
     # The index of the first prompt, the second, ...; `num_seqs` stands for none.
@@ -160,7 +158,7 @@ class _Lot:
 
     Attributes:
       call: the call that they belong to.
-      plan: of the call's sequences that decode, except that a window that holds every token is None.
+      plan: of the call's sequences that decode; a window that holds every token is None.
       max_q_len: the most query rows of a sequence.
       dtype: element type of dense keys and values.
       number: int64, of each sequence of the call its index in the lot; any other number for one that is not in it.
@@ -379,6 +377,7 @@ def _by_softmax(lot: _Lot) -> None:
     own, (_, num_heads, _) = lot.own, lot.call.query.shape
     query, *dense_tokens, weight = _operands(lot)
     keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
+    del dense_tokens  # as large
     num_lot = own.lens.shape[0]
     tile = max(1, min(lot.max_q_len, LOGITS_BYTES // (4 * num_lot * num_heads * lot.max_len)))
     for first in range(0, lot.max_q_len, tile):

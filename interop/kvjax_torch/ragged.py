@@ -1,7 +1,7 @@
 """`ragged_paged_attention` of CUDA tensors: kernels over pages serve sequences that decode, `prompts` serves prompts.
 
 Prompts that torch's flash attention does not support (a soft cap, for example) go to the kernels over pages too, in
-pieces of a few rows: torch's operations, which pass over the logits many times, would take several times as long.
+pieces of a few rows: torch's operations would pass over the logits many times.
 
 Arithmetic on torch's stream decides which sequence is which, in shapes that the call's limits fix. So nothing waits for
 a length, and a CUDA graph that records a call can be replayed with other lengths. To either part, a sequence that the
@@ -56,7 +56,11 @@ def _serve_prompts(plan: RaggedPlan, call: RaggedCall) -> None:
     Where torch's flash attention does not support the call, but the kernels over pages do, these take a few rows at a
     time. They read a page once for each such piece of a sequence, mostly from L2.
     """
-    attention, spec = plan.attention, plan.attention.cache.spec
+    spec, max_blocks = plan.attention.cache.spec, call.sequences.table.shape[1]
+    attention = plan.attention
+    if attention.window is not None and attention.window >= max_blocks * spec.block_size:
+        attention = dataclasses.replace(attention, window=None)
+        plan = dataclasses.replace(plan, attention=attention)
     # For larger heads a pass takes few rows and spills registers.
     if not prompts.can_flash(attention) and max(spec.head_size, spec.head_size_v) <= prompts.MAX_HEAD_SIZE:
         # With a window, `_decode` takes each row by itself.
@@ -65,7 +69,9 @@ def _serve_prompts(plan: RaggedPlan, call: RaggedCall) -> None:
         def num_pieces(q_len: int) -> int:
             return call.query.shape[0] // q_len + plan.max_prompts
 
-        if q_len := cuda.tokens_over_pages(piece, num_pieces(piece.q_len), call.tensors):
+        q_len = cuda.tokens_over_pages(piece, num_pieces(piece.q_len), call.tensors)
+        # Each piece has a copy of its sequence's row of the block table, in 64 bits.
+        if q_len and num_pieces(q_len) * max_blocks * 8 <= prompts.DENSE_BYTES:
             pieces = _pieces(plan, call.sequences, q_len, num_pieces(q_len))
             _decode(dataclasses.replace(attention, q_len=q_len), dataclasses.replace(call, sequences=pieces))
             return
@@ -99,7 +105,8 @@ def _decode(plan: AttentionPlan, call: RaggedCall) -> None:
     from_last = torch.arange(-most, 0, device=query.device)
     row = ends[:, None] + from_last
     is_row = (row >= starts[:, None]) & (sequences.q_lens <= most)[:, None]
-    rows = query.index_select(0, row.clamp(min=0).flatten())
+    # Rows of other sequences would affect the rounding of this one's.
+    rows = query.index_select(0, row.clamp(min=0).flatten()).masked_fill_(~is_row.view(-1, 1, 1), 0)
     if plan.window is None or most == 1:
         lens = lens * is_row[:, -1]
     else:
