@@ -345,12 +345,11 @@ def parsed_flags():
         report_program.flags.FLAGS(["benchmarks.report"])
 
 
-def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
+def test_pages_and_plots_are_written(save, tmp_path, plots, capsys):
     image = pytest.importorskip("PIL.Image")
-    readme, output, folder = tmp_path / "README.md", tmp_path / "docs/page.md", tmp_path / "docs/plots"
-    readme.write_text("before\n\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nafter\n")
+    output, folder = tmp_path / "docs/page.md", tmp_path / "docs/plots"
     path = save(writes())
-    assert run_program(path, output=output, plots=folder, readme=readme) == 0
+    assert run_program(path, output=output, plots=folder) == 0
     [plot] = folder.iterdir()
     assert "notes/benchmarks-nvidia-h200.md" in output.read_text().replace("\n", "")
     assert plot.name == "nvidia-h200-write-llama-3.1-8b.png"
@@ -360,20 +359,18 @@ def test_pages_plots_and_readme_are_written(save, tmp_path, plots, capsys):
         assert drawn.width == 1600
         assert len(drawn.convert("RGB").getcolors(1 << 20)) > 20
     assert "Software" not in drawn.info
-    text = readme.read_text()
-    assert text.startswith("before\n\n<!-- benchmarks: begin -->\nNVIDIA H200. Write: llama-3.1-8b, ")
-    assert text.endswith("<!-- benchmarks: end -->\nafter\n")
-    plot_link = "![write, llama-3.1-8b, NVIDIA H200](docs/plots/nvidia-h200-write-llama-3.1-8b.png)"
-    end = "```console\n$ python -m benchmarks.write\n```\n\ndriver 575.1, date 2026-11-21.\n[All times](docs/page.md)"
+    text = output.read_text()
+    plot_link = "![write, llama-3.1-8b, NVIDIA H200](plots/nvidia-h200-write-llama-3.1-8b.png)"
+    end = "```console\n$ python -m benchmarks.write\n```\n\ndriver 575.1, date 2026-11-21.\n"
     for part in (plot_link, end, "Share: of the rate of a copy"):
         assert part in text
     assert "unique_slots" not in text  # of a column that is not there
     assert rows_below(text, "above 1")[1] == ["bfloat16", "1", "10.0", "0.799 (50.0%)", "2.00x", "4.00x"]
 
-    first = {path: path.read_bytes() for path in (plot, output, readme)}
+    first = {path: path.read_bytes() for path in (plot, output)}
     (folder / "old.png").write_bytes(b"")
     capsys.readouterr()
-    assert run_program(path, output=output, plots=folder, readme=readme) == 0
+    assert run_program(path, output=output, plots=folder) == 0
     assert {path: path.read_bytes() for path in first} == first
     assert "old.png" in capsys.readouterr().err
 
@@ -487,18 +484,15 @@ def test_files_that_do_not_go_together(save, tmp_path, capsys):
     "text",
     [
         "no markers",
-        "<!-- benchmarks: begin -->\n",
-        "<!-- benchmarks: end -->\n<!-- benchmarks: begin -->\n",
-        "<!-- benchmarks: begin -->\n<!-- benchmarks: end -->\n" * 2,
+        "<!-- attention: begin -->\n",
+        "<!-- attention: end -->\n<!-- attention: begin -->\n",
+        "<!-- attention: begin -->\n<!-- attention: end -->\n" * 2,
     ],
 )
-def test_nothing_is_written_where_readme_has_no_place_for_it(save, tmp_path, plots, capsys, text):
-    readme, output = tmp_path / "README.md", tmp_path / "docs/page.md"
-    readme.write_text(text)
-    assert run_program(save(writes()), output=output, plots=tmp_path / "docs/plots", readme=readme) == 1
-    assert "expected one line <!-- benchmarks: begin -->, and below it one" in capsys.readouterr().err
-    alone = save(contents(measurement("kvjax", 1), measurement("kvjax", 64)))
-    assert run_program(alone, output=output, plots=tmp_path / "docs/plots", readme=readme) == 1
-    assert "no operation on NVIDIA H200 has kvjax next to another" in capsys.readouterr().err
-    assert readme.read_text() == text
+def test_nothing_is_written_where_a_page_has_no_place_for_attention(save, tmp_path, plots, capsys, text):
+    kernels, output = tmp_path / "kernels.md", tmp_path / "docs/page.md"
+    kernels.write_text(text)
+    assert run_program(save(attention()), output=output, plots=tmp_path / "docs/plots", kernels=kernels) == 1
+    assert "expected one line <!-- attention: begin -->, and below it one" in capsys.readouterr().err
+    assert kernels.read_text() == text
     assert not output.parent.exists()

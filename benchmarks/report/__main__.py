@@ -1,4 +1,4 @@
-"""Turns the JSON files of benchmark runs into docs/benchmarks.md, notes with every time, plots and parts of pages.
+"""Turns the JSON files of benchmark runs into docs/benchmarks.md, notes with every time, and plots.
 
 `python -m benchmarks.report write.json gather.json`, from the source tree; needs the extra `bench`.
 """
@@ -18,18 +18,17 @@ from benchmarks.report.pages import Report
 OUTPUT = flags.DEFINE_string("output", "bench/report.md", "Markdown file to write")
 PLOTS = flags.DEFINE_string("plots", "bench/plots", "folder to put the plots in")
 NOTES = flags.DEFINE_string("notes", None, "folder to put the full tables in (default: notes, beside the output)")
-README = flags.DEFINE_string("readme", None, "page to put the first comparison into, between its benchmarks markers")
 KERNELS = flags.DEFINE_string("kernels", None, "page to put the table of attention into, between its attention markers")
 
 
 def write(report: Report) -> list[Path]:
-    """Writes the plots, the pages, and parts of other pages; nothing where one cannot be made.
+    """Writes the plots and the pages; nothing where one cannot be made.
 
     Returns:
       What was written.
 
     Raises:
-      ResultsError: matplotlib is missing, or a page cannot take its part.
+      ResultsError: matplotlib is missing, or the page of attention has no place for its rows.
       OSError: a file cannot be read or written.
     """
     try:
@@ -38,9 +37,8 @@ def write(report: Report) -> list[Path]:
         raise ResultsError(f"plots need matplotlib, of the extra `bench`: {error}") from error
     texts = {report.output: pages.page(report)}
     texts |= {report.notes_page(device): pages.notes(report, device) for device in report.devices}
-    for name, path in report.parts.items():
-        part = pages.PARTS[name](report, path)
-        texts[path] = pages.replaced(path, texts.get(path) or path.read_text(), name, part)
+    if report.attention:
+        texts[report.attention] = pages.replaced(report.attention, pages.every_row_of_attention(report))
     styles = plots.styles(each.peer for each in report.measurements)
     for folder in (report.plots, report.output.parent, report.notes):
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,9 +56,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         devices, output = results.read([Path(name) for name in argv[1:]]), Path(OUTPUT.value)
         notes = Path(NOTES.value) if NOTES.value else output.parent / "notes"
-        wanted = {"benchmarks": README.value, "attention": KERNELS.value}
-        parts = {name: Path(path) for name, path in wanted.items() if path}
-        report = Report(devices, output, Path(PLOTS.value), notes, parts)
+        attention = Path(KERNELS.value) if KERNELS.value else None
+        report = Report(devices, output, Path(PLOTS.value), notes, attention)
         written = write(report)
     except (ResultsError, OSError, UnicodeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The Markdown of docs/benchmarks.md, of the notes with every time, and of parts of other pages."""
+"""The Markdown of docs/benchmarks.md, of the notes with every time, and of the page of attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.tables import Lines, Operation, capitalized, fields, number, tab
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
-SUMMARY_SIZES, README_SIZES = 5, 3  # in how many sizes summaries show a dtype
+SUMMARY_SIZES = 5  # in how many sizes summaries show a dtype
 WIDTH = 120
 
 FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
@@ -130,14 +130,14 @@ class Report:
       output: the page.
       plots: the folder of its plots.
       notes: the folder of the pages with every time.
-      parts: other pages that have a part, by one of the names of `PARTS`.
+      attention: the page that has every row of attention, between its markers.
     """
 
     devices: Mapping[str, Sequence[Run]]
     output: Path
     plots: Path
     notes: Path
-    parts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    attention: Path | None = None
 
     @property
     def measurements(self) -> list[Measurement]:
@@ -190,8 +190,8 @@ def page(report: Report) -> str:
             told, facts = each.short(SUMMARY_SIZES), each.facts()
             parts += [f"### {heading}", *told, *columns(told[1]), *report.image(each, each.headline, on)]
             parts += [*each.command(), *filter(None, [facts and f"{escaped(facts)}."])]
-            if each.of.name in report.parts:
-                parts.append(f"[Every row, with its bars]({link(report.parts[each.of.name], on)}).")
+            if each.of.name == "attention" and report.attention:
+                parts.append(f"[Every row, with its bars]({link(report.attention, on)}).")
     return "\n\n".join(parts) + "\n"
 
 
@@ -208,7 +208,7 @@ def filled(words: str) -> str:
 def notes(report: Report, device: str) -> str:
     """The Markdown of a device's page with every time but those that another page tells."""
     on = report.notes_page(device)
-    timed = [each for each in report.timed(device) if each.of.name not in report.parts]
+    timed = [each for each in report.timed(device) if each.of.name != "attention" or not report.attention]
     shown = [each.of.name for each in timed]
     runs = [run for run in report.devices[device] if any(m.operation in shown for m in run.measurements)]
     title, words = NOTES.format(device=escaped(device), page=link(report.output, on), method=link(METHOD, on)).split(
@@ -284,26 +284,8 @@ def skipped(runs: Sequence[Run]) -> list[str]:
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
-def readme_part(report: Report, on: Path) -> str:
-    """What README.md shows: of the first device, the first operation that is compared with others in several sizes.
-
-    Raises:
-      ResultsError: none is.
-    """
-    device = next(iter(report.devices))
-    for each in report.timed(device):
-        if each.of.short is None and (small := each.short(README_SIZES)):
-            links = f"[All times]({link(report.output, on)}), [the method]({link(METHOD, on)})."
-            facts = each.facts()
-            end = f"{escaped(facts)}.\n{links}" if facts else links
-            plot = report.image(each, each.headline, on)
-            first = f"{escaped(device)}. {small[0]}"
-            return "\n\n".join([first, small[1], *columns(small[1]), *plot, *each.command(), end]) + "\n"
-    raise ResultsError(f"nothing for {on}: no operation on {device} has kvjax next to another in several sizes")
-
-
-def kernels_part(report: Report, _: Path) -> str:
-    """What docs/kernels.md shows: every row of attention with its bars."""
+def every_row_of_attention(report: Report) -> str:
+    """What the page of attention shows between its markers: every row with its bars."""
     found = [each for device in report.devices for each in report.timed(device) if each.of.name == "attention"]
     if not found:
         raise ResultsError("no measurements of attention")
@@ -312,17 +294,13 @@ def kernels_part(report: Report, _: Path) -> str:
     return "\n\n".join([first, *each.command(), *each.lines(ATTENTION)]) + "\n"
 
 
-PARTS = {"benchmarks": readme_part, "attention": kernels_part}
-"""What is put between the markers `<!-- NAME: begin -->` and `<!-- NAME: end -->` of other pages."""
-
-
-def replaced(path: Path, text: str, name: str, part: str) -> str:
-    """The text of a page with a new part between its markers.
+def replaced(path: Path, part: str) -> str:
+    """The text of the page of attention with a new part between its markers.
 
     Raises:
       ResultsError: it has not each of them once, one after the other.
     """
-    begin_line, end_line = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    text, begin_line, end_line = path.read_text(), "<!-- attention: begin -->\n", "<!-- attention: end -->\n"
     before, begin, rest = text.partition(begin_line)
     _, end, after = rest.partition(end_line)
     if not end or text.count(begin_line) + text.count(end_line) > 2:
