@@ -1,4 +1,4 @@
-"""Work that is done elsewhere: in the background, before its result is wanted, or in a new process."""
+"""Runs work in background threads or in a new process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Workers:
-    """Threads that take what is submitted in its order. A program may end before they have."""
+    """Daemon threads that run submitted tasks in order. They do not keep the program alive."""
 
     def __init__(self, count: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -23,7 +23,7 @@ class Workers:
             self._tasks.get()()
 
     def submit[Result](self, make: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Has `make(*args)` called; an error is that of the future's `result`."""
+        """Schedules `make(*args)`. The future's `result` raises any error."""
         future: Future[Result] = Future()
 
         def task() -> None:
@@ -39,7 +39,7 @@ class Workers:
 def in_new_process[Result](
     function: Callable[..., Result], *args: Any, begin: Callable[[], None] | None = None
 ) -> Result:
-    """What a function of a module returns in a process that has done nothing before, but to call `begin`."""
+    """Calls a module-level function in a new process, after `begin`, and returns its result."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=begin) as process:
         return process.submit(function, *args).result()

@@ -1,4 +1,4 @@
-"""How long `paged_attention` takes to decode from a cache's pages, next to reading as many bytes and to its peers."""
+"""Times `paged_attention`, compared with its peers and with reading the same number of bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AttentionBenchmark(output.Program):
                 for peer in attends.BUILT:
                     self.results.skip(peer.name, "takes minutes to build")
                 peers = [peer for peer in peers if peer not in attends.BUILT]
-            first = wanted[0].row  # of kvjax in XLA, which takes ten times as long, one row is enough
+            first = wanted[0].row  # one row suffices for kvjax in XLA, which is ten times slower
             once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is first)
             peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
         attends.measure(self, "attention", wanted, peers)

@@ -1,4 +1,4 @@
-"""What each time should reach on an H200, next to a copy, to plain CUDA and to its neighbours in the table."""
+"""Performance bars on an H200, relative to a copy, to plain CUDA, and to other rows of the same table."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.timing import Clock
 BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
 
 READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
-"""Peers: of attention a kernel that only reads, of `generate` transformers' own cache and attention over pages."""
+"""Peers: a read-only kernel for attention; for `generate`, transformers' own cache, and attention over pages."""
 
-MOST, SAME = "as many as fit", "the same number"  # rows of serving that bars are about, as a file names them
+MAX_SEQS, SAME_SEQS = "as many as fit", "the same number"  # serving rows that have bars, as named in files
 NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
-"""Peers of attention in a step: sequences that read a shared prefix each for itself, and FlashInfer in every dtype."""
+"""Peers of attention in a step: kvjax without reading a shared prefix only once, and FlashInfer for every dtype."""
 
 
 def by(peer: str, **changes: str) -> Other:
-    """The same by another peer, perhaps in another dtype."""
+    """Selects the same measurement by `peer`, with `changes` to its subject."""
     return lambda m, rows: rows.like(m, peer=peer, **changes)
 
 
@@ -30,27 +30,27 @@ def over(m: Measurement, other: Measurement | None = None) -> float | None:
 
 
 def tokens_a_second(m: Measurement) -> float:
-    """Of a step that gives one token of each sequence."""
+    """Returns the throughput of a step that generates one token per sequence."""
     return int(m.subject["num_seqs"]) / m.seconds
 
 
 def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
-    """Of attention: whoever is the fastest in bfloat16 in the same row."""
+    """Returns the fastest bfloat16 attention in the same row, by any peer."""
     return Rows(each for each in rows.find(case=m.subject["case"], dtype=BFLOAT16) if each.peer != READ).fastest
 
 
 def multiple(heading: str, other: Other) -> Column:
-    """A time over another."""
+    """Returns a column with the ratio of the time to that of `other`."""
     return Column(heading, lambda m, rows: over(m, other(m, rows)), "{:.2f}")
 
 
 def speed(heading: str, other: Other, form: str = "{:.2f}") -> Column:
-    """Another time over this one."""
+    """Returns a column with the speedup over `other`."""
     return Column(heading, lambda m, rows: over(found, m) if (found := other(m, rows)) else None, form, at_least=True)
 
 
 def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
-    """The row of attention that this one is compared with; of a write, that in NHD."""
+    """Returns the baseline: the base row for attention, or the NHD row for a write."""
     if m.operation == "write":
         return rows.like(m, layout="NHD")
     known = shapes.ATTENTION_ROWS_BY_NAME.get(str(m.subject["case"]))
@@ -58,7 +58,7 @@ def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
 
 
 def _of_tokens(m: Measurement, rows: Rows) -> float | None:
-    most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MOST in each.facts.get("rows", "")]
+    most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MAX_SEQS in each.facts.get("rows", "")]
     return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
 
 
@@ -71,7 +71,7 @@ X_CUDA = multiple("x CUDA", by("CUDA"))
 X_BFLOAT16 = multiple("x bf16", by(OWN, dtype=BFLOAT16))
 X_NHD = multiple("x NHD", _base_row)
 X_INDEX_COPY = Column(
-    "x index_copy_",  # timed by turns with this call, where it was
+    "x index_copy_",  # prefers the index_copy_ time interleaved with this call
     lambda m, rows: m.facts.get("index_copy_ratio") or over(m, rows.like(m, peer="torch index_copy_")),
     "{:.2f}",
 )
@@ -89,19 +89,19 @@ X_TOKENS = Column("x bf16 tokens/s", _of_tokens, "{:.2f}", at_least=True)
 X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
-type Where = Mapping[str, Collection[object]]  # Fields, and what they may be
+type Where = Mapping[str, Collection[object]]  # fields and their allowed values
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit on one measure of an operation's times by a peer."""
+    """A limit on one measure of an operation by a peer."""
 
     operation: str
     measure: Column
     limit: float
     where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
-    applies: Callable[[Measurement], bool] = lambda m: True  # what else must be true of a measurement
+    applies: Callable[[Measurement], bool] = lambda m: True  # an additional condition
 
     def is_of(self, m: Measurement) -> bool:
         is_there = all(m.subject.get(key) in values for key, values in self.where.items())
@@ -110,30 +110,30 @@ class Bar:
     def holds(self, value: float) -> bool:
         return value >= self.limit if self.measure.at_least else value <= self.limit
 
-    def words(self, value: float) -> str:
+    def text(self, value: float) -> str:
         return f"{self.measure.form.format(value)} {self.measure.heading}"
 
     def __str__(self) -> str:
-        return f"{'>=' if self.measure.at_least else '<='} {self.words(self.limit)}"
+        return f"{'>=' if self.measure.at_least else '<='} {self.text(self.limit)}"
 
 
 def _by_dtype(
     operation: str, measure: Column, *limits: float, peer: str = OWN, **where: Collection[object]
 ) -> list[Bar]:
-    """One for each of the timed dtypes."""
+    """Returns one bar per timed dtype."""
     dtypes = zip((BFLOAT16, FP8, NVFP4), limits, strict=True)
     return [Bar(operation, measure, limit, {**where, "dtype": (dtype,)}, peer) for dtype, limit in dtypes]
 
 
 def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: float) -> list[Bar]:
-    """Of writes, of which those with scales have the third limit."""
+    """Returns bars for writes. The third limit applies to all dtypes with stored scales."""
     fields = {"num_kv_heads": (heads,), "head_size": head_sizes, "num_tokens": (num_tokens,), **_NHD}
     dtypes = zip(((BFLOAT16,), (FP8,), WITH_SCALES), limits, strict=True)
     return [Bar("write", OF_COPY, limit, {**fields, "dtype": dtype}) for dtype, limit in dtypes]
 
 
 def _serves(row: str = "") -> Callable[[Measurement], bool]:
-    """Whether it is this row of serving, or any that has a name, next to reading."""
+    """Returns a predicate for serving measurements of a named row (any by default) that have a reading time."""
     return lambda m: m.facts.get("read_ns") is not None and bool(rows := m.facts.get("rows", "")) and row in rows
 
 
@@ -141,10 +141,10 @@ WITH_SCALES = (NVFP4, *(dtype.value for dtype in shapes.PER_TOKEN_HEAD))
 _SCATTERED: Where = {"slots": (shapes.Slots.SCATTERED.value,)}
 _NHD: Where = {**_SCATTERED, "layout": ("NHD",)}
 _SMALL: Where = {"num_kv_heads": (8,), "head_size": (128,), "num_tokens": range(257), **_NHD}
-"""Bound by latency, and compared with CUDA's rather than with a copy."""
+"""Small writes are latency-bound, so they are compared with CUDA instead of a copy."""
 
 _PROMPTS, _LLAMA = ("chunk", "chunks", "whole"), (shapes.LLAMA_8B.name,)
-GATHER_SIZE = (64, 2_048)  # sequences, and tokens of each
+GATHER_SIZE = (64, 2_048)  # sequences, tokens per sequence
 BARS = (
     Bar("write", X_NHD, 1.15, {**_SCATTERED, "layout": ("HND",)}),
     Bar("write", X_BFLOAT16, 1.25, {**_SMALL, "dtype": WITH_SCALES}),
@@ -175,9 +175,9 @@ BARS = (
     Bar("ragged attention", X_FLASHINFER, 0.35, {"case": ("mixed",), "dtype": (NVFP4,)}),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
     *_by_dtype("decode step", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED),
-    Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MOST)),
-    Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MOST)),
-    Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME)),
+    Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MAX_SEQS)),
+    Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MAX_SEQS)),
+    Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),
     Bar("serve", X_READING, 1.15, {"dtype": (BFLOAT16,)}, applies=_serves()),
     Bar("serve", EXPOSED, 0.05, applies=_serves()),
 )
@@ -191,7 +191,7 @@ PASS, FALLS_SHORT = "pass", "falls short"
 
 
 def verdicts(m: Measurement, rows: Rows) -> list[str]:
-    """Whether each of a line's bars holds; `"-"` by the wall clock, which times the host's dispatch."""
+    """Returns a verdict for each bar of a measurement; `"-"` for the wall clock, which includes host dispatch."""
     return [_verdict(bar, m, rows) for bar in of(m)]
 
 
@@ -200,10 +200,10 @@ def _verdict(bar: Bar, m: Measurement, rows: Rows) -> str:
         return "-"
     if m.facts.get("waits"):
         return f"the host waits: {FALLS_SHORT}"
-    return f"{bar.words(reached)}: {PASS if bar.holds(reached) else FALLS_SHORT}"
+    return f"{bar.text(reached)}: {PASS if bar.holds(reached) else FALLS_SHORT}"
 
 
 def summary(found: Sequence[str]) -> str:
-    """How many of the bars in a table hold; nothing where none was judged."""
+    """Returns how many bars of a table hold, or an empty string if none has a verdict."""
     holding, failing = (sum(each.endswith(word) for each in found) for word in (PASS, FALLS_SHORT))
     return f" {holding} of {holding + failing} bars hold." if holding + failing else ""

@@ -1,6 +1,6 @@
-"""What calls from torch cost: the host, the GPU, in a CUDA graph, and once when their kernels are compiled.
+"""Times calls from torch: host time, GPU time, CUDA graph replays, and first calls, which compile.
 
-`python -m benchmarks.bridge --json=bridge.json`, from the source tree; docs/interop.md explains the tables.
+Run `python -m benchmarks.bridge --json=bridge.json` from the source tree. docs/interop.md explains the tables.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ NUM_TOKENS = output.define_numbers(
 )
 
 FIRST_CASE = shapes.Case("small", 1, 64)
-"""What is compiled first, so that what only the first call of a process takes is not counted among the others."""
+"""Compiled first, so that one-time costs of the process are not attributed to other cases."""
 
-DECODE_TOKENS = 64  # tokens of the calls that are not about the number of tokens
+DECODE_TOKENS = 64  # tokens per call where the number does not vary
 EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
 THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
 
-CALLS_AHEAD = 8  # calls in a row that a busy GPU has before it: of those that JAX runs, it lets the eleventh wait
+CALLS_AHEAD = 8  # calls to queue on a busy GPU; JAX blocks the eleventh
 PLACES, PLACE_BYTES = 2_000, 256
-"""Of what comes with every step, in calls that have it elsewhere each time: how many, and how far apart."""
+"""Number of addresses, and bytes between them, for calls whose inputs move every time."""
 
 GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
-OTHER_GRAPHS = 8  # graphs that a process records besides the one that is timed, since a server has many
-A_WHILE = 20_000_000  # cycles that keep a GPU busy, some 10 ms, so that calls wait for it, and the host need not
+OTHER_GRAPHS = 8  # additional graphs per process, because a server has many
+A_WHILE = 20_000_000  # GPU cycles to sleep, about 10 ms, so that calls queue up without blocking the host
 
-SYNCHRONIZED = "called a synchronizing CUDA operation"  # what torch warns of when asked to
+SYNCHRONIZED = "called a synchronizing CUDA operation"  # part of torch's warning
 SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-ReplayTimes = tuple[Timing, Timing]  # of a graph: while torch uses one stream, and after it has used a second
+ReplayTimes = tuple[Timing, Timing]  # of a graph, before and after torch uses a second stream
 
 
 def device() -> str:
@@ -73,7 +73,7 @@ def scale_tensors() -> list[torch.Tensor]:
 
 
 def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
-    """`key`, `value`, `key_cache`, `value_cache` (of one allocation) and slots of `DECODE_TOKENS` tokens."""
+    """Returns `key`, `value`, `key_cache`, `value_cache` (one allocation) and slots for `DECODE_TOKENS` tokens."""
     spec = case.spec(dtype)
     stored = getattr(torch, spec.array_dtype.name)
     kv_cache = torch.zeros(spec.cache_shape(EAGER_BLOCKS), dtype=stored, device=device())
@@ -93,9 +93,9 @@ def first_calls(case: shapes.Case, dtype: KVCacheDType) -> dict[str, Call]:
 
 
 def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Call) -> Measurement:
-    """Times a call that was not made before until its result is there, and then again.
+    """Times the first call until its result is ready, and then a second call.
 
-    A process has but one first call of a kind, so there is one sample of it.
+    There is one sample, because a process has only one first call of each kind.
     """
     seconds = []
     for _ in range(2):
@@ -110,7 +110,7 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
 
 
 def eager_calls() -> dict[str, Call]:
-    """The calls that the host's time is taken of, `index_copy_` of as many keys first; the last is JAX's own."""
+    """Returns the calls whose host time is measured: first an equal `index_copy_`, last the write in JAX."""
     key, *_, slots = arguments = new_write(CASE, EAGER_DTYPE)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
     write = functools.partial(kvjax_torch.reshape_and_cache_flash, *arguments, EAGER_DTYPE.value)
@@ -123,7 +123,7 @@ def eager_calls() -> dict[str, Call]:
 
 
 def moving_write() -> Call:
-    """The same write of keys, values and slots that lie elsewhere each time, at more addresses than JAX's are kept."""
+    """Returns a write whose inputs move every time, through more addresses than are cached."""
     key, value, key_cache, value_cache, slots = new_write(CASE, EAGER_DTYPE)
     moved = map(_copies, (key, value, slots))
     write, dtype, scales = kvjax_torch.reshape_and_cache_flash, EAGER_DTYPE.value, scale_tensors()
@@ -136,21 +136,21 @@ def moving_write() -> Call:
 
 
 def _copies(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Of packed rows, at each of the places in one allocation; they overlap."""
+    """Returns overlapping copies of a tensor at `PLACES` addresses in one allocation."""
     step = PLACE_BYTES // tensor.element_size()
     memory = tensor.flatten().repeat(1 + -(-PLACES * step // tensor.numel()))
-    return [memory.as_strided(tensor.shape, tensor.stride(), place * step) for place in range(PLACES)]
+    return [memory.as_strided(tensor.shape, tensor.stride(), index * step) for index in range(PLACES)]
 
 
 def jitted_write() -> Call:
-    """The same write from JAX, with the cache donated."""
+    """Returns the same write from JAX, with a donated cache."""
     tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
     write = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
     return functools.partial(write, 0)
 
 
 def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Timing]:
-    """How long each call keeps the host, by turns, in rows of calls that the GPU keeps up with, or comes to later."""
+    """Measures host time per call, interleaving the calls. With `is_busy`, the GPU is busy and calls queue up."""
     in_a_row = CALLS_AHEAD if is_busy else 100 if has_gpu() else 3
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -162,19 +162,19 @@ def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Ti
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
     wait()
     clock = Clock.HOST if has_gpu() else Clock.WALL
-    return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # the first round warms up
+    return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # drops the warm-up round
 
 
 @contextlib.contextmanager
 def through_jax() -> Iterator[None]:
-    """Has JAX run the kernels, as where they cannot be launched on torch's streams."""
+    """Forces kernels to run through JAX, as if they could not be launched on torch's streams."""
     with mock.patch.object(cuda, "_through_jax", True):
         cuda._known_writes.clear()
         yield
 
 
 def host_waits(call: Call) -> bool | None:
-    """Whether a call, not the first of its kind, keeps the host until a busy GPU has come to it."""
+    """Returns whether a warmed-up call blocks the host while the GPU is busy, or `None` without a GPU."""
     if not has_gpu():
         return None
     stream, done = torch.cuda.Stream(), torch.cuda.Event()
@@ -196,7 +196,7 @@ def host_waits(call: Call) -> bool | None:
 
 
 def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[Measurement]:
-    """Times calls of which the first is the `index_copy_` that the others are compared with."""
+    """Times calls. The first must be `index_copy_`, the baseline of the others."""
     times = host_times(calls, is_busy)
     index_copy, *_ = times.values()
     subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
@@ -208,7 +208,7 @@ def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[M
 
 
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
-    """Records, times and then checks `GRAPH_WRITES` writes of other tokens each."""
+    """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens."""
     spec = CASE.spec(dtype)
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
@@ -220,7 +220,7 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
 
 
 def time_additions_replayed(num_tokens: int) -> ReplayTimes:
-    """The same of as many of torch's own kernels."""
+    """Times a graph of `GRAPH_WRITES` torch kernels."""
     return time_replays(additions(num_tokens))
 
 
@@ -231,10 +231,10 @@ def additions(num_tokens: int) -> list[Call]:
 
 
 def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Times calls in a graph that is recorded on this process's stream with others, and again with a second stream.
+    """Times replays of a graph before and after torch uses a second stream.
 
-    Once a process has launched a few kernels on streams other than its first, CUDA lets kernels follow each other more
-    slowly in all of its streams and graphs: see docs/interop.md. JAX filled the cache on a stream of its own.
+    After a process has launched several kernels on a second stream, CUDA increases the gap between kernels in all
+    streams and graphs: see docs/interop.md. JAX filled the cache on its own stream.
     """
     graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
     one_stream = event_times(graphs[0].replay)
@@ -248,13 +248,13 @@ def time_replays(calls: Sequence[Call]) -> ReplayTimes:
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A graph of calls, recorded on the current stream.
+    """Records calls in a CUDA graph on the current stream.
 
-    The first is made beforehand: what it compiles or loads, no graph could record.
+    Runs the first call beforehand, because compilation and module loading cannot be captured.
     """
     calls[0]()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    # Only what this thread does is recorded: one of JAX's may ask for an event meanwhile, which else is an error.
+    # JAX's threads may query events meanwhile, which would fail a global capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for call in calls:
             call()
@@ -262,8 +262,8 @@ def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 
 def _begin(is_smoke: bool) -> None:
-    """Has a process do all on one stream of torch's."""
-    # The program's own JAX has three quarters of the GPU's memory.
+    """Initializes a process that uses a single torch stream."""
+    # JAX in the parent process may have preallocated 75% of the GPU memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
         output.shorten()
@@ -271,22 +271,22 @@ def _begin(is_smoke: bool) -> None:
 
 
 def event_times(call: Call) -> Timing:
-    """How long a call takes on the GPU when others come right before and after it, each the mean of a row of them."""
+    """Measures GPU time per call; each sample is the mean of back-to-back calls."""
     samples = []
     for _ in range(timing.LIMITS.min_calls):
-        torch.cuda._sleep(A_WHILE)  # until all of them are queued
+        torch.cuda._sleep(A_WHILE)  # until all calls are queued
         samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
     return Timing(tuple(samples), Clock.EVENTS)
 
 
 class TorchBenchmark(output.Program):
-    """What compiles comes first, and CUPTI, which stays in the process and slows down every launch, last."""
+    """Runs compilations first, and CUPTI last, because it stays attached and slows down every launch."""
 
     replays: ClassVar[list[tuple[str, dict[str, Any], str, int | None, ReplayTimes]]] = []
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Adds replays, now that it is known what one of their kernels takes."""
+        """Adds replays, now that the times of their kernels are known."""
         kernels = {
             (m.dtype, m.subject["num_tokens"]): m.seconds
             for m in cls.results.measurements

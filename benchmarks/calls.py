@@ -1,7 +1,7 @@
-"""What calls cost the host: tracing and lowering a program of many layers, and dispatch of many caches.
+"""Host costs of calls: tracing and lowering a program of many layers, and dispatch with many caches.
 
-`python -m benchmarks.calls --json=calls.json`, from the source tree; docs/notes/costs.md has what was found.
-`python -m benchmarks.calls CallsBenchmark.test_dispatch` is the table of dispatch alone, in seconds.
+Run `python -m benchmarks.calls --json=calls.json` from the source tree. docs/notes/costs.md has results.
+`python -m benchmarks.calls CallsBenchmark.test_dispatch` measures only dispatch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ STEPS = ((WRITES,), (WRITES, GATHERS), (WRITES, ATTENDS), (WRITES, GATHERS, ATTE
 
 
 def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> tuple[float, float, int]:
-    """Traces and lowers a decode step of unrolled layers, the first of this process, for JAX's default backend.
+    """Traces and lowers a decode step of unrolled layers for JAX's default backend, as the first one in a process.
 
-    Returns seconds to trace and to lower it, and its lines of StableHLO.
+    Returns:
+      The seconds to trace, the seconds to lower, and the number of lines of StableHLO.
     """
     jax.default_backend()
     spec = CASE.spec(dtype)
@@ -65,7 +66,7 @@ def trace(what: tuple[str, ...], dtype: KVCacheDType, num_layers: int) -> tuple[
 
 
 def dispatches() -> dict[str, Callable[[int], Any]]:
-    """Calls of a program that does next to nothing, with many caches as arguments and with as many arrays."""
+    """Returns calls of a trivial program that takes many caches, or the same number of arrays."""
     spec = CASE.spec(UNQUANTIZED)
     caches = [KVCache.allocate(spec, 1) for _ in range(NUM_CACHES)]
     arrays = [jnp.array(cache.kv) for cache in caches]
@@ -87,7 +88,7 @@ def dispatches() -> dict[str, Callable[[int], Any]]:
 
 
 def _read(given: Any) -> Any:
-    """A number of each: JAX leaves out arguments that nothing is read of."""
+    """Reads an element of each array, because JAX drops unused arguments."""
     return sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(given))
 
 
@@ -101,7 +102,7 @@ class CallsBenchmark(output.Program):
         steps, repeats, num_layers = (STEPS[:1], 1, 2) if output.SMOKE.value else (STEPS, 5, NUM_LAYERS)
         for what in steps:
             found: dict[KVCacheDType, list[tuple[float, float, int]]] = {dtype: [] for dtype in DTYPES}
-            for _ in range(repeats):  # by turns
+            for _ in range(repeats):  # interleaves the dtypes
                 for dtype in DTYPES:
                     found[dtype].append(ahead.in_new_process(trace, what, dtype, num_layers))
             for dtype, each in found.items():

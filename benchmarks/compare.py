@@ -1,4 +1,4 @@
-"""Has every peer do the same thing, one after the other: made ready, checked, then timed."""
+"""Runs the same job on every peer in sequence: prepare, check, then time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | N
 def present[J, Inputs](
     results: output.Report, peers: Sequence[Peer[J, Inputs]], names: Sequence[str] | None
 ) -> list[Peer[J, Inputs]]:
-    """Those of the peers that were asked for and can run here; says of the others why not."""
+    """Returns the requested peers that can run here and reports why others cannot."""
     found = []
     for peer in peers:
         if names is not None and peer.name not in names:
@@ -38,11 +38,11 @@ def present[J, Inputs](
 class Job(Protocol):
     @property
     def subject(self) -> Mapping[str, Any]:
-        """What the tables and files say of it."""
+        """The fields that identify the job in tables and files."""
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that it must read and write."""
+        """The minimum number of bytes to read and write."""
 
 
 def compare_all[J: Job, Inputs](
@@ -55,16 +55,16 @@ def compare_all[J: Job, Inputs](
     *,
     copies: bool = True,
 ) -> None:
-    """Measures all peers that serve them on all jobs.
+    """Measures every job with every peer that supports it.
 
-    A job for which memory is too small, and a peer that fails, are said to be skipped, and the rest goes on. Where
-    kvjax itself fails, so does a subtest of `test`. With `copies` copies of as many bytes are measured, too.
+    Jobs that do not fit in memory and peers that fail are reported as skipped. A failure of kvjax itself also fails a
+    subtest of `test`. `copies` also measures a copy that moves the same number of bytes.
     """
     inputs: Inputs | None
     for job in jobs:
         if not (serving := [peer for peer in peers if peer.serves(job)]):
             continue
-        subject, inputs = known(job.subject), None  # those of the job before are gone when new ones are made
+        subject, inputs = known(job.subject), None  # frees the previous job's inputs before new ones are made
         what = f"{operation}: {', '.join(map(str, subject.values()))}"
         with test.subTest(**subject):
             inputs = test.results.fitting(what, why_too_large(job), functools.partial(make_inputs, job))
@@ -85,12 +85,12 @@ def _compare(
     for peer in peers:
         try:
             results.add(_measured(operation, job, peer, inputs, copies))
-        except Exception as error:  # whatever a peer fails with, the others go on
+        except Exception as error:  # a failing peer must not stop the others
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
             results.skip(f"{peer.name} ({what})", f"{kind}: {error}")
             if peer.own and not memory.is_exhausted(error):
                 error.add_note(traceback.format_exc())
-                failure = failure or error.with_traceback(None)  # its frames would hold on to caches
+                failure = failure or error.with_traceback(None)  # its frames would keep caches alive
     if failure:
         raise failure
 

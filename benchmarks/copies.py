@@ -1,4 +1,4 @@
-"""How fast memory is copied, by each way to do so: what all shares are of, and whether to believe the clock."""
+"""Measures the copy rate of each copy method. It is the reference for all shares and a check of the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long `gather_kv` takes to read whole sequences back, dequantized to bfloat16, next to what a user would pick."""
+"""Times `gather_kv` of whole sequences into bfloat16, compared with its alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PEERS = compare.define_peers(gathers.PEERS)
 
 
 def jobs() -> list[GatherJob]:
-    """What is timed: sequences and tokens of each, the first of these sizes in both layouts."""
+    """Returns the jobs to time. Only the first size is timed in both layouts."""
     gpu = (bars.GATHER_SIZE, (1, 16_384), (256, 128))
     sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
     cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, [shapes.LLAMA_8B])

@@ -1,8 +1,8 @@
-"""How long a decode step of a transformers model takes, and how much memory, by who keeps its keys and values.
+"""Times a decode step of a transformers model, and measures its memory, with different caches.
 
-`python -m benchmarks.generate --json=generate.json`, from the source tree. A step is what `generate` makes of one: the
-forward pass of a token of each sequence, with the mask and the positions that `generate` passes, and the likeliest
-next token. benchmarks/README.md explains the table.
+Run `python -m benchmarks.generate --json=generate.json` from the source tree. A step is the same as in `generate`: a
+forward pass of one token per sequence, with the mask and positions that `generate` passes, and greedy sampling.
+benchmarks/README.md explains the table.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ NUM_LAYERS = 8
 
 
 LLAMA_8B = ModelConfig(128_256, 4_096, 14_336, NUM_LAYERS, 32, 8, 128)  # a quarter of the layers
-SMALL = ModelConfig(61, 64, 96, NUM_LAYERS, 4, 2, 32)  # to see that it runs, and for machines without a GPU
+SMALL = ModelConfig(61, 64, 96, NUM_LAYERS, 4, 2, 32)  # for smoke tests and machines without a GPU
 
 WARM_UP_STEPS, STEPS_IN_A_ROW, KERNEL_STEPS = 3, 6, 4
 SAMPLES = 5
 MAX_STEPS = 64  # room for tokens after the prompt
 MAX_ERROR = 0.05
-"""Of logits, root mean square of the difference over that of what is expected: 8 layers amplify bfloat16's rounding."""
+"""Maximum relative RMS error of the logits. Eight layers amplify bfloat16 rounding errors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Sequences of one length that decode together."""
+    """A batch of sequences of equal length."""
 
     num_seqs: int
     seq_len: int
@@ -65,7 +65,7 @@ class Row:
         return self.num_seqs * -(-(self.seq_len + MAX_STEPS) // shapes.BLOCK_SIZE)
 
     def dense_bytes(self, config: Any) -> int:
-        """What a layer's keys and values take in bfloat16."""
+        """Returns the bytes of a layer's keys and values in bfloat16."""
         elements = 2 * int(config.num_key_value_heads or 0) * int(config.head_dim or 0)
         return self.num_seqs * self.seq_len * elements * torch.bfloat16.itemsize
 
@@ -75,7 +75,7 @@ GPU_ROWS, SMALL_ROWS = (Row(32, 2_048), Row(8, 8_192)), (Row(2, 48),)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Who is timed, for which sequences, in which dtype."""
+    """One row, dtype and peer to time."""
 
     row: Row
     dtype: KVCacheDType
@@ -89,7 +89,7 @@ class Job:
     def cache(self, config: Any) -> Cache:
         if self.peer == DYNAMIC:
             return DynamicCache(config=config)
-        # Keys and values of random weights are of about magnitude 1; what is not quantized takes no notice of scales.
+        # With random weights, keys and values have a magnitude of about 1. Unquantized caches ignore the scales.
         return KvjaxCache(
             config, num_blocks=self.row.num_blocks, kv_cache_dtype=self.dtype, k_scale=0.037, v_scale=0.052
         )
@@ -103,11 +103,11 @@ def model() -> Any:
 
 
 class Decoding:
-    """Sequences whose prompt is in a cache, and the steps after it."""
+    """Decodes sequences whose prompt is in a cache."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.model = job, model()
-        self.model.set_attn_implementation("sdpa")  # every peer's prompt is the same, and stored alike
+        self.model.set_attn_implementation("sdpa")  # all peers store the prompt in the same way
         shape = job.row.num_seqs, job.row.seq_len
         random = torch.Generator().manual_seed(1)
         prompt = torch.randint(self.model.config.vocab_size, shape, generator=random).to(self.model.device)
@@ -118,7 +118,7 @@ class Decoding:
         self.start()
 
     def start(self, peer: str | None = None) -> None:
-        """Forgets the steps that were made; the next are those of that peer."""
+        """Discards previous steps, and selects the attention of a peer for the next ones."""
         self.model.set_attn_implementation(ATTENTION[peer or self.job.peer])
         made = self.cache.get_seq_length() - self.job.row.seq_len
         if made:
@@ -130,7 +130,7 @@ class Decoding:
 
     @torch.no_grad()
     def step(self, _: int = 0) -> torch.Tensor:
-        """Starts a step; its logits."""
+        """Launches a step and returns its logits."""
         self.mask = torch.cat([self.mask, self.mask[:, :1]], dim=1)
         inputs = {"attention_mask": self.mask, "position_ids": self.positions, "past_key_values": self.cache}
         logits = self.model(self.tokens, **inputs, use_cache=True).logits[:, -1].float()
@@ -139,10 +139,10 @@ class Decoding:
 
 
 def time_steps(job: Job) -> Measurement:
-    """Times the steps of a job, after the first of them is checked.
+    """Checks the first step of a job, then times its steps.
 
-    Facts are the most memory that a step takes beside what is there before it, on a GPU; what a dense layer takes; and
-    the error of the logits of the first step, next to those of the same cache with dense layers.
+    Facts are the peak memory that a step allocates (on a GPU), the size of a dense layer, and the error of the first
+    logits relative to the same cache with dense layers.
     """
     decoding = Decoding(job)
     error = None
@@ -152,7 +152,7 @@ def time_steps(job: Job) -> Measurement:
         decoding.start()
         got = decoding.step()
         error = ((got - expected).norm() / expected.norm()).item()
-        if not error <= MAX_ERROR:  # NaN is none either
+        if not error <= MAX_ERROR:  # also rejects NaN
             raise AssertionError(f"{job}: logits are off by {error:.3g} of their root mean square")
     for _ in range(WARM_UP_STEPS):
         decoding.step()
@@ -162,7 +162,7 @@ def time_steps(job: Job) -> Measurement:
 
 
 def step_times(decoding: Decoding) -> Timing:
-    """How long a step takes when others come right before and after it."""
+    """Times back-to-back steps."""
     if not has_gpu():
         return timing.measure(decoding.step, wait=wait, calls=SAMPLES)
     samples = tuple(seconds_in_a_row(decoding.step, STEPS_IN_A_ROW) for _ in range(SAMPLES))
@@ -170,7 +170,7 @@ def step_times(decoding: Decoding) -> Timing:
 
 
 def step_bytes(decoding: Decoding) -> int | None:
-    """The most memory that torch takes in a step, less what it has before."""
+    """Returns the peak memory that torch allocates in a step, or `None` without a GPU."""
     if not has_gpu():
         return None
     wait()
@@ -189,7 +189,7 @@ def kernel_seconds(job: Job) -> float | None:
 
 
 def jobs() -> list[Job]:
-    """What is timed: transformers' own cache first, which is bfloat16's alone."""
+    """Returns the jobs to time. transformers' own cache comes first, only in bfloat16."""
     rows = GPU_ROWS if has_gpu() and not output.SMOKE.value else SMALL_ROWS
     kinds = itertools.product(output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES), (GATHERED, PAGED))
     each = [(KVCacheDType.BFLOAT16, DYNAMIC), *kinds]
@@ -197,16 +197,16 @@ def jobs() -> list[Job]:
 
 
 class GenerateBenchmark(output.Program):
-    """Fails where logits are wrong or a layer was made dense, never because of a time.
+    """Fails if logits are wrong or a layer is materialized densely, never because of a time.
 
-    CUPTI stays in the process and slows down every launch, so it comes last.
+    CUPTI comes last, because it stays attached and slows down every launch.
     """
 
     found: ClassVar[dict[Job, Measurement]] = {}
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Adds measurements only now: to save some starts JAX, which calls from torch do without."""
+        """Adds measurements at the end, because saving them initializes JAX, which calls from torch do not need."""
         for measurement in cls.found.values():
             cls.results.add(measurement)
         model.cache_clear()

@@ -1,4 +1,4 @@
-"""How long writes on the CPU take as the cache grows: in place they do not, and what copies the cache does."""
+"""Times writes on the CPU for growing caches. In-place writes do not slow down, but writes that copy the cache do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long a step over layers takes in a scan, next to the same layers one after the other.
+"""Times a step over layers in a scan, compared with unrolled layers.
 
-`python -m benchmarks.layers --json=layers.json`, from the source tree. Each layer writes a token of each sequence and
-gathers the sequences. docs/scaling.md says why the cache of a scan is carried and not sliced.
+Run `python -m benchmarks.layers --json=layers.json` from the source tree. Each layer writes one token per sequence and
+gathers the sequences. docs/scaling.md explains why the scan carries the cache instead of slicing it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Scales = dict[str, jax.Array]
 def write_and_read(
     cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales, layer: Any = None
 ) -> tuple[KVCache, jax.Array]:
-    """What a layer does: the last token of each sequence is written, and whole sequences are read.
+    """Runs one layer: writes the last token of each sequence, then gathers whole sequences.
 
-    What it returns for the next layer comes of what was read, without rounding.
+    The next layer's input depends on the gathered values, without rounding.
     """
     options = {"layer": layer, "implementation": output.IMPLEMENTATION.value, **scales}
     slots = table[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1
@@ -46,7 +46,7 @@ def write_and_read(
 
 
 def scan(cache: KVCache, hidden: jax.Array, table: jax.Array, scales: Scales) -> tuple[Any, jax.Array]:
-    """All layers of one cache, which the scan carries."""
+    """Scans over the layers of one cache, which is the carry."""
 
     def step(carry: tuple[KVCache, jax.Array], layer: jax.Array) -> tuple[tuple[KVCache, jax.Array], None]:
         return write_and_read(*carry, table, scales, layer), None
@@ -69,7 +69,7 @@ def separate(caches: list[KVCache], hidden: jax.Array, table: jax.Array, scales:
 
 
 class Stepping:
-    """Donated steps, each on what the one before returned."""
+    """A compiled step with donated caches; each call takes the caches that the previous call returned."""
 
     def __init__(self, step: Callable[..., Any], caches: Any, *others: Any) -> None:
         self.compiled = jax.jit(step, donate_argnums=0).lower(caches, *others).compile()
@@ -81,13 +81,13 @@ class Stepping:
 
 
 def pages_of_a_layer(spec: AttentionSpec) -> int:
-    """256 MiB of bfloat16 on a GPU, and of other dtypes as many pages."""
+    """The number of pages that take 256 MiB in bfloat16 on a GPU; the same number for all dtypes."""
     page = dataclasses.replace(spec, dtype=KVCacheDType.BFLOAT16).page_size_bytes
     return max(workload.sizes().cache_bytes // (NUM_LAYERS * page), 2)
 
 
 def steps(spec: AttentionSpec) -> dict[str, Stepping]:
-    """The same step in every form, of which the first call is checked: bytes, and what the last layer read."""
+    """Returns all variants of the step after checking that their first calls store and read the same bits."""
     num_blocks = pages_of_a_layer(spec)
     rng = np.random.default_rng(0)
     num_seqs = min(num_blocks, MAX_SEQUENCES)

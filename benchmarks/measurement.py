@@ -1,4 +1,4 @@
-"""What was timed: every program makes `Measurement`s, JSON files hold them, and every table and plot reads them."""
+"""Measurements: programs create them, JSON files store them, and tables and plots show them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 
 from benchmarks.timing import Clock, Timing
 
-OWN = "kvjax"  # the peer that all others are compared with
+OWN = "kvjax"  # the peer that others are compared with
 
 type Word = str | int
 
 
 class ResultsError(Exception):
-    """A file that cannot be reported, and why."""
+    """Raised if results cannot be read or reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one peer took for one thing."""
+    """The times of one job by one peer."""
 
-    operation: str  # that was timed; `operations.OPERATIONS` declares it
-    subject: Mapping[str, Any]  # the shape, dtype and sizes that apply
-    peer: str  # who did it
+    operation: str  # a name in `operations.OPERATIONS`
+    subject: Mapping[str, Any]  # shape, dtype and sizes
+    peer: str
     times: Timing
-    bytes_moved: int | None = None  # the fewest that it must read and write
-    copy: Timing | None = None  # of as many, in the same run; from a file, its median alone
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else was found out about it
+    bytes_moved: int | None = None  # the minimum to read and write
+    copy: Timing | None = None  # that moves as many bytes in the same run; only the median if read from a file
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # additional results
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "subject", known(self.subject))
@@ -78,14 +78,14 @@ class Measurement:
 
 
 EVERY_FIELD = ("operation", "peer", "clock", "seconds", "samples", "bytes_moved", "copy_seconds", "kernels")
-"""What every record has; others are of its subject or facts."""
+"""Fields of every record; others belong to its subject or facts."""
 
 
 def from_record(record: Mapping[str, Any], about: Sequence[str]) -> Measurement:
-    """A measurement of a file, whose subject has the fields `about`.
+    """Reads a measurement whose subject has the fields `about`.
 
     Raises:
-      KeyError, TypeError, ValueError: a field is missing, or is not of its kind.
+      KeyError, TypeError, ValueError: If a field is missing or invalid.
     """
     clock, copied = Clock(record["clock"]), record.get("copy_seconds")
     return Measurement(
@@ -100,10 +100,10 @@ def from_record(record: Mapping[str, Any], about: Sequence[str]) -> Measurement:
 
 
 def positive(samples: Sequence[float]) -> tuple[float, ...]:
-    """The seconds of each repetition.
+    """Validates the seconds of each repetition.
 
     Raises:
-      ValueError: there are none, or one is not positive and finite.
+      ValueError: If there are none, or one is not positive and finite.
     """
     if not samples or not all(0 < each < math.inf for each in samples):
         raise ValueError(f"samples: got {samples}, expected the seconds of each repetition")
@@ -111,15 +111,15 @@ def positive(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 class Rows(list[Measurement]):
-    """Measurements among which a table or a bar looks for what a line is compared with."""
+    """Measurements in which tables and bars look up baselines."""
 
     def like(self, of: Measurement, *, peer: str | None = None, **changes: Word) -> Measurement | None:
-        """The measurement whose peer and subject differ from another's in these."""
+        """Returns the measurement like `of` except for its peer and `changes` to its subject, or `None`."""
         subject = {**of.subject, **changes}
         return next((m for m in self if m.peer == (peer or of.peer) and m.subject == subject), None)
 
     def find(self, peer: str | None = None, **subject: Word) -> Rows:
-        """Those by a peer with these fields in their subject."""
+        """Returns the measurements by `peer` (any by default) whose subject contains these fields."""
         return Rows(m for m in self if m.peer == (peer or m.peer) and subject.items() <= m.subject.items())
 
     @property
@@ -127,25 +127,25 @@ class Rows(list[Measurement]):
         return min(self, key=lambda m: m.seconds, default=None)
 
 
-type Other = Callable[[Measurement, Rows], Measurement | None]  # what a line is compared with
+type Other = Callable[[Measurement, Rows], Measurement | None]  # selects a baseline
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table with a line for each of some measurements."""
+    """A column of a table with one line per measurement."""
 
     heading: str
     value: Callable[[Measurement, Rows], Any]  # of a line, given all lines; None is shown as "-"
     form: str = "{:,.2f}"
-    is_text: bool = False  # words rather than a number
-    at_least: bool = False  # whether a bar is a minimum; otherwise it is a maximum
+    is_text: bool = False  # text instead of a number
+    at_least: bool = False  # whether a bar is a minimum instead of a maximum
 
-    def words(self, m: Measurement, rows: Rows) -> str:
+    def text(self, m: Measurement, rows: Rows) -> str:
         value = self.value(m, rows)
         return "-" if value is None else escaped(self.form.format(value))
 
     def of(self, heading: str, other: Other) -> Column:
-        """The same of another measurement."""
+        """Returns this column for the measurement that `other` selects."""
 
         def value(m: Measurement, rows: Rows) -> Any:
             found = other(m, rows)
@@ -161,13 +161,13 @@ def fact(heading: str, key: str, unit: float = 1, form: str = "{:,.2f}") -> Colu
     return Column(heading, lambda m, _: None if m.facts.get(key) is None else m.facts[key] * unit, form)
 
 
-def escaped(words: object) -> str:
-    """What a file says, where Markdown would take some of it for its own."""
-    return html.escape(" ".join(str(words).split()), quote=False).replace("|", "\\|")
+def escaped(text: object) -> str:
+    """Escapes a value for Markdown."""
+    return html.escape(" ".join(str(text).split()), quote=False).replace("|", "\\|")
 
 
 def known(subject: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields without those that do not apply, as JSON has them."""
+    """Returns the fields that are not `None`, as plain JSON values."""
     return {name: plain(value) for name, value in subject.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is to measure in, asked before it is taken."""
+"""Queries free memory before a benchmark allocates it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Bytes that arrays on the device may still take."""
+    """Returns the free bytes on the device."""
     stats = jax.local_devices()[0].memory_stats() if jax.default_backend() == "gpu" else None
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else host_free_bytes()
 
 
 def host_free_bytes() -> int:
-    """The same of the host: what the machine has left, or the container where that has less."""
+    """Returns the free bytes on the host, limited by the container."""
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # what the system would give up of its caches counts as free
+    if meminfo.exists():  # includes reclaimable caches
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         machine = int(lines["MemAvailable"].split()[0]) << 10
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
@@ -28,12 +28,12 @@ def host_free_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    words = path.read_text().split() if path.exists() else []
-    return int(words[0]) if words and words[0].isdecimal() else None
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdecimal() else None
 
 
 def why_too_large(device_bytes: int, host_bytes: int = 0) -> str | None:
-    """Why so many bytes cannot be allocated; `None` if they can."""
+    """Returns why this many bytes cannot be allocated, or `None`."""
     if jax.default_backend() != "gpu":
         device_bytes, host_bytes = device_bytes + host_bytes, 0
     needs = (("the device", device_bytes, free_bytes()), ("the host", host_bytes, host_free_bytes()))
@@ -44,7 +44,7 @@ def why_too_large(device_bytes: int, host_bytes: int = 0) -> str | None:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, XLA's, torch's or CUDA's."""
+    """Returns whether an error of Python, XLA, torch or CUDA means out of memory."""
     return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("RESOURCE_EXHAUSTED", "out of memory", "can't allocate memory")
+        message in str(error) for message in ("RESOURCE_EXHAUSTED", "out of memory", "can't allocate memory")
     )

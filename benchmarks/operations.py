@@ -1,4 +1,4 @@
-"""Every operation that is timed: the fields of its measurements, and the columns of its tables."""
+"""The timed operations: the fields of their measurements, and the columns of their tables."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ TORCH_KERNELS = Lines(
 )
 
 READ_SHARE = bars.OF_READING.named("share")
-VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)  # who is no peer of attention
+VARIANTS = (OWN, "kvjax xla", "kvjax_torch", bars.NO_CASCADE, bars.READ)  # excluded from the alternatives
 
 
 def _next_best(m: Measurement, rows: Rows) -> Measurement | None:
@@ -142,11 +142,11 @@ RAGGED = Lines(
 
 
 def _in(dtype: str) -> Column:
-    whole = Column("", lambda m, rows: f"{US.words(m, rows)} ({READ_SHARE.words(m, rows)})", "{}")
+    whole = Column("", lambda m, rows: f"{US.text(m, rows)} ({READ_SHARE.text(m, rows)})", "{}")
     return whole.of(f"kvjax, {dtype}", by(OWN, dtype=dtype))
 
 
-_NAMED = Column("", lambda m, rows: f"{m.peer}: {US.words(m, rows)}", "{}")
+_NAMED = Column("", lambda m, rows: f"{m.peer}: {US.text(m, rows)}", "{}")
 ATTENTION_SHORT = Lines(
     "Attention decode",
     (
@@ -218,7 +218,7 @@ PROMPTS = Lines(
 
 
 def _sharded(devices_differ: bool, clock_differs: bool) -> Other:
-    """The same on several devices, or by the host's clock in a row."""
+    """Selects the same measurement on several devices, or by the host's clock around back-to-back calls."""
 
     def other(m: Measurement, rows: Rows) -> Measurement | None:
         for each in rows:
@@ -269,7 +269,7 @@ TRACED = Lines(
     "Tracing and lowering",
     (
         *(about("step"), _SECONDS, _SECONDS.of(NVFP4, _NVFP4), bars.speed("ratio", _NVFP4)),
-        Column("lines of StableHLO", lambda m, rows: f"{_LINES.words(m, rows)}, {_LINES_NVFP4.words(m, rows)}", "{}"),
+        Column("lines of StableHLO", lambda m, rows: f"{_LINES.text(m, rows)}, {_LINES_NVFP4.text(m, rows)}", "{}"),
     ),
     note="Seconds to trace and lower a program of unrolled layers, in a new process each.",
     keep=lambda m: m.dtype == BFLOAT16,
@@ -326,4 +326,4 @@ OPERATIONS = {
         Operation("dispatch", ("dtype",), lines=DISPATCHES),
     )
 }
-"""By name, the first ones first on a page."""
+"""By name, in the order of the summary page."""

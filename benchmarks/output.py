@@ -1,4 +1,4 @@
-"""What a benchmark program is: flags, a report of what it measured, and the files that let anybody run it again."""
+"""Shared parts of all benchmark programs: flags, the report, and the output files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.tables import Operation
 from kvjax import KVCacheDType
 from kvjax.ops.select import Implementation
 
-SCHEMA = 1  # of the JSON file; a reader has to accept fields that it does not know, and to do without some
+SCHEMA = 1  # of the JSON file; readers must accept unknown and missing fields
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, [*Implementation], "which implementation of kvjax to time (default: as kvjax chooses)"
 )
@@ -40,10 +40,10 @@ COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is
 
 ROOT = Path(__file__).parents[1]
 LOADED = {"jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "vllm": "vllm", "flashinfer": "flashinfer-python"}
-"""What the environment names the versions of, where a program has loaded it: modules, and their distributions."""
+"""Modules whose versions the environment reports if they are loaded, mapped to their distributions."""
 
 SAVE_SECONDS = 10.0
-"""How often the JSON file is written while a program runs, so that one that is stopped leaves what it has."""
+"""Interval at which a running program saves the JSON file, so that an interrupted run keeps its results."""
 
 
 def by_device[Value](*, gpu: Value, host: Value, smoke: Value) -> Value:
@@ -51,19 +51,19 @@ def by_device[Value](*, gpu: Value, host: Value, smoke: Value) -> Value:
 
 
 def shorten() -> None:
-    """From now on does as little as there is to do."""
+    """Switches to the smallest sizes and fewest repetitions for smoke tests."""
     timing.shorten()
     workload.shrink()
 
 
-def define_numbers(name: str, words: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
+def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
     expected = f"expected numbers of at least {least} with commas between them"
-    return _define_list(name, words, lambda word: word.isdecimal() and int(word) >= least, expected)
+    return _define_list(name, text, lambda word: word.isdecimal() and int(word) >= least, expected)
 
 
-def define_some(name: str, of: Iterable[str], words: str) -> flags.FlagHolder[list[str] | None]:
+def define_some(name: str, of: Iterable[str], text: str) -> flags.FlagHolder[list[str] | None]:
     accepted = [*of]
-    return _define_list(name, words, accepted.__contains__, f"expected some of {accepted}")
+    return _define_list(name, text, accepted.__contains__, f"expected some of {accepted}")
 
 
 def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
@@ -71,9 +71,9 @@ def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | No
 
 
 def _define_list(
-    name: str, words: str, is_right: Callable[[str], bool], expected: str
+    name: str, text: str, is_right: Callable[[str], bool], expected: str
 ) -> flags.FlagHolder[list[str] | None]:
-    holder = flags.DEFINE_list(name, None, words)
+    holder = flags.DEFINE_list(name, None, text)
     flags.register_validator(name, lambda given: given is None or (given and all(map(is_right, given))), expected)
     return holder
 
@@ -81,7 +81,7 @@ def _define_list(
 def chosen[Value](
     flag: flags.FlagHolder[list[str] | None], make: Callable[[str], Value], default: Sequence[Value]
 ) -> Sequence[Value]:
-    """What a flag was given, made of its words; the default where it was not given."""
+    """Returns the flag's values converted by `make`, or `default` if the flag is not set."""
     return [*map(make, flag.value)] if flag.value else default
 
 
@@ -108,7 +108,7 @@ def _version(distribution: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, with `+changes` where files differ from it, or `unknown`."""
+    """Returns the current commit, with `+changes` if the working tree is dirty, or `unknown`."""
     head = _said(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     if not head:
         return "unknown"
@@ -116,7 +116,7 @@ def commit() -> str:
 
 
 def _said(command: Sequence[str]) -> str | None:
-    """What a command printed; `None` where it is not there or fails."""
+    """Returns the output of a command, or `None` if the command is unavailable or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -125,7 +125,7 @@ def _said(command: Sequence[str]) -> str | None:
 
 @dataclasses.dataclass
 class Report:
-    """What one run of a program measured, and what it skipped."""
+    """Measurements of one program run, and what it skipped."""
 
     program: str
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
@@ -141,7 +141,7 @@ class Report:
             self.save(Path(JSON.value))
 
     def skip(self, what: str, reason: str, *, asked_for: bool = False) -> None:
-        """Says what is not measured, and why. What a flag asked for and is unavailable fails the program at its end."""
+        """Reports what is skipped and why. The program fails at its end if a flag asked for it (`asked_for`)."""
         line = first_line(reason)
         if asked_for:
             self.missing.append(f"{what}: {line}")
@@ -164,7 +164,7 @@ class Report:
     def finish(self) -> None:
         """Prints the tables and writes the files that the flags ask for."""
         where = {**environment(self.program), **self.facts}
-        facts = ", ".join(f"{name} {words}" for name, words in where.items() if name not in ("device", "command"))
+        facts = ", ".join(f"{name} {text}" for name, text in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
         for name, rows in tables.grouped(self.measurements, lambda m: m.operation).items():
             parts += operation_tables(OPERATIONS[name], rows)
@@ -179,7 +179,7 @@ class Report:
             self.save(Path(JSON.value))
 
     def save(self, path: Path) -> None:
-        """Writes a JSON file, a line for each measurement."""
+        """Writes a JSON file with one line per measurement."""
         copies = {m.bytes_moved: m.copy for m in self.measurements if m.copy}
         lists = {
             "copy_rates": [
@@ -199,8 +199,8 @@ class Report:
         self._saved = time.monotonic()
 
 
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def first_line(reason: str) -> str:
@@ -208,9 +208,9 @@ def first_line(reason: str) -> str:
 
 
 def operation_tables(of: Operation, rows: Rows) -> list[str]:
-    """What a program prints of an operation: times with their bars, then all peers side by side, clock by clock.
+    """Returns the printed tables of an operation: times with their bars, then all peers side by side for each clock.
 
-    The latter only where the first table leaves something out.
+    The second part is omitted if the first table contains every measurement.
     """
     parts, is_whole = [], of.lines is not None and len(of.lines.chosen(rows)) == len(rows)
     if of.lines and (found := of.lines.table(rows)):
@@ -224,9 +224,9 @@ def operation_tables(of: Operation, rows: Rows) -> list[str]:
 
 
 class Program(absltest.TestCase):
-    """What all programs share: a report, a look at the clock, and failing where what a flag asked for is missing.
+    """Base class of all programs: owns the report and checks the clock and the requested peers.
 
-    A program fails where a result is wrong, never because of a time. The tests run in the order of their names.
+    A program fails if a result is wrong, never because of a time. Tests run in the order of their names.
     """
 
     results: ClassVar[Report]
@@ -246,9 +246,9 @@ class Program(absltest.TestCase):
         super().tearDownClass()
 
     def test_the_clock_tells_twice_the_work(self) -> None:
-        """A harness that took no notice of how much is done would be worth nothing."""
+        """Checks that the clock detects twice the work."""
         ratio = 0.0
-        for _ in range(3):  # whatever else runs here only adds, and may pass
+        for _ in range(3):  # interference from other programs may be temporary
             once, twice = timing.once_and_twice()
             ratio = min(twice.samples) / min(once.samples)
             if 1.4 < ratio < 2.8:

@@ -1,4 +1,4 @@
-"""How long packing keys and values as NVFP4 takes, without a cache and next to a write, which packs and stores."""
+"""Times packing keys and values as NVFP4 without a cache, compared with a write that packs and stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEERS = compare.define_peers(packs.PEERS)
 
 
 def jobs() -> list[WriteJob]:
-    """What is timed: the write of the same tokens goes to slots one after the other, as in a prefill."""
+    """Returns the jobs to time. Writes use contiguous slots, as in a prefill."""
     default = output.by_device(gpu=(1, 256, 2_048, 16_384, 65_536), host=(1, 64, 256), smoke=(8,))
     few = (LLAMA_8B,) if output.SMOKE.value else (LLAMA_8B, GPT_OSS_20B)
     cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, few)

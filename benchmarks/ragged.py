@@ -1,4 +1,4 @@
-"""How long a step of a server attends, prompts in chunks beside decodes, by `ragged_paged_attention` and its peers."""
+"""Times attention in a server step (prompt chunks and decodes): `ragged_paged_attention` and its peers."""
 
 from __future__ import annotations
 

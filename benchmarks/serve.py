@@ -1,6 +1,6 @@
-"""How many tokens a second a model decodes from caches of each dtype, next to reading as many bytes and to peers.
+"""Measures decode throughput for each cache dtype, compared with peers and with reading the same number of bytes.
 
-`python -m benchmarks.serve --json=serve.json`, from the source tree; benchmarks/README.md explains the table.
+Run `python -m benchmarks.serve --json=serve.json` from the source tree. benchmarks/README.md explains the table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ServeBenchmark(output.Program):
         self.measure(serves_dense.NAME, dense, rate, lambda job: (serves_dense.serve(job), {}))
         for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
             if name in peers:
-                # In memory that JAX has released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
+                # These need memory that JAX released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
                 if reason := serves_torch.why_missing():
                     self.results.skip(name, reason, asked_for=True)
                     continue
@@ -75,9 +75,9 @@ class ServeBenchmark(output.Program):
                     self.results.add(Measurement("serve prompts", {**subject, "steps": kind}, OWN, times, facts=facts))
 
     def measure(self, name: str, jobs: list[ServeJob], rate: float | None, serve: Callable[..., Served]) -> None:
-        """Adds what is served, unless memory is too small. Whatever a peer fails with, the others go on."""
+        """Measures the jobs that fit in memory. A failing peer does not stop the others."""
         for job in jobs:
-            gc.collect()  # the caches of the job before
+            gc.collect()  # frees the caches of the previous job
             what = f"{name} ({job.dtype.value}, {job.num_seqs})"
             with self.subTest(**plain(job.subject)):
                 try:
@@ -87,7 +87,7 @@ class ServeBenchmark(output.Program):
                         self.results.skip(what, f"{type(error).__name__}: {error}")
                         continue
                     error.add_note(traceback.format_exc())
-                    raise error.with_traceback(None) from None  # its frames would hold on to caches
+                    raise error.with_traceback(None) from None  # its frames would keep caches alive
                 if found:
                     times, facts = found
                     known = {"rows": job.rows, **facts}
@@ -100,7 +100,7 @@ def dtypes() -> Sequence[KVCacheDType]:
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
-    """Compiles every step on several cores; waits for it, for threads that lower keep the host from its turn."""
+    """Compiles all steps in parallel and waits, because threads that lower programs hold the GIL."""
     programs = [serving.program(of, job.dtype, job.num_seqs, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
     if own and (ROWS.value is None or "prompts" in ROWS.value):
@@ -109,7 +109,10 @@ def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> N
 
 
 def reading_rate() -> float | None:
-    """Bytes a second of a kernel that only reads, where there is one; by the clock of steps: CUPTI slows launches."""
+    """Returns the bytes per second of a read-only kernel, or `None` without a GPU.
+
+    Uses the same clock as the steps, because CUPTI slows down launches.
+    """
     if not workload.is_gpu():
         return None
     compiled = read.compiled(READ_BYTES)
@@ -118,7 +121,7 @@ def reading_rate() -> float | None:
 
 
 def served(job: ServeJob) -> Served:
-    """Steps of kvjax, of which those of the row that all dtypes have alike are checked first."""
+    """Times steps of kvjax. Checks the results first in the row that all dtypes share."""
     facts = {"error": serving.check(job)} if job.num_seqs == job.of.same else {}
     found = serving.serve(job)
     nanoseconds = {"device_ns": found.device.seconds, "host_ns": found.host.seconds}

@@ -1,4 +1,4 @@
-"""A model that serves full sequences: what is served, the programs of a step, and how long steps take."""
+"""Serving benchmark: the scenario, the compiled steps, and their times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import memory, output, timing, workload
-from benchmarks.bars import MOST, SAME
+from benchmarks.bars import MAX_SEQS, SAME_SEQS
 from benchmarks.peers.attention_inputs import compiling, filled_page_bytes, filled_pages, take_pages
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
@@ -26,33 +26,33 @@ from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
-ROWS = {"same": SAME, "most": MOST, "others": OTHERS, "prompts": PROMPTS}  # by the names that a flag has
+ROWS = {"same": SAME_SEQS, "most": MAX_SEQS, "others": OTHERS, "prompts": PROMPTS}  # by flag value
 HIDDEN_ERROR = 2**-5
-"""Of hidden states behind two layers, the largest error relative to those by XLA, by root mean squares: theirs are
-bfloat16 with 8 bits, and a dozen operations round to it."""
+"""Maximum relative RMS error of the hidden states after two layers, with respect to XLA. Hidden states are bfloat16
+with 8 bits of precision, and a dozen operations round to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is served on a device."""
+    """A model and the sequences that it serves."""
 
-    name: str  # of the model, as tables have it
+    name: str  # of the model, as in tables
     config: ModelConfig
-    seq_len: int  # tokens of each sequence at the end
-    cache_bytes: int  # that the caches of all layers may take
-    same: int  # sequences in the row that all dtypes have alike
-    others: tuple[int, ...]  # further numbers of sequences, for those that fit
-    tail: int  # tokens of each sequence that are decoded; a multiple of the block size
-    prompt_len: int  # of a request that comes with a prompt
-    num_new_tokens: int  # of such a request
-    chunk: int  # tokens of prompts in a step
+    seq_len: int  # tokens of each full sequence
+    cache_bytes: int  # limit for the caches of all layers
+    same: int  # sequences in the row that all dtypes share
+    others: tuple[int, ...]  # more numbers of sequences, if they fit
+    tail: int  # tokens to decode per sequence; a multiple of the block size
+    prompt_len: int  # prompt tokens of a request
+    num_new_tokens: int  # tokens to generate for such a request
+    chunk: int  # prompt tokens per step
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
         return FullAttentionSpec(BLOCK_SIZE, self.config.num_key_value_heads, self.config.head_dim, dtype=dtype)
 
     @property
     def prompt_blocks(self) -> int:
-        """Pages of a request that comes with a prompt."""
+        """Pages of a request with a prompt."""
         return -(-(self.prompt_len + self.num_new_tokens) // BLOCK_SIZE)
 
     def bytes_a_sequence(self, dtype: KVCacheDType) -> int:
@@ -63,7 +63,7 @@ class Scenario:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the rows of the embedding that its tokens are not."""
+        """Bytes of the weights that a step reads: all except a separate embedding table."""
         shapes = dict(llama.parameter_shapes(self.config))
         if "unembedding" in shapes:
             del shapes["embedding"]
@@ -98,13 +98,13 @@ TINY = Scenario(
 
 
 def scenario() -> Scenario:
-    """That of this device: the model on a GPU, elsewhere something that shows that it runs."""
+    """Returns the full model on a GPU, otherwise a tiny one for smoke tests."""
     return LLAMA_8B if workload.is_gpu() and not output.SMOKE.value else TINY
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeJob:
-    """So many full sequences that decode."""
+    """One number of full sequences to decode, in one dtype."""
 
     of: Scenario
     dtype: KVCacheDType
@@ -124,8 +124,8 @@ class ServeJob:
 
     @property
     def rows(self) -> str:
-        """Which rows of the table it is, words for the file."""
-        names = {MOST: self.of.most(self.dtype), SAME: self.of.same}
+        """The names of the table rows that this job belongs to, as in files."""
+        names = {MAX_SEQS: self.of.most(self.dtype), SAME_SEQS: self.of.same}
         return ", ".join(name for name, number in names.items() if number == self.num_seqs)
 
     @property
@@ -141,23 +141,23 @@ class ServeJob:
 
     @property
     def bytes_moved(self) -> int:
-        """What a step reads: weights, and the pages of sequences that are about half way through their tail."""
+        """Bytes that a step reads: weights, and the pages of sequences halfway through their tail."""
         pages = -(-(self.of.seq_len - self.of.tail // 2) // BLOCK_SIZE) * self.num_seqs
         return self.of.weight_bytes + self.of.config.num_hidden_layers * pages * self.spec.real_page_size_bytes
 
     def why_too_large(self) -> str | None:
-        """Why memory is too small for its caches, beside the weights that are there already."""
+        """Returns why memory is too small for the caches in addition to the loaded weights, or `None`."""
         needed = self.num_seqs * self.of.bytes_a_sequence(self.dtype) + filled_page_bytes(self.spec)
         return memory.why_too_large(needed)
 
 
 def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> list[ServeJob]:
-    """What is served in each dtype, fewest sequences first: the rows of the bars, and with "others" what fits."""
+    """Returns the jobs of the requested rows by dtype, fewest sequences first."""
     found = []
     for dtype in dtypes:
         most = of.most(dtype)
-        numbers = {of.same} if SAME in rows else set()
-        numbers |= {most} if MOST in rows else set()
+        numbers = {of.same} if SAME_SEQS in rows else set()
+        numbers |= {most} if MAX_SEQS in rows else set()
         numbers |= {number for number in of.others if number < most} if OTHERS in rows else set()
         found += [ServeJob(of, dtype, number) for number in sorted(numbers)]
     return found
@@ -169,7 +169,7 @@ def params(of: Scenario) -> llama.Params:
 
 
 def implementation() -> str | None:
-    """The kernels on a GPU, also where kvjax would choose XLA."""
+    """Selects the kernels on a GPU, even where kvjax would choose XLA."""
     return output.IMPLEMENTATION.value or ("mosaic" if workload.is_gpu() else None)
 
 
@@ -185,7 +185,7 @@ def step_struct(num_tokens: int, num_seqs: int, max_blocks: int) -> kvjax.StepMe
 
 @functools.cache
 def program(of: Scenario, dtype: KVCacheDType, num_seqs: int, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
-    """A step of a model, being compiled: `(params, tokens, previous, step, caches)`."""
+    """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
     tokens, previous = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_tokens, num_seqs))
     caches = (workload.cache_struct(of.spec(dtype), num_seqs * max_blocks),) * of.config.num_hidden_layers
@@ -195,7 +195,7 @@ def program(of: Scenario, dtype: KVCacheDType, num_seqs: int, max_blocks: int, m
 
 
 class Running:
-    """Starts the compiled steps of a model; `last` is what the last one was given, as the engine made it."""
+    """Launches the compiled steps of a model; `last` holds the tokens and metadata of the last step."""
 
     def __init__(self, weights: llama.Params, programs: Mapping[int, Any]) -> None:
         self.weights, self.programs = weights, programs
@@ -207,7 +207,7 @@ class Running:
 
 
 class TimedEngine(Engine):
-    """Notes for how long it waits for the device."""
+    """An engine that records how long it waits for the device."""
 
     waited = 0.0
 
@@ -219,7 +219,7 @@ class TimedEngine(Engine):
 
 
 def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[KVCache, ...]:
-    """Caches of normal numbers: a thousand different pages, drawn at random for each layer."""
+    """Returns caches of normal random numbers; each layer is a random selection of distinct pages."""
     pages, rng = filled_pages(of.spec(dtype), scaled=False), np.random.default_rng(3)
     sources = [
         rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
@@ -228,10 +228,10 @@ def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[K
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
-    """An engine whose requests have all but the last tokens of their sequences in the caches already.
+    """Returns an engine whose requests are cached except for the last tokens of their sequences.
 
-    Their prompts are known to the pool, so that the engine finds their blocks as it finds any prefix's. Blocks were
-    handed out to all sequences by turns, as they are in a server.
+    The pool knows the prompts, so the engine finds their blocks as for any cached prefix. The blocks of the sequences
+    are interleaved, as in a server.
     """
     weights = params(job.of)
     run = Running(weights, {1: program(job.of, job.dtype, job.num_seqs, job.blocks_a_seq).result()})
@@ -255,19 +255,19 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """How long steps took."""
+    """Times of serving."""
 
-    steps: Timing  # from one step's tokens to the next's, as the engine runs them
-    host: Timing  # that the host was busy in each, while it did not wait
-    device: Timing  # back-to-back steps without synchronization, without an engine
+    steps: Timing  # from one step's tokens to the next step's, in the engine
+    host: Timing  # host time per step, excluding waits
+    device: Timing  # back-to-back steps without an engine or synchronization
     temporary_bytes: int  # of the program
 
 
 def serve(job: ServeJob) -> Served:
-    """Decodes until the sequences are full, then runs the last step again and again.
+    """Decodes until the sequences are full, then repeats the last step.
 
     Raises:
-      AssertionError: a cache has moved, or a sequence has not its tokens.
+      AssertionError: If a cache has moved, or a sequence has the wrong number of tokens.
     """
     engine, run = full_engine(job)
     where = workload.pointers(engine.caches)
@@ -280,7 +280,7 @@ def serve(job: ServeJob) -> Served:
         raise AssertionError("a step was not in place: it returned a cache elsewhere in memory")
     if (lengths := {len(request.generated) for request in ended}) != {job.of.tail - 1} or len(ended) != job.num_seqs:
         raise AssertionError(f"{len(ended)} requests ended with {lengths} tokens")
-    # The last call starts no step.
+    # The last call launches no step.
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
     of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
@@ -288,7 +288,7 @@ def serve(job: ServeJob) -> Served:
 
 
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:
-    """Times the last step of an engine, which it can repeat: it writes the same slots."""
+    """Times the last step of an engine. It is repeatable, because it always writes the same slots."""
     assert run.last is not None
     tokens, step = jax.device_put(run.last)
     following = jnp.zeros(engine.max_num_seqs, jnp.int32)
@@ -302,10 +302,10 @@ def steps_in_a_row(run: Running, engine: Engine) -> Timing:
 
 
 def check(job: ServeJob) -> float:
-    """Compares two layers of two sequences with what they are by XLA; the error of the hidden states.
+    """Compares the hidden states after two layers with XLA, for two sequences, and returns the relative error.
 
     Raises:
-      AssertionError: it is too large, or hidden states are not finite.
+      AssertionError: If the error exceeds `HIDDEN_ERROR`, or hidden states are not finite.
     """
     config = dataclasses.replace(job.of.config, num_hidden_layers=2)
     weights = {**params(job.of), "layers": params(job.of)["layers"][:2]}
@@ -335,13 +335,13 @@ def prompt_programs(of: Scenario, dtype: KVCacheDType) -> dict[int, Future[Any]]
 
 
 def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Timing]:
-    """Twice as many requests as run at once, each with a prompt of its own, served to their ends.
+    """Serves twice as many requests as run concurrently, each with its own prompt.
 
     Returns:
-      The seconds that all take, and the times of steps with and without prompts.
+      The total seconds, and the times of steps with and without prompts.
 
     Raises:
-      AssertionError: a request has not its tokens.
+      AssertionError: If a request has the wrong number of tokens.
     """
     programs = {max_q_len: each.result() for max_q_len, each in prompt_programs(of, dtype).items()}
     run, max_blocks = Running(params(of), programs), of.prompt_blocks
@@ -354,7 +354,7 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Tim
     ended, seconds = [], {1: [], of.chunk: []}  # type: ignore[var-annotated]
     start = mark = time.perf_counter()
     while not engine.is_idle:
-        # What a call waits for is the step before the one that it starts.
+        # A call waits for the step before the one that it launches.
         before = run.last
         ended += engine.step()
         if before is not None:

@@ -1,4 +1,4 @@
-"""The cases that are timed: KV heads and head sizes as models have them on one device."""
+"""Shapes to time: KV heads and head sizes of models on one device, and attention calls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ OTHER_DTYPES = (
 )
 
 ALL_TOKENS = (1, 7, 64, 256, 2_048, 16_384, 65_536)
-"""Tokens that one write takes: a decode step of one request to many, then prefills."""
+"""Tokens per write: decode steps of one to many requests, then prefills."""
 
 FEW_TOKENS = (256, 16_384)  # a decode step of many requests, and a prefill
 
 
 class Slots(enum.StrEnum):
-    """Where the tokens of a write go.
+    """The slot pattern of a write.
 
-    `SCATTERED`: anywhere, as in a decode step, where each token is another sequence's. `CONTIGUOUS`: one after the
-    other, as in a prefill into free blocks. `PADDED`: anywhere, but the last quarter are no tokens and have slot -1, as
-    when a batch is filled up to the size of a recorded graph.
+    `SCATTERED`: Random slots, as in a decode step, where each token belongs to a different sequence.
+    `CONTIGUOUS`: Consecutive slots, as in a prefill into free blocks.
+    `PADDED`: Random slots, but the last quarter is padding with slot -1, as in a batch padded to the size of a graph.
     """
 
     SCATTERED = "scattered"
@@ -44,7 +44,7 @@ class Slots(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One layer's shape on one device."""
+    """The shape of one layer on one device."""
 
     name: str
     num_kv_heads: int
@@ -74,34 +74,34 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """One call of attention: sequences of one length, whose last tokens are the query.
+    """One attention call over sequences of equal length, whose last tokens are the query.
 
-    In a step of a server (`is_step`) query tokens are packed, and sequences may differ in how many they have.
+    In a server step (`is_step`), query tokens are packed, and their number may differ between sequences.
     """
 
     name: str
     num_seqs: int
-    seq_len: int  # tokens of each sequence, those of the query included
+    seq_len: int  # tokens per sequence, including the query
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
-    q_len: int = 1  # query tokens of each
-    window: int | None = None  # tokens that a query token sees, its own included; None for all
+    q_len: int = 1  # query tokens per sequence
+    window: int | None = None  # tokens that a query token attends to, including itself; None for all
     logits_soft_cap: float | None = None
     layout: CacheLayout = CacheLayout.NHD
-    base: str | None = None  # the name of the row that a bar compares this one with, if one does
+    base: str | None = None  # the name of the row that bars compare this row with
     is_step: bool = False
-    num_prompts: int | None = None  # sequences, the first ones, with `q_len` query tokens; others have one. None: all
-    prefix_len: int = 0  # tokens of a prefix that all sequences share; whole blocks
+    num_prompts: int | None = None  # first sequences, with `q_len` query tokens; others have one. None: all
+    prefix_len: int = 0  # tokens of a prefix that all sequences share; a multiple of BLOCK_SIZE
 
     @property
     def seq_lens(self) -> np.ndarray:
-        """int32 `[num_seqs]`, tokens of each sequence."""
+        """int32 `[num_seqs]`, the tokens of each sequence."""
         return np.full(self.num_seqs, self.seq_len, np.int32)
 
     @property
     def cu_q_lens(self) -> np.ndarray:
-        """int32 `[num_seqs + 1]`, where the query tokens of each sequence start."""
+        """int32 `[num_seqs + 1]`, cumulative query lengths."""
         is_prompt = np.arange(self.num_seqs) < (self.num_seqs if self.num_prompts is None else self.num_prompts)
         return np.concatenate([[0], np.where(is_prompt, self.q_len, 1).cumsum()]).astype(np.int32)
 
@@ -119,7 +119,7 @@ class AttentionRow:
 
     @property
     def first_block(self) -> int:
-        """The index of the first page of a sequence that a query token sees."""
+        """The index of the first page of a sequence that any query token attends to."""
         return 0 if self.window is None else max(self.seq_len - self.q_len + 1 - self.window, 0) // BLOCK_SIZE
 
     @property
@@ -127,12 +127,12 @@ class AttentionRow:
         return self.num_blocks - self.num_seqs * self.first_block
 
     def table(self, blocks: np.ndarray) -> np.ndarray:
-        """`[num_seqs, blocks_a_seq]`: the pages of each sequence, of all of them in some order."""
+        """Distributes pages over the sequences and returns the block table `[num_seqs, blocks_a_seq]`."""
         shared, own = np.split(blocks, [self.prefix_blocks])
         return np.concatenate([np.tile(shared, (self.num_seqs, 1)), own.reshape(self.num_seqs, -1)], axis=1)
 
     def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
-        """What tables and files say of this row in a dtype of the cache."""
+        """Returns the fields that identify this row in tables and files."""
         sizes = {"num_seqs": self.num_seqs, "seq_len": self.seq_len, "q_len": self.q_len, "window_len": self.window}
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
         step = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
@@ -141,11 +141,11 @@ class AttentionRow:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of attention that say what a query token sees."""
+        """Optional arguments of attention calls."""
         return {"sliding_window": self.window, "logits_soft_cap": self.logits_soft_cap}
 
     def spec(self, dtype: KVCacheDType) -> AttentionSpec:
-        """The cache's spec; the window is an argument of the call."""
+        """Returns the cache's spec. It has no window, which is an argument of the call."""
         return FullAttentionSpec(BLOCK_SIZE, self.num_kv_heads, self.head_size, dtype=dtype, layout=self.layout)
 
 
@@ -163,10 +163,10 @@ ATTENTION_ROWS = (
     AttentionRow("64x4096-4-tokens", 64, 4_096, q_len=4, base="64x4096"),
     AttentionRow("64x8192-HND", 64, 8_192, layout=CacheLayout.HND, base="64x8192"),
 )
-"""What is timed on a GPU, 32 query heads over 8 KV heads of 128 where the name says nothing else."""
+"""Rows for GPUs, with 32 query heads over 8 KV heads of 128 unless the name says otherwise."""
 
 HOST_ATTENTION_ROWS = (AttentionRow("4x512", 4, 512), AttentionRow("4x512-4-tokens", 4, 512, q_len=4))
-"""The same on the CPU."""
+"""Rows for CPUs."""
 
 SMOKE_ATTENTION_ROWS = (
     AttentionRow("2x48", 2, 48, num_heads=4, num_kv_heads=2, head_size=64),
@@ -191,13 +191,13 @@ RAGGED_ROWS = (
     Step("chunk-heads-of-256", 1, 8_192, q_len=2_048, head_size=256),
     Step("chunk-heads-of-512", 1, 8_192, q_len=2_048, head_size=512),
 )
-"""What is timed on a GPU, 32 query heads over 8 KV heads of 128."""
+"""Steps for GPUs, with 32 query heads over 8 KV heads of 128."""
 
 HOST_RAGGED_ROWS = (
     Step("3x48", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, num_prompts=1),
     Step("3x48-shared-32", 3, 48, num_heads=4, num_kv_heads=2, head_size=64, prefix_len=32),
     Step("1x48-capped", 1, 48, num_heads=4, num_kv_heads=2, head_size=64, q_len=20, window=16, logits_soft_cap=2.0),
 )
-"""The same on the CPU, and to see that it runs."""
+"""Steps for CPUs and smoke tests."""
 
 RAGGED_ROWS_BY_NAME = {row.name: row for row in (*RAGGED_ROWS, *HOST_RAGGED_ROWS)}

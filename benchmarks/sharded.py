@@ -1,7 +1,7 @@
-"""How long several devices take for a cache divided among them by heads, next to one with equal work.
+"""Times a cache that is sharded by heads over several devices, compared with one device with equal work.
 
-`python -m benchmarks.sharded --json=sharded.json`, from the source tree; docs/scaling.md explains the table. Without
-GPUs, `XLA_FLAGS=--xla_force_host_platform_device_count=2` makes two devices of the CPU.
+Run `python -m benchmarks.sharded --json=sharded.json` from the source tree. docs/scaling.md explains the table. Without
+GPUs, `XLA_FLAGS=--xla_force_host_platform_device_count=2` creates two CPU devices.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvjax import STORED_KV_CACHE_DTYPES, KVCache
 
 DEVICES = flags.DEFINE_integer("devices", None, "how many devices (default: all)", lower_bound=2)
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 256 and 16,384; without GPUs, 64)", least=1)
-SEQUENCES, SEQ_BLOCKS = 64, 64  # of a gather: what 64 requests of 1,024 tokens hold
-CASE = shapes.LLAMA_8B  # what each device holds, so that N devices have N times its heads
+SEQUENCES, SEQ_BLOCKS = 64, 64  # of a gather: 64 requests of 1,024 tokens
+CASE = shapes.LLAMA_8B  # the shard of each device; N devices have N times its heads
 
 Call = Callable[[int], Any]
 
 
 class OnDevices:
-    """Arrays of one device, and the same repeated by heads on each device of a mesh."""
+    """Replicates arrays of one device along their heads to all devices of a mesh."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
         self.mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Explicit,))
 
     def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
-        """`x` on each device, side by side along its heads; whole on each where it has none."""
+        """Returns an array with `x` as every shard along `head_dim`, or replicated if `head_dim` is `None`."""
         shape = [size * (self.mesh.size if dim == head_dim else 1) for dim, size in enumerate(x.shape)]
         axes = () if head_dim is None else (*[None] * head_dim, "tensor")
         parts = [jax.device_put(x, device) for device in self.mesh.devices.flat]
@@ -49,19 +49,19 @@ class OnDevices:
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
     def cache(self, cache: KVCache) -> KVCache:
-        """A cache whose every share is this one."""
+        """Returns a sharded cache with `cache` as every shard."""
         spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
         kv = self.array(cache.kv, 3)
         return KVCache(kv, spec, NamedSharding(self.mesh, PartitionSpec(None, None, None, "tensor")))
 
 
 def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
-    """What each device holds, where `like` is."""
+    """Returns the shard of each device, copied to the device of `like`."""
     return [jax.device_put(shard.data, like.device) for shard in array.addressable_shards]
 
 
 def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
-    """The same writes by one device and by several, whose first is checked in every byte."""
+    """Returns equal writes on one device and on several, after checking every byte of the first."""
     tokens = workload.Tokens(job.case, job.num_tokens)
     batches = tokens.batches(job.num_tokens)
     divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
@@ -87,7 +87,7 @@ def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
 
 
 def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
-    """The same gathers by one device and by several, whose result is checked in every bit."""
+    """Returns equal gathers on one device and on several, after checking every bit of their results."""
     pages, page = workload.default_pages(job.case, 1), job.spec.page_size_bytes // job.spec.array_dtype.itemsize
     stored = jax.random.bits(jax.random.key(0), (pages, page), f"uint{8 * job.spec.array_dtype.itemsize}")
     kv = jax.lax.bitcast_convert_type(stored, job.spec.array_dtype).reshape(job.spec.cache_shape(pages))
@@ -110,14 +110,14 @@ def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
 
 
 def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
-    """Times of a call on one device, and of one device among several."""
+    """Times a call on one device, and on each of several devices."""
     alone = timing.measure(one)
     try:
         together = timing.measure(many)
-    except RuntimeError as error:  # of calls of several kernels, timestamps of several devices come in any order
+    except RuntimeError as error:  # with several kernels per call, timestamps of devices interleave arbitrarily
         warnings.warn(f"timing several devices by the host's clock: {error}", stacklevel=2)
         return alone, timing.measure_in_a_row(many)
-    # A timestamp does not name its device: those of a call's kernels were added up, and one device has its part of it.
+    # Timestamps do not name their device, so divide the sum over all devices by their number.
     seen = len(together.kernels) // len(alone.kernels) if alone.kernels else 1
     return alone, Timing(tuple(seconds / seen for seconds in together.samples), together.clock, together.kernels)
 

@@ -1,4 +1,4 @@
-"""How measurements are put in tables: a line each with what it is compared with, or all peers side by side."""
+"""Tables of measurements: one line per measurement with its baselines, or all peers side by side."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvjax import CacheLayout, KVCacheDType
 from kvjax.table import markdown_table
 
 HEADINGS = {"num_kv_heads": "KV heads", "prefix_len": "shared", "step": "each layer"}
-"""Of fields whose name in files does not say it."""
+"""Headings of fields that differ from the field name."""
 
-TEXTS = ("call", "case", "dtype", "layout", "slots", "step", "steps")  # fields that are words; the others are numbers
+TEXTS = ("call", "case", "dtype", "layout", "slots", "step", "steps")  # text fields; the others are numbers
 ORDERS: Mapping[str, Sequence[str]] = {
     "case": [*shapes.CASES_BY_NAME],
     "slots": [each.value for each in shapes.Slots],
     "layout": [each.value for each in CacheLayout],
     "dtype": [each.value for each in KVCacheDType],
 }
-"""Of words by which lines are sorted."""
+"""Sort orders of text fields."""
 
 
 def heading(key: str) -> str:
@@ -37,7 +37,7 @@ def about(key: str, named: str | None = None, is_text: bool = False) -> Column:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A table with a line for each measurement that `keep` chooses, sorted by the fields in `order`."""
+    """A table with one line per measurement selected by `keep`, sorted by the fields in `order`."""
 
     title: str
     columns: Sequence[Column]
@@ -46,43 +46,43 @@ class Lines:
     order: Sequence[str] = ()
 
     def chosen(self, rows: Rows) -> list[Measurement]:
-        def place(m: Measurement) -> list[int]:
+        def sort_key(m: Measurement) -> list[int]:
             return [
                 ORDERS[key].index(str(m.subject[key])) if key in ORDERS else int(m.subject[key]) for key in self.order
             ]
 
-        return sorted(filter(self.keep, rows), key=place)
+        return sorted(filter(self.keep, rows), key=sort_key)
 
     def table(self, rows: Rows) -> str:
-        """The table alone; empty where it has no line."""
-        cells = [[column.words(m, rows) for column in self.columns] for m in self.chosen(rows)]
+        """Returns the table, or an empty string if it has no lines."""
+        cells = [[column.text(m, rows) for column in self.columns] for m in self.chosen(rows)]
         left = sum(column.is_text for column in self.columns)
         return table([column.heading for column in self.columns], cells, left=left) if cells else ""
 
     def bars(self, rows: Rows) -> str:
-        """How many of the bars of its lines hold."""
+        """Returns a sentence with the number of bars that hold."""
         return bars.summary([verdict for m in self.chosen(rows) for verdict in bars.verdicts(m, rows)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is known beforehand of an operation's measurements."""
+    """How to report the measurements of an operation."""
 
-    name: str  # as files have it
-    about: Sequence[str]  # the fields that tell measurements apart, words before numbers
-    found: Sequence[Column] = ()  # facts that have a table of their own
+    name: str  # as in files
+    about: Sequence[str]  # the fields that identify a measurement, text before numbers
+    found: Sequence[Column] = ()  # facts that have their own table
     lines: Lines | None = None  # the table of kvjax's times, with bars
-    against: str | None = None  # the size that times are drawn against, and summarized by
+    against: str | None = None  # the size on the x axis of plots, and in summaries
     along: Sequence[str] = ()  # sizes that vary with it
-    short: Lines | None = None  # of a page that has little room; else kvjax's times next to the others'
-    is_headline: bool = False  # whether such a page has the operation
+    short: Lines | None = None  # the summary table; by default kvjax compared with others
+    is_headline: bool = False  # whether the summary page includes the operation
 
 
 # Formatting.
 
 
 def number(value: float) -> str:
-    """A time or a rate, in three digits or more."""
+    """Formats a time or rate with at least three significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:#.3g}"
 
 
@@ -98,16 +98,16 @@ def rate(m: Measurement) -> str:
     if m.bytes_per_second is None:
         return "-"
     part = m.copy_share
-    words = "" if part is None else f" ({part:.1%})" if part >= 0.01 else f" ({part:.2%})"
-    return f"{number(m.bytes_per_second / 1e9)}{words}"
+    share = "" if part is None else f" ({part:.1%})" if part >= 0.01 else f" ({part:.2%})"
+    return f"{number(m.bytes_per_second / 1e9)}{share}"
 
 
 def word(value: Word | None) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else escaped(value)
 
 
-def capitalized(words: str) -> str:
-    return words[:1].upper() + words[1:]
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def clocks(rows: Iterable[Measurement]) -> str:
@@ -121,7 +121,7 @@ def calls(rows: Iterable[Measurement]) -> str:
 
 
 def table(header: Iterable[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A Markdown table, of which the first `left` columns are words."""
+    """Returns a Markdown table whose first `left` columns are left-aligned text."""
     return markdown_table([*map(escaped, header)], rows, left=left)
 
 
@@ -129,7 +129,7 @@ def table(header: Iterable[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def grouped[Key: Hashable](rows: Iterable[Measurement], key: Callable[[Measurement], Key]) -> dict[Key, Rows]:
-    """Measurements by a key, in the order in which the keys come first."""
+    """Groups measurements by a key, in order of first appearance."""
     groups: dict[Key, Rows] = {}
     for each in rows:
         groups.setdefault(key(each), Rows()).append(each)
@@ -137,46 +137,46 @@ def grouped[Key: Hashable](rows: Iterable[Measurement], key: Callable[[Measureme
 
 
 def by_case(rows: Iterable[Measurement]) -> dict[str, Rows]:
-    """Measurements by their case, `""` for those without one."""
+    """Groups measurements by case; `""` for those without a case."""
     return grouped(rows, lambda each: str(each.subject.get("case", "")))
 
 
 def peers(rows: Iterable[Measurement]) -> list[str]:
-    """Who did it, kvjax first, else in the order in which they come first."""
+    """Returns the peers, kvjax first, then in order of first appearance."""
     return sorted(dict.fromkeys(each.peer for each in rows), key=lambda peer: peer != OWN)
 
 
 def values(rows: Iterable[Measurement], key: str) -> list[Word | None]:
-    """The values of a field: numbers by size, words in the order in which they come first."""
+    """Returns the values of a field: numbers sorted, text in order of first appearance."""
     found = dict.fromkeys(each.subject.get(key) for each in rows)
     return sorted(found, key=lambda value: value if isinstance(value, int) else -1)
 
 
 def constants(of: Operation, rows: Sequence[Measurement]) -> dict[str, Word]:
-    """The fields that all of these have the same value of."""
+    """Returns the fields that have the same value in all rows."""
     subject = rows[0].subject
     return {key: subject[key] for key in of.about if len(values(rows, key)) == 1 and key in subject}
 
 
 def fields(subject: Mapping[str, Word]) -> str:
-    """Fields and their values, a case without saying that it is one."""
+    """Formats fields and their values; a case appears without its field name."""
     return ", ".join(
         word(value) if key == "case" else f"{heading(key)} {word(value)}" for key, value in subject.items()
     )
 
 
-ALWAYS = ("dtype", "num_tokens")  # fields that are columns even where all measurements have one value
+ALWAYS = ("dtype", "num_tokens")  # fields that are columns even if constant
 
 
 def side_by_side(of: Operation, rows: Rows) -> list[str]:
-    """Every measurement of one case with the peers side by side: times, then rates where bytes were counted."""
+    """Returns tables of one case with the peers side by side: times, then rates if bytes are known, then facts."""
     same = {key: value for key, value in constants(of, rows).items() if key not in ALWAYS}
     present = [key for key in of.about if any(key in m.subject for m in rows)]
     columns = [key for key in present if key not in (*same, "case")]
     about = {key: value for key, value in same.items() if key != "case"}
     ranks = {key: values(rows, key) for key in columns}
     groups = grouped(rows, lambda m: tuple(ranks[key].index(m.subject.get(key)) for key in columns))
-    lines = [{m.peer: m for m in groups[place]} for place in sorted(groups)]
+    lines = [{m.peer: m for m in groups[ranking]} for ranking in sorted(groups)]
     who = peers(rows)
 
     def made(cell: Callable[[Measurement], str], header: Sequence[str] = (), extra: Any = lambda line: []) -> str:
@@ -194,7 +194,7 @@ def side_by_side(of: Operation, rows: Rows) -> list[str]:
         parts += [title, made(rate, ["MB moved", "copy"], moved)]
     for fact in of.found:
         if any(fact.value(m, rows) is not None for m in rows):
-            parts += [f"{capitalized(fact.heading)}:", made(lambda m, fact=fact: fact.words(m, rows))]  # type: ignore[misc]
+            parts += [f"{capitalized(fact.heading)}:", made(lambda m, fact=fact: fact.text(m, rows))]  # type: ignore[misc]
     return parts
 
 
@@ -208,9 +208,10 @@ def moved(line: Iterable[Measurement]) -> list[str]:
 
 
 def drawn(of: Operation, rows: Rows) -> Rows:
-    """Those of one case that differ in dtype, peer and size alone, of the dtypes that were measured in most sizes.
+    """Selects the measurements to plot: one case, varying only in dtype, peer and size.
 
-    Of other fields in which they differ, it takes what was measured first; none where there are no two sizes.
+    Other fields keep the value of the first measurement. Keeps only the dtypes with the most sizes. Returns no rows if
+    there are fewer than two sizes.
     """
     size, found = of.against, rows
     if size is None:
@@ -235,7 +236,7 @@ RATIOS = "Of all others, the time as a multiple of kvjax's: above 1 kvjax is fas
 
 
 def summary(of: Operation, rows: Rows, num_sizes: int) -> list[str]:
-    """A caption and a small table of kvjax next to the others; nothing where it is not compared in several sizes."""
+    """Returns a caption and a small table of kvjax and its peers, or an empty list if there is nothing to compare."""
     shown = drawn(of, headline(rows))
     who, size, cells = peers(shown), of.against, []
     if size is None or OWN not in who or len(who) == 1:
@@ -244,8 +245,8 @@ def summary(of: Operation, rows: Rows, num_sizes: int) -> list[str]:
         own = sorted((m for m in shown if (m.peer, m.dtype) == (OWN, dtype)), key=lambda m: m.subject[size])
         for m in some(own, num_sizes):
             others = [bars.over(other, m) if (other := shown.like(m, peer=peer)) else None for peer in who[1:]]
-            words = ["-" if each is None else f"{each:.2f}x" if each < 100 else f"{each:,.0f}x" for each in others]
-            cells.append([word(dtype), word(m.subject[size]), short(m.seconds), rate(m), *words])
+            ratios = ["-" if each is None else f"{each:.2f}x" if each < 100 else f"{each:,.0f}x" for each in others]
+            cells.append([word(dtype), word(m.subject[size]), short(m.seconds), rate(m), *ratios])
     about = {key: value for key, value in constants(of, shown).items() if key not in (size, "dtype", *of.along)}
     caption = f"{capitalized(escaped(of.name))}: {fields(about)}; clock {escaped(shown[0].clock)}."
     header = ["dtype", heading(size), f"{OWN}, microseconds", "GB/s (share)", *who[1:]]
@@ -253,7 +254,7 @@ def summary(of: Operation, rows: Rows, num_sizes: int) -> list[str]:
 
 
 def some[Value](of: Sequence[Value], count: int) -> list[Value]:
-    """At most so many of these, from the first to the last."""
+    """Returns at most `count` evenly spaced elements, including the first and the last."""
     if len(of) <= count:
         return [*of]
-    return [of[round(place * (len(of) - 1) / (count - 1))] for place in range(count)]
+    return [of[round(index * (len(of) - 1) / (count - 1))] for index in range(count)]

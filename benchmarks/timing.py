@@ -1,4 +1,4 @@
-"""How long a call takes on its device: by the device's own timestamps where there are any, else by the wall clock."""
+"""Measures the time of a call by device timestamps if available, otherwise by the wall clock."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ import numpy as np
 class Limits:
     min_calls: int = 50
     max_calls: int = 100
-    warm_up_seconds: float = 0.02  # a GPU that was idle, as while a kernel compiles, takes some to raise its clocks
+    warm_up_seconds: float = 0.02  # an idle GPU needs time to raise its clocks
 
 
 LIMITS = Limits()
 
 
 def shorten() -> None:
-    """From now on repeats hardly at all: to see that a program runs, not how long anything takes."""
+    """Reduces repetitions to a minimum for smoke tests."""
     LIMITS.min_calls, LIMITS.max_calls, LIMITS.warm_up_seconds = 3, 3, 0.0
 
 
 class Clock(enum.StrEnum):
-    """What a time was read from."""
+    """The source of a time."""
 
     DEVICE = "CUPTI"
     EVENTS = "events"
@@ -46,16 +46,16 @@ CLOCK_WORDS = {
     Clock.HOST: "the host's clock around back-to-back calls without synchronization",
     Clock.WALL: "wall clock around a call, dispatch included",
 }
-"""For somebody who reads a table."""
+"""Descriptions of the clocks in tables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """The times of several calls."""
 
-    samples: tuple[float, ...]  # seconds of each; by the device's clock, the sum of its kernels
+    samples: tuple[float, ...]  # seconds per call; for device timestamps, the sum of its kernels
     clock: Clock
-    kernels: tuple[str, ...] = ()  # that each launched; the wall clock sees none
+    kernels: tuple[str, ...] = ()  # kernels that each call launched, for device timestamps
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Between which times nine of ten calls lie: the 5th and the 95th percentile."""
+        """The 5th and 95th percentiles."""
         low, high = np.percentile(self.samples, (5, 95))
         return float(low), float(high)
 
@@ -75,10 +75,13 @@ def measure(
     max_seconds: float = 0.3,
     calls: int | None = None,
 ) -> Timing:
-    """Times `call(0)`, `call(1)` and so on, after a warm-up that takes the first of these numbers.
+    """Times `call(0)`, `call(1)` and so on; the first numbers warm up.
 
-    A number is there to choose among inputs, so that no cache holds them. `wait` waits for what the last call returned,
-    and so for all before it. Calls repeat for about `max_seconds`, within `LIMITS`, or `calls` times.
+    Args:
+      call: Starts a call. The number selects the inputs, so that they are not in a cache.
+      wait: Waits for the result of the last call, and hence for all calls before it.
+      max_seconds: The approximate total time, subject to `LIMITS`.
+      calls: The number of calls, instead of `max_seconds`.
     """
     numbers = itertools.count()
     wait(call(next(numbers)))  # compiles
@@ -94,9 +97,9 @@ def measure(
 
 
 def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], calls: int) -> float | None:
-    """What the kernels of a call take together, by the device's clock, the mean of calls that may differ in them.
+    """Returns the mean total kernel time per call, or `None` without device timestamps.
 
-    `call` and `wait` are as in `measure`; `None` where the device gives no timestamps.
+    Calls may launch different kernels. `call` and `wait` are as in `measure`.
     """
     records = _kernel_records(call, wait, itertools.count(), calls)
     return None if records is None else sum(milliseconds for _, milliseconds in records) / 1e3 / calls
@@ -105,9 +108,9 @@ def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], ca
 def _kernel_records(
     call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
 ) -> Sequence[tuple[str, float]] | None:
-    """(kernel, milliseconds) of so many calls, in the order of launch."""
-    # jax.experimental.mosaic.gpu.profiler.measure repeats a call with the same arguments, which a donated cache does
-    # not survive; hence what it is made of.
+    """Returns (kernel, milliseconds) pairs of `calls` calls in launch order, or `None` without device timestamps."""
+    # jax.experimental.mosaic.gpu.profiler.measure repeats a call with the same arguments, which is incompatible with
+    # donation, so use its internals.
     cupti = _cupti()
     if cupti is None:
         return None
@@ -138,10 +141,10 @@ def _cupti() -> Any | None:
 
 
 def split_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[float], tuple[str, ...]]:
-    """Seconds of each call, and the kernels of each, from (kernel, milliseconds) in the order of launch.
+    """Splits (kernel, milliseconds) pairs in launch order into the seconds of each call and the kernels of a call.
 
     Raises:
-      RuntimeError: the records are not those of so many equal calls.
+      RuntimeError: If the records are not those of `calls` equal calls.
     """
     kernels_a_call, rest = divmod(len(records), calls)
     if rest or not kernels_a_call:
@@ -168,7 +171,7 @@ def _measure_by_wall_clock(
 
 
 def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: int = 11) -> Timing:
-    """Times back-to-back calls, synchronized at the end only: what each adds, by the host or on the device."""
+    """Times back-to-back calls that synchronize only at the end, bound by the host or the device."""
     count, samples = min(count, LIMITS.max_calls), min(samples, LIMITS.max_calls)
     jax.block_until_ready(call(0))  # compiles
     seconds = []
@@ -182,10 +185,12 @@ def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: in
 
 
 def once_and_twice() -> tuple[Timing, Timing]:
-    """The times of some work and of twice as much, taken as every other: bytes that a GPU moves, else a sleep."""
+    """Times some work and twice as much: memory traffic on a GPU, otherwise a sleep."""
     if jax.default_backend() == "gpu":
         work = jax.jit(jnp.invert)
-        few, many = (jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27))  # 0.25, 0.5 GiB: past any L2
+        few, many = (
+            jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27)
+        )  # 0.25 and 0.5 GiB exceed any L2
         return measure(lambda _: work(few)), measure(lambda _: work(many))
     once = measure(lambda _: time.sleep(0.005), wait=lambda _: None, calls=15)
     return once, measure(lambda _: time.sleep(0.01), wait=lambda _: None, calls=15)

@@ -1,4 +1,4 @@
-"""Tokens, slots and caches to write: fresh ones for every call, and the bytes that a write must leave behind."""
+"""Tokens, slots and caches for writes, and the expected results."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 INPUT_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
-POISON = 0xAB  # a byte that fills a cache; as a float, a number that no token holds
-MAX_BATCHES = 64  # so many small batches stay in a GPU's L2, as the output of a layer's projection does
+POISON = 0xAB  # a byte that fills caches; no token holds it as a float
+MAX_BATCHES = 64  # this many small batches stay in L2, like the output of a layer's projection
 DISTINCT_ELEMENTS = (1 << 20) - 3
-"""Random numbers are drawn this often and then repeated, for drawing takes longer than all else; a prime, so that no
-two tokens are the same."""
+"""Number of random values before they repeat, because generating them dominates the setup. It is prime, so that no two
+tokens are equal."""
 
 
 @dataclasses.dataclass
 class Sizes:
-    cache_bytes: int  # of a case in bfloat16: on a GPU far more than its L2, so that slots are as cold as in a server
-    rotation_bytes: int  # that calls rotate through: on a GPU several times the 50 to 126 MB of its L2
+    cache_bytes: int  # in bfloat16; on a GPU far more than L2, so that slots are as cold as in a server
+    rotation_bytes: int  # inputs that calls rotate through; on a GPU several times its L2 of 50 to 126 MB
 
 
 GPU_SIZES, HOST_SIZES = Sizes(1 << 31, 1 << 28), Sizes(1 << 26, 1 << 24)
@@ -41,12 +41,12 @@ def sizes() -> Sizes:
 
 
 def shrink() -> None:
-    """From now on works on next to nothing: to see that a program runs."""
+    """Shrinks caches and inputs for smoke tests."""
     for each in (GPU_SIZES, HOST_SIZES):
         each.cache_bytes, each.rotation_bytes = 1 << 20, 1 << 18
 
 
-CODES_APART = 1e-3  # share of codes that a peer may round the other way
+CODES_APART = 1e-3  # fraction of codes that a peer may round differently
 
 
 def is_gpu() -> bool:
@@ -55,7 +55,7 @@ def is_gpu() -> bool:
 
 @functools.cache
 def scales() -> dict[str, jax.Array]:
-    """Decode scales as a calibration gives them: no powers of two, for dividing by those might be cheaper."""
+    """Returns decode scales that are not powers of two, because dividing by those might be cheaper."""
     return {"k_scale": jnp.float32(0.037), "v_scale": jnp.float32(0.052)}
 
 
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WriteJob:
-    """One write to time; `num_blocks` is how many pages its cache has, `None` as many as this device's caches have."""
+    """One write to time. `num_blocks` is the size of its cache; `None` selects the default of the device."""
 
     case: Case
     dtype: KVCacheDType
@@ -92,31 +92,31 @@ class WriteJob:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that this write reads and writes: tokens, slots and what is stored; none for padding."""
+        """The minimum bytes to read and write: tokens, slots and stored tokens, excluding padding."""
         written = self.num_tokens - self.slots.num_padded(self.num_tokens)
         elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
         slots = self.num_tokens * np.dtype(np.int32).itemsize
         return slots + written * (elements * INPUT_DTYPE.itemsize + self.spec.bytes_per_token)
 
     def why_too_large(self, max_tokens: int) -> str | None:
-        """Why memory is too small to measure this among jobs of `max_tokens` tokens at most, if it is."""
-        # What is expected, the cache that is written and what comparing them takes, or a peer's own two caches.
+        """Returns why memory is too small for this job among jobs of up to `max_tokens` tokens, or `None`."""
+        # The expected cache, the written cache, and either their comparison or a peer's own two caches.
         caches = 3 * (self.num_blocks or default_pages(self.case, max_tokens)) * self.spec.page_size_bytes
         tokens = max(sizes().rotation_bytes, max_tokens * self.case.spec(KVCacheDType.BFLOAT16).bytes_per_token)
         return memory.why_too_large(caches + 3 * tokens, tokens)
 
 
 def default_pages(case: Case, max_tokens: int) -> int:
-    """How many pages this device's caches of a case have, to hold at least so many tokens."""
+    """Returns the default number of pages on this device, enough for at least `max_tokens` tokens."""
     page = case.spec(KVCacheDType.BFLOAT16)
     return max(sizes().cache_bytes // page.page_size_bytes, -(-max_tokens // page.block_size))
 
 
 class Tokens:
-    """Tokens of one layer and slots for them in `num_blocks` pages: `max_tokens`, or as many more as fill memory.
+    """Tokens of one layer and their slots: at least `max_tokens` tokens, and enough to fill `rotation_bytes`.
 
-    Keys and values are normal numbers in bfloat16; `rotation_bytes` is what they are to fill. Both are by default those
-    of this device.
+    Keys and values are normal random numbers in bfloat16. `num_blocks` is the size of the cache. It and
+    `rotation_bytes` default to the sizes of this device.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Tokens:
             self.slots = rng.permutation(self.slots)
 
     def batches(self, num_tokens: int) -> list[Batch]:
-        """Batches of so many tokens each, on the device: all of different tokens, each with different slots."""
+        """Returns batches of `num_tokens` tokens on the device, all with different tokens, each with unique slots."""
         starts = [i * num_tokens for i in range(min(len(self.key) // num_tokens, MAX_BATCHES))]
         return [self._batch(start, num_tokens) for start in starts]
 
@@ -159,9 +159,9 @@ class Tokens:
         return self._batch(0, self.max_tokens)
 
     def expected(self, spec: AttentionSpec, num_tokens: int) -> KVCache:
-        """A poisoned cache with the first batch in it, written in XLA and not in place.
+        """Returns a poisoned cache with the first batch, written by XLA out of place.
 
-        The write is of `max_tokens` tokens, all but those of the batch padded away: one program for every number.
+        Always writes `max_tokens` tokens and masks the others by padding, so that one program serves all batch sizes.
         """
         slot_mapping = np.full(self.max_tokens, -1, np.int32)
         slot_mapping[:num_tokens] = self._slots(0, num_tokens)
@@ -175,7 +175,7 @@ write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implemen
 
 
 def cache_struct(spec: AttentionSpec, num_blocks: int, num_layers: int | None = None) -> KVCache:
-    """A cache without memory, to lower programs for."""
+    """Returns the shape of a cache, to lower programs with."""
     return jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, num_layers=num_layers))
 
 
@@ -188,7 +188,7 @@ def compiled_write(
     donated: bool = True,
     unique_slots: bool = True,
 ) -> Any:
-    """A write under `jit`, compiled once for all caches and tokens of these sizes."""
+    """Compiles a write under `jit`, once for each combination of sizes and options."""
     write = jax.jit(
         functools.partial(kvjax.reshape_and_cache_flash, unique_slots=unique_slots, implementation=implementation),
         donate_argnames="cache" if donated else (),
@@ -199,10 +199,10 @@ def compiled_write(
 
 
 class Write:
-    """Writes under `jit`, each into the cache that the one before returned.
+    """Writes under `jit`, each into the cache that the previous write returned.
 
-    Options are those of `compiled_write`: by default the cache is `donated`, for writes in place, and slots are
-    promised to be unique, as those of an engine are (`unique_slots`).
+    Options are those of `compiled_write`. By default the cache is `donated`, so that writes are in place, and
+    `unique_slots` is set, as in an engine.
     """
 
     def __init__(self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, **options: bool) -> None:
@@ -217,10 +217,10 @@ class Write:
         return self.cache.kv
 
     def check(self, expected: KVCache) -> None:
-        """Compares every byte of the cache after the first write, and its place in memory.
+        """Compares every byte of the cache after the first write, and checks that a donated cache has not moved.
 
         Raises:
-          AssertionError: they differ.
+          AssertionError: If bytes or addresses differ.
         """
         if self.donated and pointers(self.cache) != self.first_pointers:
             raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
@@ -228,17 +228,17 @@ class Write:
 
 
 def pointers(of: Any) -> list[int]:
-    """Where the arrays of a tree lie in memory, on each of their devices."""
+    """Returns the addresses of all arrays of a tree, on each of their devices."""
     return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(of) for shard in leaf.addressable_shards]
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """Memory that a compiled program needs beside its arguments and its result."""
+    """Returns the temporary memory of a compiled program, excluding arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def check_same_bits(got: jax.Array, expected: jax.Array) -> None:
-    """Raises `AssertionError` where two arrays differ in a bit."""
+    """Raises `AssertionError` if any bit of two arrays differs."""
     if different := int(_count_different(got, expected)):
         raise AssertionError(f"{different:,} of {got.size:,} elements differ from what they must be")
 
@@ -251,11 +251,18 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[str, int]:
-    """Compares stored codes, of which a peer may round a few the other way: it divides by other means.
+    """Compares stored codes. A peer may round a few codes differently, because it divides differently.
 
-    Both are uint8, codes of `bits` bits each (8: fp8, 4: two e2m1 codes a byte): a sign, and a magnitude in the order
-    of what it stands for. Returns how many differ; raises `AssertionError` where one does by more than a step, or more
-    than `CODES_APART` of those written.
+    Args:
+      got: uint8 codes of a sign and a magnitude that is ordered like its value.
+      expected: uint8 codes to compare with.
+      bits: Bits per code: 8 for fp8, or 4 for two e2m1 codes per byte.
+
+    Returns:
+      The number of codes that differ.
+
+    Raises:
+      AssertionError: If a code differs by more than one step, or more than `CODES_APART` of the written codes differ.
     """
     different, far, written = map(int, _count_different_codes(got, expected, bits))
     if far or different > written * CODES_APART:

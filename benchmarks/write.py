@@ -1,4 +1,4 @@
-"""How long `reshape_and_cache_flash` takes, next to what a user would pick instead and to a copy of as many bytes."""
+"""Times `reshape_and_cache_flash`, compared with its alternatives and with a copy of the same number of bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = output.define_some("layouts", [*CacheLayout], "layouts of the caches")
 SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
 PEERS = compare.define_peers(writes.PEERS)
 
-CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # the largest of its caches takes 1 GiB in float32, which any machine has
+CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # its largest cache takes 1 GiB in float32, which fits any machine
 CACHE_SIZE_TOKENS = 256
 NUM_BLOCKS = output.define_numbers(
     "blocks",
@@ -33,7 +33,7 @@ NUM_BLOCKS = output.define_numbers(
 )
 
 VARIANTS = (KVJAX_ANY_SLOTS, KVJAX_IN_XLA)
-"""What kvjax would be without a promise or without its kernel; one case tells."""
+"""kvjax without unique slots or without its kernel, timed in one case only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Matrix:
     dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES
 
     def jobs(self) -> list[WriteJob]:
-        """Those of one case and of one number of tokens together."""
+        """Returns all combinations, grouped by case and number of tokens."""
         product = itertools.product(self.cases, self.slots, self.num_tokens, self.layouts, self.dtypes)
         return [WriteJob(case, dtype, num_tokens, layout, slots) for case, slots, num_tokens, layout, dtype in product]
 
 
 def matrices() -> list[Matrix]:
-    """What is timed where no flag says otherwise: all sizes of one model, and two of all else."""
+    """Returns the default matrices: all sizes of one model, and few sizes of everything else."""
     many = output.by_device(gpu=shapes.ALL_TOKENS, host=(1, 64, 1_024), smoke=(8,))
     few = output.by_device(gpu=shapes.FEW_TOKENS, host=(64,), smoke=(8,))
     if output.SMOKE.value:
@@ -68,7 +68,7 @@ def matrices() -> list[Matrix]:
 
 
 def jobs() -> list[WriteJob]:
-    """What is timed: each flag that was given takes the place of what the matrices say."""
+    """Returns the jobs to time. Flags override the values of the matrices."""
     chosen = [
         Matrix(
             output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, each.cases),

@@ -394,7 +394,7 @@ def test_bars_of_attention(rows, row, dtype, expected):
 def test_lines_of_the_tables():
     assert ATTENTION.bars(ROWS) == " 4 of 6 bars hold."
     [line] = ROWS.find("kvjax", case="64x8192", dtype="nvfp4")
-    words = {column.heading: column.words(line, ROWS) for column in ATTENTION.columns}
+    words = {column.heading: column.text(line, ROWS) for column in ATTENTION.columns}
     assert (words["reading us"], words["share"], words["times as fast"]) == ("132.00", "66.0%", "2.42")
     assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "cuDNN")
     of_steps = [bar for bar in bars.BARS if bar.operation == "ragged attention"]
@@ -402,6 +402,6 @@ def test_lines_of_the_tables():
     names = {row.name for row in shapes.RAGGED_ROWS}
     assert {name for bar in of_steps for name in bar.where["case"]} == names - without_bars
     [line] = STEPS.find("kvjax", case="chunk", dtype="nvfp4")
-    words = {column.heading: column.words(line, STEPS) for column in RAGGED.columns}
+    words = {column.heading: column.text(line, STEPS) for column in RAGGED.columns}
     assert (words["from torch us"], words["no cascade us"]) == ("900.00", "-")
     assert (words["next best"], words["fastest bf16"]) == ("FlashInfer FA2", "FlashInfer FA3")

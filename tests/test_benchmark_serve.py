@@ -13,7 +13,7 @@ from absl import flags
 
 import kvjax
 from benchmarks import bars, serving, shapes, timing
-from benchmarks.bars import MOST, SAME
+from benchmarks.bars import MAX_SEQS, SAME_SEQS
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.operations import SERVE
 from benchmarks.peers import serves_dense, serves_torch
@@ -54,8 +54,8 @@ def test_jobs_are_those_of_the_rows():
         *((FP8, number) for number in (8, 32, 64, 80)),
         *((NVFP4, number) for number in (8, 32, 64, 142)),
     ]
-    assert [job.rows for job in every[:3]] == ["", SAME, MOST]
-    assert [job.num_seqs for job in serving.jobs(LLAMA_8B, [NVFP4], [MOST])] == [142]
+    assert [job.rows for job in every[:3]] == ["", SAME_SEQS, MAX_SEQS]
+    assert [job.num_seqs for job in serving.jobs(LLAMA_8B, [NVFP4], [MAX_SEQS])] == [142]
 
 
 def test_full_sequences_are_served_to_their_ends():
@@ -171,7 +171,7 @@ def test_bars_of_tokens_steps_reading_and_the_host():
         ["2.66 x bf16 tokens/s: pass", "3.0% of a step exposed: pass"],
     ]
     assert SERVE.bars(rows) == " 6 of 10 bars hold."
-    words = {column.heading: column.words(found[-1], rows) for column in SERVE.columns}
+    words = {column.heading: column.text(found[-1], rows) for column in SERVE.columns}
     assert words["tokens a second"] == "8,875"
     assert (words["step, ms"], words["host, ms"], words["x bf16's step"]) == ("16", "1", "-")
     assert [str(bar) for bar in bars.of(found[-1])] == [">= 2.20 x bf16 tokens/s", "<= 5.0% of a step exposed"]

@@ -34,12 +34,12 @@ from kvjax import CacheLayout, KVCacheDType
 
 
 def read_run(inputs: AttentionInputs) -> Run:
-    """Reads as many bytes as the pages of a call hold, each call other ones."""
+    """Reads as many bytes as the pages of a call hold; each call reads different memory."""
     job, compiled = inputs.job, read.compiled(inputs.job.page_bytes)
     words = read.distinct_words(job.page_bytes, job.num_caches)
 
     def check(found: jax.Array) -> None:
-        """Of a part: all of it would take as much memory again."""
+        """Checks only a part, because checking everything would double the memory."""
         parts = np.asarray(words[0][: 4 * read.BLOCK_WORDS]).reshape(-1, read.VECTORS, read.LOAD_WORDS)
         expected = np.bitwise_xor.reduce(parts, axis=1).sum(-1, dtype=np.int32)
         np.testing.assert_array_equal(np.asarray(found)[: len(expected)], expected)
@@ -54,20 +54,20 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
 
 def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array]) -> Run:
-    query = inputs.call_query  # one for all calls, as other peers have
+    query = inputs.call_query  # all calls share one query, as with other peers
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
 
 
 def no_cascade_run(inputs: AttentionInputs) -> Run:
-    """Attends without sharing: every sequence reads the prefix itself."""
+    """Attends without cascade: every sequence reads the shared prefix."""
     compiled = paged(inputs.job, inputs.job.query, None).result()
     return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
 
 
 def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
-    """Attention of JAX to dense caches of the same tokens: no pages."""
+    """Runs JAX's attention over dense caches of the same tokens."""
     compiled = dense_attention(inputs.job, implementation).result()
     query = inputs.query.reshape(_dense_shape(inputs.job))
     sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
@@ -80,9 +80,9 @@ def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
 
 @functools.cache
 def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
-    """`jax.nn.dot_product_attention` for a job, being compiled: `(query, key, value, seq_lens)`.
+    """Compiles `jax.nn.dot_product_attention` for a job: `(query, key, value, seq_lens)`.
 
-    Several query tokens of a sequence are all its tokens.
+    If `q_len` is greater than 1, the query covers all tokens of a sequence.
     """
     row = job.row
 
@@ -101,7 +101,7 @@ def _by_head(pages: jax.Array) -> jax.Array:
 
 
 def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
-    """JAX's paged attention in Triton: pages of one head each, logits not scaled."""
+    """Runs JAX's paged attention in Triton, which expects one head per page and a scaled query."""
     compiled = triton_attention(inputs.job, interpret).result()
     query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
     sets = [(query, *map(_by_head, inputs.token_pages()), inputs.table, inputs.seq_lens) for _ in inputs.caches]
@@ -110,7 +110,7 @@ def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
 
 @functools.cache
 def triton_attention(job: AttentionJob, interpret: bool) -> Future[Any]:
-    """That of JAX for a job, being compiled: `(query, k_pages, v_pages, table, seq_lens)`."""
+    """Compiles JAX's Triton attention for a job: `(query, k_pages, v_pages, table, seq_lens)`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -123,7 +123,7 @@ def triton_attention(job: AttentionJob, interpret: bool) -> Future[Any]:
 
 
 def sdpa_run(inputs: AttentionInputs) -> Run:
-    """The pages of each sequence side by side, then torch's attention."""
+    """Gathers the pages of each sequence, then runs torch's attention."""
     import torch
 
     row = inputs.job.row
@@ -154,13 +154,13 @@ def step_in_torch_run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
-TRITON_SPLITS = 16  # equal parts that it divides every sequence into
+TRITON_SPLITS = 16  # the kernel splits every sequence into this many equal parts
 
 
 def _is_dense(job: AttentionJob) -> bool:
-    """Whether dense caches say all of it: bfloat16, one order of bytes, nothing masked but what is past a length.
+    """Returns whether dense attention supports a job: bfloat16 in NHD, without a window or soft cap.
 
-    In a step each sequence has all its tokens as the query.
+    In a step, the query must cover all tokens of each sequence.
     """
     row = job.row
     is_whole = row.q_len == row.seq_len and row.num_prompts is None if row.is_step else row.q_len == 1
@@ -212,14 +212,14 @@ IN_TORCH: AttentionPeer = Peer(
     own=True,
 )
 
-BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels are built while others are timed
+BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
 PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
 STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
-"""In a step of a server, prompts beside decodes."""
+"""The peers of attention in a server step."""
 
 
 def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
-    """Measures attention as `compare_all` does; peers whose kernels are being built come last."""
+    """Measures attention with `compare_all`. Peers whose kernels are still being built come last."""
     attends_flashinfer.build_ahead(jobs, peers)
     compile_ahead(jobs, peers)
     for is_built in (False, True):
@@ -228,10 +228,10 @@ def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], 
 
 
 def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
-    """Compiles what takes longest of what these peers need for these jobs, on several cores.
+    """Compiles the programs of all jobs and peers in parallel.
 
-    It waits for all of it: threads that lower programs keep the one that starts calls from its turn. An error is
-    raised where the result is asked for.
+    Waits for all of them, because threads that lower programs hold the GIL and delay the calls that are timed. The
+    future's `result` raises any error.
     """
     programs: list[Future[Any]] = []
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, where it is installed: its kernels for tensor cores (FA2, FA3), and TensorRT-LLM's (XQA)."""
+"""Attention by FlashInfer, if it is installed: its tensor core kernels (FA2, FA3) and TensorRT-LLM's (XQA)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MASK_BITS = 32
 
 
 def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
-    """Keys and values of pages as FlashInfer takes them, and for NVFP4 their block scales; all in the same memory.
+    """Returns views of the keys and values as FlashInfer expects them and, for NVFP4, of their block scales.
 
     Args:
-      pages: the cache's tensor.
-      spec: its spec.
+      pages: The cache's tensor.
+      spec: The cache's spec.
     """
     import torch
 
@@ -59,12 +59,12 @@ def stored_dtype(dtype: KVCacheDType) -> Any:
 
 
 def scales_of(job: AttentionJob) -> list[float]:
-    """The decode scales of keys and of values; 1 where a cache has none."""
+    """Returns the decode scales of keys and values, or 1 for unquantized caches."""
     return [1.0, 1.0] if job.dtype is BFLOAT16 else float_scales()
 
 
 def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:
-    """The pages of each sequence as FlashInfer plans for them: where they start, their numbers, tokens in the last."""
+    """Returns FlashInfer's page table: offset of each sequence, page indices, and tokens in each last page."""
     import torch
 
     row = inputs.job.row
@@ -78,9 +78,9 @@ def window_left(row: AttentionRow) -> int:
 
 
 def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
-    """Runs the decode wrapper, or for a step the prefill wrapper, whose results go to a preallocated tensor.
+    """Runs the decode wrapper or, for a step, the prefill wrapper with a preallocated output.
 
-    The scale of values is applied when results are checked: the wrapper would launch another kernel for it.
+    The check applies the scale of values, because the wrapper would launch another kernel for it.
     """
     import flashinfer  # type: ignore[import-not-found]
     import torch
@@ -118,7 +118,7 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
     )
 
     def attend(pages: Any, block_scales: Any) -> Any:
-        # With programmatic launches a kernel's time would hold its wait for the one before.
+        # With programmatic dependent launches, a kernel's time would include its wait for the previous kernel.
         return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False, **out)
 
     caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
@@ -126,7 +126,7 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
 
 
 def xqa_run(inputs: AttentionInputs) -> Run:
-    """TensorRT-LLM's decode kernels for this generation of GPUs."""
+    """Runs TensorRT-LLM's XQA decode kernels."""
     import torch
     from flashinfer.decode import xqa_batch_decode_with_kv_cache  # type: ignore[import-not-found]
 
@@ -160,24 +160,24 @@ def xqa_run(inputs: AttentionInputs) -> Run:
 
 
 def causal_mask(num_seqs: int, q_len: int, device: Any) -> Any:
-    """uint16 `[num_seqs, q_len, 2]`: bit i of a row's 32 says whether it sees query token i of its sequence."""
+    """Returns a uint16 mask `[num_seqs, q_len, 2]`: bit i of a row is set if it attends to query token i."""
     import torch
 
     rows = torch.tensor([(1 << (row + 1)) - 1 for row in range(q_len)], dtype=torch.int32, device=device)
     return rows.view(torch.uint16).view(1, q_len, MASK_BITS // 16).repeat(num_seqs, 1, 1)
 
 
-type ModuleKey = tuple[Any, ...]  # the function that builds a module, and its arguments
+type ModuleKey = tuple[Any, ...]  # a function that builds a module, and its arguments
 
 
 def prefill_key(job: AttentionJob, backend: str) -> ModuleKey:
-    """The module of FA2 or FA3 that a job needs; decodes use it too."""
+    """Returns the key of the FA2 or FA3 module for a job; decodes use the prefill module too."""
     row = job.row
     return _build_prefill, backend, job.dtype, row.head_size, row.window is not None, row.logits_soft_cap is not None
 
 
 def xqa_key(job: AttentionJob) -> ModuleKey:
-    """The module of XQA that a job needs."""
+    """Returns the key of the XQA module for a job."""
     row = job.row
     group = row.num_heads // row.num_kv_heads
     return _build_xqa, job.dtype, row.head_size, group, row.window is not None, row.q_len
@@ -217,10 +217,10 @@ def _deadline() -> float:
 
 
 def wait_for(key: ModuleKey) -> None:
-    """Waits for a module to be built.
+    """Waits until a module is built.
 
     Raises:
-      TimeoutError: not in time.
+      TimeoutError: If the module is not built before the deadline.
     """
     try:
         module(*key).result(max(_deadline() - time.monotonic(), 0.001))
@@ -229,7 +229,7 @@ def wait_for(key: ModuleKey) -> None:
 
 
 def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob, AttentionInputs]]) -> None:
-    """Starts to build what these peers need for these jobs, in the background: first what most jobs need."""
+    """Starts building the modules for these peers and jobs in the background, the most used modules first."""
     _deadline()
     needed = [KEYS[peer](job) for peer in peers if peer in KEYS for job in jobs if peer.serves(job)]
     for key, _ in collections.Counter(needed).most_common():

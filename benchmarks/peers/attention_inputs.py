@@ -1,4 +1,4 @@
-"""What all who attend to the same pages are given, and what their results are compared with."""
+"""Inputs that all attention peers share, and the expected results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvjax.ops.ragged import MAX_DECODE_Q_LEN
 
 DISTINCT_PAGES = 1_024  # pages of random tokens; each cache is a random selection of them
 OWN_ERROR, PEER_ERROR = 2**-7, 2**-3
-"""Of a result, the largest error relative to that of the XLA form in float32, by root mean squares. The first is that
-of bfloat16 results and weights; kernels of others round queries and weights to fp8 too, for a fp8 cache."""
+"""The maximum relative RMS error with respect to XLA in float32. kvjax rounds results and weights to bfloat16. For fp8
+caches, other kernels also round queries and weights to fp8."""
 
-NUM_SAMPLED = 16  # query tokens of a step that are compared
-MAX_WORKERS = 8  # threads that compile; most of their work holds Python's lock
+NUM_SAMPLED = 16  # query tokens of a step to compare
+MAX_WORKERS = 8  # compilation threads; they hold the GIL most of the time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AttentionJob:
 
     @property
     def query_shape(self) -> tuple[int, ...]:
-        """`[num_seqs, q_len, num_heads, head_size]`, of a step `[num_tokens, num_heads, head_size]`."""
+        """`[num_seqs, q_len, num_heads, head_size]`, or `[num_tokens, num_heads, head_size]` for a step."""
         row = self.row
         tokens = (int(row.cu_q_lens[-1]),) if row.is_step else (row.num_seqs, row.q_len)
         return *tokens, row.num_heads, row.head_size
@@ -67,7 +67,7 @@ class AttentionJob:
 
     @property
     def sampled(self) -> np.ndarray:
-        """Which of the query's first dimension are checked; of a step half anywhere, half the last of a sequence."""
+        """Indices to check along the query's first dimension. In a step, half are last tokens of sequences."""
         row, half = self.row, NUM_SAMPLED // 2
         if not row.is_step:
             return np.asarray([0, -1])
@@ -85,17 +85,17 @@ class AttentionJob:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that a call reads and writes: pages and their numbers, lengths, the query and the result."""
+        """The minimum bytes that a call reads and writes: pages, block table, lengths, query and result."""
         numbers = (self.row.num_blocks_read + self.row.num_seqs) * np.dtype(np.int32).itemsize
         return self.page_bytes + numbers + 2 * int(np.prod(self.query_shape)) * workload.INPUT_DTYPE.itemsize
 
     @property
     def num_caches(self) -> int:
-        """How many caches calls rotate through, so that nothing of what they read is in an L2."""
+        """The number of caches that calls rotate through, so that the pages they read are not in L2."""
         return min(-(-workload.sizes().rotation_bytes // self.page_bytes), workload.MAX_BATCHES)
 
     def why_too_large(self) -> str | None:
-        """Why memory is too small for it, if it is: caches, those of a peer in bfloat16, and one more in float32."""
+        """Returns why memory is too small, or `None`. Counts caches, a peer's bfloat16 caches, and one in float32."""
         tokens = self.row.num_blocks * BLOCK_SIZE
         dense = tokens * self.row.spec(KVCacheDType.BFLOAT16).bytes_per_token
         caches = self.num_caches * self.row.num_blocks * self.spec.page_size_bytes
@@ -103,14 +103,14 @@ class AttentionJob:
 
 
 class AttentionInputs:
-    """What all peers of one job are given.
+    """Inputs of one job.
 
     Attributes:
-      caches: full ones, equal in what they hold, which calls take by turns.
-      query: bfloat16, of the job's `query_shape`.
-      table: int32 `[num_seqs, blocks]`, a random permutation of all pages, but for those that are shared.
+      caches: Full caches with equal contents; calls rotate through them.
+      query: bfloat16 array of the job's `query_shape`.
+      table: int32 `[num_seqs, blocks]`, a random permutation of all pages, except for shared ones.
       seq_lens: int32 `[num_seqs]`.
-      numbers: what kvjax takes after the query and the cache.
+      numbers: kvjax's arguments after the query and the cache.
     """
 
     def __init__(self, job: AttentionJob) -> None:
@@ -135,7 +135,7 @@ class AttentionInputs:
 
     @property
     def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
-        """Table and lengths of the sampled part of the query; of a step each token is the last one of a sequence."""
+        """Table and lengths of the sampled queries. In a step, each sampled token ends a sequence of its own."""
         row, sampled = self.job.row, self.job.sampled
         if not row.is_step:
             return self.table[sampled], self.seq_lens[sampled]
@@ -144,7 +144,7 @@ class AttentionInputs:
         return self.table[seqs], jax.device_put(lengths.astype(np.int32))
 
     def token_pages(self) -> tuple[jax.Array, jax.Array]:
-        """The tokens in a bfloat16 cache, keys and values, by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
+        """Returns bfloat16 keys and values by page: `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
         spec = self.job.spec
         shape = DISTINCT_PAGES, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
         key, value = (
@@ -153,7 +153,7 @@ class AttentionInputs:
         return key, value
 
     def dense(self) -> tuple[jax.Array, jax.Array]:
-        """The same by sequence: `[num_seqs, blocks * BLOCK_SIZE, heads, head_size]`."""
+        """Returns bfloat16 keys and values by sequence: `[num_seqs, blocks * BLOCK_SIZE, heads, head_size]`."""
         spec, order = self.job.spec, self.table.reshape(-1)
         shape = self.job.row.num_seqs, -1, spec.num_kv_heads, spec.head_size
         key, value = (take_pages(pages, order).reshape(shape) for pages in self.token_pages())
@@ -161,24 +161,24 @@ class AttentionInputs:
 
     @functools.cached_property
     def expected(self) -> np.ndarray:
-        """The result for the sampled part, float64."""
+        """The expected result for the sampled queries, float64."""
         query = self.query[self.job.sampled].astype(jnp.float32)
         attended = reference(self.job).result()(query, self.caches[0], *self.sampled_sequences, **workload.scales())
         return np.asarray(attended, np.float64)
 
     def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
-        """Compares a result, an array of NumPy's, with the XLA form's.
+        """Compares a result with that of XLA.
 
         Args:
-          attended: the result, of the query's shape but for dimensions of 1.
-          most: the largest error that is accepted.
-          factor: what it lacks.
+          attended: The result; its shape may differ from the query's in dimensions of size 1.
+          max_error: The maximum accepted error.
+          factor: A factor to multiply the result by.
 
         Returns:
-          The errors of the sampled tokens, each relative to what is expected of it, by their root mean square.
+          The root mean square of the sampled tokens' relative errors.
 
         Raises:
-          AssertionError: the error is larger, or an element is NaN or infinite.
+          AssertionError: If the error exceeds `max_error`, or an element is NaN or infinite.
         """
         got = np.asarray(attended).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
@@ -192,7 +192,7 @@ class AttentionInputs:
         return {"error": float(apart)}
 
     def run_in_torch(self, call: Callable[[int], Any], *, most: float, factor: float = 1.0) -> Run:
-        """Runs a peer in torch and checks its results."""
+        """Returns the run of a torch peer, which checks its results."""
 
         def check(attended: Any) -> dict[str, float]:
             return self.check(attended.float().cpu().numpy(), most=most, factor=factor)
@@ -202,7 +202,7 @@ class AttentionInputs:
 
 @functools.cache
 def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
-    """`DISTINCT_PAGES` pages of normal numbers, written by XLA with `workload.scales()`, or with scales of 1."""
+    """Returns `DISTINCT_PAGES` pages of normal random tokens, written by XLA with `workload.scales()` or without."""
     key, value = random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
     slots = np.arange(DISTINCT_PAGES * BLOCK_SIZE, dtype=np.int32)
     scales = workload.scales() if scaled else {}
@@ -224,17 +224,17 @@ def workers() -> Workers:
 
 
 def compiling(function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
-    """`function` for arguments of these shapes and dtypes, being lowered and compiled in the background."""
+    """Lowers and compiles `function` for these argument shapes and dtypes in the background."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return workers().submit(lambda: jitted.lower(*args, **kwargs).compile())
 
 
 @functools.cache
 def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
-    """kvjax's call for a job, being compiled: `(query, cache, *numbers, **workload.scales())`.
+    """Compiles kvjax's attention for a job: `(query, cache, *numbers, **workload.scales())`.
 
-    `paged_attention`, of a step `ragged_paged_attention`, or where tokens are shared what examples/shared_prefix.py
-    does.
+    This is `paged_attention`, `ragged_paged_attention` for a step, or the attention of examples/shared_prefix.py for
+    shared prefixes.
     """
     row, cache = job.row, workload.cache_struct(job.spec, job.row.num_blocks)
     if not row.is_step:
@@ -251,13 +251,13 @@ def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
 
 
 def reference(job: AttentionJob) -> Future[Any]:
-    """`paged_attention` by XLA, of a float32 query of the sampled sequences."""
+    """Compiles `paged_attention` in XLA for a float32 query of the sampled sequences."""
     shape = len(job.sampled), *job.query_shape[1:]
     return paged(job, jax.ShapeDtypeStruct(shape, jnp.float32), "xla")
 
 
 def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
-    """`kvjax.paged_attention` of such a query over the caches of a job, being compiled."""
+    """Compiles `kvjax.paged_attention` for a query over the caches of a job."""
     row = job.row
     return _paged(job.spec, row.num_blocks, row.blocks_a_seq, tuple(row.options.items()), query, implementation)
 

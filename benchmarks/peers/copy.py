@@ -1,4 +1,4 @@
-"""The copy that a device makes of as many bytes as an operation moves: the rate at which memory goes."""
+"""Measures copies that move as many bytes as an operation. Their rate is the reference for memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from benchmarks import timing
 from benchmarks.peers import cuda
 
 GPU_BUFFER_BYTES, HOST_BUFFER_BYTES = 1 << 30, 1 << 26
-"""Copies rotate through two buffers of this size: on a GPU far more than its last-level cache holds."""
+"""Size of each of the two buffers that copies rotate through. The GPU size far exceeds the last-level cache."""
 
 
 @functools.cache
 def measure(bytes_moved: int) -> timing.Timing:
-    """Times a copy that reads one half of `bytes_moved` and writes the other: the fastest of all ways to copy."""
+    """Returns the time of the fastest copy that reads one half of `bytes_moved` and writes the other."""
     return min(all_ways(bytes_moved).values(), key=lambda timed: timed.seconds)
 
 
 def all_ways(bytes_moved: int) -> dict[str, timing.Timing]:
-    """Times of that copy, by the way it is made; on a GPU with plain CUDA where that can be built, else in XLA."""
+    """Times each copy method. GPUs use CUDA if it is available, otherwise XLA."""
     num_bytes = -(-bytes_moved // 2 // cuda.COPY_BYTES) * cuda.COPY_BYTES
     if jax.default_backend() != "gpu":
         return {"memcpy": _measure_on_host(num_bytes)}
@@ -43,7 +43,7 @@ def _device_buffers(num_bytes: int) -> tuple[jax.Array, jax.Array]:
 
 @functools.lru_cache(maxsize=1)
 def _host_buffers(num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Buffers whose pages are all there: what first touches a page takes longer than the copy."""
+    """Returns buffers with all pages mapped, because the first access to a page takes longer than the copy."""
     return np.random.default_rng(0).integers(256, size=num_bytes, dtype=np.uint8), np.full(num_bytes, 2, np.uint8)
 
 
@@ -59,7 +59,7 @@ def _measure_on_host(num_bytes: int) -> timing.Timing:
 
 
 def _measure_in_xla(num_bytes: int) -> timing.Timing:
-    """Times the inversion of every bit, which moves what a copy moves and which XLA does not elide."""
+    """Times the inversion of every bit, which moves as many bytes as a copy and which XLA does not elide."""
     source = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     invert = jax.jit(jnp.invert)
     return timing.measure(lambda _: invert(source))

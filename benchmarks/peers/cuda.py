@@ -1,4 +1,4 @@
-"""Plain CUDA kernels, built by nvcc when first used and launched on the memory of JAX arrays."""
+"""Plain CUDA kernels, built by nvcc on first use and launched on the memory of JAX arrays."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks import timing
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cu", "reshape_and_cache.cu"))
-ARCHITECTURE = "sm_90"  # later GPUs run what nvcc adds of it as PTX
+ARCHITECTURE = "sm_90"  # nvcc also embeds PTX, which later GPUs compile
 COPY_BYTES = 16  # kernels copy multiples of this
 MEMCPY_CALLS = 20
 
 WRITES: Mapping[KVCacheDType, str] = MappingProxyType(
     {KVCacheDType.BFLOAT16: "write_bfloat16", KVCacheDType.FP8_E4M3: "write_fp8_e4m3"}
 )
-"""The kernels that write bfloat16 tokens, by the dtype that they store."""
+"""The kernels that write bfloat16 tokens, by stored dtype."""
 
-ELEMENTS_A_THREAD = 8  # bfloat16 elements in a load of 16 bytes
+ELEMENTS_A_THREAD = 8  # bfloat16 elements in a 16-byte load
 
 
 def nvcc() -> str | None:
@@ -38,7 +38,7 @@ def nvcc() -> str | None:
 
 @functools.cache
 def why_missing() -> str | None:
-    """Why the kernels cannot be built and run here; `None` where they can, and then they are built."""
+    """Builds the kernels and returns why they cannot run here, or `None`."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
     try:
@@ -49,7 +49,7 @@ def why_missing() -> str | None:
 
 
 def version() -> str:
-    """What CUDA's compiler calls itself."""
+    """Returns the version that nvcc reports."""
     compiler = nvcc()
     if compiler is None:
         return "none"
@@ -61,7 +61,7 @@ def build(library: Path) -> None:
     """Compiles the kernels to a shared library.
 
     Raises:
-      RuntimeError: there is no nvcc, or it fails; with what it said.
+      RuntimeError: If nvcc is missing or fails.
     """
     compiler = nvcc()
     if compiler is None:
@@ -86,7 +86,7 @@ def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peers.so"
         build(path)
-        library = ctypes.CDLL(str(path))  # stays mapped when the file is gone
+        library = ctypes.CDLL(str(path))  # stays mapped after the file is deleted
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.error_string.restype = ctypes.c_char_p
     library.copy_by_kernel.argtypes = [pointer, pointer, size]
@@ -109,16 +109,16 @@ def serves(spec: AttentionSpec) -> bool:
     return spec.dtype in WRITES and spec.layout is CacheLayout.NHD and not spec.is_diffkv
 
 
-type ThreadCount = Callable[[int], int]  # threads of a block, by the elements of a token's keys
+type ThreadCount = Callable[[int], int]  # maps the elements of a token's keys to threads per block
 
 
 def vllm_threads(row_elements: int) -> int:
-    """Threads of a block as vLLM launches its kernel of this name: one an element, most of them without work."""
+    """Returns vLLM's threads per block: one per element, most of them idle."""
     return min(row_elements, 512)
 
 
 def fitted_threads(row_elements: int) -> int:
-    """As many threads as a row has loads, in whole warps."""
+    """Returns one thread per 16-byte load of a row, rounded up to whole warps."""
     return min(-(-row_elements // ELEMENTS_A_THREAD // 32) * 32, 512)
 
 
@@ -132,9 +132,9 @@ def reshape_and_cache(
     v_scale: jax.Array,
     threads: ThreadCount,
 ) -> None:
-    """Starts the write of bfloat16 tokens into `cache`, in place and behind JAX's back.
+    """Launches an in-place write of bfloat16 tokens into `cache`, without JAX's knowledge.
 
-    Everything must be ready before, and nothing else may hold the cache's array. `synchronize` waits for the write.
+    All arrays must be ready, and nothing else may reference the cache's array. `synchronize` waits for the write.
     """
     num_tokens, row_elements = key.shape[0], key.shape[1] * key.shape[2]
     arrays = key, value, cache.kv, slot_mapping, k_scale, v_scale
@@ -157,7 +157,7 @@ def measure_copy_by_kernel(source: jax.Array, target: jax.Array, num_bytes: int)
 
 
 def measure_memcpy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:
-    """Times `cudaMemcpyAsync`, each sample one of several in a row by CUDA's events: CUPTI's kernel records lack it."""
+    """Times `cudaMemcpyAsync` by CUDA events around back-to-back calls, because CUPTI's kernel records omit it."""
     pointers = [array.unsafe_buffer_pointer() for array in (source, target)]
     rotation, samples = source.nbytes // num_bytes, []
     for _ in range(timing.LIMITS.min_calls):

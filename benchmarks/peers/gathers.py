@@ -1,4 +1,4 @@
-"""Who reads whole sequences back from a paged cache: kvjax, and what a user would pick instead. `PEERS` lists them."""
+"""Gathers of whole sequences from a paged cache: kvjax and its alternatives, listed in `PEERS`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUT_DTYPE = workload.INPUT_DTYPE
 
 @dataclasses.dataclass(frozen=True)
 class GatherJob:
-    """One gather to time: so many sequences of one length."""
+    """One gather to time: `num_seqs` sequences of equal length."""
 
     case: Case
     dtype: KVCacheDType
@@ -58,23 +58,23 @@ class GatherJob:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that it reads and writes: what is stored, the pages' numbers, the dense result."""
+        """The minimum bytes to read and write: stored tokens, block table, lengths, and the dense result."""
         numbers = (self.blocks_a_seq + 1) * np.dtype(np.int32).itemsize
         return self.num_seqs * (self.seq_len * self.spec.bytes_per_token + numbers) + self.dense_bytes
 
     @property
     def num_tables(self) -> int:
-        """How many sets of such sequences calls rotate through, so that no cache holds what they read."""
+        """The number of block tables that calls rotate through, so that the pages they read are not in L2."""
         return min(max(workload.sizes().rotation_bytes // self.dense_bytes, 1), workload.MAX_BATCHES)
 
     def why_too_large(self) -> str | None:
-        """Why memory is too small for it, if it is: tokens, cache, and results in float32 before they are rounded."""
+        """Returns why memory is too small, or `None`. Counts tokens, cache, and float32 results before rounding."""
         tokens = self.num_tables * self.dense_bytes
         return memory.why_too_large(3 * tokens + 6 * self.dense_bytes, 2 * tokens)
 
 
 class GatherInputs:
-    """What all peers of one job are given: a full cache, and where its sequences are."""
+    """Inputs of one job: a full cache and the block tables of its sequences."""
 
     def __init__(self, job: GatherJob) -> None:
         self.job, spec = job, job.spec
@@ -88,12 +88,12 @@ class GatherInputs:
         self.seq_lens = jax.device_put(np.full(job.num_seqs, job.seq_len, np.int32))
 
     def check(self, gathered: Any) -> None:
-        """Compares the first table's keys and values with what the encoding of their tokens decodes to.
+        """Compares the keys and values of the first table with their encoded and decoded tokens.
 
-        No page is involved in what they are compared with.
+        The expected values do not depend on any page.
 
         Raises:
-          AssertionError: they differ.
+          AssertionError: If they differ.
         """
         job, scales = self.job, workload.scales().values()
         for got, x, scale in zip(gathered, self.tokens, scales, strict=True):
@@ -104,13 +104,13 @@ class GatherInputs:
 
 
 def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of so many tokens, normal numbers in bfloat16."""
+    """Returns normal random keys and values in bfloat16."""
     distinct = np.random.default_rng(0).standard_normal(workload.DISTINCT_ELEMENTS, np.float32)
     key = np.resize(distinct.astype(workload.INPUT_DTYPE), (num_tokens, spec.num_kv_heads, spec.head_size))
     return jax.device_put((key, key[::-1]))
 
 
-# In two programs, so that no conversion there and back is taken for none.
+# Two programs, so that XLA cannot elide the conversion round trip.
 _encoded = jax.jit(encode_rows, static_argnums=1)
 _rounded = jax.jit(decode_rows, static_argnums=(1, 3))
 
@@ -167,7 +167,7 @@ def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:
 
 
 def _is_simple(job: GatherJob) -> bool:
-    """Whether indexing pages is all that there is to it: no packed codes, and no tokens to leave out."""
+    """Returns whether indexing pages suffices: no stored scales, and sequences that fill their last page."""
     return not job.spec.stores_scales and job.seq_len % BLOCK_SIZE == 0
 
 

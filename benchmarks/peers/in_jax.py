@@ -1,4 +1,4 @@
-"""Writes in JAX: kvjax's, and the scatter that a JAX user writes today."""
+"""Writes in JAX: kvjax, and a plain scatter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kvjax_run(inputs: WriteInputs, *, implementation: str | None, **options: boo
 
 
 def why_no_kernel() -> str | None:
-    """Why the implementation that a flag asks for cannot run here."""
+    """Returns why the requested implementation cannot run here, or `None`."""
     if output.IMPLEMENTATION.value == "mosaic" and not workload.is_gpu():
         return f"--implementation=mosaic: got {jax.devices()[0].platform}, expected an NVIDIA GPU (sm_90 or later)"
     return None
@@ -34,7 +34,7 @@ def why_no_kernel() -> str | None:
 def own_peers[Job, Inputs](
     _: type[Job], run: Callable[Concatenate[Inputs, ...], Run]
 ) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
-    """kvjax as a flag asks for it, and in XLA where that is another thing; `run` takes inputs and `implementation`."""
+    """Returns kvjax with the implementation that the flag selects, and kvjax in XLA for GPUs."""
 
     def prepare(inputs: Inputs) -> Run:
         return run(inputs, implementation=output.IMPLEMENTATION.value)
@@ -55,7 +55,7 @@ KVJAX_ANY_SLOTS = dataclasses.replace(
 NOT_DONATED = Peer[WriteJob, WriteInputs](
     "kvjax, cache not donated",
     functools.partial(kvjax_run, implementation=None, donated=False),
-    serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # in any dtype it is the copy of a cache that takes time
+    serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # copying the cache dominates the time for any dtype
     own=True,
 )
 
@@ -63,7 +63,7 @@ NOT_DONATED = Peer[WriteJob, WriteInputs](
 def _scatter(
     caches: list[jax.Array], batch: workload.Batch, scales: dict[str, jax.Array], spec: AttentionSpec
 ) -> list[jax.Array]:
-    # JAX counts negative indices from the end, so padding has to be led past it.
+    # JAX counts negative indices from the end, so map padding past the end.
     slots = jnp.where(batch.slot_mapping < 0, caches[0].shape[0], batch.slot_mapping)
     stored = [_stored(batch.key, scales["k_scale"], spec), _stored(batch.value, scales["v_scale"], spec)]
     return [cache.at[slots].set(rows, mode="drop") for cache, rows in zip(caches, stored, strict=True)]
@@ -74,7 +74,7 @@ def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
     if spec.quant_mode is KVQuantMode.NONE:
         return x.astype(info.storage_dtype)
     codes = jnp.clip(x.astype(jnp.float32) / scale, -info.max, info.max).astype(info.storage_dtype)
-    return lax.bitcast_convert_type(codes, spec.array_dtype)  # a scatter of floats of 8 bits is slow on CPU
+    return lax.bitcast_convert_type(codes, spec.array_dtype)  # a scatter of 8-bit floats is slow on CPU
 
 
 def scatter_run(inputs: WriteInputs) -> Run:

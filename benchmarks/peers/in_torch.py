@@ -1,4 +1,4 @@
-"""Writes in torch, on the memory of JAX's arrays. Indices are made beforehand, as a model makes them for all layers."""
+"""Writes in torch to the memory of JAX arrays. Indices are precomputed, as models do for all layers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kvjax import AttentionSpec, CacheLayout, KVCache, KVQuantMode
 
 
 def borrow(array: jax.Array) -> Any:
-    """A tensor over the memory of an array, once that is ready."""
+    """Waits for an array and returns a tensor that shares its memory."""
     from kvjax_torch import to_torch
 
     return to_torch(jax.block_until_ready(array))
 
 
 def has_gpu() -> bool:
-    """Whether torch has one. JAX is not asked, for that would start it, as no call from torch does."""
+    """Returns whether torch has a GPU. Does not use JAX, which calls from torch leave uninitialized."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def wait(_: object = None) -> None:
-    """Waits for what torch has started."""
+    """Waits for all work that torch launched."""
     if has_gpu():
         import torch
 
@@ -39,7 +39,7 @@ def wait(_: object = None) -> None:
 
 
 def seconds_in_a_row(call: Callable[[], Any], count: int) -> float:
-    """Seconds that a call takes on the GPU when others come right before and after it, by CUDA's events."""
+    """Returns the GPU seconds per call of `count` back-to-back calls, measured by CUDA events."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -52,7 +52,7 @@ def seconds_in_a_row(call: Callable[[], Any], count: int) -> float:
 
 
 def why_missing() -> str | None:
-    """Why torch cannot work on the memory of JAX's arrays here."""
+    """Returns why torch cannot access the memory of JAX arrays here, or `None`."""
     reason = why_not_importable("torch", "kvjax_torch")
     if reason is None and workload.is_gpu():
         import torch
@@ -62,12 +62,12 @@ def why_missing() -> str | None:
 
 
 def why_no_library(module: str) -> str | None:
-    """Why kernels of a library for torch cannot run here."""
+    """Returns why the kernels of a torch library cannot run here, or `None`."""
     return why_no_gpu() or why_not_importable(module) or why_missing()
 
 
 def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
-    """What turns rows in bfloat16 into rows as a cache tensor holds them."""
+    """Returns a function that converts bfloat16 rows to the stored dtype."""
     import torch
 
     dtype, largest = getattr(torch, spec.storage_dtype.name), spec.dtype.info.max
@@ -77,12 +77,12 @@ def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
 
 
 def float_scales() -> list[float]:
-    """The decode scales of keys and values."""
+    """Returns the decode scales of keys and values."""
     return [float(scale) for scale in workload.scales().values()]
 
 
 def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
-    """Keys, values and slots of each batch as tensors."""
+    """Returns the keys, values and slots of each batch as tensors."""
     return [[borrow(each) for each in batch] for batch in batches]
 
 
@@ -100,7 +100,7 @@ def index_copy_run(inputs: WriteInputs) -> Run:
 
 
 def token_pages(cache: KVCache) -> list[Any]:
-    """Keys and values of a cache as tensors `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
+    """Returns the keys and values of a cache as tensors `[num_blocks, BLOCK_SIZE, heads, head_size]`."""
     pages = borrow(cache.kv)
     pages = pages.transpose(2, 3) if cache.spec.layout is CacheLayout.HND else pages
     return [pages[:, 0], pages[:, 1]]
@@ -121,7 +121,7 @@ def index_put_run(inputs: WriteInputs) -> Run:
 
 
 def _serves_torch(job: WriteJob) -> bool:
-    return not job.spec.stores_scales and job.slots is not Slots.PADDED  # torch's indices skip nothing
+    return not job.spec.stores_scales and job.slots is not Slots.PADDED  # torch's indices cannot skip tokens
 
 
 INDEX_COPY = Peer[WriteJob, WriteInputs](
@@ -136,7 +136,7 @@ INDEX_PUT = Peer[WriteJob, WriteInputs](
 
 
 def kvjax_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Callable[[], Any]]:
-    """The write of each batch by kvjax from torch, on the memory of JAX's arrays and behind its back."""
+    """Returns a kvjax write from torch for each batch. The writes mutate JAX's arrays without its knowledge."""
     import kvjax_torch
 
     write, kv_cache = functools.partial(kvjax_torch.reshape_and_cache_flash, unique_slots=True), borrow(cache.kv)

@@ -1,4 +1,4 @@
-"""Inputs that all peers of a write share, and the checks of what they wrote."""
+"""Inputs that all write peers share, and checks of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax import KVCache, KVQuantMode
 
 @dataclasses.dataclass
 class WriteInputs:
-    """Inputs of one job: tokens in batches, and the cache that is expected after the first batch."""
+    """Inputs of one job: batches of tokens, and the expected cache after the first batch."""
 
     job: WriteJob
     tokens: workload.Tokens
@@ -33,11 +33,11 @@ class WriteInputs:
         return self.tokens.poisoned(self.job.spec)
 
     def run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
-        """Runs a peer whose codes may differ slightly from kvjax's."""
+        """Returns the run of a peer whose codes may differ slightly from kvjax's."""
         return Run(by_turns(write, batches), lambda _: self.check_paged(cache), wait)
 
     def exact_run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
-        """Runs a peer that has to store the same bytes."""
+        """Returns the run of a peer that must store the same bytes as kvjax."""
         return Run(by_turns(write, batches), lambda _: workload.check_same_bits(cache.kv, self.expected.kv), wait)
 
     def check_paged(self, cache: KVCache) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class WriteInputs:
 
 
 def dense_poisoned(inputs: WriteInputs) -> list[jax.Array]:
-    """Keys and values of a new cache in the order of slots: two arrays `[num_slots, heads, head_size]`."""
+    """Returns poisoned dense keys and values in slot order: two arrays `[num_slots, heads, head_size]`."""
     spec = inputs.job.spec
     shape = (inputs.tokens.num_blocks * BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
     return jax.block_until_ready([jnp.full(shape, workload.POISON, spec.array_dtype) for _ in range(2)])
 
 
 def check_dense(caches: Sequence[jax.Array], inputs: WriteInputs) -> dict[str, Any]:
-    """Compares such arrays with what is expected after the first batch."""
+    """Compares dense keys and values with the expected cache after the first batch."""
     facts = {"codes_apart": 0}
     for half, got in enumerate(caches):
         expected = inputs.expected.kv[:, half].reshape(got.shape)

@@ -1,4 +1,4 @@
-"""Writes by vLLM's and FlashInfer's own operations, where they are installed."""
+"""Writes by vLLM and FlashInfer, if they are installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flashinfer_run(inputs: WriteInputs) -> Run:
 
 
 def _flashinfer_append(inputs: WriteInputs) -> Run:
-    """One request that owns every page in order, so that a token's position is its slot."""
+    """Appends to one request that owns all pages in order, so that a token's position equals its slot."""
     import torch
     from flashinfer import page  # type: ignore[import-not-found]
 
@@ -69,7 +69,7 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     from flashinfer import page
 
     job = inputs.job
-    expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # data and scales of keys, then of values
+    expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # (data, scales) of keys, then of values
     arrays = [[jnp.full(each.shape, workload.POISON, jnp.uint8) for each in half] for half in expected]
     halves = [[borrow(each) for each in half] for half in arrays]
     data, scales = ([half[which] for half in halves] for which in range(2))

@@ -1,4 +1,4 @@
-"""Who packs keys and values as NVFP4, with or without a cache to put them in. `PEERS` lists them."""
+"""NVFP4 packing of keys and values, with or without a cache. `PEERS` lists the alternatives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvjax import nvfp4_split_views, quant
 
 
 def check_packed(packed: Sequence[Sequence[jax.Array]], inputs: WriteInputs) -> None:
-    """Compares data and scales of keys, then of values, with those that lie in the cache after the first write.
+    """Compares the data and scales of keys and values with the cache after the first write.
 
-    Its slots are one after the other from the first on, so that they are the cache's first rows.
+    Slots are contiguous from 0, so the tokens are the first rows of the cache.
     """
     expected = zip(*nvfp4_split_views(inputs.expected), strict=True)
     for got_half, expected_half in zip(packed, expected, strict=True):
@@ -48,7 +48,7 @@ def kvjax_run(inputs: WriteInputs) -> Run:
 
 
 def torch_pack(x: Any, scale: float) -> tuple[Any, Any]:
-    """NVFP4 data and block scales of a tensor, as one writes it in torch."""
+    """Returns the NVFP4 data and block scales of a tensor, in eager torch."""
     import torch
 
     blocks = x.float().unflatten(-1, (-1, 16))
@@ -59,7 +59,7 @@ def torch_pack(x: Any, scale: float) -> tuple[Any, Any]:
     inverse = torch.where(decoded == 0, 0.0, 1 / decoded)
     scaled = blocks * inverse[..., None]
     magnitude, codes = scaled.abs(), torch.zeros_like(scaled, dtype=torch.uint8)
-    for upper in range(1, len(quant.E2M1_VALUES)):  # a midpoint belongs to the even one of its neighbours
+    for upper in range(1, len(quant.E2M1_VALUES)):  # midpoints round to even
         midpoint = (quant.E2M1_VALUES[upper - 1] + quant.E2M1_VALUES[upper]) / 2
         codes += magnitude > midpoint if upper % 2 else magnitude >= midpoint
     codes = (codes | torch.signbit(scaled).to(torch.uint8) << 3).flatten(-2)

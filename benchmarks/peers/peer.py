@@ -1,4 +1,4 @@
-"""What a peer is: something that does what an operation of kvjax does, made ready, checked and timed as that is."""
+"""Peers: alternative implementations of kvjax's operations, all prepared, checked and timed in the same way."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks import workload
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A peer made ready for one thing to time.
+    """A peer prepared for one job.
 
     Attributes:
-      call: starts one call, given its number; the numbers are there to choose among inputs.
-      check: compares what `call(0)` left behind or returned; raises `AssertionError` where that is wrong, and returns
-        what else is worth to be told.
-      wait: waits for what the last call returned.
-      facts: what is known beforehand.
+      call: Starts a call. Its argument is the call number, which selects the inputs.
+      check: Checks the result or the side effects of `call(0)`, and returns additional facts. Raises `AssertionError`
+        if they are wrong.
+      wait: Waits for the result of the last call.
+      facts: Facts that are known before the call.
     """
 
     call: Callable[[int], Any]
@@ -33,21 +33,21 @@ class Run:
 
 
 def by_turns(function: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Callable[[int], Any]:
-    """Returns a call that takes the sets of arguments in turn, so that they are not in the L2 cache."""
+    """Returns a call that rotates through sets of arguments, so that they are not in the L2 cache."""
     return lambda number: function(*sets[number % len(sets)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer[Job, Inputs]:
-    """One way to do what `Job` asks.
+    """One implementation of a kind of job.
 
     Attributes:
-      name: as tables and files have it.
-      prepare: makes it ready, with inputs that all peers share.
-      serves: whether it does such a job at all.
-      why_missing: why it cannot run here, whatever the job; `None` where it can.
-      ahead: starts to compile what it needs for such a job; done where no time is taken.
-      own: whether it is kvjax: a wrong result, or an error other than too little memory, then fails the program.
+      name: The name in tables and files.
+      prepare: Prepares a run from the inputs that all peers share.
+      serves: Returns whether the peer supports a job.
+      why_missing: Returns why the peer cannot run here, or `None` if it can.
+      ahead: Starts compiling the programs for a job, before anything is timed.
+      own: Whether the peer is kvjax. Its wrong results and errors fail the program, except for lack of memory.
     """
 
     name: str
@@ -64,10 +64,10 @@ def why_no_gpu() -> str | None:
 
 @functools.cache
 def why_not_importable(*modules: str) -> str | None:
-    """Why one of these modules is not there; `None` where all are, and then they are imported."""
+    """Imports modules and returns why one is not importable, or `None`."""
     for module in modules:
         try:
             importlib.import_module(module)
-        except (ImportError, OSError) as error:  # a library that a module was built for may be another version
+        except (ImportError, OSError) as error:  # a shared library may be missing or have the wrong version
             return f"not importable: {str(error).strip() or type(error).__name__}"
     return None

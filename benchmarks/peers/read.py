@@ -1,4 +1,4 @@
-"""A kernel that only reads: how long so many bytes take on their way from memory, whatever is then made of them."""
+"""A read-only kernel: a lower bound on the time of any kernel that reads the same number of bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128
-VECTOR_WORDS = 4  # words of 4 bytes in a load, the widest one
-VECTORS = 8  # loads of a thread, all in flight at once
+VECTOR_WORDS = 4  # 4-byte words in the widest load
+VECTORS = 8  # loads per thread, all in flight at once
 LOAD_WORDS = THREADS * VECTOR_WORDS
 BLOCK_WORDS = VECTORS * LOAD_WORDS
 BLOCK_BYTES = 4 * BLOCK_WORDS
-"""What a block of threads reads: 16 KiB, as do some others on its multiprocessor at the same time."""
+"""Bytes that one thread block reads; several blocks run concurrently on a multiprocessor."""
 
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
@@ -27,9 +27,9 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def read(words: jax.Array) -> jax.Array:
-    """Reads int32 words, a multiple of `BLOCK_WORDS`, and returns a word for each of these.
+    """Reads int32 words, a multiple of `BLOCK_WORDS`, and returns one word per block.
 
-    It is the sum of what its threads have, and that is what they read, combined bit by bit: no load can be left out.
+    Each thread combines its words by xor, and a block returns the sum over its threads, so no load can be elided.
     """
     return plgpu.kernel(
         read_alone,
@@ -41,7 +41,7 @@ def read(words: jax.Array) -> jax.Array:
 
 
 def read_alone(words: Any, found: Any) -> None:
-    """The body of the kernel, which is named after it."""
+    """The kernel's body; the kernel is named after it."""
     block = lax.axis_index("block")
     layout = plgpu.Layout.WG_STRIDED((LOAD_WORDS,), vec_size=VECTOR_WORDS)
     parts = [pl.ds(block * BLOCK_WORDS + number * LOAD_WORDS, LOAD_WORDS) for number in range(VECTORS)]
@@ -51,13 +51,13 @@ def read_alone(words: Any, found: Any) -> None:
 
 @functools.cache
 def compiled(num_bytes: int) -> Any:
-    """`read` for so many bytes, rounded up to whole blocks of threads."""
+    """Compiles `read` for `num_bytes`, rounded up to whole thread blocks."""
     words = jax.ShapeDtypeStruct((num_blocks(num_bytes) * BLOCK_WORDS,), jnp.int32)
     return jax.jit(read).lower(words).compile()
 
 
 def distinct_words(num_bytes: int, count: int) -> list[jax.Array]:
-    """`count` arrays of `num_bytes` for `read`, of distinct words. They are not random, which would take longer."""
+    """Returns `count` arrays of `num_bytes` with distinct words, which are faster to generate than random ones."""
     return [_distinct_words(first, num_blocks(num_bytes) * BLOCK_WORDS) for first in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The same model over dense caches: a bfloat16 array of all tokens for each sequence, and JAX's attention."""
+"""The same model with dense bfloat16 caches and JAX's attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attend(
     *,
     implementation: str,
 ) -> tuple[jax.Array, Any]:
-    """As `llama.write_and_attend`, for steps of one token a sequence; caches are pairs `[num_seqs, seq_len, ...]`."""
+    """Dense `llama.write_and_attend` for one token per sequence; caches are pairs of `[num_seqs, seq_len, ...]`."""
     lengths = jnp.asarray(step.seq_lens)
     at = jnp.arange(len(lengths)), lengths - 1
     pair = tuple(
@@ -57,13 +57,13 @@ def implementation() -> str:
 
 
 def serves(job: ServeJob) -> bool:
-    """Dense caches are bfloat16; in the rows that bars are about."""
+    """Returns whether the job is in bfloat16, and in a row that has bars."""
     return job.dtype is KVCacheDType.BFLOAT16 and bool(job.rows)
 
 
 @functools.cache
 def program(of: Scenario, num_seqs: int) -> Future[Any]:
-    """A step, being compiled: `(params, tokens, previous, step, caches)`."""
+    """Compiles a step: `(params, tokens, previous, step, caches)`."""
     row = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
@@ -75,7 +75,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
 
 
 def serve(job: ServeJob) -> Timing:
-    """Back-to-back steps without synchronization, without an engine; each is the last of full sequences."""
+    """Times back-to-back steps without an engine or synchronization, each writing the last token of full sequences."""
     of, number, compiled = job.of, job.num_seqs, program(job.of, job.num_seqs).result()
     one = jax.random.normal(
         jax.random.key(7), (of.seq_len, of.config.num_key_value_heads, of.config.head_dim), workload.INPUT_DTYPE

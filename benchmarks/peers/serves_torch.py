@@ -1,4 +1,4 @@
-"""The same model in transformers, which generates from its static cache, and from `KvjaxCache`."""
+"""The same model in transformers, with its `StaticCache` and with `KvjaxCache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.llama import ModelConfig
 from kvjax import KVCacheDType
 
 STATIC, KVJAX_CACHE = "transformers StaticCache", "transformers KvjaxCache"
-FEW, MANY = 4, 20  # tokens to generate: the time of a step is the difference of both times by that of both numbers
+FEW, MANY = 4, 20  # tokens to generate; a step takes the difference in time over the difference in tokens
 
 
 def why_missing() -> str | None:
@@ -29,7 +29,7 @@ def why_missing() -> str | None:
 
 
 def serves(name: str, job: ServeJob) -> bool:
-    """StaticCache is of the model dtype; both in the row that all dtypes have alike, for they are slow."""
+    """Limits both caches, which are slow, to the row that all dtypes share. `StaticCache` supports only bfloat16."""
     return job.num_seqs == job.of.same and (name == KVJAX_CACHE or job.dtype is KVCacheDType.BFLOAT16)
 
 
@@ -39,7 +39,7 @@ def model(of: Scenario) -> Any:
 
 
 def random_llama(config: ModelConfig, num_positions: int, device: str) -> Any:
-    """A model of random weights in bfloat16."""
+    """Returns a bfloat16 model with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,14 +55,14 @@ def random_llama(config: ModelConfig, num_positions: int, device: str) -> Any:
 
 
 def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
-    """A cache that holds so many random tokens of each sequence, and has room to the full length."""
+    """Returns a cache with `num_tokens` random tokens per sequence and capacity for full sequences."""
     import torch
     from transformers import StaticCache
 
     lm, of = model(job.of), job.of
     shape = job.num_seqs, of.config.num_key_value_heads, num_tokens, of.config.head_dim
     tokens = torch.randn(shape, dtype=torch.bfloat16, device=lm.device)
-    lm.set_attn_implementation("sdpa")  # with that of kvjax, attention stores tokens, and `update` does not
+    lm.set_attn_implementation("sdpa")  # with "kvjax", attention stores the tokens instead of `update`
     if name == STATIC:
         cache: Any = StaticCache(config=lm.config, max_cache_len=of.seq_len)
     else:
@@ -78,10 +78,10 @@ def filled_cache(name: str, job: ServeJob, num_tokens: int) -> Any:
 
 
 def serve(name: str, job: ServeJob) -> Timing:
-    """What a step of `generate` takes: of many tokens and of few, the difference.
+    """Times a step of `generate` as the difference between generating many and few tokens.
 
     Raises:
-      AssertionError: it has not generated as many tokens.
+      AssertionError: If `generate` returns the wrong number of tokens.
     """
     import torch
 

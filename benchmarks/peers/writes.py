@@ -1,4 +1,4 @@
-"""Who writes tokens into a paged cache: kvjax, and what a user would pick instead. `PEERS` lists them all."""
+"""Writes into a paged cache: kvjax and its alternatives, listed in `PEERS`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PU
 def measure(
     test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
 ) -> None:
-    """Measures writes as `compare_all` does. What neighbouring jobs share is made once: their tokens and slots."""
+    """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
 
     def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
         return job.case, job.slots, job.num_blocks

@@ -1,1 +1,1 @@
-"""The pages and plots that are made of the JSON files of benchmark runs: `python -m benchmarks.report`."""
+"""Generates pages and plots from the JSON files of benchmark runs: `python -m benchmarks.report`."""

@@ -1,6 +1,6 @@
-"""Turns the JSON files of benchmark runs into docs/benchmarks.md, notes with every time, and plots.
+"""Generates docs/benchmarks.md, notes with every time, and plots from the JSON files of benchmark runs.
 
-`python -m benchmarks.report write.json gather.json`, from the source tree; needs the extra `bench`.
+Run `python -m benchmarks.report write.json gather.json` from the source tree. It needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KERNELS = flags.DEFINE_string("kernels", None, "page to put the table of attenti
 
 
 def write(report: Report) -> list[Path]:
-    """Writes the plots and the pages; nothing where one cannot be made.
+    """Writes plots and pages. Generates all pages first, so that a failure there leaves no partial output.
 
     Returns:
-      What was written.
+      The paths of the written files.
 
     Raises:
-      ResultsError: matplotlib is missing, or the page of attention has no place for its rows.
-      OSError: a file cannot be read or written.
+      ResultsError: If matplotlib is missing, or the attention page lacks its markers.
+      OSError: If a file cannot be read or written.
     """
     try:
         from benchmarks.report import plots

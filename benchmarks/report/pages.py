@@ -1,4 +1,4 @@
-"""The Markdown of docs/benchmarks.md, of the notes with every time, and of the page of attention."""
+"""Generates the Markdown of docs/benchmarks.md, of the notes with every time, and of the attention page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from benchmarks.tables import Lines, Operation, capitalized, fields, number, tab
 
 METHOD = Path(__file__).parents[1] / "README.md"
 
-SUMMARY_SIZES = 5  # in how many sizes summaries show a dtype
+SUMMARY_SIZES = 5  # sizes per dtype in summaries
 WIDTH = 120
 
 FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
-"""What is said of where and when, as far as a file says it."""
+"""Environment fields to show, if the file has them."""
 
 INTRODUCTION = """\
 # Benchmarks
@@ -44,7 +44,7 @@ COLUMNS = {
     "kvjax, any slots": 'kvjax promises that no two tokens have one slot (`unique_slots=True`), "any slots" does not.',
     "CUDA fitted": "CUDA: a plain kernel in vLLM's launch geometry, fitted: with a thread for each 16 bytes.",
 }
-"""What is said of columns, by what stands in their headings."""
+"""Explanations of columns, by a part of their headings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Timed:
     """One operation on one device, timed by one clock.
 
     Attributes:
-      title: its name, with the clock where it was timed by several.
-      environment: where and by what command it ran, as far as its file says.
-      rows: measurements of every case.
+      title: The operation's name; includes the clock if several clocks timed it.
+      environment: The environment of the run, as recorded in its file.
+      rows: The measurements of all cases.
     """
 
     device: str
@@ -84,11 +84,11 @@ class Timed:
         found = {case: tables.drawn(self.of, rows) for case, rows in tables.by_case(self.rows).items()}
         return {case: rows for case, rows in found.items() if rows}
 
-    def plot_words(self, case: str) -> list[str]:
+    def plot_labels(self, case: str) -> list[str]:
         return [*filter(None, [self.title, "" if self.is_one_plot else case, self.device])]
 
     def plot_name(self, case: str) -> str:
-        title, *middle, device = self.plot_words(case)
+        title, *middle, device = self.plot_labels(case)
         return re.sub(r"[^a-z0-9.]+", "-", " ".join([device, title, *middle]).lower()).strip("-") + ".png"
 
     def plot_title(self, case: str) -> str:
@@ -98,7 +98,7 @@ class Timed:
             hidden = ("case", "dtype", self.of.against, *self.of.along)
             about = [fields({key: value for key, value in first.items() if key not in hidden}), *about]
             about.append("shaded: 9 of 10 calls")
-        return "\n".join([", ".join(self.plot_words(case)), ", ".join(filter(None, about))])
+        return "\n".join([", ".join(self.plot_labels(case)), ", ".join(filter(None, about))])
 
     def command(self) -> list[str]:
         return [console([self.environment["command"]])] if "command" in self.environment else []
@@ -107,13 +107,13 @@ class Timed:
         return ", ".join(f"{name} {self.environment[name]}" for name in FACTS if name in self.environment)
 
     def lines(self, of: Lines) -> list[str]:
-        """A note and a table with bars; nothing where it has no line."""
+        """Returns a note and a table with bars, or an empty list if the table is empty."""
         found = of.table(self.rows)
         end = f"Medians of {tables.calls(self.rows)}; clock {self.clock}.{of.bars(self.rows)}"
         return [f"{of.note} {end}".strip(), found] if found else []
 
     def short(self, num_sizes: int) -> list[str]:
-        """What a page that has little room says: a caption and a table."""
+        """Returns a caption and a table for the summary page."""
         if self.of.short is None:
             return tables.summary(self.of, self.rows, num_sizes)
         note = f"{self.of.short.note} Medians of {tables.calls(self.rows)}; clock {self.clock}.".strip()
@@ -123,14 +123,14 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything that is told.
+    """The runs to report and the paths to write.
 
     Attributes:
-      devices: the runs on each device.
-      output: the page.
-      plots: the folder of its plots.
-      notes: the folder of the pages with every time.
-      attention: the page that has every row of attention, between its markers.
+      devices: The runs on each device.
+      output: The summary page.
+      plots: The folder of the plots.
+      notes: The folder of the pages with every time.
+      attention: The page that contains every attention row, between its markers.
     """
 
     devices: Mapping[str, Sequence[Run]]
@@ -144,7 +144,7 @@ class Report:
         return [each for runs in self.devices.values() for run in runs for each in run.measurements]
 
     def timed(self, device: str) -> list[Timed]:
-        """What was measured on a device, in the order of the files."""
+        """Returns the measurements of a device by operation and clock, in the order of the files."""
         runs = self.devices[device]
         where = {id(each): run.environment for run in runs for each in run.measurements}
         rows = [each for run in runs for each in run.measurements]
@@ -156,7 +156,7 @@ class Report:
         return found
 
     def headlines(self, device: str) -> list[Timed]:
-        """Those that the page has, the first ones of `OPERATIONS` first."""
+        """Returns the operations on the summary page, in the order of `OPERATIONS`."""
         order = [*OPERATIONS]
         found = [each for each in self.timed(device) if each.of.is_headline and each.short(SUMMARY_SIZES)]
         return sorted(found, key=lambda each: order.index(each.of.name))
@@ -165,8 +165,8 @@ class Report:
         return self.notes / f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.md"
 
     def image(self, of: Timed, case: str, on: Path) -> list[str]:
-        words = escaped(", ".join(of.plot_words(case)))
-        return [f"![{words}]({link(self.plots / of.plot_name(case), on)})"] if case in of.plots() else []
+        text = escaped(", ".join(of.plot_labels(case)))
+        return [f"![{text}]({link(self.plots / of.plot_name(case), on)})"] if case in of.plots() else []
 
 
 def link(to: Path, page: Path) -> str:
@@ -178,11 +178,11 @@ def console(commands: Sequence[str]) -> str:
 
 
 def page(report: Report) -> str:
-    """The Markdown of docs/benchmarks.md: of each device the tables that a reader came for."""
+    """Returns the Markdown of docs/benchmarks.md: the summary tables of each device."""
     on = report.output
     links = ", ".join(f"[{escaped(device)}]({link(report.notes_page(device), on)})" for device in report.devices)
-    title, words = INTRODUCTION.format(method=link(METHOD, on), links=links).split("\n\n")
-    parts = [title, filled(words)]
+    title, text = INTRODUCTION.format(method=link(METHOD, on), links=links).split("\n\n")
+    parts = [title, filled(text)]
     for device in report.devices:
         parts.append(f"## {escaped(device)}")
         for each in report.headlines(device):
@@ -197,24 +197,24 @@ def page(report: Report) -> str:
 
 def columns(of: str) -> list[str]:
     header = of.split("\n")[0]
-    words = " ".join(words for heading, words in COLUMNS.items() if heading in header)
-    return [filled(words)] if words else []
+    text = " ".join(text for heading, text in COLUMNS.items() if heading in header)
+    return [filled(text)] if text else []
 
 
-def filled(words: str) -> str:
-    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
+def filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def notes(report: Report, device: str) -> str:
-    """The Markdown of a device's page with every time but those that another page tells."""
+    """Returns the Markdown of a device's page with every time, except those on the attention page."""
     on = report.notes_page(device)
     timed = [each for each in report.timed(device) if each.of.name != "attention" or not report.attention]
     shown = [each.of.name for each in timed]
     runs = [run for run in report.devices[device] if any(m.operation in shown for m in run.measurements)]
-    title, words = NOTES.format(device=escaped(device), page=link(report.output, on), method=link(METHOD, on)).split(
+    title, text = NOTES.format(device=escaped(device), page=link(report.output, on), method=link(METHOD, on)).split(
         "\n\n"
     )
-    parts = [title, filled(words), *environment(runs)]
+    parts = [title, filled(text), *environment(runs)]
     on_page = [each.title for each in report.headlines(device)]
     for each in timed:
         parts += section(report, each, on, is_on_page=each.title in on_page)
@@ -222,7 +222,7 @@ def notes(report: Report, device: str) -> str:
 
 
 def section(report: Report, each: Timed, on: Path, *, is_on_page: bool) -> list[str]:
-    """Every measurement of one operation, a case at a time."""
+    """Returns every measurement of one operation, grouped by case."""
     calls = f"Medians of {tables.calls(each.rows)} each; clock {escaped(each.clock)}."
     parts = [f"## {capitalized(escaped(each.title))}", calls, *report.image(each, each.headline, on)]
     if each.of.short:
@@ -241,25 +241,25 @@ def details(summary: str, parts: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run]) -> list[str]:
-    """The commands of some runs, and a table of machine and versions."""
+    """Returns the commands of the runs, and a table of their environments."""
     commands, rows = [run.environment["command"] for run in runs if "command" in run.environment], []
     for name in dict.fromkeys(name for run in runs for name in run.environment if name not in ("device", "command")):
-        programs = by_words((run.environment.get(name, "-"), run.short_program) for run in runs)
+        programs = programs_by_text((run.environment.get(name, "-"), run.short_program) for run in runs)
         rows.append([escaped(name), "; ".join(with_programs(programs)) if len(programs) > 1 else next(iter(programs))])
     parts = [console(commands)] if commands else []
     return [*parts, table(["", "measured with"], rows, left=2)] if rows else parts
 
 
-def by_words(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The programs that each of some words comes with, from pairs of both."""
+def programs_by_text(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Groups (text, program) pairs by text."""
     groups: dict[str, dict[str, None]] = {}
-    for words, program in pairs:
-        groups.setdefault(escaped(words), {})[escaped(program)] = None
-    return {words: [*programs] for words, programs in groups.items()}
+    for text, program in pairs:
+        groups.setdefault(escaped(text), {})[escaped(program)] = None
+    return {text: [*programs] for text, programs in groups.items()}
 
 
 def with_programs(programs: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{words} ({', '.join(of)})" for words, of in programs.items()]
+    return [f"{text} ({', '.join(of)})" for text, of in programs.items()]
 
 
 def copies(runs: Sequence[Run]) -> list[str]:
@@ -280,12 +280,12 @@ def skipped(runs: Sequence[Run]) -> list[str]:
         for run in runs
         for what, reason in run.skipped
     ]
-    lines = [f"- {words}" for words in with_programs(by_words(pairs))]
+    lines = [f"- {text}" for text in with_programs(programs_by_text(pairs))]
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
 def every_row_of_attention(report: Report) -> str:
-    """What the page of attention shows between its markers: every row with its bars."""
+    """Returns the part of the attention page between its markers: every row with its bars."""
     found = [each for device in report.devices for each in report.timed(device) if each.of.name == "attention"]
     if not found:
         raise ResultsError("no measurements of attention")
@@ -295,10 +295,10 @@ def every_row_of_attention(report: Report) -> str:
 
 
 def replaced(path: Path, part: str) -> str:
-    """The text of the page of attention with a new part between its markers.
+    """Returns the text of a page with `part` between its attention markers.
 
     Raises:
-      ResultsError: it has not each of them once, one after the other.
+      ResultsError: If the page does not contain each marker exactly once, in order.
     """
     text, begin_line, end_line = path.read_text(), "<!-- attention: begin -->\n", "<!-- attention: end -->\n"
     before, begin, rest = text.partition(begin_line)

@@ -1,4 +1,4 @@
-"""Plots of measured times: against a size, a panel for each dtype, a line for each peer."""
+"""Plots times against a size, with one panel per dtype and one line per peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.tables import Operation, grouped, heading, peers, values
 
 OWN_COLOUR, COPY_COLOUR = "#0072B2", "#808080"
 COLOURS = ("#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#882255", "#999933")
-"""Those of Okabe and Ito that show on white and two of Tol's, which people with any colour vision tell apart."""
+"""Colour-blind-safe colours that are visible on white: Okabe and Ito's, and two of Tol's."""
 
 OWN_MARKER, MARKERS = "o", ("s", "^", "D", "v", "P", "X", "<", "*", ">", "h", "p")
 
@@ -31,14 +31,14 @@ PANELS_ACROSS = 3
 WIDTH_INCHES, PANEL_INCHES, MARGIN_INCHES = 10.0, 2.3, 1.1
 DOTS_AN_INCH, NUM_COLOURS = 160, 256
 
-FEW_SIZES = 4  # up to so many sizes each has its tick
-FEW_DECADES = 100.0  # of times that differ by less than this factor, more than the powers of ten have ticks
+FEW_SIZES = 4  # up to this many sizes, every size has a tick
+FEW_DECADES = 100.0  # below this ratio of largest to smallest time, ticks are not limited to powers of ten
 
 type Style = Mapping[str, str]
 
 
 def styles(peers: Iterable[str]) -> dict[str, Style]:
-    """The look of each peer's lines. Once the colours are used up they come again, dashed and with other markers."""
+    """Returns the line style of each peer. Colours repeat with dashed lines and other markers."""
     styles: dict[str, Style] = {OWN: {"color": OWN_COLOUR, "marker": OWN_MARKER, "linestyle": "-"}}
     others = [peer for peer in dict.fromkeys(peers) if peer != OWN]
     for number, peer in enumerate(others):
@@ -51,7 +51,7 @@ def styles(peers: Iterable[str]) -> dict[str, Style]:
 
 
 def figure(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) -> Figure:
-    """The plot of an operation, of one case or of all; `title` stands above all panels."""
+    """Plots an operation: one case, or all cases for attention and serving."""
     with _own_settings():
         if of.name == "attention":
             return _rows_of_attention(rows, title)
@@ -59,7 +59,7 @@ def figure(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) ->
 
 
 def _sizes(of: Operation, rows: Rows, style: Mapping[str, Style], title: str) -> Figure:
-    """Times, and below them shares of the copy's rate where there are any, against a size."""
+    """Plots times against a size and, below them, the share of the copy rate if copies were measured."""
     has_copies = any(each.copy for each in rows)
     kinds = (_draw_times, _draw_shares) if has_copies else (_draw_times,)
     bands = [*itertools.batched(values(rows, "dtype"), PANELS_ACROSS)]
@@ -93,13 +93,13 @@ def _size(of: Operation, m: Measurement) -> int:
 
 
 def _lines(of: Operation, rows: Rows, dtype: Word | None) -> list[list[Measurement]]:
-    """Those of one dtype by each peer that has some, by size."""
+    """Returns one line per peer for a dtype, sorted by size."""
     found = Rows(each for each in rows if each.subject.get("dtype") == dtype)
     return [sorted(found.find(peer), key=lambda each: _size(of, each)) for peer in peers(found)]
 
 
 def _rows_of_attention(rows: Rows, title: str) -> Figure:
-    """Times of each row: a bar for each dtype of kvjax's, and one for the fastest of the others in bfloat16."""
+    """Plots a group of bars per row: one for each dtype of kvjax, and one for the fastest bfloat16 alternative."""
     cases = [*dict.fromkeys(str(each.subject["case"]) for each in rows)]
     own = grouped((each for each in rows if each.peer == OWN), lambda each: each.dtype)
     others = [each for each in rows.find(dtype=bars.BFLOAT16) if each.peer not in (OWN, "kvjax xla", bars.READ)]
@@ -123,7 +123,7 @@ def _rows_of_attention(rows: Rows, title: str) -> Figure:
 
 
 def _rates(rows: Rows, title: str) -> Figure:
-    """Tokens a second against sequences: a line for each dtype and peer, to the most that was served."""
+    """Plots tokens per second against the number of sequences, with one line per dtype and peer."""
     lines = grouped(rows, lambda each: (each.peer, each.dtype))
     dtypes = [*dict.fromkeys(dtype for _, dtype in lines)]
     others = [*dict.fromkeys(peer for peer, _ in lines if peer != OWN)]
@@ -150,7 +150,7 @@ def _rates(rows: Rows, title: str) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG that holds no date and no version, with few colours: a third of the bytes, and it looks the same."""
+    """Writes a PNG without date and version metadata. The reduced palette makes the file two thirds smaller."""
     drawn = io.BytesIO()
     with _own_settings():
         figure.savefig(drawn, format="png", dpi=DOTS_AN_INCH)
@@ -160,7 +160,7 @@ def save(figure: Figure, path: Path) -> None:
 
 @contextlib.contextmanager
 def _own_settings() -> Iterator[None]:
-    """Matplotlib's defaults and ours, whatever files of settings lie about."""
+    """Applies matplotlib's defaults and our settings, ignoring the user's configuration files."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
@@ -212,7 +212,7 @@ def _plot(panel: Axes, sizes: Sequence[int], heights: Sequence[float], peer: str
 
 
 def _set_ticks(times: Axes, sizes: Sequence[int]) -> None:
-    """Sets those of all panels, which share them with this one."""
+    """Sets the ticks of all panels, which share their axes with `times`."""
     few = len(sizes) <= FEW_SIZES and sizes[-1] < 1e6
     times.xaxis.set_major_locator(FixedLocator(sizes) if few else _powers(*times.get_xlim()))
     times.xaxis.set_minor_locator(NullLocator())

@@ -1,4 +1,4 @@
-"""The JSON files of benchmark runs, read and checked: what each measured, on which device."""
+"""Reads and validates the JSON files of benchmark runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.timing import Clock, Timing
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One file: what a program measured on one device.
+    """The contents of one file: the measurements of one program on one device.
 
     Attributes:
-      environment: device, driver, versions, commit, date and command.
-      copies: bytes moved, and the times of a copy of as many.
-      skipped: what was not measured, and why.
+      environment: Device, driver, versions, commit, date and command.
+      copies: Pairs of bytes moved and the times of a copy that moves them.
+      skipped: Pairs of what was skipped and the reason.
     """
 
     program: str
@@ -35,10 +35,10 @@ class Run:
 
 
 def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
-    """The runs in these files, by device, in the order given.
+    """Reads runs and groups them by device, in the given order.
 
     Raises:
-      ResultsError: a file cannot be read or is no such file, or two measure the same thing on the same device.
+      ResultsError: If a file cannot be read, is not a benchmark run, or repeats a measurement on the same device.
     """
     if not paths:
         raise ResultsError("expected JSON files of benchmark runs, got none")
@@ -48,8 +48,8 @@ def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
         run = read_run(path)
         device = run.environment["device"]
         devices.setdefault(device, []).append(run)
-        for place, measurement in enumerate(run.measurements):
-            where = f"{path}: measurements[{place}]"
+        for index, measurement in enumerate(run.measurements):
+            where = f"{path}: measurements[{index}]"
             if (first := seen.setdefault((device, *measurement.key), where)) != where:
                 raise ResultsError(
                     f"{where}: {device} has a measurement of the same already, {first} ({measurement}); expected"
@@ -61,17 +61,17 @@ def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
 
 
 def read_run(path: Path) -> Run:
-    """What one file holds.
+    """Reads one file.
 
     Raises:
-      ResultsError: it cannot be read, or is no file of a benchmark run.
+      ResultsError: If the file cannot be read or is not a benchmark run.
     """
-    place = str(path)
+    where = str(path)
     try:
         file = json.loads(path.read_bytes())
         if file["schema"] != SCHEMA:
             raise ValueError(f"schema: got {file['schema']}, expected {SCHEMA}")
-        environment = {name: str(words) for name, words in file["environment"].items() if words is not None}
+        environment = {name: str(value) for name, value in file["environment"].items() if value is not None}
         if "device" not in environment:
             raise KeyError("device")
         copies = [
@@ -81,14 +81,14 @@ def read_run(path: Path) -> Run:
         skipped = [(each["what"], each["reason"]) for each in file.get("skipped") or []]
         measurements = []
         for number, record in enumerate(file["measurements"]):
-            place = f"{path}: measurements[{number}]"
+            where = f"{path}: measurements[{number}]"
             if record["operation"] not in OPERATIONS:
                 raise ValueError(f"operation: got {record['operation']!r}, expected one of {[*OPERATIONS]}")
             measurements.append(from_record(record, OPERATIONS[record["operation"]].about))
         return Run(file["program"], environment, copies, measurements, skipped)
     except OSError as error:
-        raise ResultsError(f"{place}: {error.strerror}") from error
+        raise ResultsError(f"{where}: {error.strerror}") from error
     except KeyError as error:
-        raise ResultsError(f"{place}: {error} is missing") from error
+        raise ResultsError(f"{where}: {error} is missing") from error
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ResultsError(f"{place}: not as a benchmark run writes it: {error}") from error
+        raise ResultsError(f"{where}: not as a benchmark run writes it: {error}") from error

@@ -31,7 +31,7 @@ threads read as many bytes at once."""
 PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""
 
-MOST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 """The largest count, and the largest index into an array, that kernels take."""
 
 
@@ -203,7 +203,9 @@ def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
 def has_attention(plan: AttentionPlan, num_seqs: int, block_table: torch.Tensor) -> bool:
     """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices."""
     rows = num_seqs * plan.q_len * plan.num_heads
-    return 0 < rows * max(plan.cache.spec.head_size, plan.cache.spec.head_size_v) <= MOST and block_table.numel() > 0
+    return (
+        0 < rows * max(plan.cache.spec.head_size, plan.cache.spec.head_size_v) <= INT32_MAX and block_table.numel() > 0
+    )
 
 
 class AttentionKernels(NamedTuple):
@@ -249,7 +251,7 @@ def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKerne
 
 def _max_blocks(spec: AttentionSpec, width: int) -> int:
     """The entries of a block table of this width that lengths can reach."""
-    return min(width, MOST // spec.block_size)
+    return min(width, INT32_MAX // spec.block_size)
 
 
 def attention_calls(
@@ -266,9 +268,9 @@ def attention_calls(
     max_blocks = _max_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(query)
-    block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, MOST)
+    block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, INT32_MAX)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
-    if num_seqs * table_stride > MOST:
+    if num_seqs * table_stride > INT32_MAX:
         block_table, table_stride = block_table.contiguous(), width
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -276,7 +278,7 @@ def attention_calls(
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
     sink = () if sinks is None else (sinks.contiguous(),)
     pages = key_cache, value_cache, k_scale.contiguous(), v_scale.contiguous()
-    counts = num_seqs, max_blocks, min(num_blocks, MOST), table_stride, *_token_strides(query)
+    counts = num_seqs, max_blocks, min(num_blocks, INT32_MAX), table_stride, *_token_strides(query)
     return (
         Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
         Call(merge, (max_blocks,), (seq_lens, *sink, *between, out, lse), num_seqs),
@@ -357,7 +359,7 @@ def _query(query: torch.Tensor) -> torch.Tensor:
     strides = query.stride()
     is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)
     reach = sum(size * stride for size, stride in zip(query.shape, _token_strides(query), strict=False))
-    if is_run and reach + num_heads * head_size <= MOST and not query.data_ptr() % query.element_size():
+    if is_run and reach + num_heads * head_size <= INT32_MAX and not query.data_ptr() % query.element_size():
         return query
     return query.clone(memory_format=torch.contiguous_format)
 

@@ -295,7 +295,7 @@ def attend(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
-    lengths = tensors.seq_lens.clamp(0, calls.MOST).to(torch.int32)
+    lengths = tensors.seq_lens.clamp(0, calls.INT32_MAX).to(torch.int32)
     for part, heads, tokens in parts:
         # A part's tokens are the last ones of sequences that end with the part.
         part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
