@@ -26,8 +26,8 @@ FACTS = ("driver", "jax", "torch", "flashinfer", "commit", "date")
 INTRODUCTION = """\
 # Benchmarks
 
-What kvjax's operations take on each device, next to what a user would pick instead. Times are medians;
-[the method]({method}) says how they are taken. GB/s count the fewest bytes that an operation must read and write. The
+Times of kvjax's operations and of alternatives on each device, as medians;
+[the method]({method}) says how they are taken. GB/s count the fewest bytes to read and write. The
 share in brackets is of the rate of a copy of as many bytes in the same run: 100% is as fast as a copy. Full tables:
 {links}. `python -m benchmarks.report` makes these pages from the files of the programs."""
 
