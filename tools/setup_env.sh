@@ -1,5 +1,6 @@
 #!/bin/sh
-# setup_env.sh ENV REQUIREMENT...: creates the virtual environment ENV, unless a usable one exists, and installs into it.
+# setup_env.sh ENV REQUIREMENT...: creates the virtual environment ENV, unless a usable one exists, and installs into it
+# (the arguments after ENV are pip's: requirements and options such as --constraint).
 # If that includes a plugin of jax's, jax uses the CPU without an NVIDIA driver, unless JAX_PLATFORMS is set.
 # PYTHON names the interpreter; the default is the first that is new enough.
 set -eu
