@@ -1,4 +1,5 @@
-# Every target sets up what it needs; a virtual environment is rebuilt only when pyproject.toml has changed.
+# Every target sets up what it needs, of the versions in constraints.txt; a virtual environment is rebuilt only when
+# that or pyproject.toml has changed.
 
 # Where it is set, each of the many processes of the tests compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -7,6 +8,12 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO_ENV := .venv-demo
 DEV_ENV := .venv
 FUZZ_ENV := .venv-fuzz
+NEWEST_ENV := .venv-newest
+LOCK_ENV := .venv-lock
+# pip takes them for what it installs and, by the second name, for what it builds kvjax with.
+LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+# What constraints.txt covers: each environment below has some of these extras.
+LOCKED_EXTRAS := test transformers lint train fuzz cuda12 cuda13
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
 CLIENTS := kerashub tunix sglang_jax
 CLIENT_kerashub := keras-hub==0.32.0
@@ -30,7 +37,8 @@ PYTHON ?= python3
 ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-all test-gpu test-compat test-clients fuzz bench lint format wheel clean distclean help
+.PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench lint format lock wheel clean
+.PHONY: distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --scales")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
@@ -41,6 +49,11 @@ test: $(DEV_ENV)/.installed ## every test that can run here, of matrices a few c
 
 test-all: $(DEV_ENV)/.installed ## the same with the full matrices (ARGS="-m full": only what `test` leaves out)
 	$(DEV_ENV)/bin/python -m pytest -n 2 --dist worksteal --full $(ARGS)
+
+# Not a gate: what fails here is what the next `make lock ARGS=--upgrade` has to answer.
+test-newest: ## every test with the newest version of each dependency, to see what will break next
+	@tools/setup_env.sh $(NEWEST_ENV) --upgrade --upgrade-strategy eager -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
+	$(NEWEST_ENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=python3, ARGS=--full)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop \
@@ -75,6 +88,11 @@ format: $(DEV_ENV)/.installed ## rewrite the sources as the checks want them
 	$(DEV_ENV)/bin/ruff check --fix .
 	$(DEV_ENV)/bin/ruff format .
 
+lock: ## constraints.txt: versions that pyproject.toml allows, for Python 3.12 on (ARGS=--upgrade: the newest)
+	@tools/setup_env.sh $(LOCK_ENV) uv
+	$(LOCK_ENV)/bin/uv pip compile --quiet --universal --python-version 3.12 $(addprefix --extra=,$(LOCKED_EXTRAS)) \
+	  --no-annotate --custom-compile-command "make lock" --output-file constraints.txt $(ARGS) pyproject.toml
+
 wheel: $(DEV_ENV)/.installed ## dist/kvjax-*.whl
 	$(DEV_ENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
@@ -82,30 +100,34 @@ clean: ## remove what was built and every cache
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean ## clean, and remove the virtual environments
-	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(COMPAT_JAX:%=.venv-jax-%) $(CLIENTS:%=.venv-client-%)
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(NEWEST_ENV) $(LOCK_ENV) $(COMPAT_JAX:%=.venv-jax-%) \
+	  $(CLIENTS:%=.venv-client-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
 
-$(DEMO_ENV)/.installed: pyproject.toml
-	@tools/setup_env.sh $(DEMO_ENV) -e '.[demo]'
+$(DEMO_ENV)/.installed: pyproject.toml constraints.txt
+	@$(LOCKED) tools/setup_env.sh $(DEMO_ENV) -e '.[demo]'
 	@touch $@
 
-$(DEV_ENV)/.installed: pyproject.toml tools/jax_without_driver.py
-	@tools/setup_env.sh $(DEV_ENV) -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
+$(DEV_ENV)/.installed: pyproject.toml constraints.txt tools/jax_without_driver.py
+	@$(LOCKED) tools/setup_env.sh $(DEV_ENV) -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
 	@touch $@
 
-$(FUZZ_ENV)/.installed: pyproject.toml
-	@tools/setup_env.sh $(FUZZ_ENV) -e '.[test,fuzz]'
+$(FUZZ_ENV)/.installed: pyproject.toml constraints.txt
+	@$(LOCKED) tools/setup_env.sh $(FUZZ_ENV) -e '.[test,fuzz]'
 	@touch $@
 
 .PHONY: $(COMPAT_JAX:%=test-jax-%)
 $(COMPAT_JAX:%=test-jax-%): test-jax-%: .venv-jax-%/.installed
 	JAX_PLATFORMS=cpu .venv-jax-$*/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# The plugin loads only into the jax of its own version.
-$(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml
-	@tools/setup_env.sh .venv-jax-$* -e '.[test]' jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+# The plugin loads only into the jax of its own version. All else is of the lock.
+$(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml constraints.txt
+	@mkdir -p build
+	@grep -v '^jax' constraints.txt >build/constraints-without-jax.txt
+	@PIP_CONSTRAINT=build/constraints-without-jax.txt tools/setup_env.sh .venv-jax-$* -e '.[test]' \
+	  jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
 	@touch $@
 
 # On the GPU, if there is one. Their warnings are theirs; what a test prints is how far logits deviate.

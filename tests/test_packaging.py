@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import email
+import itertools
+import re
 import subprocess
 import sys
+import tomllib
+import warnings
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"kvjax": ROOT / "kvjax", "kvjax_torch": ROOT / "interop/kvjax_torch"}
@@ -108,3 +117,45 @@ def test_the_command_of_the_wheel_runs_and_knows_its_version(wheel: Path, unpack
     shown = run_on_the_wheel(unpacked, command, "--help")
     assert "demo" in shown
     assert "plan" in shown
+
+
+LOCKED_EXTRAS = ("test", "transformers", "lint", "train", "fuzz", "cuda12", "cuda13")
+
+
+def requirements_of(project: dict[str, Any], extras: Iterable[str]) -> Iterator[Requirement]:
+    """What kvjax with these extras requires, with what extras that they name require."""
+    optional = project["optional-dependencies"]
+    for line in itertools.chain(project["dependencies"], *(optional[extra] for extra in extras)):
+        requirement = Requirement(line)
+        if requirement.name == project["name"]:
+            yield from requirements_of(project, requirement.extras)
+        else:
+            yield requirement
+
+
+def test_lock_has_a_version_that_each_requirement_allows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    requirements = list(requirements_of(project, LOCKED_EXTRAS))
+    assert len(requirements) > 20
+    for requirement in requirements:
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+
+
+def test_makefile_locks_every_extra_that_its_environments_install():
+    makefile = (ROOT / "Makefile").read_text()
+    [locked] = re.findall(r"^LOCKED_EXTRAS := (.*)$", makefile, re.MULTILINE)
+    assert locked.split() == list(LOCKED_EXTRAS)
+    installed = re.findall(r"\$\(LOCKED\) tools/setup_env.sh \S+ -e '\.\[(.*)\]'", makefile)
+    assert installed == ["demo", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz"]
+    assert {"demo", "torch"} & set(LOCKED_EXTRAS) == set()  # `test` and `transformers` require these
+
+
+@pytest.mark.parametrize(
+    ("module", "is_error"),
+    [("kvjax.ops.write", True), ("kvjax_torch", True), ("test_quant", True), ("transformers.utils", False)],
+)
+def test_warnings_are_errors_only_where_kvjax_causes_them(module: str, is_error: bool):
+    with pytest.raises(FutureWarning) if is_error else contextlib.nullcontext():
+        warnings.warn_explicit("a name is deprecated", FutureWarning, "file.py", 1, module=module, registry={})
