@@ -157,7 +157,6 @@ BARS = (
     *_by_dtype("gather", OF_COPY, 0.85, 0.75, 0.75, case=_LLAMA, num_seqs=GATHER_SIZE[:1], seq_len=GATHER_SIZE[1:]),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as tensors"),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as floats"),
-    Bar("bridge host", MICROSECONDS, 1000.0, peer="kvjax_torch through JAX (DLPack)"),
     Bar("bridge kernel", X_JIT, 1.05, peer="kvjax_torch"),
     Bar("bridge replay", X_KERNELS, 1.1, peer="kvjax_torch"),
     *_by_dtype("attention", OF_READING, 0.92, 0.90, 0.68, case=("64x8192",)),

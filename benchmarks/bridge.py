@@ -5,16 +5,14 @@ Run `python -m benchmarks.bridge --json=bridge.json` from the source tree. docs/
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
-from unittest import mock
 
 from absl.testing import absltest
 
@@ -33,7 +31,6 @@ if reason := why_not_importable("torch", "kvjax_torch"):
 import torch
 
 import kvjax_torch
-from kvjax_torch import cuda
 
 CASE = shapes.LLAMA_8B
 NUM_TOKENS = output.define_numbers(
@@ -45,11 +42,6 @@ FIRST_CASE = shapes.Case("small", 1, 64)
 
 DECODE_TOKENS = 64  # tokens per call where the number does not vary
 EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
-THROUGH_JAX = "kvjax_torch through JAX (DLPack)"
-
-CALLS_AHEAD = 8  # calls to queue on a busy GPU; JAX blocks the eleventh
-PLACES, PLACE_BYTES = 2_000, 256
-"""Number of addresses, and bytes between them, for calls whose inputs move every time."""
 
 GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
 OTHER_GRAPHS = 8  # additional graphs per process, because a server has many
@@ -122,26 +114,6 @@ def eager_calls() -> dict[str, Call]:
     }
 
 
-def moving_write() -> Call:
-    """Returns a write whose inputs move every time, through more addresses than are cached."""
-    key, value, key_cache, value_cache, slots = new_write(CASE, EAGER_DTYPE)
-    moved = map(_copies, (key, value, slots))
-    write, dtype, scales = kvjax_torch.reshape_and_cache_flash, EAGER_DTYPE.value, scale_tensors()
-    writes = [
-        functools.partial(write, key, value, key_cache, value_cache, slots, dtype, *scales)
-        for key, value, slots in zip(*moved, strict=True)
-    ]
-    next_write = itertools.cycle(writes).__next__
-    return lambda: next_write()()
-
-
-def _copies(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns overlapping copies of a tensor at `PLACES` addresses in one allocation."""
-    step = PLACE_BYTES // tensor.element_size()
-    memory = tensor.flatten().repeat(1 + -(-PLACES * step // tensor.numel()))
-    return [memory.as_strided(tensor.shape, tensor.stride(), index * step) for index in range(PLACES)]
-
-
 def jitted_write() -> Call:
     """Returns the same write from JAX, with a donated cache."""
     tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
@@ -149,28 +121,18 @@ def jitted_write() -> Call:
     return functools.partial(write, 0)
 
 
-def host_times(calls: Mapping[str, Call], is_busy: bool = False) -> dict[str, Timing]:
-    """Measures host time per call, interleaving the calls. With `is_busy`, the GPU is busy and calls queue up."""
-    in_a_row = CALLS_AHEAD if is_busy else 100 if has_gpu() else 3
+def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
+    """Measures host time per call, interleaving the calls."""
+    in_a_row = 100 if has_gpu() else 3
     timers = {name: timeit.Timer(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(timing.LIMITS.min_calls + 1):
         for name, timer in timers.items():
             wait()
-            if is_busy:
-                torch.cuda._sleep(A_WHILE)
             samples[name].append(timer.timeit(in_a_row) / in_a_row)
     wait()
     clock = Clock.HOST if has_gpu() else Clock.WALL
     return {name: Timing(tuple(seconds[1:]), clock) for name, seconds in samples.items()}  # drops the warm-up round
-
-
-@contextlib.contextmanager
-def through_jax() -> Iterator[None]:
-    """Forces kernels to run through JAX, as if they could not be launched on torch's streams."""
-    with mock.patch.object(cuda, "_through_jax", True):
-        cuda._known_writes.clear()
-        yield
 
 
 def host_waits(call: Call) -> bool | None:
@@ -195,9 +157,9 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(calls: Mapping[str, Call], is_busy: bool = False) -> list[Measurement]:
+def time_eager_calls(calls: Mapping[str, Call]) -> list[Measurement]:
     """Times calls. The first must be `index_copy_`, the baseline of the others."""
-    times = host_times(calls, is_busy)
+    times = host_times(calls)
     index_copy, *_ = times.values()
     subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
     found = []
@@ -311,18 +273,7 @@ class TorchBenchmark(output.Program):
                     self.results.add(time_first_call(name, case, dtype, call))
 
     def test_eager_calls(self) -> None:
-        calls = eager_calls()
-        index_copy, with_tensors, *_ = calls
-        found = time_eager_calls(calls)
-        if has_gpu():
-            for name, call, is_busy in (
-                (THROUGH_JAX, calls[with_tensors], False),
-                ("through JAX, GPU busy", calls[with_tensors], True),
-                ("through JAX, tokens at new addresses", moving_write(), False),
-            ):
-                with self.subTest(call=name), through_jax():
-                    found += time_eager_calls({index_copy: calls[index_copy], name: call}, is_busy)[1:]
-        for each in found:
+        for each in time_eager_calls(eager_calls()):
             self.results.add(each)
 
     def test_graphs(self) -> None:

@@ -125,12 +125,3 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("needs a torch that sees the CUDA GPU")
     return request.param
-
-
-@pytest.fixture
-def through_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has JAX run torch's calls on a GPU, as where the launcher's parts are missing."""
-    from kvjax_torch import cuda
-
-    monkeypatch.setattr(cuda, "_through_jax", True)
-    monkeypatch.setattr(cuda, "_known_writes", {})

@@ -18,13 +18,10 @@ from any_count import (
     attention_kernels,
     gather_kernel,
     interleaved_memory,
-    page_memory,
-    scale_memory,
     write_kernel,
 )
 from gpu_compile import TARGETS, compile_for, why_not
 from helpers import (
-    FEW_DTYPES,
     KERNEL_DTYPES,
     assert_same_bytes,
     kv_tokens,
@@ -128,16 +125,15 @@ def test_interpreted_kernels_serve_scales_between_rows():
     with interpret_mode(), jax.enable_x64(True):
         rows = [jnp.asarray(x).reshape(5, -1) for x in (key, value)]
         words = jax.lax.bitcast_convert_type(jnp.asarray(slots), jnp.int32).reshape(-1)
-        numbers = 5, NUM_BLOCKS * spec.block_size - 1, *[0] * 7
-        parts = interleaved_kernel(dtype, "write").with_numbers(numbers, 5, words, *rows, *[jnp.asarray(memory)] * 4)
+        counts = 5, NUM_BLOCKS * spec.block_size - 1
+        parts = interleaved_kernel(dtype, "write").with_counts(counts, 5, words, *rows, *[jnp.asarray(memory)] * 4)
         for start, part in zip(starts, parts, strict=True):  # each as if it began where its own bytes do
             memory |= np.roll(np.asarray(part), start)
         table, lengths = jnp.array([2, 0, 1], jnp.int32), jnp.array([24], jnp.int32)
         kernel = interleaved_kernel(dtype, "gather")
         dense = [jnp.zeros((3 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
         keys, values, *of_scales = (jnp.asarray(np.roll(memory, -start)) for start in starts)
-        numbers = 3, 3, NUM_BLOCKS - 1, *[0] * 8
-        read = kernel.with_numbers(numbers, 3, table, lengths, *of_scales, keys, values, *dense)
+        read = kernel.with_counts((3, 3, NUM_BLOCKS - 1), 3, table, lengths, *of_scales, keys, values, *dense)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table[None], lengths, dtype=BFLOAT16, implementation="xla")
     stored = np.isin(np.array([16 + i for i in range(8)] + [*range(16)]), slots)
@@ -191,14 +187,9 @@ def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, opti
     assert set(parameters) <= {".u64", ".b64"}
 
 
-BEFORE = 16
-"""Elements of other things before a token's rows."""
-
-
 def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Tokens as a fused projection has them, 64 other elements around each; for NVFP4 in words of two elements."""
-    gaps = BEFORE, 64 - BEFORE
-    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), gaps], constant_values=jnp.nan)
+    """Tokens as a fused projection has them, 64 other elements after each; for NVFP4 in words of two elements."""
+    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
     if spec.quant_mode is not KVQuantMode.NVFP4:
         return flat
     return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
@@ -279,19 +270,12 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
     rows = [with_gaps(jnp.asarray(x), spec) for x in (key, value)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
-    row_beginning = BEFORE // 2 if dtype.byte_format is KVCacheDType.NVFP4 else BEFORE
     in_pages = spec.quant_mode.is_per_token_head  # what the scales lie in, which are then taken for keys and for values
-    scale_beginning = 0 if in_pages else 1
     with interpret_mode():
         kernel = write_kernel(spec, np.int32, unique_slots=unique_slots)
-        written = kernel.with_numbers(
-            (num_tokens, last_slot, 1, row_beginning, row_beginning, 0, 0, scale_beginning, scale_beginning),
-            num_tokens,
-            behind_another(slots),
-            *rows,
-            pages,
-            pages,
-            *([pages] * 2 if in_pages else map(behind_another, both_scales)),
+        of_scales = [pages] * 2 if in_pages else both_scales
+        written = kernel.with_counts(
+            (num_tokens, last_slot), num_tokens, jnp.asarray(slots), *rows, pages, pages, *of_scales
         )
         # Of what is written each has its own copy of the pages here; put together, they are the cache.
         changed = bits(written[0])
@@ -303,50 +287,12 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
         table, lengths = jnp.array([NUM_BLOCKS, 0, 2, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
-        small = *map(behind_another, (table, lengths)), *([full] * 2 if in_pages else map(behind_another, both_scales))
-        numbers = 2, 2, NUM_BLOCKS - 1, 1, 1, scale_beginning, scale_beginning, *[0] * 4
-        read = kernel.with_numbers(numbers, 4, *small, full, full, *dense)
+        of_scales = [full] * 2 if in_pages else both_scales
+        read = kernel.with_counts((2, 2, NUM_BLOCKS - 1), 4, table, lengths, *of_scales, full, full, *dense)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
     for got, want in zip(read, wanted, strict=True):
         assert_same_bytes(np.asarray(got).reshape(-1).view(np.uint8), np.asarray(want).reshape(-1).view(np.uint8))
-
-
-def run_where_arrays_begin_late(dtype: KVCacheDType, operation: str, *arrays: jax.Array) -> list[jax.Array]:
-    return late_kernel(dtype, operation).with_numbers(late_numbers(operation), 40, *arrays)
-
-
-def late_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
-    """Of rows and pages that leave no room behind them."""
-    spec = simple_spec(dtype, num_kv_heads=2, head_size=128, block_size=8)
-    rows = kernels.RowMemory(BFLOAT16, spec.num_kv_heads * spec.head_size, 16)
-    pages = page_memory(spec)
-    if operation == "gather":
-        return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1), scale_memory(spec))
-    options = {"unique_slots": False, "scale_pages": scale_memory(spec)}
-    return kernels.write_kernel(spec, (rows, rows), pages, np.dtype(np.int64), (1, 1), **options)
-
-
-def late_numbers(operation: str) -> tuple[int, ...]:
-    """Counts, and beginnings that let an array's last row reach into one that JAX's has not."""
-    return (10, 10, 31, *[3] * 4, 16, 16, 0, 0) if operation == "gather" else (40, 255, *[3] * 3, 16, 16, 3, 3)
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@matrix({"dtype": FEW_DTYPES, "operation": ["write", "gather"], "target": TARGETS})
-def test_where_arrays_begin_late_it_is_one_kernel_too(dtype, operation, target):
-    """Of a constant, JAX would say that a row which begins late reaches past the end of its own."""
-    kernel = late_kernel(dtype, operation)
-    arrays = [jax.ShapeDtypeStruct((80, *each.array.shape[1:]), each.array.dtype) for each in kernel.arguments]
-    run = functools.partial(run_where_arrays_begin_late, dtype, operation)
-    program = compile_for(target, run, *arrays, donate_argnums=kernel.written)
-    assert program.device_ops == ("custom-call",)
-    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
-
-
-def behind_another(x: jax.Array | np.ndarray) -> jax.Array:
-    """Numbers that begin one into an array."""
-    return jnp.concatenate([jnp.full(1, 77, x.dtype), jnp.asarray(x)])
 
 
 def bits(x: jax.Array) -> jax.Array:

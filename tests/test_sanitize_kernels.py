@@ -44,15 +44,9 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: py
     ]
 
 
-@pytest.mark.parametrize("through_jax", [pytest.param(False, marks=pytest.mark.full), True])
-def test_from_torch_it_runs_what_torch_calls(
-    through_jax: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_from_torch_it_runs_what_torch_calls(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Every dtype, layout and kind of scales, in torch's terms; on the CPU, which has no kernels."""
     torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")
-    from kvjax_torch import cuda
-
-    monkeypatch.setattr(cuda, "_through_jax", cuda._through_jax)
     write, gather_kv = kvjax_torch.reshape_and_cache_flash, kvjax_torch.gather_kv
     written, read = [], []
 
@@ -66,8 +60,7 @@ def test_from_torch_it_runs_what_torch_calls(
 
     monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", watched_write)
     monkeypatch.setattr(kvjax_torch, "gather_kv", watched_gather)
-    DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2", *["--through-jax"] * through_jax])
-    assert cuda._through_jax == through_jax
+    DRIVER["main"](["--from-torch", "--num-tokens", "33", "--num-kv-heads", "2"])
     assert len(capsys.readouterr().out.splitlines()) == KINDS
     assert [is_unique for _, is_unique in written] == [False, True] * KINDS
     for (*_, slots), is_unique in written:
@@ -108,12 +101,6 @@ def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kvjax_torch, "reshape_and_cache_flash", write_before)
     with pytest.raises(AssertionError, match="before the start of a tensor"):
         DRIVER["main"](["--from-torch", "--num-tokens", "9", "--dtype", "bfloat16"])
-
-
-def test_jax_runs_no_kernels_of_torch_that_were_not_asked_for(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        DRIVER["main"](["--through-jax"])
-    assert "--through-jax requires --from-torch" in capsys.readouterr().err
 
 
 def test_where_no_kernel_can_run_it_fails():

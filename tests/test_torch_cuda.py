@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -23,8 +22,8 @@ import jax  # noqa: E402
 from torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax_torch import cuda, driver, launch  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
+from kvjax_torch import driver, launch  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -137,15 +136,8 @@ def test_a_gather_of_any_size_is_one_compilation():
     assert launch.num_compilations() == compilations
 
 
-@pytest.fixture(params=["launched", "through_jax"])
-def either_path(request) -> None:
-    """Kernels launched on torch's streams, and run by JAX."""
-    if request.param == "through_jax":
-        request.getfixturevalue("through_jax")
-
-
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_nothing_is_read_where_the_table_names_no_block(index: torch.dtype, either_path):
+def test_nothing_is_read_where_the_table_names_no_block(index: torch.dtype):
     cache = new_cache("nvfp4", 8, 10)
     write(new_rows(10 * BLOCK_SIZE, 8), cache, torch.arange(10 * BLOCK_SIZE, device="cuda"), "nvfp4")
     past = {torch.int32: 2**31 - 1, torch.int64: 2**32}[index]  # the low half of the latter is a block
@@ -164,7 +156,7 @@ def test_nothing_is_read_where_the_table_names_no_block(index: torch.dtype, eith
 @pytest.mark.parametrize("new_stream", [torch.cuda.default_stream, torch.cuda.Stream], ids=["default", "side"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read", [as_bytes, as_tokens])
-def test_calls_wait_for_their_stream_and_for_nothing_else(read: Read, dtype: str, new_stream, either_path):
+def test_calls_wait_for_their_stream_and_for_nothing_else(read: Read, dtype: str, new_stream):
     """On a stream that is busy for a while before the rows are there: a call on another would come too early."""
     num_blocks, stream, idle = 40, new_stream(), torch.cuda.Event()
     cache, slots = new_cache(dtype, 8, num_blocks), new_slots(64, num_blocks)
@@ -190,7 +182,7 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(read: Read, dtype: str
         assert_same(cache, expected)
 
 
-def test_the_default_stream_comes_after_all_that_block(either_path):
+def test_the_default_stream_comes_after_all_that_block():
     """What others have queued on streams that CUDA lets the default one wait for comes before a write on it."""
     handle = ctypes.c_void_p()
     driver.call("cuStreamCreate", ctypes.byref(handle), 0)
@@ -209,7 +201,7 @@ def test_the_default_stream_comes_after_all_that_block(either_path):
 
 
 @pytest.mark.parametrize(("read", "turns"), [(as_bytes, 8), (as_tokens, 4)])
-def test_eight_calls_wait_for_a_busy_gpu_in_its_queue(read: Read, turns: int, either_path):
+def test_eight_calls_wait_for_a_busy_gpu_in_its_queue(read: Read, turns: int):
     """Those of a GPU that comes later: JAX lets so many more than one be queued, though not any number."""
     cache, rows, slots, done = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40), torch.cuda.Event()
     expected = written(rows, cache, slots, "nvfp4")
@@ -265,7 +257,7 @@ def test_a_gather_is_recorded_too():
 
 
 @pytest.mark.parametrize("read", [as_bytes, as_tokens])
-def test_threads_on_streams_of_their_own(read: Read, either_path):
+def test_threads_on_streams_of_their_own(read: Read):
     num_blocks, failures = 40, []
     cases = [(dtype, new_cache(dtype, 8, num_blocks), new_rows(64, 8, seed)) for seed, dtype in enumerate(DTYPES[1:])]
     slots = new_slots(64, num_blocks)
@@ -294,7 +286,7 @@ def test_threads_on_streams_of_their_own(read: Read, either_path):
     assert not failures
 
 
-def test_a_thread_may_write_while_another_captures(either_path):
+def test_a_thread_may_write_while_another_captures():
     cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
     expected, failures, ends = written(rows, cache, slots, "nvfp4"), [], threading.Event()
     write(rows, cache, slots, "nvfp4")
@@ -332,7 +324,7 @@ def test_a_thread_may_write_while_another_captures(either_path):
 
 
 @pytest.mark.parametrize("written_on", ["producer", "consumer"])
-def test_keys_and_pages_may_come_from_another_stream(written_on: str, either_path):
+def test_keys_and_pages_may_come_from_another_stream(written_on: str):
     """Of a stream that has nothing to do but to wait for it."""
     cache, slots, source = new_cache("nvfp4", 8, 40), new_slots(64, 40), new_rows(64, 8)
     rows, producer, consumer = torch.zeros_like(source), torch.cuda.Stream(), torch.cuda.Stream()
@@ -355,7 +347,7 @@ def test_keys_and_pages_may_come_from_another_stream(written_on: str, either_pat
     assert_all_same(read, as_tokens(expected, "nvfp4"))
 
 
-def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
+def test_a_thread_that_has_done_nothing_on_the_gpu_before():
     cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
     expected = written(rows, cache, slots, "nvfp4")
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
@@ -369,7 +361,7 @@ def test_a_thread_that_has_done_nothing_on_the_gpu_before(either_path):
 
 
 @pytest.mark.parametrize("read", [as_bytes, as_tokens])
-def test_tensors_of_another_gpu_are_written_and_read_there(read: Read, either_path):
+def test_tensors_of_another_gpu_are_written_and_read_there(read: Read):
     """On the current stream of that GPU, whichever GPU is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -455,7 +447,7 @@ def test_a_capture_may_take_its_time(mode: str, started: str):
     subprocess.run([sys.executable, "-c", RECORDS, mode, started], check=True, env=env)
 
 
-def test_ten_thousand_calls_leave_no_memory_behind(either_path):
+def test_ten_thousand_calls_leave_no_memory_behind():
     cache, rows, slots = new_cache("nvfp4", 8, 40), new_rows(64, 8), new_slots(64, 40)
     calls = [rows, rows.transpose(1, 2).contiguous().transpose(1, 2)]  # the second is copied at each call
     table = torch.tensor([[3, 1]], device="cuda", dtype=torch.int32)
@@ -489,39 +481,9 @@ def jax_bytes() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
-def test_without_the_launcher_jax_runs_the_same_kernels_and_says_so_once(monkeypatch):
-    def unavailable(*_: object) -> None:
-        raise launch.LaunchUnavailableError("it is taken away")
-
-    monkeypatch.setattr(launch, "compile_kernel", unavailable)
-    monkeypatch.setattr(cuda, "_through_jax", False)
-    monkeypatch.setattr(cuda, "_known_writes", {})
-    cuda._compiled.cache_clear()
-    with pytest.warns(RuntimeWarning, match="it is taken away"):
-        write(new_rows(2, 8), new_cache("bfloat16", 8, 4), new_slots(2, 4), "bfloat16")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            for dtype in DTYPES:
-                for num_tokens in (1, 33):
-                    cache, rows = new_cache(dtype, 8, 10), new_rows(num_tokens, 8, num_tokens)
-                    slots = new_slots(num_tokens, 10)
-                    expected = written(rows, cache, slots, dtype)
-                    write(rows, cache, slots, dtype)
-                    assert_same(cache, expected)
-                    table = torch.tensor([[3, 1], [9, 0]], device="cuda")
-                    lengths = torch.tensor([20, 9], device="cuda")
-                    read = kvjax_torch.gather_kv(cache[:, 0], cache[:, 1], table, lengths, dtype, *SCALES)
-                    halves = expected[:, 0], expected[:, 1]
-                    wanted = kvjax_torch.gather_kv(*halves, table.cpu(), lengths.cpu(), dtype, *SCALES)
-                    assert_all_same(read, wanted)
-    finally:
-        cuda._compiled.cache_clear()
-
-
 @pytest.mark.parametrize("start", [16, 208])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_may_begin_anywhere(dtype: str, start: int, either_path):
+def test_tensors_may_begin_anywhere(dtype: str, start: int):
     """JAX's own arrays begin at multiples of 256 bytes, and its kernels take no others."""
     cache, around = late(new_cache(dtype, 8, 10), start)
     slots, _ = late(new_slots(33, 10), 8)
@@ -556,82 +518,6 @@ def late(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     return moved.copy_(tensor), memory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_jax_writes_and_reads_memory_that_is_given_out_again(dtype: str, through_jax):
-    """Addresses come back with other owners, contents and sizes."""
-    scales = torch.tensor([0.0, *SCALES, 0.0], device="cuda")[1:3]  # neither begins where JAX's arrays may
-    addresses, calls = set(), 0
-    for _ in range(3):
-        for num_blocks, num_tokens in ((10, 33), (7, 33), (10, 5)):
-            cache, rows = new_cache(dtype, 8, num_blocks), new_rows(num_tokens, 8, calls)
-            slots = new_slots(num_tokens, num_blocks, calls)
-            for used in ((scales[0], scales[0]), (scales[0], scales[1])):
-                expected = written(rows, cache, slots, dtype, [scale.cpu() for scale in used])
-                write(rows, cache, slots, dtype, used)
-                assert_same(cache, expected)
-            table, lengths = torch.tensor([[3, 1], [6, 0]], device="cuda"), torch.tensor([20, 9], device="cuda")
-            halves = cache[:, 0], cache[:, 1]
-            read = kvjax_torch.gather_kv(*halves, table, lengths, dtype, scales[0], scales[1])
-            on_cpu = expected[:, 0], expected[:, 1]
-            wanted = kvjax_torch.gather_kv(*on_cpu, table.cpu(), lengths.cpu(), dtype, *SCALES)
-            assert_all_same(read, wanted)
-            addresses.add(cache.data_ptr())
-            calls += 1
-            del cache, halves
-    assert len(addresses) < calls
-
-
-def record(call: Callable[[], None]) -> None:
-    with capture(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device="cuda")
-        call()
-
-
-def test_jax_refuses_to_be_recorded(through_jax):
-    cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(9, 8), new_slots(9, 4)
-    expected = written(rows, cache, slots, "nvfp4")
-    write(rows, cache.clone(), slots, "nvfp4")  # compiled, and its scales are on the GPU
-    for _ in range(2):
-        cache.view(torch.uint8).fill_(0xAB)
-        torch.cuda.synchronize()
-        with pytest.raises(UnsupportedError, match=r"got a stream that torch\.cuda\.graph records"):
-            record(lambda: write(rows, cache, slots, "nvfp4"))
-        torch.cuda.synchronize()
-        assert (cache == 0xAB).all()
-        write(rows, cache, slots, "nvfp4")
-        assert_same(cache, expected)
-
-
-def test_jax_keeps_nothing_of_torchs_memory(through_jax):
-    gc.collect()  # also has JAX let go of what others exported
-    before = len(jax.live_arrays())
-    cache, rows, slots = new_cache("bfloat16", 8, 4), new_rows(2, 8), new_slots(2, 4)
-    for _ in range(3):
-        write(rows, cache, slots, "bfloat16")
-        assert len(jax.live_arrays()) == before
-
-
-def test_python_ends_while_jax_writes_torchs_memory():
-    code = """
-import atexit, os, jax
-atexit.register(lambda: end.query() and not exports._exports or os._exit(3))  # runs after all registered later
-import torch, kvjax_torch
-from kvjax_torch import cuda, exports
-cuda._through_jax, exports._MAX_WAIT = True, 1000  # longer than this test
-cache = torch.zeros((4, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda")
-rows, slots = torch.ones((5, 8, 128), dtype=torch.bfloat16, device="cuda"), torch.arange(5, device="cuda")
-for cycles in (0, 2_000_000_000):  # a second, in which Python ends
-    torch.cuda.synchronize()
-    torch.cuda._sleep(cycles)
-    kvjax_torch.reshape_and_cache_flash(rows, rows, cache[:, 0], cache[:, 1], slots, "auto", 1.0, 1.0)
-end = torch.cuda.Event()
-end.record()
-assert exports._exports and not end.query()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
-
-
 def test_slots_with_gaps_between_them():
     metadata = torch.stack([new_slots(9, 4), torch.full((9,), 2, device="cuda")], dim=1)
     for num_tokens in (1, 1, 9, 3):
@@ -658,7 +544,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_refused_has_written_nothing(wrong: str, either_path):
+def test_what_is_refused_has_written_nothing(wrong: str):
     change, error, message = WRONG[wrong]
     cache = new_cache("bfloat16", 8, 4)
     call = {"rows": new_rows(9, 8), "cache": cache, "slots": new_slots(9, 4), "dtype": "bfloat16"}

@@ -16,14 +16,12 @@ torch = pytest.importorskip("torch")
 from torch_helpers import nested  # noqa: E402
 
 import kvjax  # noqa: E402
-from kvjax import KVCacheError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, dlpack, ops  # noqa: E402
+from kvjax import KVCacheError, UnsupportedError, kernels  # noqa: E402
+from kvjax_torch import calls, cuda, launch, ops  # noqa: E402
 from kvjax_torch.plan import WriteTensors  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
-HOST = -1
-"""torch's number for no GPU."""
 
 
 class Recorder:
@@ -51,39 +49,9 @@ class Recorder:
         self.launches.append((list(entries), num_programs))
 
 
-class JaxRecorder(Recorder):
-    """In place of what JAX runs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
-        monkeypatch.setattr(cuda, "_through_jax", True)
-        monkeypatch.setattr(dlpack, "run", self.run)
-
-    def run(self, call: calls.Call) -> None:
-        assert is_locked_alone(HOST)
-        addresses = [tensor.data_ptr() for tensor in call.tensors]
-        self.launches.append(([*kernels.packed(call.counts), *addresses], call.kernel.num_programs(call.amount)))
-
-
-def is_locked_alone(device: int) -> bool:
-    """Whether calls on one GPU wait, and neither those on others nor those that compile."""
-    return cuda._lock(device).locked() and not cuda._lock(device + 1).locked() and not cuda._one_at_a_time.locked()
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
-
-
-@pytest.fixture
-def jax_recorder(monkeypatch: pytest.MonkeyPatch) -> JaxRecorder:
-    return JaxRecorder(monkeypatch)
-
-
-@pytest.fixture(params=[Recorder, JaxRecorder])
-def either_recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Of kernels that are launched on torch's streams, and of those that JAX runs."""
-    return request.param(monkeypatch)
 
 
 def arguments(num_tokens: int = 5, **changes: Any) -> dict[str, Any]:
@@ -191,16 +159,6 @@ def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
         assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_jax_runs_is_planned_for_each_time(name: str, jax_recorder: JaxRecorder):
-    one, other = (arguments(**changes) for changes in OTHERS[name])
-    for planned_before, call in enumerate((one, one, other, one)):
-        assert jax_recorder.planned == planned_before
-        cuda.write(**call)
-        assert jax_recorder.launches[-1][0][1:6] == entries(call)[1:6]
-    assert not cuda._known_writes
-
-
 def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
     call = arguments()
     cuda.write(**call)
@@ -228,10 +186,10 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
     assert is_held == [True, True]
 
 
-def test_no_slots_are_no_launch(either_recorder: Recorder):
+def test_no_slots_are_no_launch(recorder: Recorder):
     cuda.write(**arguments())
     cuda.write(**arguments(slot_mapping=torch.arange(0)))
-    assert len(either_recorder.launches) == 1
+    assert len(recorder.launches) == 1
 
 
 MORE = halves_of(NUM_BLOCKS + 1, *PAGES[1:], ROW)
@@ -263,12 +221,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, either_recorder: Recorder):
+def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
     aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
     cuda.write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
         cuda.write(**arguments(**aligned | WRONG[name]))
-    assert len(either_recorder.launches) == 1
+    assert len(recorder.launches) == 1
 
 
 COPIED = {
@@ -279,14 +237,14 @@ COPIED = {
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_what_is_copied_is_planned_for_each_time(name: str, either_recorder: Recorder):
+def test_what_is_copied_is_planned_for_each_time(name: str, recorder: Recorder):
     call = arguments()
     cuda.write(**call)
     call[name] = COPIED[name]
     for planned_before in range(1, 4):
-        assert either_recorder.planned == planned_before
+        assert recorder.planned == planned_before
         cuda.write(**call)
-        assert either_recorder.launches[-1][0] != entries(call)
+        assert recorder.launches[-1][0] != entries(call)
 
 
 def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
@@ -320,16 +278,21 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
     assert recorder.planned == 1
 
 
-def test_what_is_launched_goes_on_being_launched_where_jax_runs_the_rest(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-):
-    """A kernel may be of a form that cannot be launched, while others are recorded by graphs."""
+def test_without_the_launcher_calls_raise_and_name_the_tested_versions(monkeypatch: pytest.MonkeyPatch):
+    def unavailable(*_: object) -> None:
+        raise launch.LaunchUnavailableError("JAX 0.99 lacks a part")
+
+    monkeypatch.setattr(cuda, "_known_writes", {})
+    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
+    monkeypatch.setattr(launch, "compile_kernel", unavailable)
     call = arguments()
-    cuda.write(**call)
-    monkeypatch.setattr(cuda, "_through_jax", True)
-    monkeypatch.delattr(dlpack, "run")
-    cuda.write(**call)
-    assert [launched for launched, _ in recorder.launches] == [entries(call)] * 2
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    read = call["key_cache"], call["value_cache"], table, lengths, "nvfp4", *scales(call), "linear", None
+    for _ in range(2):
+        for run in (lambda: cuda.write(**call), lambda: cuda.gather(*read)):
+            with pytest.raises(UnsupportedError, match=r"JAX 0\.99 lacks a part; tested with jax 0\.11\.1 to 0\.12"):
+                run()
+    assert not cuda._known_writes
 
 
 def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from kvjax_torch.arguments import gather_plan, rope_plan, write_plan  # noqa: E4
 from kvjax_torch.calls import gather_call, rope_call, write_call  # noqa: E402
 from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
 
-DEVICES = ["cpu", *(pytest.param(device, marks=pytest.mark.gpu) for device in ("cuda", "cuda through JAX"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = ("interleaved", "halves", "apart", "HND", "padded")
 NUM_BLOCKS = 5
 SLOTS = np.array([3, -1, 70, 16, 79, 0, 10**6, 17, 41, 9])
@@ -124,10 +124,7 @@ def expected_reads(pages: Pages, dtype: str) -> list[np.ndarray]:
         "element": ["bytes", "own"],
     }
 )
-def test_vllms_layouts_are_written_and_read_in_place(dtype, layout, input_dtype, element, device, request):
-    device, _, through_jax = device.partition(" ")
-    if through_jax:
-        request.getfixturevalue("through_jax")
+def test_vllms_layouts_are_written_and_read_in_place(dtype, layout, input_dtype, element, device):
     spec = make_spec(dtype, layout)
     own = torch.int8 if dtype.startswith("int8") else torch.float8_e4m3fn
     pages, wanted = (Pages(spec, layout, own if element == "own" else torch.uint8, where) for where in (device, "cpu"))
@@ -155,10 +152,7 @@ def test_vllms_layouts_are_written_and_read_in_place(dtype, layout, input_dtype,
     },
     pairs=True,
 )
-def test_rotated_keys_are_written_to_vllms_layouts(dtype, layout, input_dtype, is_neox, device, request):
-    device, _, through_jax = device.partition(" ")
-    if through_jax:
-        request.getfixturevalue("through_jax")
+def test_rotated_keys_are_written_to_vllms_layouts(dtype, layout, input_dtype, is_neox, device):
     spec = make_spec(dtype, layout)
     pages, wanted = (Pages(spec, layout, torch.uint8, where) for where in (device, "cpu"))
     key, value = kv_tokens(spec, len(SLOTS), INPUT_DTYPES[input_dtype])
@@ -174,7 +168,7 @@ def test_rotated_keys_are_written_to_vllms_layouts(dtype, layout, input_dtype, i
         assert_same_bytes(got.view(np.uint8), expected.view(np.uint8))
 
 
-@pytest.mark.parametrize("device", DEVICES[:2])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [dtype.value for dtype in reference.PER_TOKEN_HEAD])
 def test_attention_over_vllms_layout(dtype, device):
     spec = make_spec(dtype)

@@ -16,7 +16,7 @@ past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv
 kernel; `--layouts` leaves out others.
 
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
-tensors that start between multiples of 256 bytes; with `--through-jax`, JAX runs them. The memory is then torch's: use
+tensors that start between multiples of 256 bytes. The memory is then torch's: use
 `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for separate allocations.
 """
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -174,17 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", action="store_true", help="also run the prompt kernel, from JAX only")
     parser.add_argument("--layouts", choices=list(CacheLayout), nargs="*", default=list(CacheLayout))
     parser.add_argument("--from-torch", action="store_true", help="launch on torch's stream")
-    parser.add_argument("--through-jax", action="store_true", help="with --from-torch: run through JAX")
     args = parser.parse_args(arguments)
-    if args.through_jax and not args.from_torch:
-        parser.error("--through-jax requires --from-torch")
     if args.prompts and args.from_torch:
         parser.error("--prompts excludes --from-torch")
-    if args.from_torch:
-        from kvjax_torch import cuda
-
-        cuda._through_jax = args.through_jax
-        warnings.simplefilter("error", RuntimeWarning)  # falling back to JAX is an error
     for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
         if spec.layout not in args.layouts:
             continue

@@ -1,4 +1,4 @@
-"""The operations on CUDA tensors: launched on torch's current stream, or run by JAX where the launcher is unavailable.
+"""The operations on CUDA tensors, launched on torch's current stream.
 
 A serving loop repeats the same write with other contents, and its kernel takes a microsecond, so the host has to keep
 up. After a write was checked, planned and launched, writes of the same kind, which differ from it only in addresses and
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import kvjax
 from kvjax import UnsupportedError, kernels
-from kvjax_torch import calls, dense, dlpack, launch
+from kvjax_torch import calls, dense, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
 from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.rotation import rotate
@@ -38,11 +36,6 @@ _REMEMBERED = 4096
 _one_at_a_time = threading.Lock()
 """Held by calls that may compile, so that threads that make the same first call compile once."""
 
-_locks: dict[int, threading.Lock] = {}
-"""For each GPU, the lock of calls that JAX runs there. There is one for each because a call may wait for its GPU, which
-may wait for work that another thread is about to enqueue on another GPU."""
-
-_through_jax = False
 _known_writes: dict[Any, _KnownWrite] = {}
 
 
@@ -271,8 +264,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CUDA tensors that `plan` describes.
 
-    Kernels attend to the pages if there are kernels for such a call and the launcher is available. There are none for a
-    float32 query, for example. Otherwise torch attends to gathered keys and values.
+    Kernels attend to the pages if there are kernels for such a call. There are none for a float32 query, for example.
+    Otherwise torch attends to gathered keys and values.
     """
     _check_capability(tensors.key_cache.get_device())
     parts = calls.attention_parts(plan) if calls.has_attention(plan, query.shape[0], tensors.block_table) else ()
@@ -280,13 +273,14 @@ def attend(
         with _one_at_a_time:
             for of_part, _, _ in parts:
                 calls.kernels_of_call(of_part, tensors)
-    if not parts or not all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts):
+    if not parts:
         if plan.batch_invariant and query.numel() and tensors.block_table.numel():
             raise UnsupportedError(
                 f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
                 " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
             )
         return _attend_to_gathered(plan, query, tensors, sinks)
+    _compile_parts(parts, tensors)
     if len(parts) == 1:
         return _attend_to_pages(plan, query, tensors, sinks)
     # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
@@ -310,22 +304,21 @@ _attends: set[Any] = set()
 """The plans, alignments and devices whose kernels are compiled."""
 
 
-def _can_attend(plan: AttentionPlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-    """Whether the kernels of a call of one part can be launched; compiles them for batches of every size."""
-    if _through_jax:
-        return False
-    alignments, device = calls.attention_alignments(key_cache, value_cache), key_cache.device
-    kind = plan, alignments, device
-    if kind in _attends:
-        return True
-    with _one_at_a_time:
-        every = [calls.attention_kernels(plan, alignments, device, least, 1) for least in kernels.ATTENTION_BATCHES]
-    if any(_launcher(kernel, device) is None for decode, merge, _ in every for kernel in (decode, merge)):
-        return False
-    if len(_attends) >= _REMEMBERED:
-        _attends.clear()
-    _attends.add(kind)
-    return True
+def _compile_parts(parts: Sequence[calls.AttentionPart], tensors: ReadTensors) -> None:
+    """Compiles the kernels of the parts of a call for batches of every size."""
+    device = tensors.key_cache.device
+    alignments = calls.attention_alignments(tensors.key_cache, tensors.value_cache)
+    for plan, _, _ in parts:
+        if (kind := (plan, alignments, device)) in _attends:
+            continue
+        with _one_at_a_time:
+            every = [calls.attention_kernels(plan, alignments, device, least, 1) for least in kernels.ATTENTION_BATCHES]
+        for decode, merge, _ in every:
+            _launcher(decode, device)
+            _launcher(merge, device)
+        if len(_attends) >= _REMEMBERED:
+            _attends.clear()
+        _attends.add(kind)
 
 
 def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
@@ -337,7 +330,8 @@ def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) 
         return 0
     q_len = parts[0].tokens.stop
     parts = calls.attention_parts(dataclasses.replace(plan, q_len=q_len))
-    return q_len if all(_can_attend(part.plan, tensors.key_cache, tensors.value_cache) for part in parts) else 0
+    _compile_parts(parts, tensors)
+    return q_len
 
 
 def _attend_to_pages(
@@ -358,41 +352,23 @@ def _attend_to_gathered(
     return dense.attend(plan, query, keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, sinks)
 
 
-def _lock(device: int) -> threading.Lock:
-    return _locks.setdefault(device, threading.Lock())
-
-
 def _run(call: calls.Call) -> _Launcher | None:
-    """Runs a call; returns what was launched, or None if nothing was or JAX ran it."""
+    """Runs a call; returns what was launched, or None if there was nothing to launch."""
     if not call.amount:
         return None
-    if (launcher := _launcher(call.kernel, call.device)) is not None:
-        addresses = tuple(tensor.data_ptr() for tensor in call.tensors)
-        launcher.launch(call.counts, addresses, call.amount)
-        return launcher
-    with _lock(call.tensors[-1].get_device()):
-        dlpack.run(call)
-    return None
+    launcher = _launcher(call.kernel, call.device)
+    launcher.launch(call.counts, tuple(tensor.data_ptr() for tensor in call.tensors), call.amount)
+    return launcher
 
 
-def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher | None:
-    """The launcher of a kernel; None if JAX has to run it."""
-    global _through_jax
-    if _through_jax:
-        return None
+def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
     try:
         with _one_at_a_time:
             return _compiled(kernel, device)
     except launch.LaunchUnavailableError as error:
-        _through_jax = True
-        warnings.warn(
-            f"kvjax's kernels cannot be launched on torch's streams: {error}. JAX runs them instead, with the same"
-            " results; that costs the host more time and a compilation for each number of tokens, and"
-            " torch.cuda.graph cannot record it. Attention gathers first.",
-            RuntimeWarning,
-            skip_file_prefixes=(os.path.dirname(__file__), os.path.dirname(torch.__file__)),
-        )
-        return None
+        raise UnsupportedError(
+            f"kvjax's kernels cannot be launched on torch's streams: {error}; tested with {launch.TESTED}"
+        ) from error
 
 
 @functools.lru_cache(maxsize=1024)

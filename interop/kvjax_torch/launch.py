@@ -46,6 +46,9 @@ except ImportError as error:
 else:
     _MISSING = None
 
+TESTED = "jax 0.11.1 to 0.12 with its CUDA plugin"
+"""The versions that the launcher was tested with, for the error where something is missing."""
+
 _JAXLIB = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
 _NAMESPACE = "stable_mosaic_gpu."
 _compile_lock = threading.Lock()

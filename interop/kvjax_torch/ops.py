@@ -72,8 +72,8 @@ def reshape_and_cache_flash(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, stride, dtype, device, address or scale; the message names
         it. Values of slots and of scales on a GPU are checked only in `kvjax.checked()`; the call waits for them.
-      UnsupportedError: a device without an implementation; or a call during the capture of a CUDA graph in
-        `kvjax.checked()` or without the launcher (docs/interop.md).
+      UnsupportedError: a device without an implementation; a jax that kernels cannot be launched with; or a call
+        during the capture of a CUDA graph in `kvjax.checked()`.
     """
     if not isinstance(key_cache, torch.Tensor):
         check_tensors(key_cache=key_cache)
@@ -521,8 +521,7 @@ def warm_up(
 
     Call it before the first request, and before `torch.cuda.graph` records a call. Then calls with any number of
     tokens, slots, sequences and blocks do not compile, on the caches' device and with tensors of the same dtypes,
-    strides and alignment and the same `unique_slots`. Layers that are alike need one call. Without the launcher
-    (docs/interop.md), JAX still compiles for each number of tokens when it first comes.
+    strides and alignment and the same `unique_slots`. Layers that are alike need one call.
 
     Args:
       key: as in `reshape_and_cache_flash`, with the strides of the model's keys and any contents. At least two tokens,

@@ -8,10 +8,8 @@ from kvjax.kernels.attention import passes as attention_passes
 from kvjax.kernels.attention import why_not as why_no_attention
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
-from kvjax.kernels.compat import BASE_ALIGNMENT as BASE_ALIGNMENT
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
-from kvjax.kernels.memory import Argument as Argument
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
@@ -25,12 +23,10 @@ from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
     "ATTENTION_BATCHES",
-    "BASE_ALIGNMENT",
     "MAX_VECTOR_BYTES",
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
-    "Argument",
     "PageMemory",
     "PageRegion",
     "RotatedMemory",

@@ -94,13 +94,6 @@ class KVOperand(NamedTuple):
     scale_pages: Pages | None = None
 
 
-class Lengths(NamedTuple):
-    """The number of tokens of each sequence: `ref[start + seq]`."""
-
-    ref: Any
-    start: Number = 0
-
-
 class Table(NamedTuple):
     """The block table: each sequence has `max_blocks` entries of `ref`, `stride` after those of the one before.
 
@@ -111,13 +104,12 @@ class Table(NamedTuple):
     max_blocks: Number
     stride: Number
     last_block: Number
-    start: Number = 0
     layer: Number = 0
     num_layers: int = 1
 
     def page(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The page of a sequence's block, and whether it is in the cache; entries may be any number."""
-        entry = self.ref[self.start + seq * self.stride + index]
+        entry = self.ref[seq * self.stride + index]
         is_block = (entry >= 0) & (entry <= self.last_block)
         if isinstance(self.layer, int):
             return entry, is_block
@@ -208,7 +200,7 @@ def gather(
         table = Table(block_table, max_blocks, max_blocks, last_block)
         if layers:
             table = table._replace(layer=others[0][0], num_layers=num_layers)
-        _gather_tokens(table, Lengths(seq_lens), operands, spec, config, dtype)
+        _gather_tokens(table, seq_lens, operands, spec, config, dtype)
 
     outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
     kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
@@ -242,30 +234,29 @@ def any_count(
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
     dense_names = "key", "value"
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], _: Sequence[Any]) -> None:
-        scales, of_tokens = scales_of(arrays, scale_sizes, scale_pages)
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
+        scales, of_tokens = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(memory.pages(*arrays[name]), scale, arrays[dense_name][0], of_token)
+            KVOperand(memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
             for memory, name, scale, dense_name, of_token in zip(
                 pages, PAGES, scales, dense_names, of_tokens, strict=True
             )
         ]
-        block_table, start = arrays["block_table"]
-        table = Table(block_table, counts["max_blocks"], counts["table_stride"], counts["last_block"], start)
-        _gather_tokens(table, Lengths(*arrays["seq_lens"]), operands, spec, config, dtype)
+        table = Table(arrays["block_table"], counts["max_blocks"], counts["table_stride"], counts["last_block"])
+        _gather_tokens(table, arrays["seq_lens"], operands, spec, config, dtype)
 
     return AnyCount(
         body,
         functools.partial(_kernel, grid=ANY_LENGTH),
         ("max_blocks", "table_stride", "last_block"),
         (
-            Argument("block_table", indices, indices.dtype.itemsize),
-            Argument("seq_lens", indices, indices.dtype.itemsize),
+            Argument("block_table", indices),
+            Argument("seq_lens", indices),
             *scale_arguments(spec, scale_sizes, scale_pages),
             *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
-            # The body assumes that results, which are new arrays, have no offset.
+            # The body assumes that results, which are new arrays, are aligned as JAX's are.
             *(
-                Argument(name, _result_type(ANY_LENGTH, spec, size, dtype), compat.BASE_ALIGNMENT)
+                Argument(name, _result_type(ANY_LENGTH, spec, size, dtype))
                 for name, size in zip(dense_names, _head_sizes(spec), strict=True)
             ),
         ),
@@ -307,7 +298,7 @@ def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtyp
 
 def _gather_tokens(
     table: Table,
-    seq_lens: Lengths,
+    seq_lens: Any,
     operands: Sequence[KVOperand],
     spec: AttentionSpec,
     config: GatherConfig,
@@ -319,7 +310,7 @@ def _gather_tokens(
     index, part = _divmod(chunk, chunks_per_block)
     position = chunk * config.tokens
     page, is_page = table.page(seq, index)
-    num_valid = jnp.where(is_page, jnp.maximum(seq_lens.ref[seq_lens.start + seq], 0) - position, 0)
+    num_valid = jnp.where(is_page, jnp.maximum(seq_lens[seq], 0) - position, 0)
     token = part * config.tokens
 
     pieces: list[tuple[Piece, Any]] = []
@@ -366,7 +357,7 @@ def _tokens_of_page(
     # The stride of rows is their own size or, in pages with K and V side by side, the size of both.
     start, offset = (base, 0) if inner == row else (0, base)
     outer = width * inner if length == 1 else outer
-    page = pages.ref.at[number, pl.ds(pages.start + start, length * outer)]
+    page = pages.ref.at[number, pl.ds(start, length * outer)]
     if outer != width * inner:
         page = page.reshape(length, outer).at[:, pl.ds(0, width * inner)]
     page = page.reshape(length, width, inner)
@@ -385,7 +376,7 @@ def _load_token_scales(
     layout: Any,
 ) -> jax.Array:
     """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
-    shape, start = (num_tokens, spec.num_kv_heads), pages.start + region.base + token * region.token_stride
+    shape, start = (num_tokens, spec.num_kv_heads), region.base + token * region.token_stride
     of_token, of_head = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
     columns = of_token * region.token_stride + of_head * region.head_stride + start
     alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)

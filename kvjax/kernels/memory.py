@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
@@ -66,21 +63,19 @@ def check_dtype(spec: AttentionSpec) -> None:
 
 
 class Rows(NamedTuple):
-    """Rows of tokens: those of token `t` start at element `start` of `ref[t - first]`, aligned to `alignment` bytes."""
+    """Rows of tokens: those of token `t` are `ref[t - first]`, aligned to `alignment` bytes."""
 
     ref: Any
-    start: Number = 0
     alignment: int = compat.BASE_ALIGNMENT
     first: Number = 0
 
 
 class Pages(NamedTuple):
-    """Pages: page `p` starts at element `start` of `ref[p]`, aligned to `alignment` bytes. Regions are in bytes."""
+    """Pages: page `p` is `ref[p]`, aligned to `alignment` bytes. Regions are in bytes."""
 
     ref: Any
     regions: Sequence[PageRegion]
     alignment: int
-    start: Number = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +95,7 @@ class RowMemory:
     def argument(self, name: str, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
         """The rows as an argument, in the elements that `as_rows` makes of `[num_tokens, token_stride]`."""
         rows = jax.eval_shape(as_rows, jax.ShapeDtypeStruct((1, self.token_stride), self.dtype))
-        array = jax.ShapeDtypeStruct((ANY_LENGTH, *rows.shape[1:]), rows.dtype)
-        return Argument(name, array, array.dtype.itemsize * math.prod(array.shape[2:]))
+        return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *rows.shape[1:]), rows.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +114,11 @@ class PageMemory:
 
     def argument(self, name: str, dtype: np.dtype[Any]) -> Argument:
         """The pages as an argument, in elements of `dtype`."""
-        return Argument(
-            name, jax.ShapeDtypeStruct((ANY_LENGTH, self.page_stride // dtype.itemsize), dtype), dtype.itemsize
-        )
+        return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, self.page_stride // dtype.itemsize), dtype))
 
-    def pages(self, ref: Any, start: Number) -> Pages:
+    def pages(self, ref: Any) -> Pages:
         """The pages in a kernel."""
-        return Pages(ref, self.regions, self.alignment, start)
+        return Pages(ref, self.regions, self.alignment)
 
 
 class Argument(NamedTuple):
@@ -135,12 +127,10 @@ class Argument(NamedTuple):
     Attributes:
       name: its name.
       array: shape and dtype for tracing; nothing depends on the leading dimension, the number of rows.
-      unit: bytes of the unit in which `with_numbers` takes the offset of this argument in a JAX array.
     """
 
     name: str
     array: jax.ShapeDtypeStruct
-    unit: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,8 +138,8 @@ class AnyCount:
     """A kernel over caller-owned memory, for any number of tokens, sequences and blocks.
 
     Attributes:
-      body: what a program does: called with the counts by name, with `(reference, start)` of each argument by name, and
-        with the shared memory that `kernel` allocates.
+      body: what a program does: called with the counts by name, with the reference of each argument by name, and with
+        the shared memory that `kernel` allocates.
       kernel: makes a Pallas kernel of a function of references; takes its `grid`, the number of programs.
       counts: names of the counts, which are int32 and not negative.
       arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch are in one line of
@@ -188,23 +178,15 @@ class AnyCount:
 
         def body(*refs: Any) -> None:
             numbers = [number for ref in refs[:num_packed] for number in compat.two_numbers(ref)]
-            self._run(numbers[: len(self.counts)], [0] * len(self.arguments), refs[num_packed:])
+            self._run(numbers[: len(self.counts)], refs[num_packed:])
 
         return self._call(self.kernel(body), arrays)
 
-    def with_numbers(self, numbers: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
-        """Runs the kernel on JAX arrays.
-
-        `numbers` are the counts and then the offset of each argument in its array, in its `unit`; `amount` is the
-        argument of `num_programs`.
-        """
-        counts, beginnings = numbers[: len(self.counts)], numbers[len(self.counts) :]
+    def with_counts(self, counts: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
+        """Runs the kernel on JAX arrays, as the tests do in interpret mode; `amount` is that of `num_programs`."""
 
         def body(*refs: Any) -> None:
-            # With an offset, rows of an argument may extend over rows of JAX's array. JAX would reject a constant
-            # offset that does, although the address is right.
-            late = [beginning and beginning + 0 * lax.axis_index("program") for beginning in beginnings]
-            self._run(counts, late, refs)
+            self._run(counts, refs)
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
 
@@ -214,11 +196,10 @@ class AnyCount:
         kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
         return [jax.freeze(ref) for ref in refs.values()]
 
-    def _run(self, counts: Sequence[Number], beginnings: Sequence[Number], refs: Sequence[Any]) -> None:
+    def _run(self, counts: Sequence[Number], refs: Sequence[Any]) -> None:
         names = [argument.name for argument in self.arguments]
         arrays, scratch = refs[: len(names)], refs[len(names) :]
-        by_name = dict(zip(names, zip(arrays, beginnings, strict=True), strict=True))
-        self.body(dict(zip(self.counts, counts, strict=True)), by_name, scratch)
+        self.body(dict(zip(self.counts, counts, strict=True)), dict(zip(names, arrays, strict=True)), scratch)
 
 
 PAGES = ("key_cache", "value_cache")
@@ -230,8 +211,7 @@ SCALES = ("k_scale", "v_scale")
 
 def scale_argument(name: str, size: int) -> Argument:
     """One scale, or one for each head."""
-    scales = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return Argument(name, scales, scales.dtype.itemsize)
+    return Argument(name, jax.ShapeDtypeStruct((size,), jnp.float32))
 
 
 def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[PageMemory] | None) -> list[Argument]:
@@ -247,14 +227,12 @@ def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[
     return [each.argument(name, spec.array_dtype) for name, each in zip(SCALES, memory, strict=True)]
 
 
-def scales_of(
-    arrays: Mapping[str, tuple[Any, Number]], sizes: Sequence[int], memory: Sequence[PageMemory] | None
-) -> tuple[list[Any], list[Pages | None]]:
+def scales_of(arrays: Mapping[str, Any], memory: Sequence[PageMemory] | None) -> tuple[list[Any], list[Pages | None]]:
     """In a kernel, the scales of keys and of values, and the pages for the scales of each token and head; or None."""
     refs = [arrays[name] for name in SCALES]
     if memory is None:
-        return [ref.at[pl.ds(start, size)] for (ref, start), size in zip(refs, sizes, strict=True)], [None, None]
-    return [None, None], [each.pages(*ref) for each, ref in zip(memory, refs, strict=True)]
+        return refs, [None, None]
+    return [None, None], [each.pages(ref) for each, ref in zip(memory, refs, strict=True)]
 
 
 def packed(counts: Sequence[int]) -> list[int]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.errors import UnsupportedError
 from kvjax.kernels.attention import (
     choose,
     decode_kernel,
@@ -127,7 +126,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         *(_vector(name, dtype) for name, dtype in results.items()),
     )
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
         known = dataclasses.replace(
             problem,
             num_seqs=counts["num_seqs"],
@@ -136,7 +135,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
             table_stride=counts["table_stride"],
             query_strides=(counts["query_stride_of_sequence"], counts["query_stride_of_token"]),
         )
-        refs = _refs(arrays)
+        refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
         run_decode(known, config, Refs(pages=(keys, values), **refs), *scratch)
 
@@ -159,9 +158,9 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         *(_vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
     )
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
         known = dataclasses.replace(problem, max_blocks=counts["max_blocks"])
-        run_merge(known, config, Refs(**_refs(arrays)), scratch)
+        run_merge(known, config, Refs(**arrays), scratch)
 
     return AnyCount(
         body,
@@ -174,12 +173,4 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
 
 
 def _vector(name: str, dtype: Any) -> Argument:
-    array = jax.ShapeDtypeStruct((ANY_LENGTH,), dtype)
-    return Argument(name, array, array.dtype.itemsize)
-
-
-def _refs(arrays: Mapping[str, tuple[Any, Number]]) -> dict[str, Any]:
-    """References by name. The kernels do not support arrays that start inside their references."""
-    if late := [name for name, (_, start) in arrays.items() if not isinstance(start, int) or start]:
-        raise UnsupportedError(f"got {', '.join(late)} that begin after JAX's arrays, expected their addresses")
-    return {name: ref for name, (ref, _) in arrays.items()}
+    return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH,), dtype))

@@ -72,16 +72,16 @@ def any_count(
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, tuple[Any, Number]], staged: Sequence[Any]) -> None:
-        num_tokens, (slots, start) = counts["num_tokens"], arrays["slot_mapping"]
-        destinations = [memory.pages(*arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], staged: Sequence[Any]) -> None:
+        num_tokens = counts["num_tokens"]
+        destinations = [memory.pages(arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
         step = None
         if rotated is not None:
             *staged, staged_keys = staged
             step = rotated.step(arrays, counts["last_position"], staged_keys)
-        scales, scale_destinations = scales_of(arrays, scale_sizes, scale_pages)
+        scales, scale_destinations = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(Rows(*arrays[name], memory.alignment), scale, destination, scale_destination)
+            KVOperand(Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
             for name, memory, scale, destination, scale_destination in zip(
                 ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
             )
@@ -89,7 +89,7 @@ def any_count(
 
         def write_as(rung: Rung) -> None:
             num_searched = None if unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
-            own_slots = Slots(slots, words_per_slot, counts["last_slot"], num_searched, start)
+            own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
             program.run(own_slots, operands, staged, spec, rung.config, num_tokens, rows[0].dtype, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ def any_count(
         ),
         ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
         (
-            Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), np.dtype(slot_dtype).itemsize),
+            Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
             rows[0].argument("key", as_rows if rotated is None else rotated.rotation.as_columns),
             rows[1].argument("value", as_rows),
             *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),

@@ -65,7 +65,7 @@ def load_blocks(
     """Loads the NVFP4 blocks of tokens, `[num_tokens, num_blocks, 8]`: words of two elements, or two arrays."""
     num_blocks = staged[1].shape[1]
     shape = num_tokens, num_blocks, BLOCK_PAIRS
-    words = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(rows.start, num_blocks * BLOCK_PAIRS)]
+    words = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, num_blocks * BLOCK_PAIRS)]
     is_float32 = dtype == jnp.float32  # the elements of a pair are adjacent, so that each load has a stride of two
     layout = lane_layout(shape, 1 if is_float32 else min(BLOCK_PAIRS, rows.alignment // 4))
     refs = [words.at[:, :, i] for i in range(2)] if is_float32 else [words]
@@ -78,7 +78,7 @@ def load_heads(
     """Loads the rows of tokens, `[num_tokens, num_kv_heads, head_size]`, each row in one warp."""
     elements = staged[0].shape[1]
     shape = num_tokens, spec.num_kv_heads, elements // spec.num_kv_heads
-    ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(rows.start, elements)]
+    ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, elements)]
     max_vector = min(rows.alignment, MAX_VECTOR_BYTES) // jnp.dtype(dtype).itemsize
     layout = lane_layout(shape, max_vector, whole_rows=True)
     return LoadedRows((compat.load(ref, layout, shape),), layout)

@@ -88,7 +88,7 @@ class Rotation:
         layout = lane_layout((heads, half), max_vector)
 
         def load(column: int, columns: int, layout: Any) -> jax.Array:
-            rows = source.ref.at[token - source.first, pl.ds(source.start, heads * self.columns)]
+            rows = source.ref.at[token - source.first, pl.ds(0, heads * self.columns)]
             if compat.interpreting():  # which does not support reshaped references
                 return compat.load(rows, layout).reshape(heads, self.columns)[:, column : column + columns]
             return compat.load(rows.reshape(heads, self.columns).at[:, pl.ds(column, columns)], layout)
@@ -110,7 +110,7 @@ class Rotation:
         heads, half = pairs[0].shape
 
         def of_all_heads(column: int) -> jax.Array:
-            ref = table.ref.at[position, pl.ds(table.start + column, half)]
+            ref = table.ref.at[position, pl.ds(column, half)]
             row = compat.load(ref, layout.reduce(0)).astype(jnp.float32)
             return plgpu.layout_cast(lax.broadcast_in_dim(row, (heads, half), (1,)), layout)
 
@@ -137,12 +137,12 @@ _SUM = "{ .reg .f32 p, q; mul.rn.ftz.f32 p, $2, $3; mul.rn.ftz.f32 q, $1, $4; ad
 
 def store_heads(rows: Rows, token: Number, columns: int, values: jax.Array, column: int) -> None:
     """Stores `[heads, ...]` from `column` on of each head of a token, where a head has `columns` columns."""
-    (heads, count), (ref, start) = values.shape, rows[:2]
+    (heads, count), ref = values.shape, rows.ref
     if compat.interpreting():
         for head in range(heads):
-            compat.store(ref.at[token, pl.ds(start + head * columns + column, count)], values[head])
+            compat.store(ref.at[token, pl.ds(head * columns + column, count)], values[head])
         return
-    run = ref.at[token, pl.ds(start, heads * columns)].reshape(heads, columns)
+    run = ref.at[token, pl.ds(0, heads * columns)].reshape(heads, columns)
     compat.store(run.at[:, pl.ds(column, count)], values)
 
 

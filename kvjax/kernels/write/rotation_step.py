@@ -58,43 +58,38 @@ class RotatedMemory:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """Queries, positions, the table, and rotated queries."""
-        table = jax.ShapeDtypeStruct((ANY_LENGTH, self.rotation.rot_dim), self.table_dtype)
         rotated_query = dataclasses.replace(self.query, token_stride=self.num_heads * self.rotation.head_size)
         return (
             self.query.argument("query", self.rotation.as_columns),
-            Argument("positions", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32), self.position_dtype.itemsize),
-            Argument("cos_sin_cache", table, table.dtype.itemsize),
+            Argument("positions", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
+            Argument("cos_sin_cache", jax.ShapeDtypeStruct((ANY_LENGTH, self.rotation.rot_dim), self.table_dtype)),
             rotated_query.argument("rotated_query", self.rotation.as_columns),
         )
 
-    def step(
-        self, arrays: Mapping[str, tuple[Any, Number]], last_position: Number, staged_keys: tuple[Any, Any]
-    ) -> RotationStep:
+    def step(self, arrays: Mapping[str, Any], last_position: Number, staged_keys: tuple[Any, Any]) -> RotationStep:
         """The step in a kernel, over the references of `arguments`."""
-        positions, start = arrays["positions"]
         words_per_position = self.position_dtype.itemsize // 4
         return RotationStep(
-            Rows(*arrays["query"], self.query.alignment),
+            Rows(arrays["query"], self.query.alignment),
             self.num_heads,
-            Positions(positions, words_per_position, last_position, start),
-            Rows(*arrays["cos_sin_cache"]),
-            Rows(*arrays["rotated_query"]),
+            Positions(arrays["positions"], words_per_position, last_position),
+            Rows(arrays["cos_sin_cache"]),
+            Rows(arrays["rotated_query"]),
             staged_keys,
             self.rotation,
         )
 
 
 class Positions(NamedTuple):
-    """The positions of a call in `ref`, as int32 words, low word first; that of token `t` is number `start + t`."""
+    """The positions of a call in `ref`, as int32 words, low word first; that of token `t` is number `t`."""
 
     ref: Any
     words_per_position: int
     last: Number
-    start: Number = 0
 
     def table_row(self, token: jax.Array) -> jax.Array:
         """The row of the table for a token: its position clipped to 0 and `last`."""
-        word = (self.start + token) * self.words_per_position
+        word = token * self.words_per_position
         position = self.ref[word]
         if self.words_per_position == 2:
             high = self.ref[word + 1]

@@ -28,14 +28,13 @@ class Position(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots of a call in `ref`, as int32 words; the slot of token `t` is number `start + t`.
+    """The slots of a call in `ref`, as int32 words; the slot of token `t` is number `t`.
 
     Attributes:
       ref: reference to int32 words.
       words_per_slot: 1 for int32 slots, 2 for int64 slots, low word first.
       last_slot: tokens with a slot above it are not written.
       num_searched: the tokens to search for repeated slots; None if slots are unique.
-      start: index of the first slot.
       layer: in a cache of several layers, whose pages lie next to each other in a block, the layer to write.
       num_layers: layers of the cache.
     """
@@ -44,7 +43,6 @@ class Slots(NamedTuple):
     words_per_slot: int
     last_slot: Number
     num_searched: Number | None
-    start: Number = 0
     layer: Number = 0
     num_layers: int = 1
 
@@ -52,7 +50,7 @@ class Slots(NamedTuple):
         self, read: Callable[[jax.Array], jax.Array], token: jax.Array, condition: jax.Array, spec: AttentionSpec
     ) -> Position:
         """Where a token, or an array of tokens, goes; `read` reads words of `ref`."""
-        word = (self.start + token) * self.words_per_slot
+        word = token * self.words_per_slot
         slot = read(word)
         written = condition & (slot >= 0) & (slot <= self.last_slot)
         if self.words_per_slot == 2:
@@ -73,12 +71,12 @@ class Slots(NamedTuple):
         width, loads = (8, 1) if compat.interpreting() else (THREADS, SEARCH_LOADS)
         layout = lane_layout((width,), 1)
         lane = plgpu.layout_cast(lax.iota(jnp.int32, width), layout)
-        own_slots = [self.ref[(self.start + first + i) * self.words_per_slot] for i in range(tokens)]
+        own_slots = [self.ref[(first + i) * self.words_per_slot] for i in range(tokens)]
         count, last = self.num_searched, self.num_searched - 1
 
         def search(step: Number, mask: jax.Array) -> jax.Array:
             others = [first + 1 + (step * loads + i) * width + lane for i in range(loads)]
-            words = [(self.start + jnp.minimum(other, last)) * self.words_per_slot for other in others]
+            words = [jnp.minimum(other, last) * self.words_per_slot for other in others]
             slots = [compat.load_each(self.ref, word, layout) for word in words]
             are_tokens = [other < count for other in others]
             if self.words_per_slot == 2:

@@ -92,12 +92,12 @@ class RowCopy:
 
     def load(self, source: Rows, token: Number) -> jax.Array:
         """Loads the rows of a token."""
-        rows = source.ref.at[token - source.first, pl.ds(source.start, self.rows * self.columns)]
+        rows = source.ref.at[token - source.first, pl.ds(0, self.rows * self.columns)]
         return compat.load(rows, self.layout, (self.rows, self.columns))
 
     def store(self, rows: jax.Array, pages: Pages, position: Position) -> None:
         """Stores encoded rows into their page."""
-        offsets = [pages.start + self.offset(position.token, row, 0) for row in range(self.rows)]
+        offsets = [self.offset(position.token, row, 0) for row in range(self.rows)]
         if compat.interpreting():  # which does not support reshaped references
             for offset, row in zip(offsets, rows, strict=True):
                 compat.store(pages.ref.at[position.page, pl.ds(offset, self.columns)], row)
@@ -157,7 +157,7 @@ class Scatter:
             written &= lax.shift_right_logical(lax.broadcast(skipped, token.shape), token) & 1 == 0
         byte = lax.rem(chunk, jnp.int32(self.chunks_per_token)) * self.chunk_bytes
         row, column = lax.div(byte, jnp.int32(self.copy.columns)), lax.rem(byte, jnp.int32(self.copy.columns))
-        offsets = pages.start + self.copy.offset(positions.token, row, column)
+        offsets = self.copy.offset(positions.token, row, column)
         size = self.chunk_bytes
         compat.copy_each(staged, chunk * size, pages.ref, positions.page, offsets, written, size, self.layout)
 
