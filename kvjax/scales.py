@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import warnings
@@ -16,12 +15,12 @@ import numpy as np
 
 from kvjax.checkpoint import read_declared_kv_cache
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
-from kvjax.errors import KVCacheError, KVCacheValueError, KVCacheWarning, shown
+from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
 from kvjax.scale_values import check_scale
-from kvjax.tensor_files import Tensors, open_tensors
+from kvjax.tensor_files import Tensors, open_tensors, read_json
 
 
 class KVScales(NamedTuple):
@@ -111,10 +110,11 @@ def load_kv_scales(
       amax_divisor: what the exporter divided by. Default: 448 if the checkpoint declares an fp8 cache, else unknown.
 
     Raises:
-      KVCacheValueError: as `resolve_layer_dtypes`; an invalid safetensors file; a scale that is neither a scalar nor
+      KVCacheValueError: as `resolve_layer_dtypes`; an invalid safetensors file, index or `hf_quant_config.json`, or one
+        that is not a regular file; different values of a scale in two files; a scale that is neither a scalar nor
         one per head, or not between `MIN_SCALE` and `MAX_SCALE`; scales of more than one language model.
       KVCacheTypeError: `checkpoint` is neither a path nor a mapping.
-      OSError: a file cannot be read.
+      OSError: `checkpoint` does not exist, or a file cannot be read.
 
     Warns:
       KVCacheWarning: scales that are missing or have an unknown divisor; a folder with ModelOpt's
@@ -138,7 +138,7 @@ def load_kv_scales(
 def _declares_quantized_cache(folder: Path) -> bool:
     """Whether a folder's `hf_quant_config.json` declares a quantized cache."""
     path = folder / "hf_quant_config.json"
-    return path.exists() and read_declared_kv_cache(json.loads(path.read_text()), warn=False) is not None
+    return path.exists() and read_declared_kv_cache(read_json(path), warn=False) is not None
 
 
 def read_layer_scales(
@@ -180,6 +180,7 @@ def _read_scale(
     name: str, tensors: Tensors, num_kv_heads: int, dtype: KVCacheDType, factor: np.float32
 ) -> np.ndarray | np.float32:
     scale = tensors[name]()
+    name = name if name.isprintable() and len(name) <= MAX_SHOWN else shown(name)
     if scale.size not in (1, num_kv_heads):
         raise KVCacheValueError(
             f"{name}: got shape {scale.shape}, expected one scale, or one per KV head of the whole model"

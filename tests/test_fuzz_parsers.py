@@ -1,4 +1,4 @@
-"""Whatever JSON a configuration holds, reading it gives a result or one of the documented errors, in bounded time.
+"""Whatever a configuration or a tensor file holds, reading it gives a result or a documented error, in bounded time.
 
 `make fuzz` runs the same properties for longer, led by what they cover in kvjax (tools/fuzz_parsers.py).
 """
@@ -10,16 +10,21 @@ import copy
 import functools
 import io
 import json
+import math
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
 from test_resolution_laws import JSON
 
 import kvjax
@@ -28,6 +33,7 @@ from kvjax.cli import main
 from kvjax.dtypes import parse_model_dtype
 from kvjax.hf_config.model_types import MODEL_TYPES
 from kvjax.model_config import MAX_LAYERS
+from kvjax.tensor_files import INDEX, open_tensors
 
 CONFIGS = Path(__file__).parent / "data/configs"
 REAL = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
@@ -303,3 +309,116 @@ def test_plan_prints_a_plan_or_one_line_of_error(config: Unprinted | bytes, argu
     else:
         assert (status, out.getvalue()) == (2, "")
         assert err.getvalue().splitlines()[-1].startswith("kvjax plan: error: ")
+
+
+FLOATS = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+OF_SAFETENSORS = {*FLOATS, "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "BOOL", "C64"}
+OF_SAFETENSORS |= {f"{sign}{bits}" for sign in "UI" for bits in (8, 16, 32, 64)}
+SCALED = ModelKVConfig.from_hf_config(
+    {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "dtype": "bfloat16"}
+)
+TENSORS = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv"]
+TENSORS += ["a", "x" * 10**4 + ".layers.0.k_scale"]
+OFFSETS = st.lists(st.integers(0, 40), min_size=2, max_size=2)
+
+
+@st.composite
+def tensor_file(draw: st.DrawFn) -> bytes:
+    """A safetensors file, most often with something wrong."""
+    header: dict[str, Any] = draw(st.sampled_from([{}, {}, {"__metadata__": {"format": "pt"}}]))
+    header, data = dict(header), b""
+    for name in draw(st.lists(st.sampled_from(TENSORS), unique=True, max_size=4)):
+        dtype, shape = draw(st.sampled_from(sorted(FLOATS))), draw(st.lists(st.integers(0, 3), max_size=2))
+        size = math.prod(shape) * np.dtype(FLOATS[dtype]).itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += draw(st.binary(min_size=size, max_size=size))
+    header = copy.deepcopy(header)
+    for _ in range(draw(st.integers(0, 2)) if header else 0):
+        container, key = place(draw, header)
+        other = st.integers(-1, 40) | st.sampled_from([*OF_SAFETENSORS, "?"]) | OFFSETS | anything()
+        container[key] = draw(other)
+    text = as_file(header)
+    if draw(st.booleans()):
+        text += b" " * draw(st.integers(1, 9))
+    size = len(text)
+    match draw(st.sampled_from(["whole", "whole", "size", "bytes", "cut", "more", "twice"])):
+        case "size":
+            size = draw(st.integers(0, 200) | st.integers(0, 2**64 - 1))
+        case "bytes":
+            at = draw(st.integers(0, len(text)))
+            text = text[:at] + draw(st.binary(max_size=3)) + text[at + draw(st.integers(0, 3)) :]
+            size = len(text)
+        case "cut":
+            data = data[: draw(st.integers(0, len(data)))]
+        case "more":
+            data += draw(st.binary(min_size=1, max_size=8))
+        case "twice" if header and text.startswith(b"{"):
+            text = text.rstrip()[:-1] + b"," + text[1:]
+            size = len(text)
+    return size.to_bytes(8, "little") + text + data
+
+
+def has_a_key_twice(text: bytes) -> bool:
+    found = []
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found.append(len(pairs) != len(dict(pairs)))
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=look)
+    return any(found)
+
+
+@settings(fuzz, deadline=None)  # files may be slow
+@given(tensor_file().map(Unprinted))
+def test_any_file_is_read_as_safetensors_reads_it_or_refused(file: Unprinted):
+    """Files with a key twice are refused, and those with a dtype that is in no table are read, but for its tensors."""
+    content = file.value
+    text = content[8:][: int.from_bytes(content[:8], "little")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.safetensors")
+        path.write_bytes(content)
+        read = outcome(lambda: {name: outcome(tensor) for name, tensor in open_tensors(path).items()})
+        scales = outcome(lambda: kvjax.load_kv_scales(path, SCALED, "fp8"))
+    assert scales is REFUSED or read is not REFUSED
+    try:
+        expected = dict(deserialize(content))
+    except SafetensorError:
+        assert read is REFUSED or {json.loads(text)[name]["dtype"] for name in read} - OF_SAFETENSORS
+        return
+    if read is REFUSED:
+        assert has_a_key_twice(text)
+        return
+    assert {*read} == {*expected}
+    for name, tensor in expected.items():
+        if tensor["dtype"] in FLOATS:
+            with np.errstate(all="ignore"):
+                array = np.frombuffer(tensor["data"], FLOATS[tensor["dtype"]]).astype(np.float32)
+            np.testing.assert_array_equal(read[name], array.reshape(tensor["shape"]))
+        else:
+            assert read[name] is REFUSED
+
+
+@settings(fuzz, deadline=None)
+@given(st.data())
+def test_any_index_gives_scales_or_a_documented_error(data: st.DataObject):
+    file = (
+        st.sampled_from(["a.safetensors", "b.safetensors", "../a.safetensors", "", "..", "a\0", "x" * 300]) | anything()
+    )
+    files = st.dictionaries(st.sampled_from(TENSORS), file)
+    index = data.draw((st.fixed_dictionaries({"weight_map": files | anything()}) | anything()).map(Unprinted)).value
+    contents = data.draw(st.dictionaries(st.sampled_from(["a", "b"]), tensor_file()).map(Unprinted)).value
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in contents.items():
+            Path(folder, f"{name}.safetensors").write_bytes(content)
+        if data.draw(st.booleans()):
+            Path(folder, INDEX).write_bytes(as_file(index))
+        outcome(lambda: kvjax.load_kv_scales(folder, SCALED, "fp8"))
