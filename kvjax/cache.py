@@ -241,7 +241,8 @@ class KVCache:
         self._check_not_donated(what)
         if self.kv.dtype != self.spec.array_dtype:
             raise KVCacheTypeError(
-                f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for {self.spec}"
+                f"{what}.kv: got dtype {self.kv.dtype}, expected {self.spec.array_dtype} for a cache of dtype"
+                f" {self.spec.dtype.value!r}"
             )
         spec = self.spec if self.sharding is None else local_view(self).spec
         num_blocks, num_layers = self.kv.shape[0] if self.kv.ndim else 0, self.num_layers
@@ -259,7 +260,7 @@ class KVCache:
                 hint += f" inside a shard_map over axes of {what}.sharding, whose in_specs have to be its spec"
             raise KVCacheValueError(
                 f"{what}.kv: got shape {self.kv.shape}, expected [num_blocks, {', '.join(map(str, expected[1:]))}]"
-                f" for {spec}{hint}"
+                f" for dtype {spec.dtype.value!r} and layout {spec.layout.value!r}{hint}"
             )
         for name, scale in self._scales():
             check_scale_type(f"{what}.{name}", scale)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown
+from kvjax.errors import MAX_SHOWN, KVCacheTypeError, KVCacheValueError, got_expected, shown
 
 NVFP4_BLOCK_SIZE = 16
 """Elements along the head dimension that share one NVFP4 block scale."""
@@ -145,16 +145,22 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
       KVCacheValueError: an unknown string; the message names it, the accepted ones and the closest.
       KVCacheTypeError: neither a string nor a `KVCacheDType`.
     """
+    return parse_dtype_of("kv_cache_dtype", name)
+
+
+def parse_dtype_of(what: str, name: object) -> KVCacheDType:
+    """Returns what `parse_kv_cache_dtype` does, for the argument that messages name `what`."""
     if isinstance(name, KVCacheDType):
         return name
     if not isinstance(name, str):
         raise KVCacheTypeError(
-            f"kv_cache_dtype: got {shown(name)} of type {type(name).__name__}, expected a string or KVCacheDType"
+            f"{what}: got {shown(name)} of type {type(name).__name__}, expected a string or KVCacheDType"
         )
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise KVCacheValueError(got_expected("kv_cache_dtype", name, ACCEPTED_KV_CACHE_DTYPES)) from None
+        like = name[:MAX_SHOWN].lower().replace("float8", "fp8").replace("float4", "fp4")  # as jax and torch name them
+        raise KVCacheValueError(got_expected(what, name, ACCEPTED_KV_CACHE_DTYPES, like=like)) from None
 
 
 def parse_model_dtype(dtype: object) -> KVCacheDType:

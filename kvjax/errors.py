@@ -85,14 +85,19 @@ def for_torch(value: object) -> str:
     return "; kvjax_torch has the operations on torch's tensors" if is_of_torch(value) else ""
 
 
-def got_expected(what: str, got: object, accepted: Iterable[object], *, hint: str | None = None) -> str:
-    """Returns `got X, expected one of ... (hint)`; the default hint is the closest accepted string, for a typo."""
+def got_expected(
+    what: str, got: object, accepted: Iterable[object], *, hint: str | None = None, like: str | None = None
+) -> str:
+    """Returns `got X, expected one of ... (hint)`; the default hint is the accepted string closest to `like`.
+
+    `like` defaults to the given string, for a typo.
+    """
     choices = [str(choice) for choice in accepted]
     message = f"{what}: got {shown(got)}, expected one of {', '.join(choices)}"
     if hint is not None:
         message += f" ({hint})"
     elif isinstance(got, str):
-        near = difflib.get_close_matches(got[:MAX_SHOWN].strip().lower(), choices, n=1)
+        near = difflib.get_close_matches((like or got)[:MAX_SHOWN].strip().lower(), choices, n=1)
         if near:
             message += f" (did you mean {near[0]!r}?)"
     return message

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode, parse_model_dtype
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode, parse_dtype_of, parse_model_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
@@ -30,7 +30,7 @@ class AttentionSpec:
       num_kv_heads: KV heads of this layer on this device.
       head_size: elements of one head's key.
       head_size_v: elements of one head's value; default `head_size`.
-      dtype: how elements are stored, never `AUTO`.
+      dtype: how elements are stored, never `AUTO`; set from a `KVCacheDType` or its string.
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (NVFP4 only, `block_size` a multiple of 4).
       sliding_window: tokens that a query sees, its own included; set in a `SlidingWindowSpec`, and only there.
@@ -61,10 +61,7 @@ class AttentionSpec:
         for name in self._sizes():
             size = as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=1, most=MAX_SIZE)
             object.__setattr__(self, name, size)
-        if not isinstance(self.dtype, KVCacheDType):
-            raise KVCacheTypeError(
-                f"{type(self).__name__}.dtype: got {self.dtype!r}, expected a KVCacheDType (see parse_kv_cache_dtype)"
-            )
+        object.__setattr__(self, "dtype", parse_dtype_of(f"{type(self).__name__}.dtype", self.dtype))
         object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
         object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))

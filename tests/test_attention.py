@@ -287,6 +287,18 @@ def test_no_sequences_no_rows_and_no_blocks(attend):
         np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (num_seqs, q_len, 4)))
 
 
+def test_sinks_may_be_float64_as_jax_makes_them_with_x64():
+    problem = suite.build(Case(sinks=True, lengths=(5, 17)))
+    options = problem.options | {"return_lse": True}
+    expected = paged_attention(*problem.args, **options)
+    with jax.enable_x64(True):
+        sinks = jnp.zeros(len(options["sinks"])) + options["sinks"]
+        assert sinks.dtype == np.float64
+        for given in (sinks, np.asarray(sinks)):
+            for got, want in zip(paged_attention(*problem.args, **options | {"sinks": given}), expected, strict=True):
+                assert_same_bytes(np.asarray(got), np.asarray(want))
+
+
 def test_over_batches_of_queries_and_of_caches(attend):
     problem = suite.build(Case("nvfp4", q_len=2))
     query, cache, *tables = problem.args

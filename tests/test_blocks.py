@@ -237,7 +237,7 @@ def test_between_devices(monkeypatch: pytest.MonkeyPatch):
 
 VALUE, TYPE = KVCacheValueError, KVCacheTypeError
 PAIRS_ERRORS = [
-    ([[0, 1]], TYPE, "pairs: got a list, expected an array"),
+    ([[0, 1]], TYPE, "pairs: got a list, expected an array: numpy.asarray(pairs, numpy.int32)"),
     (np.zeros(2, np.int32), VALUE, "pairs: got shape (2,), expected [num_pairs, blocks=2]"),
     (np.zeros((2, 3), np.int32), VALUE, "pairs: got shape (2, 3), expected [num_pairs, blocks=2]"),
     (np.zeros((3, 2), np.uint32), TYPE, "pairs: got dtype uint32, expected one of int32, int64"),

@@ -69,7 +69,10 @@ def test_any_other_string_is_refused_by_name(name: str):
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
-    [("nvpf4", "nvfp4"), ("FP8", "fp8"), ("fp8_e4m3fn", "fp8_e4m3"), ("bf16", "bfloat16"), (" half", "half")],
+    [
+        *[("nvpf4", "nvfp4"), ("FP8", "fp8"), ("fp8_e4m3fn", "fp8_e4m3"), ("bf16", "bfloat16"), (" half", "half")],
+        *[("float8", "fp8"), ("float8_e4m3fn", "fp8_e4m3"), ("torch.float8_e5m2", "fp8_e5m2"), ("float4", "nvfp4")],
+    ],
 )
 def test_a_typo_is_told_the_nearest_name(typo: str, meant: str):
     with pytest.raises(KVCacheValueError, match=rf"did you mean '{meant}'\?"):

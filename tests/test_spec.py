@@ -212,10 +212,26 @@ def test_sizes_that_are_no_ints_are_refused_by_type(field, value):
         dataclasses.replace(sliding(BFLOAT16), **{field: value})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", np.float32, None], ids=repr)
-def test_a_dtype_that_nobody_parsed_is_refused(dtype):
-    message = f"FullAttentionSpec.dtype: got {dtype!r}, expected a KVCacheDType (see parse_kv_cache_dtype)"
-    with pytest.raises(KVCacheTypeError, match=f"^{re.escape(message)}$"):
+def test_the_string_of_a_dtype_is_taken_for_it():
+    for name, dtype in {"nvfp4": KVCacheDType.NVFP4, "fp8": E4M3, "bfloat16": BFLOAT16}.items():
+        spec = full(name)
+        assert spec == full(dtype)
+        assert spec.dtype is dtype
+        assert dataclasses.replace(full(FLOAT32), dtype=name) == spec
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        ("float8", KVCacheValueError, r"got 'float8', expected one of .* \(did you mean 'fp8'\?\)"),
+        ("auto", KVCacheValueError, "AUTO has no storage"),
+        (np.float32, KVCacheTypeError, "got <class 'numpy.float32'> of type type, expected a string or KVCacheDType"),
+        (None, KVCacheTypeError, "got None of type NoneType, expected a string or KVCacheDType"),
+    ],
+    ids=repr,
+)
+def test_what_names_no_stored_dtype_is_refused(dtype, error, message):
+    with pytest.raises(error, match=message if dtype == "auto" else f"^FullAttentionSpec.dtype: {message}$"):
         full(dtype)
 
 

@@ -36,7 +36,8 @@ type Window = int | np.integer[Any] | jax.Array | Literal["layer"] | None
 def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], dtypes: Sequence[np.dtype[Any]]) -> None:
     """Raises if `array` is not a JAX or NumPy array of one of `dtypes` with the named `dims` (`None`: any size)."""
     if not isinstance(array, (jax.Array, np.ndarray)):
-        raise KVCacheTypeError(f"{what}: got {kind_of(array)}, expected an array{for_torch(array)}")
+        how = f": numpy.asarray({what}, numpy.{dtypes[0]})" if isinstance(array, (list, tuple)) else for_torch(array)
+        raise KVCacheTypeError(f"{what}: got {kind_of(array)}, expected an array{how}")
     if array.dtype not in dtypes:
         raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected one of {', '.join(map(str, dtypes))}")
     fits = len(array.shape) == len(dims) and all(
@@ -166,8 +167,8 @@ def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array | Non
         )
     if sinks is None:
         return None
-    check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32),))
-    return jnp.asarray(sinks)
+    check_array("sinks", sinks, [("num_heads", num_heads)], (np.dtype(np.float32), np.dtype(np.float64)))
+    return jnp.asarray(sinks, jnp.float32)  # float64 is what `jax.numpy` makes by default with x64
 
 
 def as_sm_scale(sm_scale: Any, spec: AttentionSpec) -> float:
