@@ -26,6 +26,9 @@ FREED_BLOCK = -1
 MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
 
+_SALT, _BLOCK = b"\0", b"\1"
+"""First bytes of what is hashed: no salt has the hash of a block. All that follows a block's has a fixed length."""
+
 
 class BlockPool:
     """Allocates the block numbers `0 .. num_blocks - 1` of a cache, with a reference count each.
@@ -235,7 +238,7 @@ class PagedSequence:
         if not isinstance(salt, bytes):
             raise KVCacheTypeError(f"salt: got {shown(salt)} of type {type(salt).__name__}, expected bytes")
         self.pool = pool
-        self._root = hashlib.sha256(salt).digest()
+        self._root = hashlib.sha256(_SALT + salt).digest()
         self._blocks: array[int] = array("i")
         self._num_freed = 0
         self._hashes: list[bytes] = []
@@ -350,7 +353,7 @@ class PagedSequence:
         """Returns the hash of a full block, from its parent's hash and its token ids."""
         size = self.pool.block_size
         parent = self._hashes[index - 1] if index else self._root
-        return hashlib.sha256(parent + self._token_ids[index * size : (index + 1) * size].tobytes()).digest()
+        return hashlib.sha256(_BLOCK + parent + self._token_ids[index * size : (index + 1) * size].tobytes()).digest()
 
 
 def _as_ids(token_ids: Any) -> array[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import pickle
 import random
 
@@ -231,6 +232,19 @@ def test_a_block_is_known_by_all_tokens_up_to_its_end_and_the_salt():
     assert pool.sequence([1, 2, 9, 4, 5]).num_tokens == 2
     assert pool.sequence([1, 2, 3, 4, 5], salt=b"v2").num_tokens == 0
     assert pool.sequence(np.array([1, 2, 3, 4, 5], np.uint16)).num_tokens == 4
+
+
+@pytest.mark.parametrize("prefix", [b"", b"\0", b"\1"], ids=repr)
+def test_no_salt_has_the_hash_of_another_salts_block(prefix):
+    """A salt made of what a block is hashed from: a sequence would find the other's second block as its first."""
+    pool = BlockPool(4, 2)
+    first = pool.sequence([1, 2, 3, 4, 5])
+    pool.append([first], [5])
+    first.commit([1, 2, 3, 4, 5])
+    ids = np.array([1, 2], np.int64).tobytes()
+    for root in (hashlib.sha256(prefix).digest(), prefix, first._root):
+        for salt in (root + ids, prefix + root + ids):
+            assert pool.sequence([3, 4, 5], salt=salt).num_tokens == 0
 
 
 def test_the_least_recently_used_is_evicted_first_from_its_end():
