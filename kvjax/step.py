@@ -17,6 +17,7 @@ from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, check_array, check_cache
 from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.values import check_num_seqs, is_checked
 from kvjax.ops.write import flat_tokens, reshape_and_cache_flash_diffkv
 from kvjax.spec import as_int
 
@@ -114,11 +115,12 @@ class StepMetadata:
           max_blocks: columns of the block table, enough for the longest sequence; required with `cu_kv_lens`, else
             default `num_pages / max_num_seqs`.
           cu_kv_lens: int32 `[max_num_seqs + 1]`, cumulative lengths, each rounded up to whole pages.
-          num_seqs: an int32 scalar or `[1]`; rows from there on are padding, whatever they hold. Default: all rows are
-            used.
+          num_seqs: an int or an integer array, scalar or `[1]`; rows from there on are padding, whatever they hold. An
+            int or a NumPy array is from 0 to `max_num_seqs`; a JAX array, whose value is not read, is clamped to that.
+            Default: all rows are used.
 
         Raises:
-          KVCacheValueError, KVCacheTypeError: inconsistent shapes or invalid dtypes.
+          KVCacheValueError, KVCacheTypeError: inconsistent shapes, invalid dtypes, or a `num_seqs` out of range.
         """
         size = as_int("block_size", block_size, least=1)
         number = as_int("num_tokens", num_tokens, least=0)
@@ -129,7 +131,7 @@ class StepMetadata:
         check_array("cu_q_lens", cu_q_lens, [("max_num_seqs + 1", rows + 1)], INDEX_DTYPES)
         ends = _as_int32(cu_q_lens)
         if num_seqs is not None:
-            used = jnp.reshape(jnp.asarray(num_seqs, jnp.int32), ())
+            used = _as_num_seqs(num_seqs, rows)
             lengths = jnp.where(jnp.arange(rows) < used, lengths, 0)
             ends = ends[jnp.clip(jnp.arange(rows + 1), 0, used)]
         if cu_kv_lens is None:
@@ -275,6 +277,20 @@ def _pages_per_sequence(pages: jax.Array, num_seqs: int) -> int:
             " if pages are packed, pass cu_kv_lens"
         )
     return pages.shape[0] // num_seqs
+
+
+def _as_num_seqs(num_seqs: Any, most: int) -> jax.Array | int:
+    """Returns a number of sequences, a scalar, from 0 to `most`."""
+    if not isinstance(num_seqs, (jax.Array, np.ndarray)):
+        return as_int("num_seqs", num_seqs, least=0, most=most)
+    if num_seqs.shape not in ((), (1,)):
+        raise KVCacheValueError(f"num_seqs: got shape {num_seqs.shape}, expected [] or [1]")
+    check_array("num_seqs", num_seqs, [("one", 1)] * num_seqs.ndim, INDEX_DTYPES)
+    if isinstance(num_seqs, np.ndarray):
+        return as_int("num_seqs", num_seqs.item(), least=0, most=most)
+    if is_checked():
+        check_num_seqs(num_seqs, most)
+    return jnp.clip(_as_int32(num_seqs), 0, most).reshape(())
 
 
 def _as_int32(array: Any) -> jax.Array:

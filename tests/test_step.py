@@ -176,11 +176,35 @@ def other_pools():
         (flat(cu_kv_lens=np.zeros(3, np.int32)), KVCacheValueError, "max_blocks: got None with cu_kv_lens, expected"),
         (flat(cu_kv_lens=np.zeros(2, np.int32), max_blocks=2), KVCacheValueError, r"cu_kv_lens: got shape \(2,\)"),
         (flat(block_size=0), KVCacheValueError, "block_size: got 0, expected an int of at least 1"),
+        (flat(num_seqs=2**32 + 1), KVCacheValueError, "num_seqs: got 4294967297, expected an int of at most 2"),
+        (flat(num_seqs=np.array([2**32 + 1])), KVCacheValueError, "num_seqs: got 4294967297, expected an int of at mos"),
+        (flat(num_seqs=-1), KVCacheValueError, "num_seqs: got -1, expected an int of at least 0"),
+        (flat(num_seqs=np.int32(-2)), KVCacheValueError, "num_seqs: got -2, expected an int of at least 0"),
+        (flat(num_seqs=1.7), KVCacheTypeError, "num_seqs: got 1.7 of type float, expected an int"),
+        (flat(num_seqs=np.float32([1.7])), KVCacheTypeError, "num_seqs: got dtype float32, expected one of int32, int64"),
+        (flat(num_seqs=True), KVCacheTypeError, "num_seqs: got True of type bool, expected an int"),
+        (flat(num_seqs=[1]), KVCacheTypeError, r"num_seqs: got \[1\] of type list, expected an int"),
+        (flat(num_seqs=np.zeros(2, np.int32)), KVCacheValueError, r"num_seqs: got shape \(2,\), expected \[\] or \[1\]"),
     ],
 )
 def test_what_cannot_be_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(("number", "used"), [(-1, 0), (0, 0), (1, 1), (2, 2), (3, 2), (2**32 + 1, 2)])
+def test_a_number_of_sequences_on_the_device_is_clamped(number: int, used: int):
+    lens, cu = np.array([3, 2], np.int32), np.array([0, 3, 5], np.int32)
+    build = functools.partial(StepMetadata.from_page_indices, np.arange(4), lens, cu, block_size=4, num_tokens=6)
+    expected = build(num_seqs=used)
+    assert expected.seq_lens.tolist() == [*lens[:used], *[0] * (2 - used)]
+    assert expected.cu_q_lens.tolist() == [*cu[: used + 1], *[cu[used]] * (2 - used)]
+    with jax.enable_x64(number > 2**31):
+        for make in (build, jax.jit(build)):
+            assert_same(make(num_seqs=jnp.asarray([number])), expected)
+        if number != used:
+            with kvjax.checked(), pytest.raises(KVCacheValueError, match=f"num_seqs: got {number}, expected between 0"):
+                build(num_seqs=jnp.asarray(number))
 
 
 @pytest.mark.parametrize("page", [2**32 + 1, 2**31 - 1, 2**30, -5, -(2**40)])

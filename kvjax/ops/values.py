@@ -231,6 +231,21 @@ def check_window(window: ArrayLike) -> None:
     refuse(number < 1, "sliding_window: got {window}, expected at least 1", window=number)
 
 
+def check_num_seqs(num_seqs: ArrayLike, max_num_seqs: int) -> None:
+    """Checks that a number of sequences, `[]` or `[1]`, lies between 0 and `max_num_seqs`.
+
+    Raises:
+      KVCacheValueError: names it.
+    """
+    _, number = readable(num_seqs)
+    number = number.reshape(())
+    refuse(
+        (number < 0) | (number > max_num_seqs),
+        f"num_seqs: got {{number}}, expected between 0 and {max_num_seqs}",
+        number=number,
+    )
+
+
 def _first_repeated(xp: ModuleType, indices: Any) -> tuple[Any, Any]:
     """Returns the indices of the first non-negative element that repeats an earlier one: (earlier, repeat).
 
