@@ -173,7 +173,7 @@ def resolve_layer_specs(
 
 
 def _layer_spec(layer: LayerKVConfig, **fields: Any) -> AttentionSpec:
-    fields |= {"num_kv_heads": layer.num_kv_heads, "head_size": layer.head_size, "head_size_v": layer.head_size_v}
+    fields |= {name: getattr(layer, name) for name in ("num_kv_heads", "head_size", "head_size_v", "is_latent")}
     if layer.kind is AttentionKind.SLIDING_WINDOW:
         return SlidingWindowSpec(sliding_window=layer.sliding_window, **fields)
     return FullAttentionSpec(**fields)

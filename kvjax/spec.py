@@ -38,6 +38,9 @@ class AttentionSpec:
         `[num_blocks, page_size_padded]`; bytes of a page past `real_page_size_bytes` are never written.
       model_dtype: the model's compute dtype, in any framework's notation: the default result dtype of `gather_kv` for
         a quantized layer.
+      is_latent: whether this is a layer of multi-head latent attention (MLA): a token's key is its latent, its value
+        the key part with positions. Operations write and gather these; attention, which would sum rope keys as values,
+        raises `UnsupportedError`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: from the constructor, for an invalid field; the message names it.
@@ -54,6 +57,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     page_size_padded: int | None = None
     model_dtype: KVCacheDType = KVCacheDType.BFLOAT16
+    is_latent: bool = False
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
@@ -65,6 +69,7 @@ class AttentionSpec:
         object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
         object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))
+        object.__setattr__(self, "is_latent", as_bool(f"{type(self).__name__}.is_latent", self.is_latent))
         self._check_nvfp4()
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise KVCacheValueError(

@@ -20,9 +20,12 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    KVCacheWarning,
     ModelKVConfig,
     SlidingWindowSpec,
+    StepMetadata,
     UnsupportedError,
+    attend,
     checked,
     copy_blocks,
     gather_kv,
@@ -30,6 +33,7 @@ from kvjax import (
     nvfp4_kv_cache_full_dim,
     nvfp4_split_views,
     paged_attention,
+    ragged_paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
     resolve_layer_specs,
@@ -87,7 +91,11 @@ WRITE_ERRORS = [
     ({"slot_mapping": SLOTS[None]}, VALUE, "slot_mapping: got shape (1, 3), expected [num_tokens=3]"),
     ({"slot_mapping": SLOTS.astype(np.uint32)}, TYPE, "slot_mapping: got dtype uint32, expected one of int32, int64"),
     ({"slot_mapping": SLOTS.astype(np.float32)}, TYPE, "slot_mapping: got dtype float32, expected one of int32, int64"),
-    ({"slot_mapping": [0, 1, 2]}, TYPE, "slot_mapping: got a list, expected an array: numpy.asarray(slot_mapping, numpy.int"),
+    (
+        {"slot_mapping": [0, 1, 2]},
+        TYPE,
+        "slot_mapping: got a list, expected an array: numpy.asarray(slot_mapping, numpy.int",
+    ),
     ({"k_scale": 0.0}, VALUE, f"k_scale: got 0.0, {SCALE_RANGE}"),
     ({"k_scale": -1.0}, VALUE, f"k_scale: got -1.0, {SCALE_RANGE}"),
     ({"v_scale": float("nan")}, VALUE, f"v_scale: got nan, {SCALE_RANGE}"),
@@ -311,6 +319,30 @@ def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own(
         " use reshape_and_cache_flash_diffkv"
     )
     check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
+
+
+def test_attention_refuses_the_cache_of_latent_attention_by_name():
+    """Before anything is written; a layer whose values have another head size is attended to."""
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_attention_heads": 6, "kv_lora_rank": 64}
+    config |= {"qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "dtype": "float32"}
+    with pytest.warns(KVCacheWarning, match="multi-head latent attention"):
+        [latent] = resolve_layer_specs(ModelKVConfig.from_hf_config(config), block_size=8)
+    diffkv = dataclasses.replace(latent, is_latent=False)
+    assert latent.is_latent
+    assert (diffkv.num_kv_heads, diffkv.head_size, diffkv.head_size_v) == (1, 64, 32)
+    tokens = TOKENS[:, :1], TOKENS[:, :1, :32]
+    step = StepMetadata(TABLE, LENS, np.zeros(5, np.int32), SLOTS)
+    calls = {
+        "paged_attention": lambda cache: paged_attention(QUERY, cache, TABLE, LENS),
+        "ragged_paged_attention": lambda cache: ragged_paged_attention(QUERY, cache, TABLE, LENS, step.cu_q_lens),
+        "attend": lambda cache: attend(QUERY[:3], *tokens, cache, step),
+    }
+    for name, call in calls.items():
+        message = f"{name}: got a cache of multi-head latent attention (MLA), whose values of 32 elements are rope keys"
+        check_refused(call, poisoned(latent, 2), UnsupportedError, message)
+        call(poisoned(diffkv, 2))
+    written = reshape_and_cache_flash_diffkv(*tokens, poisoned(latent, 2), SLOTS)
+    assert [x.shape for x in gather_kv(written, TABLE, LENS)] == [(4, 16, 1, 64), (4, 16, 1, 32)]
 
 
 BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic", results=lambda cache: "name")

@@ -496,9 +496,10 @@ def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[Laye
     [
         (
             LATENT | {"model_type": "deepseek_v3"},
-            [layer(1, 512, 64)] * 2,
+            [dataclasses.replace(layer(1, 512, 64), is_latent=True)] * 2,
             "the latent cache, one head with a key of kv_lora_rank=512 and a value of qk_rope_head_dim=64 elements;"
-            " a cache of every head's own keys and values takes 71.1 times as much",
+            " a cache of every head's own keys and values takes 71.1 times as much. kvjax writes and gathers the latent"
+            " cache, but has no attention over it",
         ),
         (
             FALCON

@@ -177,14 +177,26 @@ def other_pools():
         (flat(cu_kv_lens=np.zeros(2, np.int32), max_blocks=2), KVCacheValueError, r"cu_kv_lens: got shape \(2,\)"),
         (flat(block_size=0), KVCacheValueError, "block_size: got 0, expected an int of at least 1"),
         (flat(num_seqs=2**32 + 1), KVCacheValueError, "num_seqs: got 4294967297, expected an int of at most 2"),
-        (flat(num_seqs=np.array([2**32 + 1])), KVCacheValueError, "num_seqs: got 4294967297, expected an int of at mos"),
+        (
+            flat(num_seqs=np.array([2**32 + 1])),
+            KVCacheValueError,
+            "num_seqs: got 4294967297, expected an int of at mos",
+        ),
         (flat(num_seqs=-1), KVCacheValueError, "num_seqs: got -1, expected an int of at least 0"),
         (flat(num_seqs=np.int32(-2)), KVCacheValueError, "num_seqs: got -2, expected an int of at least 0"),
         (flat(num_seqs=1.7), KVCacheTypeError, "num_seqs: got 1.7 of type float, expected an int"),
-        (flat(num_seqs=np.float32([1.7])), KVCacheTypeError, "num_seqs: got dtype float32, expected one of int32, int64"),
+        (
+            flat(num_seqs=np.float32([1.7])),
+            KVCacheTypeError,
+            "num_seqs: got dtype float32, expected one of int32, int64",
+        ),
         (flat(num_seqs=True), KVCacheTypeError, "num_seqs: got True of type bool, expected an int"),
         (flat(num_seqs=[1]), KVCacheTypeError, r"num_seqs: got \[1\] of type list, expected an int"),
-        (flat(num_seqs=np.zeros(2, np.int32)), KVCacheValueError, r"num_seqs: got shape \(2,\), expected \[\] or \[1\]"),
+        (
+            flat(num_seqs=np.zeros(2, np.int32)),
+            KVCacheValueError,
+            r"num_seqs: got shape \(2,\), expected \[\] or \[1\]",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(call, error, message):

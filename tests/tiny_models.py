@@ -194,7 +194,8 @@ def cached_layers(model_type: str, config: transformers.PreTrainedConfig) -> lis
             continue
         # A chunk is a window to transformers. It is none to kvjax, which keeps every token either way.
         window = None if kind == "chunked_attention" else getattr(layer, "sliding_window", None)
-        layers.append(LayerKVConfig(keys.shape[1], keys.shape[-1], values.shape[-1], window))
+        is_latent = keys.shape[-1] == getattr(config, "kv_lora_rank", None)
+        layers.append(LayerKVConfig(keys.shape[1], keys.shape[-1], values.shape[-1], window, is_latent))
     return layers
 
 

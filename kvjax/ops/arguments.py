@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache, check_scale_shape
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown, type_name
 from kvjax.ops.values import check_layer, check_window, is_checked
 from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int
@@ -54,6 +54,16 @@ def check_cache(cache: Any, what: str = "cache") -> None:
         raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
     check_devices(cache, **{f"{what}.{name}": getattr(cache, name) for name in SCALES})
+
+
+def check_attends(operation: str, spec: AttentionSpec) -> None:
+    """Raises if a cache of a spec holds something other than keys and values to attend to."""
+    if spec.is_latent:
+        raise UnsupportedError(
+            f"{operation}: got a cache of multi-head latent attention (MLA), whose values of {spec.head_size_v} elements"
+            " are rope keys and not to be summed; expected one of keys and values. No implementation attends over"
+            " latents yet: read them with gather_kv"
+        )
 
 
 def check_devices(cache: KVCache, **arrays: Any) -> None:

@@ -22,6 +22,7 @@ from kvjax.ops.arguments import (
     as_soft_cap,
     as_window,
     check_array,
+    check_attends,
     check_cache,
     check_devices,
     reach_of,
@@ -128,9 +129,10 @@ def paged_attention(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap or sink; the message names it.
-      UnsupportedError: the requested implementation cannot serve this call.
+      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
     """
     check_cache(cache)
+    check_attends("paged_attention", cache.spec)
     cache = local_view(cache)
     spec = cache.spec
     dims: list[tuple[str, int | None]] = [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)]

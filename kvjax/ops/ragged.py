@@ -26,6 +26,7 @@ from kvjax.ops.arguments import (
     as_soft_cap,
     as_window,
     check_array,
+    check_attends,
     check_cache,
     check_devices,
     reach_of,
@@ -159,9 +160,10 @@ def ragged_paged_attention(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap, sink or number; the message
         names it.
-      UnsupportedError: the requested implementation cannot serve this call.
+      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
     """
     check_cache(cache)
+    check_attends("ragged_paged_attention", cache.spec)
     cache = local_view(cache)
     spec = cache.spec
     dims = [("num_tokens", None), ("num_heads", None), ("head_size", spec.head_size)]
