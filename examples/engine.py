@@ -55,6 +55,7 @@ class Engine:
       chunk: most prompt tokens in a step.
       max_prompts: most prompts in a step.
       eos_token_id: ends a request.
+      sharding: where `run`'s results are: a device or a sharding; None where no argument of `run` is committed.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Engine:
         chunk: int = 256,
         max_prompts: int = 1,
         eos_token_id: int | None = None,
+        sharding: jax.sharding.Sharding | jax.Device | None = None,
     ) -> None:
         self.caches = caches
         self._run, self._pool, self._eos = run, pool, eos_token_id
@@ -75,7 +77,8 @@ class Engine:
         self._chunk, self._max_prompts = chunk, max_prompts
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: list[Request] = []
-        self._previous: Any = np.zeros(self.max_num_seqs, np.int32)
+        # Committed, as results are: the second step would be compiled again otherwise.
+        self._previous: Any = jax.device_put(np.zeros(self.max_num_seqs, np.int32), sharding)
         self._unread: tuple[jax.Array, list[tuple[int, Request]]] | None = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> Request:

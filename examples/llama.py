@@ -311,12 +311,16 @@ def generate(
     num_new_tokens: int,
     *,
     chunk: int = 256,
+    sharding: jax.sharding.Sharding | jax.Device | None = None,
 ) -> tuple[list[list[int]], Caches]:
-    """Continues each prompt greedily, scheduled by `examples.engine`."""
+    """Continues each prompt greedily, scheduled by `examples.engine`.
+
+    `sharding` is where tokens are if parameters and caches are committed to devices.
+    """
     longest = max(map(len, prompts)) + num_new_tokens
     run = functools.partial(greedy_step, params, config=config)
     max_blocks = -(-longest // pool.block_size)
-    engine = Engine(run, caches, pool, num_seqs=[len(prompts)], max_blocks=max_blocks, chunk=chunk)
+    engine = Engine(run, caches, pool, num_seqs=[len(prompts)], max_blocks=max_blocks, chunk=chunk, sharding=sharding)
     requests = [engine.submit(prompt, num_new_tokens) for prompt in prompts]
     while not engine.is_idle:
         engine.step()
@@ -359,16 +363,17 @@ def main() -> None:
     hf_config = json.loads((args.folder / "config.json").read_text())
     model = kvjax.ModelKVConfig.from_hf_config(hf_config)
     config = ModelConfig.from_hf_config(hf_config)
-    params = load_params(args.folder, config, model.dtype.info.storage_dtype)
+    device = jax.devices()[0]
+    params = jax.device_put(load_params(args.folder, config, model.dtype.info.storage_dtype), device)
     specs = kvjax.resolve_layer_specs(model, args.kv_cache_dtype)
     scales = kvjax.load_kv_scales(args.folder, model, args.kv_cache_dtype)
     caches = tuple(
-        kvjax.KVCache.allocate(spec, args.num_blocks, **layer_scales._asdict())
+        kvjax.KVCache.allocate(spec, args.num_blocks, sharding=device, **layer_scales._asdict())
         for spec, layer_scales in zip(specs, scales, strict=True)
     )
     pool = kvjax.BlockPool(args.num_blocks, specs[0].block_size)
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]
-    generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens)
+    generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens, sharding=device)
     for tokens in generated:
         print(tokenizer.decode(tokens), end="\n\n")
 

@@ -14,7 +14,8 @@ MAX_SEQS, MAX_BLOCKS, CHUNK = 4, 8, 8  # the buckets: what programs are compiled
 # 1. What a layer stores, and how many blocks of every layer the memory holds.
 spec = kvjax.FullAttentionSpec(16, NUM_KV_HEADS, HEAD_SIZE, dtype=kvjax.parse_kv_cache_dtype("fp8"))
 num_blocks = kvjax.max_blocks([spec] * NUM_LAYERS, 64 * 2**10)
-caches = tuple(kvjax.KVCache.allocate(spec, num_blocks) for _ in range(NUM_LAYERS))
+device = jax.devices()[0]  # whatever goes from step to step is committed to it, or steps would be compiled twice
+caches = tuple(kvjax.KVCache.allocate(spec, num_blocks, sharding=device) for _ in range(NUM_LAYERS))
 pool = kvjax.BlockPool(num_blocks, spec.block_size)
 
 shapes = {"qkv": (64, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE), "output": (NUM_HEADS * HEAD_SIZE, 64)}
@@ -25,6 +26,7 @@ weights = {
         {name: jax.random.normal(next(keys), shape) / 8 for name, shape in shapes.items()} for _ in range(NUM_LAYERS)
     ],
 }
+weights = jax.device_put(weights, device)
 
 
 # 2. One program for a step of the model, with the caches donated.
@@ -97,7 +99,7 @@ def start(batch, previous, caches):
 
 
 # 4. The next step starts before the tokens of the last are read.
-previous, unread = np.zeros(MAX_SEQS, np.int32), None
+previous, unread = jax.device_put(np.zeros(MAX_SEQS, np.int32), device), None
 while (batch := schedule(num_new_tokens=6)) or unread:
     before, unread = unread, None
     if batch:

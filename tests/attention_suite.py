@@ -88,6 +88,26 @@ class Case:
         return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
 
+def check_large_values(attend: Attend, dtype: str, num_tokens: int, num_seqs: int = 1) -> None:
+    """Values whose mean float32 holds and whose sum it does not: all equal, or near the largest of either sign."""
+    spec = FullAttentionSpec(16, 1, 64, dtype=KVCacheDType(dtype))
+    num_blocks = -(-num_tokens // 16)
+    rng, element = np.random.default_rng(0), spec.storage_dtype
+    keys = rng.standard_normal((num_blocks, 16, 1, 64))
+    signs = np.where(np.arange(64) < 32, 1.0, rng.choice([1.0, -1.0], keys.shape))
+    values = (3e38 * signs).astype(np.float32)
+    pages = np.stack([keys, values], axis=1).astype(element)
+    cache = cache_from_bytes(pages.view(np.uint8), spec, num_blocks)
+    query = rng.standard_normal((num_seqs, 2, 64)).astype(ml_dtypes.bfloat16)
+    tables = np.tile(np.arange(num_blocks, dtype=np.int32), (num_seqs, 1)), np.full(num_seqs, num_tokens, np.int32)
+    out = np.asarray(attend(query, cache, *tables)[0], np.float64)
+    stored = pages.astype(np.float64).swapaxes(0, 1).reshape(2, -1, 64)[:, :num_tokens]
+    logits = np.asarray(query, np.float64) @ stored[0].T / 8
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    expected = weights / weights.sum(axis=-1, keepdims=True) @ stored[1]
+    np.testing.assert_allclose(out / 3e38, expected / 3e38, atol=2e-2)
+
+
 def is_valid(case: dict[str, Any]) -> bool:
     """Whether there is such a cache, and it does not take minutes."""
     can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"] in FP8_NAMES

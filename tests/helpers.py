@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +98,22 @@ def kv_tokens(spec: AttentionSpec, num_tokens: int, dtype: Any = np.float32, see
     rng = np.random.default_rng(seed)
     sizes = spec.head_size, spec.head_size_v
     return tuple(tokens(rng, (num_tokens, spec.num_kv_heads, size), dtype, specials=specials) for size in sizes)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the programs that JAX compiles in the context, those that it loads from its files included."""
+    names: list[str] = []
+
+    def note(event: str, _: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(kwargs.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def simple_spec(dtype: KVCacheDType = KVCacheDType.BFLOAT16, **changes: Any) -> AttentionSpec:

@@ -26,6 +26,7 @@ from kvjax import (
     merge_attention_states,
     paged_attention,
 )
+from kvjax.ops import softmax
 
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation", "batch_invariant")
 _run = jax.jit(paged_attention, static_argnames=STATIC)
@@ -299,6 +300,25 @@ def test_sinks_may_be_float64_as_jax_makes_them_with_x64():
                 assert_same_bytes(np.asarray(got), np.asarray(want))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_mean_that_float32_holds_does_not_overflow(attend, dtype):
+    suite.check_large_values(attend, dtype, 100)
+
+
+def test_means_of_several_chunks_and_of_dense_16_bit_values_do_not_overflow(monkeypatch):
+    monkeypatch.setattr(softmax, "CHUNK_BYTES", 1)
+    suite.check_large_values(jax.jit(functools.partial(paged_attention, return_lse=True)), "bfloat16", 100)
+    values = jnp.full((1, 64, 1, 16), 3e38, jnp.bfloat16)
+
+    def read(number):
+        return jnp.zeros_like(values), values, jnp.ones((1, 64), bool)
+
+    static = {"num_kv_heads": 1, "head_size_v": 16, "sm_scale": 1.0, "window": None, "logits_soft_cap": None}
+    out, lse = softmax.attend(jnp.ones((1, 1, 2, 16)), read, 2, jnp.full((1, 1), 127), jnp.zeros(2), **static)
+    np.testing.assert_allclose(out, np.full(out.shape, np.float64(values[0, 0, 0, 0]) * 128 / 129), rtol=1e-6)
+    np.testing.assert_allclose(lse, np.full(lse.shape, np.log(129)), rtol=1e-6)
+
+
 def test_over_batches_of_queries_and_of_caches(attend):
     problem = suite.build(Case("nvfp4", q_len=2))
     query, cache, *tables = problem.args
@@ -333,6 +353,15 @@ def test_parts_of_sequences_merge_into_the_whole(name):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     for got, stacked in zip(merge(jnp.stack(outs), np.stack(lses)), (out, lse), strict=True):
         assert_same_bytes(np.asarray(got), np.asarray(stacked))
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_mean_of_parts_does_not_overflow(name, num_parts):
+    out = np.full((4, 2, 8), 3e38).astype(INPUT_DTYPES[name])
+    merged, lse = merge_attention_states([out] * num_parts, [np.zeros((4, 2), np.float32)] * num_parts)
+    np.testing.assert_allclose(np.float64(merged), np.float64(out), rtol=1e-6)
+    np.testing.assert_allclose(lse, np.full((4, 2), np.log(num_parts)), rtol=1e-6)
 
 
 def test_merging_what_saw_nothing():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_compile import TARGETS, compile_for
-from helpers import FEW_DTYPES, assert_same_bytes, each_case, page_bytes, poisoned, simple_spec
+from helpers import FEW_DTYPES, assert_same_bytes, compilations, each_case, page_bytes, poisoned, simple_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +129,71 @@ def test_an_int64_past_the_cache_is_not_read_as_its_low_half(pair):
     pairs = np.array([pair], np.int64)
     assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), before)
     assert_same_bytes(page_bytes(swap_blocks(cache, host, pairs)), host_before)
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_copies_of_up_to_a_power_of_two_share_their_programs(num_layers):
+    """Padding reads and writes nothing that is seen; each number of pairs would be a program of its own otherwise."""
+    spec = simple_spec(block_size=3, head_size=24)  # of no other test
+
+    def cache(seed):
+        caches = [poisoned(spec, NUM_BLOCKS, seed + layer) for layer in range(num_layers or 1)]
+        kv = jnp.stack([one.kv for one in caches], axis=1) if num_layers else caches[0].kv
+        return jax.device_put(KVCache(kv, spec, None, num_layers), jax.devices()[0])
+
+    on_host = kvjax.host_sharding()
+    operations = {
+        "copy": lambda pairs, layer: copy_blocks(cache(0), pairs, layer=layer),
+        "donating copy": lambda pairs, layer: copy_blocks(cache(0), pairs, layer=layer, donate=True),
+        "swap": lambda pairs, layer: swap_blocks(jax.device_put(cache(3), on_host), cache(0), pairs, layer=layer),
+    }
+    before, host = page_bytes(cache(0)), page_bytes(cache(3))
+    for layer in [None] if num_layers is None else [None, 1, jnp.int32(0)]:
+        for name, run in operations.items():
+            run(PAIRS[:0], layer)
+            with compilations() as compiled:
+                for num_pairs in (3, 4, 5, 6, 7, 8):
+                    pairs = PAIRS[:num_pairs]
+                    written = page_bytes(run(pairs, layer))
+                    at, shape = (slice(None) if layer is None else int(layer)), (NUM_BLOCKS, num_layers or 1, -1)
+                    expected = before.reshape(shape).copy()
+                    source = (host if name == "swap" else before).reshape(shape)[:, at]
+                    expected[:, at] = copied(source, expected[:, at], pairs)
+                    assert_same_bytes(written, expected.reshape(written.shape))
+            programs = {"swap": {"_take": 2, "_put": 2}}.get(name, {"_copy": 2})
+            found = {of: sum(of in program for program in compiled) for of in programs}
+            assert found == (programs if not isinstance(layer, jax.Array) else dict.fromkeys(programs, 0)), compiled
+
+
+def test_a_donating_copy_is_in_place(device):
+    spec = simple_spec()
+    cache, before = poisoned(spec, NUM_BLOCKS), page_bytes(poisoned(spec, NUM_BLOCKS))
+    pointer = cache.kv.unsafe_buffer_pointer()
+    written = copy_blocks(cache, PAIRS, donate=True)
+    assert cache.kv.is_deleted()
+    assert written.kv.unsafe_buffer_pointer() == pointer
+    assert_same_bytes(page_bytes(written), copied(before, before, PAIRS))
+    with pytest.raises(KVCacheTypeError, match=r"^donate: got 1 of type int, expected a bool"):
+        copy_blocks(written, PAIRS, donate=1)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_step_of_committed_caches_is_compiled_once_whatever_is_swapped_and_copied(scale):
+    spec, device = simple_spec(KVCacheDType.FP8_E4M3, block_size=3), jax.devices()[0]
+    weight, tokens, slots = jax.device_put(np.float32(2), device), np.ones((2, 2, 64), np.float32), np.arange(2)
+    host = KVCache.allocate(spec, 4, sharding=kvjax.host_sharding(), k_scale=scale)
+    cache = KVCache.allocate(spec, NUM_BLOCKS, sharding=device, k_scale=scale)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step_of_an_engine(weight, cache):
+        return kvjax.reshape_and_cache_flash(weight * tokens, tokens, cache, slots)
+
+    with compilations() as compiled:
+        for pairs in (PAIRS[:1], PAIRS[:3], PAIRS[:2]):
+            cache = step_of_an_engine(weight, cache)
+            host = swap_blocks(cache, host, pairs)
+            cache = copy_blocks(swap_blocks(host, cache, pairs), pairs, donate=True)
+    assert sum("step_of_an_engine" in name for name in compiled) == 1, compiled
 
 
 @EACH_KIND

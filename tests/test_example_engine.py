@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import compilations
 
 import kvjax
 from examples import llama
@@ -131,6 +132,20 @@ def test_the_next_step_starts_before_the_tokens_of_the_last_are_read():
     assert [before for before, _, _ in started] == [0, 0, 1, 2]
     assert [previous.number for _, _, previous in started[1:]] == [1, 2, 3]
     assert (request.generated, reads) == ([7] * 4, [1, 2, 3, 4])
+
+
+def test_each_kind_of_step_is_compiled_once_where_weights_and_caches_are_committed():
+    device = jax.devices()[0]
+    weights = jax.device_put(params(), device)
+    cache = kvjax.KVCache.allocate(SPEC, NUM_BLOCKS, num_layers=2, sharding=device)
+    run = functools.partial(llama.greedy_step, weights, config=CONFIG)
+    pool = kvjax.BlockPool(NUM_BLOCKS, SPEC.block_size)
+    engine = Engine(run, cache, pool, num_seqs=[3], max_blocks=MAX_BLOCKS, chunk=4, sharding=device)
+    engine.submit(prompts()[0], 3)
+    with compilations() as compiled:
+        while not engine.is_idle:
+            engine.step()
+    assert sum("greedy_step" in name for name in compiled) == 2, compiled
 
 
 def test_a_request_that_never_fits_is_refused():

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from helpers import (
     assert_same_floats,
     cache_from_bytes,
     can_write,
+    compilations,
     page_bytes,
 )
 from hypothesis import HealthCheck, Phase, settings
@@ -497,26 +498,12 @@ LONG_TO_COMPILE = ("mosaic", "interpreted", "torch-cuda")
 MOST_PROGRAMS = 100
 
 
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """The programs that JAX has compiled since."""
-    names: list[str] = []
-
-    def note(event: str, _: float, **kwargs: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(kwargs.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
 MARKS = dict.fromkeys(ON_GPU, pytest.mark.gpu) | {"interpreted": pytest.mark.full}
 
 
 @pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in DRIVERS])
-def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str, compiled: list[str]):
+def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str):
     if name.startswith("torch"):
         pytest.importorskip("torch")
     long = name in LONG_TO_COMPILE or (name == "xla" and jax.default_backend() != "cpu")
@@ -529,7 +516,8 @@ def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str, com
     fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     if not SECONDS:
         few = settings(fuzz, derandomize=True, max_examples=EXAMPLES[name], stateful_step_count=8)
-        run_state_machine_as_test(machine, settings=few)
+        with compilations() as compiled:
+            run_state_machine_as_test(machine, settings=few)
         assert compiled or name != "xla"
         assert len(compiled) <= MOST_PROGRAMS or (of == "any" and not long)
         return

@@ -65,6 +65,13 @@ def test_interpreted_it_is_right(case, monkeypatch):
     suite.assert_right(problem, *problem.run(attend))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+def test_interpreted_a_mean_that_float32_holds_does_not_overflow(dtype, monkeypatch):
+    """Of one thread block's tokens, and of the parts that two have."""
+    monkeypatch.setattr(schedule, "MIN_STAGES", 1)
+    suite.check_large_values(attend, dtype, 70)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("merge", [*attention.MERGES.values(), MergeConfig(1, 1, 4)], ids=str)
 def test_interpreted_parts_are_merged_in_every_way(merge, monkeypatch):

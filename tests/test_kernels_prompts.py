@@ -171,6 +171,20 @@ def test_interpreted_it_is_its_model(shapes, problem, config):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 2, 2)], ids=str)
+def test_interpreted_a_mean_that_float32_holds_does_not_overflow(config):
+    args = operands((20,), (150,), dtype=jnp.bfloat16, num_keys=192, num_tokens=64, heads=(1, 1))
+    large, args = jnp.full_like(args.values, 3e38), args._replace(heads=args.heads.at[1].set(1.0))
+    problem = Problem(20, None, None)
+    with interpret_mode(), tracing_for(Target(1)):
+        got, log = run(prompts.attend, args._replace(values=large), problem, config)
+    ones = args._replace(keys=jnp.nan_to_num(args.keys), values=jnp.ones_like(large))
+    expected, expected_log = run(prompt_model.attend, ones, problem, config)
+    np.testing.assert_allclose(got[3:23] / float(large[0, 0, 0, 0]), expected[3:23], rtol=1e-2)
+    np.testing.assert_allclose(log, expected_log, atol=1e-5)
+
+
+@pytest.mark.full
 def test_thread_blocks_share_the_items():
     """The first of three takes all but those that the others begin with."""
     check(operands(**LENGTHS, heads=(4, 2)), Problem(70, None, None), multiprocessors=3)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from helpers import compilations
 
 import kvjax
 
@@ -22,8 +24,9 @@ ENGINE = (ROOT / "examples/small_engine.py").read_text()
 @pytest.fixture(scope="module")
 def engine() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(ENGINE, "examples/small_engine.py", "exec"), names)
-    return names
+    with compilations() as compiled:
+        exec(compile(ENGINE, "examples/small_engine.py", "exec"), names)
+    return names | {"compiled": compiled}
 
 
 def continued(names: dict[str, Any], prompt: list[int], num_new_tokens: int) -> list[int]:
@@ -46,6 +49,11 @@ def test_the_engine_gives_each_prompt_its_tokens(engine):
     assert [len(request["generated"]) for request in engine["requests"]] == [6, 6, 6]
     for request in engine["requests"]:
         assert request["generated"] == continued(engine, request["prompt"], 6)
+
+
+def test_the_engine_compiles_each_kind_of_step_once_for_committed_weights(engine):
+    assert all(leaf.committed for leaf in jax.tree.leaves(engine["weights"]))
+    assert sum("run" in name for name in engine["compiled"]) == 2, engine["compiled"]
 
 
 def test_the_engine_gives_its_blocks_back(engine):

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
-from kvjax.kernels.attention.softmax import LOG2_E, capped
+from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
@@ -601,7 +601,7 @@ class _Rows:
             factor = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, tile)
-        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor)
+        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor + margin(keys.dtype))
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
         weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))

@@ -60,9 +60,9 @@ def check_attends(operation: str, spec: AttentionSpec) -> None:
     """Raises if a cache of a spec holds something other than keys and values to attend to."""
     if spec.is_latent:
         raise UnsupportedError(
-            f"{operation}: got a cache of multi-head latent attention (MLA), whose values of {spec.head_size_v} elements"
-            " are rope keys and not to be summed; expected one of keys and values. No implementation attends over"
-            " latents yet: read them with gather_kv"
+            f"{operation}: got a cache of multi-head latent attention (MLA), whose values of {spec.head_size_v}"
+            " elements are rope keys and not to be summed; expected one of keys and values. No implementation attends"
+            " over latents yet: read them with gather_kv"
         )
 
 

@@ -21,27 +21,38 @@ from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.values import check_pairs, is_checked
 from kvjax.scale_values import readable, refuse
-from kvjax.spec import AttentionSpec
+from kvjax.spec import AttentionSpec, as_bool
 
 
 def copy_blocks(
-    cache: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None, implementation: str | None = None
+    cache: KVCache,
+    pairs: ArrayLike,
+    *,
+    layer: ArrayLike | None = None,
+    donate: bool = False,
+    implementation: str | None = None,
 ) -> KVCache:
     """Copies whole pages of a cache to others of its pages, byte for byte, with block scales and padding.
 
     In a cache of several layers a block is a page in each, and all of them are copied.
 
-    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) it is in place, at the
-    cost of the copied pages, whatever the cache's size. All pages are read before any is written: a pair copies what
-    its source held before the call, even if another pair writes to it, and two pairs may exchange pages.
+    Functional: use the returned cache. With `donate`, or under `jit` with the cache donated (`donate_argnums`), it is
+    in place, at the cost of the copied pages, whatever the cache's size. All pages are read before any is written: a
+    pair copies what its source held before the call, even if another pair writes to it, and two pairs may exchange
+    pages.
+
+    Outside `jit`, pairs are padded to a power of two, so that few numbers of pairs are compiled. Under `jit`, each
+    number of pairs is a program of the caller's: pad them with -1.
 
     Args:
       cache: the layer's cache, or the pool that layers share.
       pairs: int32 or int64 `[num_pairs, 2]`: source block and destination block of each copy. A pair with a block that
-        is negative, or at or past `cache.num_blocks`, copies nothing: pad with -1 to a number of pairs that is already
-        compiled. If two pairs have one destination, that page's contents are unspecified.
+        is negative, or at or past `cache.num_blocks`, copies nothing. If two pairs have one destination, that page's
+        contents are unspecified. Outside `jit` preferably a NumPy array: one on a device is first copied to the host.
       layer: to copy the pages of one layer only: its number, an int or an int32 scalar that may be traced. An array out
         of range copies nothing.
+      donate: whether to donate the cache, as `swap_blocks` does its destination. Traced calls ignore it: the caller of
+        the jitted function donates.
       implementation: `"xla"`, or `None` to choose.
 
     Raises:
@@ -51,9 +62,12 @@ def copy_blocks(
     check_cache(cache)
     _check_pairs(pairs, cache, cache)
     check_devices(cache, pairs=pairs, layer=layer)
-    layer = None if layer is None else as_layer(cache, layer)
+    layer, donate = None if layer is None else as_layer(cache, layer), as_bool("donate", donate)
     serve = select.choose("copy_blocks", implementation, _COPY, cache)
-    return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, cache, cache, layer)))
+    if _is_traced(cache.kv, pairs, layer):
+        return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
+    copy = _copy_donated_jit if donate else _copy_jit
+    return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
 
 
 def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None) -> KVCache:
@@ -79,7 +93,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         sharding is a `NamedSharding`.
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, preferably a
         NumPy array: one on a device is first copied to the host. As in `copy_blocks`, a pair with a block outside its
-        cache copies nothing, and each number of pairs is compiled once.
+        cache copies nothing, and pairs are padded to a power of two: for each pair of padding a page moves, too.
       layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
@@ -109,22 +123,21 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     layer = None if layer is None else as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
-    if any(isinstance(array, jax.core.Tracer) for array in (source.kv, destination.kv, pairs, layer)):
+    if _is_traced(source.kv, destination.kv, pairs, layer):
         if not has_same_order:
             raise KVCacheValueError(
                 f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
                 f" a traced call, expected {shares[0]} as source has: their bytes are in another order. Call"
                 " swap_blocks outside jit and shard_map, where it reorders them"
             )
-        from_blocks, to_blocks, layer = _as_blocks(pairs, source, destination, layer)
+        from_blocks, to_blocks, layer = _as_blocks(pairs, layer, source, destination)
         names = "source", "destination"
         source_kv, kv = select.without_gradient("swap_blocks", names, (source.kv, destination.kv))
         return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
         _check_memory(name, cache.kv)
-    layer = None if layer is None else np.asarray(layer)
     sharding = _sharding_of_pages(destination.kv, layer)
-    from_blocks, to_blocks, layer = _as_blocks(np.asarray(pairs), source, destination, layer)
+    from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
     pages = _take_jit(source.kv, from_blocks, layer)
     if not has_same_order:
         if shares[0] > 1:
@@ -146,13 +159,13 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
     if scales[0] is scales[1]:
         return
     expected = f"as source.{what} has it: pages are meaningful only with their scales"
-    is_traced = any(isinstance(scale, jax.core.Tracer) for scale in scales)
+    is_traced = _is_traced(*scales)
     if is_traced and any(scale is None for scale in scales):
         got, wanted = ("none" if scale is None else "one" for scale in scales[::-1])
         raise KVCacheValueError(f"destination.{what}: got {got}, expected {wanted}, {expected}")
     if is_traced and not is_checked():
         return
-    as_shown = (scale if isinstance(scale, jax.core.Tracer) else _on_host(scale) for scale in scales)
+    as_shown = (scale if _is_traced(scale) else _scale_on_host(scale) for scale in scales)
     xp, old, new = readable(*as_shown)
     if source.num_layers is not None:  # [num_layers] against [num_layers, num_kv_heads]
         old, new = (scale[:, None] if scale.ndim == 1 else scale for scale in (old, new))
@@ -167,7 +180,7 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
     )
 
 
-def _on_host(scale: Any) -> np.ndarray:
+def _scale_on_host(scale: Any) -> np.ndarray:
     """Returns a concrete scale as a NumPy array, NaN where only other processes hold it."""
     if scale is None:
         return np.ones((), np.float32)
@@ -241,8 +254,20 @@ def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares:
     return jnp.concatenate(new_pages, head_axis)
 
 
+def _is_traced(*arrays: Any) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _on_host(pairs: Any, layer: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the layer, and the pairs padded with -1 to a power of two: each number of pairs is compiled."""
+    pairs = np.asarray(pairs)
+    num_pairs = 1 << max(len(pairs) - 1, 0).bit_length()
+    padded = np.pad(pairs, ((0, num_pairs - len(pairs)), (0, 0)), constant_values=-1)
+    return padded, None if layer is None else np.asarray(layer)
+
+
 def _as_blocks(
-    pairs: Any, source: KVCache, destination: KVCache, layer: Any
+    pairs: Any, layer: Any, source: KVCache, destination: KVCache
 ) -> tuple[ArrayLike, ArrayLike, ArrayLike | None]:
     """Returns blocks to read, blocks to write and the layer. A pair that copies nothing writes past the last block.
 
@@ -283,8 +308,16 @@ _take_jit = jax.jit(_take)
 _put_jit = jax.jit(_put, donate_argnums=0)
 
 
+def _copy(kv: jax.Array, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
+    return _put(kv, _take(kv, from_blocks, layer), to_blocks, layer)
+
+
+_copy_jit = jax.jit(_copy)
+_copy_donated_jit = jax.jit(_copy, donate_argnums=0)
+
+
 def _copy_xla(cache: KVCache, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
-    return _put(cache.kv, _take(cache.kv, from_blocks, layer), to_blocks, layer)
+    return _copy(cache.kv, from_blocks, to_blocks, layer)
 
 
 _COPY = select.Candidates(xla=_copy_xla)

@@ -64,13 +64,14 @@ def merge_parts(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[j
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # inf - inf would be NaN
     weights = [jnp.exp(lse - shift) for lse in lses]
     total = functools.reduce(jnp.add, weights)
+    # Divided first: the mean of large outputs is finite, their sum may not be.
+    shares = [weight / jnp.where(total == 0.0, 1.0, total) for weight in weights]
     # A part without weight may be NaN.
     weighted = [
-        jnp.where(lse[..., None] == -jnp.inf, 0.0, weight[..., None] * out.astype(jnp.float32))
-        for out, lse, weight in zip(outs, lses, weights, strict=True)
+        jnp.where(lse[..., None] == -jnp.inf, 0.0, share[..., None] * out.astype(jnp.float32))
+        for out, lse, share in zip(outs, lses, shares, strict=True)
     ]
-    out = functools.reduce(jnp.add, weighted) / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return out, shift + jnp.log(total)
+    return functools.reduce(jnp.add, weighted), shift + jnp.log(total)
 
 
 def _parts(what: str, parts: Any, dtypes: Sequence[np.dtype[Any]]) -> list[jax.Array]:

@@ -8,7 +8,7 @@ the sum of `exp(logit - largest)` and the values weighted with these, which the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,10 @@ bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size
 
 
 class State(NamedTuple):
-    """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32."""
+    """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32.
+
+    `total` and `weighted` are in units of `_unit`.
+    """
 
     largest: jax.Array
     total: jax.Array
@@ -79,8 +82,11 @@ def attend(
     grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
     sink = sinks_of_heads(sinks, num_heads).reshape(1, num_kv_heads, 1, group)
 
-    def step(state: State, number: jax.Array | int) -> State:
-        keys, values, there = read(number)
+    first = read(0)
+    unit = _unit(num_chunks * first[0].shape[1], first[1].dtype)
+
+    def step(state: State, number: jax.Array | int, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> State:
+        keys, values, there = chunk
         precision = "highest" if keys.dtype == np.float32 else None
         token = number * keys.shape[1] + jnp.arange(keys.shape[1])
         age = positions[:, :, None] - token[None, None, :]
@@ -101,7 +107,7 @@ def attend(
         logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
         largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # -inf if nothing is unmasked: inf - inf would be NaN
-        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None])
+        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None]) * unit
         weighted = jnp.einsum(
             "shqgt,sthd->shqgd",
             weights.astype(values.dtype),
@@ -116,17 +122,27 @@ def attend(
     shape = grouped.shape[:-1]
     nothing = State(
         jnp.broadcast_to(sink, shape),  # a sink is a logit without a value
-        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, 1.0), shape),
+        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, unit), shape),
         jnp.zeros((*shape, head_size_v), jnp.float32),
     )
     # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
-    state = step(nothing, 0)
+    state = step(nothing, 0, first)
     if num_chunks > 1:
-        state, _ = lax.scan(lambda state, number: (step(state, number), None), state, jnp.arange(1, num_chunks))
+        numbers = jnp.arange(1, num_chunks)
+        state, _ = lax.scan(lambda state, number: (step(state, number, read(number)), None), state, numbers)
     out = state.weighted / jnp.where(state.total == 0.0, 1.0, state.total)[..., None]
-    lse = jnp.where(state.largest == -jnp.inf, 0.0, state.largest) + jnp.log(state.total)
+    lse = jnp.where(state.largest == -jnp.inf, 0.0, state.largest) + jnp.log(state.total / unit)
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     return out.reshape(num_seqs, num_rows, num_heads, head_size_v), lse.reshape(num_seqs, num_rows, num_heads)
+
+
+def _unit(num_tokens: int, dtype: np.dtype[Any]) -> np.float32:
+    """Returns the power of two that a weight of 1 is represented by, so that no sum of weighted values overflows.
+
+    The weights of all tokens and a sink add up to at most 1. Products with a power of two are exact, so that no bits
+    of results depend on it. Sums of float16 do not overflow float32, and small weights would underflow in float16.
+    """
+    return np.float32(1.0 if dtype == np.float16 else 2.0 ** -num_tokens.bit_length())
 
 
 def attend_pages(

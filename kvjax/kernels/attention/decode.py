@@ -29,7 +29,7 @@ from kvjax.kernels.attention.ring import Ring
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
-from kvjax.kernels.attention.softmax import State, capped, raised, weights
+from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
@@ -202,7 +202,7 @@ class Decode:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)
-        state = raised(state, logits)
+        state = raised(state, logits, margin(self.problem.format.operand))
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
             seen_values = functools.partial(self.seen.values, start + TILE * tile, entries, span)

@@ -2,6 +2,10 @@
 
 It runs in the registers of the logits. The largest logit is raised only where another exceeds it by more than
 `HEADROOM`: weights then stay within float16, and the output is rescaled rarely instead of at every step.
+
+Sums of weighted bfloat16 may overflow float32 where their mean does not. So for these, weights are relative to a logit
+that is `MARGIN` above the largest one: a sum of 2**20 values with weights up to `2 ** (HEADROOM - MARGIN)` does not
+exceed the largest value. Sums of float16 do not overflow, and weights that small would underflow in float16.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ LOG2_E = math.log2(math.e)
 HEADROOM = 8.0
 """How far logits may exceed the largest logit that weights are relative to, as a binary logarithm."""
 
+MARGIN = 28.0
+"""How far the logit that weights are relative to is above the largest, where operands are bfloat16."""
+
 LOWEST = -1e30
 """The largest logit of a row that has seen no token: below all logits, and finite, so that differences are defined."""
 
@@ -32,7 +39,7 @@ class State(NamedTuple):
     """A warp's softmax and output, of the rows `2c` and `2c + 1` of each tile of query rows.
 
     `largest` and `total` have two registers a tile; `output` has four for each product of 16 dims, as `lanes.mma` has
-    them, tile after tile.
+    them, tile after tile. Weights are relative to `largest`, which is `margin` above the largest logit.
     """
 
     largest: list[jax.Array]
@@ -55,15 +62,20 @@ def capped(x: jax.Array, cap: float | None, exp2: Callable[[jax.Array], jax.Arra
     return np.float32(cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
 
 
-def raised(state: State, logits: list[list[jax.Array]]) -> State:
-    """The state with its largest logits raised where a logit exceeds them too far."""
+def margin(dtype: Any) -> float:
+    """`MARGIN` where operands of a dtype need it, else 0."""
+    return MARGIN if dtype == jnp.bfloat16 else 0.0
+
+
+def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
+    """The state with its largest logits raised where a logit exceeds them too far, to `margin` above the largest."""
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
         for i in range(2 * tiles)
     ]
     too_far = functools.reduce(
-        jnp.logical_or, [top > large + HEADROOM for top, large in zip(tops, state.largest, strict=True)]
+        jnp.logical_or, [top > large + (HEADROOM - margin) for top, large in zip(tops, state.largest, strict=True)]
     )
 
     def raise_all(*flat: jax.Array) -> list[jax.Array]:
@@ -71,7 +83,8 @@ def raised(state: State, logits: list[list[jax.Array]]) -> State:
         output = list(flat[4 * tiles :])
         products = len(output) // (4 * tiles)
         for i in range(2 * tiles):
-            new = jnp.maximum(largest[i], lanes.max_over_rows(tops[i]))
+            new = lanes.max_over_rows(tops[i])
+            new = jnp.maximum(largest[i], new + margin if margin else new)
             shrink = lanes.exp2(largest[i] - new)
             largest[i], total[i] = new, total[i] * shrink
             for product in range(products):
