@@ -20,7 +20,7 @@ from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
 from kvjax.scale_values import check_scale
-from kvjax.tensor_files import Tensors, open_tensors, read_json
+from kvjax.tensor_files import Tensors, open_tensors, read_json, read_metadata
 
 
 class KVScales(NamedTuple):
@@ -80,6 +80,9 @@ _NAMES = tuple(
 FP8_DIVISOR = 448.0
 """What every exporter divides the largest magnitude by for fp8 caches: the largest float8_e4m3fn."""
 
+AMAX_DIVISOR = "kvjax_amax_divisor"
+"""In the metadata of a file of scales: what the largest magnitudes were divided by, as `kvjax calibrate` writes it."""
+
 
 def load_kv_scales(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any],
@@ -107,7 +110,8 @@ def load_kv_scales(
       model: the whole model, not a device's shard.
       requested: the dtype of each layer's cache, as in `resolve_layer_dtypes`.
       skip_layers: layers that keep the model dtype, likewise.
-      amax_divisor: what the exporter divided by. Default: 448 if the checkpoint declares an fp8 cache, else unknown.
+      amax_divisor: what the exporter divided by. Default: what a file of `kvjax calibrate` says; 448 if the checkpoint
+        declares an fp8 cache; else unknown.
 
     Raises:
       KVCacheValueError: as `resolve_layer_dtypes`; an invalid safetensors file, index or `hf_quant_config.json`, or one
@@ -120,9 +124,10 @@ def load_kv_scales(
       KVCacheWarning: scales that are missing or have an unknown divisor; a folder with ModelOpt's
         `hf_quant_config.json` for a model without a `quantization_config`.
     """
-    layers = read_layer_scales(
-        open_tensors(checkpoint), model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor
-    )
+    tensors = open_tensors(checkpoint)
+    if amax_divisor is None and not isinstance(checkpoint, Mapping) and Path(checkpoint).is_file():
+        amax_divisor = _divisor_in_file(Path(checkpoint))
+    layers = read_layer_scales(tensors, model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor)
     folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
     if folder and model.quantization_config is None and _declares_quantized_cache(folder):
         warnings.warn(
@@ -133,6 +138,19 @@ def load_kv_scales(
             skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
     return tuple(layer.scales for layer in layers)
+
+
+def _divisor_in_file(path: Path) -> float | None:
+    text = read_metadata(path).get(AMAX_DIVISOR)
+    if text is None:
+        return None
+    what = f"{AMAX_DIVISOR} of {shown(str(path))}"
+    try:
+        divisor = float(text)
+    except ValueError:
+        raise KVCacheValueError(f"{what}: got {shown(text)}, expected a number") from None
+    check_scale(what, divisor)
+    return divisor
 
 
 def _declares_quantized_cache(folder: Path) -> bool:

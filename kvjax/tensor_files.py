@@ -86,6 +86,16 @@ def has_tensors(folder: Path) -> bool:
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """Reads the metadata of a safetensors file.
+
+    Raises:
+      KVCacheValueError: a malformed file, or not a regular file.
+      OSError: it cannot be read.
+    """
+    return _read_header(path).metadata
+
+
 def read_json(path: Path) -> Any:
     """Reads a JSON file.
 
@@ -157,7 +167,20 @@ class _Entry(NamedTuple):
     end: int
 
 
+class _Header(NamedTuple):
+    metadata: Mapping[str, str]
+    entries: Mapping[str, _Entry]
+    end: int
+
+
 def _open_file(path: Path) -> Tensors:
+    header = _read_header(path)
+    return {
+        name: functools.partial(_read_tensor, path, header.end, name, entry) for name, entry in header.entries.items()
+    }
+
+
+def _read_header(path: Path) -> _Header:
     with _open_regular(path) as file:
         file_bytes = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -175,7 +198,7 @@ def _open_file(path: Path) -> Tensors:
         raise KVCacheValueError(f"{_quoted(path)}: got __metadata__ {shown(metadata)}, expected strings by name")
     entries = {name: _entry(_what(path, name), entry) for name, entry in header.items()}
     _check_offsets(path, entries, file_bytes - 8 - size)
-    return {name: functools.partial(_read_tensor, path, 8 + size, name, entry) for name, entry in entries.items()}
+    return _Header(metadata or {}, entries, 8 + size)
 
 
 def _what(path: Path, name: str) -> str:

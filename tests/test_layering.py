@@ -49,7 +49,9 @@ LAYERS = (
 PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
 # An extra of its own: what needs transformers is imported by its users alone.
-NEED_TRANSFORMERS = ("kvjax_torch.transformers_attention", "kvjax_torch.transformers_cache")
+NEED_TRANSFORMERS = ("kvjax_torch.calibrate", "kvjax_torch.transformers_attention", "kvjax_torch.transformers_cache")
+# A command that needs torch imports its part in the bridge when it runs: importing it loads no torch.
+COMMANDS = {"kvjax.cli.calibrate": "kvjax_torch.calibrate"}
 
 
 class Module(NamedTuple):
@@ -91,17 +93,17 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def order_violations(modules: Modules) -> Iterator[str]:
-    for name, module in modules.items():
+def order_violations(kvjax_modules: Modules, modules: Modules) -> Iterator[str]:
+    for name, module in kvjax_modules.items():
         layer = layer_of(name)
         if layer not in LAYERS:
             yield f"{name} has no place in LAYERS: add {layer!r} after the layers that it imports"
             continue
         allowed = LAYERS[: LAYERS.index(layer) + 1]
         for imported in (defining_module(imported, modules) for imported in imported_names(module)):
-            if imported in ("torch", "kvjax_torch"):
+            if imported.split(".")[0] in ("torch", "kvjax_torch") and imported != COMMANDS.get(name):
                 yield f"{name} imports {imported}"
-            elif imported in modules and layer_of(imported) in LAYERS and layer_of(imported) not in allowed:
+            elif imported in kvjax_modules and layer_of(imported) in LAYERS and layer_of(imported) not in allowed:
                 yield f"{name} imports {imported}, which is above it"
 
 
@@ -129,7 +131,10 @@ def private_jax_imports(modules: Modules) -> Iterator[str]:
 def transformers_imports(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
         for imported in imported_names(module) if name not in NEED_TRANSFORMERS else ():
-            if imported.split(".")[0] == "transformers" or defining_module(imported, modules) in NEED_TRANSFORMERS:
+            bridge = defining_module(imported, modules)
+            if imported.split(".")[0] == "transformers" or (
+                bridge in NEED_TRANSFORMERS and bridge != COMMANDS.get(name)
+            ):
                 yield f"{name} imports {imported}"
 
 
@@ -144,7 +149,7 @@ def all_violations(kvjax: Path, kvjax_torch: Path) -> list[str]:
     kvjax_modules, torch_modules = parse_modules(kvjax), parse_modules(kvjax_torch)
     both = {**kvjax_modules, **torch_modules}
     return [
-        *order_violations(kvjax_modules),
+        *order_violations(kvjax_modules, both),
         *non_public_imports(torch_modules, kvjax_modules),
         *private_jax_imports(both),
         *transformers_imports(both),
@@ -164,6 +169,8 @@ ALLOWED = {
     "kvjax/kernels/write.py": "from . import compat\nfrom .. import errors\nfrom ..cache import KVCache",
     "kvjax/kernels/compat.py": "from jax._src import core",
     "kvjax/cli.py": "import kvjax\nfrom kvjax import cache",
+    "kvjax/cli/calibrate.py": "def run():\n    from kvjax_torch.calibrate import run",
+    "kvjax_torch/calibrate.py": "import transformers",
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
     "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
     "kvjax_torch/launch.py": "from jax._src import core\nimport torch",
@@ -197,6 +204,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax/new/thing.py", "", "kvjax.new.thing has no place in LAYERS: add 'new'"),
         ("kvjax/cli.py", "import torch.nn", "kvjax.cli imports torch"),
         ("kvjax/cli.py", "from kvjax_torch import ops", "kvjax.cli imports kvjax_torch"),
+        ("kvjax/cli/calibrate.py", "from kvjax_torch import ops", "kvjax.cli.calibrate imports kvjax_torch.ops"),
         ("kvjax_torch/ops.py", "from kvjax.cache import KVCache", "kvjax_torch.ops uses kvjax.cache.KVCache"),
         ("kvjax_torch/ops.py", "from kvjax import cache", "kvjax_torch.ops uses kvjax.cache, which is not public"),
         ("kvjax_torch/ops.py", "import kvjax\nkvjax.cache.f", "kvjax_torch.ops uses kvjax.cache, which is not public"),

@@ -148,6 +148,20 @@ def test_a_path_that_no_file_has_is_refused(path: str):
     assert refusal(Path(path)).startswith(f"{path!r}: got characters that no file name has")
 
 
+def test_a_files_own_divisor_holds_unless_another_is_given(tmp_path: Path):
+    path = tmp_path / "scales.safetensors"
+    scales = {K: np.float32([0.25]), V: np.float32([0.5])}
+    save_file(scales, path, metadata={"kvjax_amax_divisor": "2688"})
+    for dtype, largest in (("nvfp4", 2688), ("fp8", 448), ("fp8_e5m2", 57344)):
+        k_scale, v_scale = load_kv_scales(path, MODEL, dtype)[0]
+        assert (k_scale, v_scale) == (np.float32(0.25) * np.float32(2688 / largest), 2 * k_scale)
+    assert load_kv_scales(path, MODEL, "fp8", amax_divisor=448)[0] == (0.25, 0.5)
+    for wrong in ("", "many", "0", "-1", "nan", "inf", "1e-300"):
+        save_file(scales, path, metadata={"kvjax_amax_divisor": wrong})
+        with pytest.raises(KVCacheValueError, match=rf"^kvjax_amax_divisor of '{path}': got "):
+            load_kv_scales(path, MODEL, "fp8")
+
+
 def test_a_folder_without_weights_is_refused_and_a_missing_file_is_not_found(tmp_path: Path):
     assert "expected model.safetensors.index.json or *.safetensors in it" in refusal(tmp_path)
     with pytest.raises(FileNotFoundError):

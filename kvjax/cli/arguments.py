@@ -62,6 +62,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
+def percentage(text: str) -> float:
+    """Parses a number above 0 and at most 100."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0 and at most 100")
+    return value
+
+
 def memory(text: str) -> int:
     """Parses bytes: `"40GiB"`, `"1.5 TB"`, `"512MiB"`, or a plain number of bytes. Rounds down to whole bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower(), re.ASCII)

@@ -1,0 +1,316 @@
+"""Decode scales for a transformers model's cache, from what the model stores for sample text: `kvjax calibrate`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+
+import kvjax
+from kvjax import (
+    AttentionSpec,
+    CalibrationMethod,
+    KVCacheDType,
+    KVCacheMemoryError,
+    KVCacheValueError,
+    KVScales,
+    ModelKVConfig,
+)
+from kvjax_torch.borrow import to_jax
+
+LENGTH = 2048
+"""Tokens of a sample, unless the model takes fewer."""
+
+MAX_SAMPLES = 512
+"""Samples of a long text, unless more are asked for."""
+
+CHARACTERS = 2**20
+"""The text is read and tokenized in pieces of this many characters."""
+
+MAX_MESSAGE = 500
+"""Most characters of another library's message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to calibrate, and from which samples.
+
+    `length`: tokens of a sample, None for `LENGTH`, or fewer if the model takes fewer. `num_samples`: None for as many
+    as the text has, at most `MAX_SAMPLES`. `device`: None for a GPU if there is one. `model_dtype`: None for the
+    checkpoint's. The others are those of `kvjax.calibrate`.
+    """
+
+    dtype: KVCacheDType
+    method: CalibrationMethod = CalibrationMethod.AMAX
+    percentile: float = 99.99
+    per_head: bool = False
+    length: int | None = None
+    num_samples: int | None = None
+    device: str | None = None
+    model_dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedLayer:
+    """What was found of a layer: its index in the model, its largest magnitudes and its scales."""
+
+    index: int
+    sliding_window: int | None
+    k_amax: float
+    v_amax: float
+    scales: KVScales
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The layers that have a cache of their own, and what they were calibrated from."""
+
+    layers: tuple[CalibratedLayer, ...]
+    num_samples: int
+    length: int
+    device: str
+
+
+def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
+    """Runs a model over samples of a text and computes the scales of its cache; shows progress if on a terminal.
+
+    The model's code is transformers' own (no remote code), its weights are safetensors.
+
+    Args:
+      name: a folder, or the name of a model on the Hugging Face hub.
+      text: a file in UTF-8. Each sample is `length` consecutive tokens, of which the first is the tokenizer's token for
+        the beginning of a sequence, if it adds one.
+      options: what to calibrate.
+
+    Raises:
+      KVCacheValueError: a model that transformers cannot load, or of which kvjax cannot read the cache; a text that is
+        empty, too short, or not UTF-8; a sample longer than the model takes; keys or values that are not finite; as
+        `kvjax.calibrate`.
+      KVCacheMemoryError: the device's memory does not suffice.
+      OSError: the text cannot be read.
+    """
+    device = _device(options.device)
+    _check_name(name)
+    with _errors_of("model", name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    stated = ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=options.model_dtype)
+    specs = kvjax.resolve_layer_specs(stated, options.dtype)
+    length = _length(options.length, config.get_text_config(decoder=True))
+    with _errors_of("model", name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    samples = _samples(tokenizer, text, length, options.num_samples)
+    try:
+        model = _load(name, options.model_dtype, device)
+        _check_vocabulary(model, samples)
+        layers = _calibrate(model, stated.layer_indices, specs, samples, options)
+    except torch.OutOfMemoryError as error:
+        raise KVCacheMemoryError(
+            f"device: {device} is out of memory for the model and {length} tokens, expected a smaller length"
+        ) from error
+    return Calibration(layers, len(samples), length, str(device))
+
+
+class RecordingCache(DynamicCache):
+    """transformers' own cache, which also keeps what is stored, tokens behind a window too.
+
+    Attributes:
+      stored: of each layer its keys and values, `[num_seqs, num_heads, num_tokens, head_size]` of each update.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.stored: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps new tokens; returns what transformers' own cache does."""
+        self.stored.setdefault(layer_idx, []).append((key_states, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _calibrate(
+    model: Any,
+    indices: Sequence[int],
+    specs: Sequence[AttentionSpec],
+    samples: Sequence[Sequence[int]],
+    options: Options,
+) -> tuple[CalibratedLayer, ...]:
+    amax = torch.zeros(len(specs), 2)
+    run = _forward(model)
+    lend = _lender(model.device)
+    passes = 2 if options.method is CalibrationMethod.MSE else 1
+
+    def batches() -> Iterator[list[list[jax.Array | np.ndarray]]]:
+        for number, ids in enumerate(samples):
+            with torch.no_grad():
+                stored = run(torch.tensor([ids], device=model.device))
+                states = [_states(stored, index, spec) for index, spec in zip(indices, specs, strict=True)]
+                largest = torch.stack([x.abs().amax() for pair in states for x in pair]).float().cpu().reshape(-1, 2)
+            _check_finite(number, indices, largest)
+            amax.copy_(torch.maximum(amax, largest))
+            bar.update()
+            yield [[lend(x.transpose(1, 2).contiguous()) for x in pair] for pair in states]
+
+    with tqdm(total=passes * len(samples), unit=" samples", disable=None, leave=False) as bar:
+        scales = kvjax.calibrate(
+            specs, batches, method=options.method, percentile=options.percentile, per_head=options.per_head
+        )
+    return tuple(
+        CalibratedLayer(index, spec.sliding_window, k_amax, v_amax, of_layer)
+        for index, spec, (k_amax, v_amax), of_layer in zip(indices, specs, amax.tolist(), scales, strict=True)
+    )
+
+
+def _load(name: str, dtype: str | None, device: torch.device) -> Any:
+    with _errors_of("model", name):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
+        )
+        return model.to(device)
+
+
+def _forward(model: Any) -> Callable[[torch.Tensor], dict[int, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Returns a function that runs the model over ids `[1, length]` and returns what each layer stored."""
+    parameters = inspect.signature(model.forward).parameters
+    cache_argument = "cache" if "cache" in parameters else "past_key_values"  # "cache" from transformers 5.24 on
+    options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def run(ids: torch.Tensor) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        cache = RecordingCache(model.config)
+        model(input_ids=ids, use_cache=True, **{cache_argument: cache}, **options)
+        return cache.stored
+
+    return run
+
+
+def _states(
+    stored: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], index: int, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer stored, `[num_seqs, num_kv_heads, num_tokens, head_size]`."""
+    if index not in stored:
+        raise KVCacheValueError(
+            f"model: got no keys and values of layer {index}, expected them in transformers' cache as the configuration"
+            " says"
+        )
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(*stored[index], strict=True))
+    for kind, x, head_size in (("keys", keys, spec.head_size), ("values", values, spec.head_size_v)):
+        if x.shape[1] % spec.num_kv_heads or x.shape[3] != head_size:
+            raise KVCacheValueError(
+                f"model: got {kind} of layer {index} with {x.shape[1]} heads of size {x.shape[3]}, expected"
+                f" {spec.num_kv_heads} of size {head_size} as its configuration says"
+            )
+    # Some models store each KV head once for every query head that reads it.
+    repeats = keys.shape[1] // spec.num_kv_heads
+    return keys[:, ::repeats], values[:, ::repeats]
+
+
+def _check_finite(number: int, indices: Sequence[int], largest: torch.Tensor) -> None:
+    for index, of_layer in zip(indices, largest.tolist(), strict=True):
+        for kind, magnitude in zip(("keys", "values"), of_layer, strict=True):
+            if not np.isfinite(magnitude):
+                raise KVCacheValueError(
+                    f"model: got {'NaN' if np.isnan(magnitude) else 'infinite'} {kind} of layer {index} for sample"
+                    f" {number}, expected finite numbers, which a wider model dtype may give (float32)"
+                )
+
+
+def _lender(device: torch.device) -> Callable[[torch.Tensor], jax.Array | np.ndarray]:
+    """Returns what makes arrays of tensors: without a copy where JAX has the device, else on the host."""
+
+    def on_host(x: torch.Tensor) -> np.ndarray:
+        array: np.ndarray = x.float().numpy(force=True)
+        return array
+
+    try:
+        to_jax(torch.zeros(1, device=device))
+    except KVCacheValueError:
+        return on_host
+    return lambda x: to_jax(x if x.dtype in (torch.float16, torch.bfloat16) else x.float())
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with _errors_of("device", device):
+        return torch.zeros(1, device=device).device
+
+
+def _check_name(name: str) -> None:
+    # transformers asks the hub for any name that is no folder.
+    is_path = os.path.lexists(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    if is_path and not os.path.isdir(name):
+        raise KVCacheValueError(
+            f"model: got {name!r}, which is no folder, expected a model's folder, or its name on the Hugging Face hub"
+        )
+
+
+@contextlib.contextmanager
+def _errors_of(what: str, value: str) -> Iterator[None]:
+    """Turns whatever torch and transformers raise for a user's value into one line that names it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())
+        message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
+        raise KVCacheValueError(f"{what}: got {value!r}: {type(error).__name__}: {message}") from error
+
+
+def _length(length: int | None, text_config: Any) -> int:
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if length is None:
+        return min(LENGTH, longest or LENGTH)
+    if longest is not None and length > longest:
+        raise KVCacheValueError(
+            f"length: got {length}, expected at most {longest}, the model's max_position_embeddings"
+        )
+    return length
+
+
+def _samples(tokenizer: Any, text: Path, length: int, num_samples: int | None) -> list[list[int]]:
+    """The first samples of a text, `length` tokens each."""
+    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
+    begin = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+    of_text = length - len(begin)
+    if of_text < 1:
+        raise KVCacheValueError(f"length: got {length}, expected more than the tokenizer's {len(begin)} special token")
+    wanted = of_text * (MAX_SAMPLES if num_samples is None else num_samples)
+    tokens: list[int] = []
+    try:
+        with text.open(encoding="utf-8") as file:
+            while len(tokens) < wanted and (piece := file.read(CHARACTERS)):
+                tokens += encode(piece)["input_ids"]
+    except UnicodeDecodeError as error:
+        raise KVCacheValueError(f"text: got {str(text)!r}, which is not UTF-8 ({error.reason})") from None
+    if not tokens:
+        raise KVCacheValueError(f"text: got {str(text)!r}, which is empty, expected some text")
+    if len(tokens) < of_text * (num_samples or 1):
+        raise KVCacheValueError(
+            f"text: got {str(text)!r} of {len(tokens):,} tokens, expected at least {of_text * (num_samples or 1):,} for"
+            f" {num_samples or 1} samples of {length}: pass a longer text, a smaller length or fewer samples"
+        )
+    starts = range(0, min(len(tokens), wanted) - of_text + 1, of_text)
+    return [begin + tokens[start : start + of_text] for start in starts]
+
+
+def _check_vocabulary(model: Any, samples: Sequence[Sequence[int]]) -> None:
+    size, largest = model.get_input_embeddings().weight.shape[0], max(map(max, samples))
+    if largest >= size:
+        raise KVCacheValueError(
+            f"model: got the token {largest} from the tokenizer, expected tokens below {size}, the model's vocabulary"
+        )

@@ -1,0 +1,212 @@
+"""`kvjax calibrate`: computes the decode scales of a model's cache from a text, and writes them to a file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+import kvjax
+from kvjax.cli.arguments import argument_of, at_least, percentage
+from kvjax.dtypes import parse_model_dtype
+from kvjax.scales import AMAX_DIVISOR
+from kvjax.table import markdown_table
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from kvjax_torch.calibrate import CalibratedLayer, Calibration
+
+EXTRA_MODULES = frozenset({"torch", "transformers", "safetensors", "tqdm"})
+"""Modules that the extra `transformers` installs."""
+
+FAILED = 2
+"""Exit status if nothing was written."""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to `kvjax`'s parser."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="compute a model's KV cache scales from a text",
+        description="Runs a transformers model over samples of a text, computes each layer's decode scales from the"
+        " keys and values that it stores, and writes them to a safetensors file, which kvjax.load_kv_scales reads."
+        " Needs kvjax[transformers]; runs no code of the checkpoint's.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, or its name on the Hugging Face hub")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="sample text, UTF-8")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.safetensors", help="the file to write"
+    )
+    parser.add_argument("--force", action="store_true", help="replace the output file if it exists")
+    parser.add_argument(
+        "--dtype",
+        type=argument_of(_scaled_dtype),
+        default=kvjax.KVCacheDType.NVFP4,
+        metavar="DTYPE",
+        help=f"the cache's dtype, one of {', '.join(_SCALED)} (default: nvfp4)",
+    )
+    parser.add_argument(
+        "--method",
+        choices=[method.value for method in kvjax.CalibrationMethod],
+        default=kvjax.CalibrationMethod.AMAX.value,
+        help="how scales are computed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--percentile", type=percentage, default=99.99, help="of --method percentile (default: %(default)s)"
+    )
+    parser.add_argument("--per-head", action="store_true", help="a scale for each KV head, in fp8")
+    parser.add_argument(
+        "--length",
+        type=at_least(1),
+        metavar="TOKENS",
+        help="tokens of a sample (default: 2048, or what the model takes)",
+    )
+    parser.add_argument(
+        "--samples", type=at_least(1), help="number of samples (default: as many as the text has, at most 512)"
+    )
+    parser.add_argument("--device", help="torch's device (default: a GPU if there is one)")
+    parser.add_argument(
+        "--model-dtype",
+        type=argument_of(parse_model_dtype),
+        metavar="DTYPE",
+        help="the dtype to compute in (default: the checkpoint's)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrates, writes the file and prints what was found; returns the exit status."""
+    # torch and JAX share a GPU here.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        from safetensors.numpy import save
+
+        from kvjax_torch.calibrate import Options, calibrate_model
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_MODULES:
+            raise
+        return _failed(f"{error.name} is not installed: pip install 'kvjax[transformers]'")
+    options = Options(
+        dtype=args.dtype,
+        method=kvjax.CalibrationMethod(args.method),
+        percentile=args.percentile,
+        per_head=args.per_head,
+        length=args.length,
+        num_samples=args.samples,
+        device=args.device,
+        model_dtype=args.model_dtype and args.model_dtype.value,
+    )
+    try:
+        with warnings.catch_warnings(record=True) as caught, _new_file(args.output, replace=args.force) as file:
+            warnings.simplefilter("always", kvjax.KVCacheWarning)
+            found = calibrate_model(args.model, args.text, options)
+            file.write(save(_tensors(found.layers), metadata=_metadata(args, found)))
+    except kvjax.KVCacheError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.filename!r}: {error.strerror}" if error.filename else str(error))
+    for message in dict.fromkeys(
+        str(warning.message) for warning in caught if warning.category is kvjax.KVCacheWarning
+    ):
+        print(f"kvjax calibrate: warning: {message}", file=sys.stderr)
+    print(_table(found.layers))
+    print(
+        f"\n{args.output}: scales for {args.dtype.value} of {len(found.layers)} layers, from"
+        f" {found.num_samples:,} samples of {found.length:,} tokens; read it with kvjax.load_kv_scales"
+    )
+    return 0
+
+
+def _scaled_dtype(name: str) -> kvjax.KVCacheDType:
+    dtype = kvjax.parse_kv_cache_dtype(name)
+    if not dtype.takes_scale:
+        raise kvjax.KVCacheValueError(f"got {name!r}, which takes no scales, expected one of {', '.join(_SCALED)}")
+    return dtype
+
+
+_SCALED = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES if dtype.takes_scale]
+
+
+def _tensors(layers: Iterable[CalibratedLayer]) -> dict[str, np.ndarray]:
+    """Scales by names that `load_kv_scales` reads, which are vLLM's."""
+    return {
+        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(scale, np.float32)
+        for layer in layers
+        for name, scale in layer.scales._asdict().items()
+    }
+
+
+def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
+    return {
+        "kvjax_version": kvjax.__version__,
+        AMAX_DIVISOR: f"{args.dtype.info.max:g}",
+        "kv_cache_dtype": args.dtype.value,
+        "model": args.model,
+        "method": args.method,
+        "num_samples": f"{found.num_samples}",
+        "sample_length": f"{found.length}",
+    }
+
+
+def _table(layers: Iterable[CalibratedLayer]) -> str:
+    header = ("layer", "window", "largest key", "k_scale", "largest value", "v_scale")
+    return markdown_table(
+        header,
+        [
+            (
+                f"{layer.index}",
+                f"{layer.sliding_window or '-'}",
+                f"{layer.k_amax:.4g}",
+                _in_words(layer.scales.k_scale),
+                f"{layer.v_amax:.4g}",
+                _in_words(layer.scales.v_scale),
+            )
+            for layer in layers
+        ],
+        left=0,
+    )
+
+
+def _in_words(scale: np.ndarray | np.float32) -> str:
+    least, largest = f"{np.min(scale):.4g}", f"{np.max(scale):.4g}"
+    return least if least == largest else f"{least} to {largest}"
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
+    """Opens a file that appears whole under `path` at the end, or, after an error, not at all.
+
+    It is opened before anything is computed, so that a folder that cannot be written costs no time.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp") if path.name else path
+    _check_output(path, replace)
+    with temporary.open("xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            _check_output(path, replace)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _check_output(path: Path, replace: bool) -> None:
+    if os.path.lexists(path) and not replace:
+        raise kvjax.KVCacheValueError(f"--output: got {str(path)!r}, which exists, expected a new file, or --force")
+    if path.exists() and not path.is_file():
+        raise kvjax.KVCacheValueError(f"--output: got {str(path)!r}, expected the path of a file")
+
+
+def _failed(message: str) -> int:
+    print(f"kvjax calibrate: error: {message}", file=sys.stderr)
+    return FAILED

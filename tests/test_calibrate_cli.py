@@ -1,0 +1,379 @@
+"""`kvjax calibrate` as its users run it: scales of what a model stores, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+import tiny_models  # noqa: E402
+from helpers import matrix  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+import kvjax  # noqa: E402
+from kvjax.cli import main  # noqa: E402
+
+LENGTH, WINDOW, BEGIN = 24, 5, 256
+SIZES = {"vocab_size": 300, "head_dim": 32, "num_key_value_heads": 2, "dtype": "float32"}
+TEXT = "The quick brown fox jumps over the lazy dog, again and again; 0123456789! Ünïcödé. " * 2
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+SHARED = 2  # the last layers of gemma3n, which read an earlier layer's keys and values
+
+type Stored = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Each layer's keys and values, `[num_tokens, num_kv_heads, head_size]`."""
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2, "max_position_embeddings": 99},
+    "gemma3_text": {"layer_types": LAYER_TYPES, "num_hidden_layers": 2, "sliding_window": WINDOW},
+    "gemma3n_text": {
+        "layer_types": LAYER_TYPES * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": SHARED,
+        "sliding_window": WINDOW,
+        "intermediate_size": 64,
+        "activation_sparsity_pattern": None,
+    },
+}
+
+
+def configuration(model_type: str) -> Any:
+    sizes = next(tiny_models.tiny_configs(model_type))
+    return tiny_models.load(model_type, tiny_models.changed(sizes, {**SIZES, **CHANGES[model_type]}))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token a byte, and one that begins every sequence."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: token for token, character in enumerate(alphabet)} | {"<s>": BEGIN}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BEGIN)]
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+
+
+def save_model(folder: Path, config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if name.endswith(("k_proj.weight", "v_proj.weight")):
+                parameter.normal_(std=0.2 * (1 + number % 5))
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("llama", "gemma3_text", "gemma3n_text")}
+    for name, folder in folders.items():
+        save_model(folder, configuration(name))
+    return folders
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder / "scales.safetensors"
+
+
+def what_attention_gets(folder: Path, num_samples: int) -> list[Stored]:
+    """Of each sample, the keys and values that each layer's attention gets, from a forward pass without a cache."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    seen: Stored = {}
+
+    def spy(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[module.layer_idx] = tuple(x[0].transpose(0, 1).float().numpy().copy() for x in (key, value))
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    transformers.AttentionInterface.register("spy", spy)
+    transformers.AttentionMaskInterface.register("spy", sdpa_mask)
+    model.set_attn_implementation("spy")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    [(encoded, _)] = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(TEXT)
+    tokens = [alphabet.index(character) for character in encoded]
+    samples = []
+    for number in range(num_samples):
+        ids = [BEGIN, *tokens[number * (LENGTH - 1) : (number + 1) * (LENGTH - 1)]]
+        seen.clear()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+        samples.append(dict(seen))
+    return samples
+
+
+def read_model(folder: Path) -> kvjax.ModelKVConfig:
+    return kvjax.ModelKVConfig.from_hf_config(json.loads((folder / "config.json").read_text()))
+
+
+def calibrate(model: object, text: Path, out: Path, *arguments: object) -> int:
+    words = [model, "--text", text, "-o", out, "--device", "cpu", "--length", LENGTH, *arguments]
+    return main(["calibrate", *map(str, words)])
+
+
+def load(out: Path, folder: Path, dtype: str) -> tuple[kvjax.KVScales, ...]:
+    """The file's scales, of which nothing is to be warned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return kvjax.load_kv_scales(out, read_model(folder), dtype)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "per_head"),
+    [("llama", "nvfp4", False), ("gemma3_text", "fp8", True), ("gemma3n_text", "fp8", False)],
+)
+def test_scales_are_those_of_what_attention_gets(models, text, out, capsys, model_type, dtype, per_head):
+    """Of all tokens, those behind a window too; layers that share another's keys and values have none."""
+    folder = models[model_type]
+    options = ["--dtype", dtype, "--samples", "3"] + ["--per-head"] * per_head
+    assert calibrate(folder, text, out, *options) == 0
+    samples = what_attention_gets(folder, 3)
+    model, largest = read_model(folder), kvjax.parse_kv_cache_dtype(dtype).info.max
+    assert len(model.layers_without_cache) == (SHARED if model_type == "gemma3n_text" else 0)
+    assert any(layer.sliding_window for layer in model.layers) == (model_type != "llama")
+    for index, scales in zip(model.layer_indices, load(out, folder, dtype), strict=True):
+        for kind, scale in enumerate(scales):
+            magnitudes = np.abs(np.concatenate([sample[index][kind] for sample in samples]))
+            amax = magnitudes.max(axis=(0, 2)) if per_head else magnitudes.max()
+            np.testing.assert_allclose(scale, amax / np.float32(largest), rtol=1e-6)
+            assert scale.dtype == np.float32
+            assert np.shape(scale) == np.shape(amax)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert [int(row.split("|")[1]) for row in rows] == list(model.layer_indices)
+    keys = np.concatenate([sample[model.layer_indices[0]][0] for sample in samples])
+    assert float(rows[0].split("|")[3]) == pytest.approx(float(np.abs(keys).max()), rel=1e-3)
+
+
+def test_the_file_says_what_it_is_for(models, text, out):
+    folder = models["llama"]
+    assert calibrate(folder, text, out, "--samples", "2") == 0
+    with safe_open(out, "numpy") as file:
+        assert sorted(file.keys()) == sorted(
+            f"model.layers.{layer}.self_attn.attn.{kind}_scale" for layer in (0, 1) for kind in "kv"
+        )
+        assert file.metadata() == {
+            "kvjax_version": kvjax.__version__,
+            "kvjax_amax_divisor": "2688",
+            "kv_cache_dtype": "nvfp4",
+            "model": str(folder),
+            "method": "amax",
+            "num_samples": "2",
+            "sample_length": f"{LENGTH}",
+        }
+    assert [file.name for file in out.parent.iterdir()] == [out.name]
+    # The same magnitudes fit another dtype.
+    for fp8, nvfp4 in zip(load(out, folder, "fp8"), load(out, folder, "nvfp4"), strict=True):
+        np.testing.assert_allclose(fp8, np.array(nvfp4) * 6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8"])
+def test_nothing_that_was_seen_is_clipped(models, text, out, dtype):
+    folder = models["gemma3_text"]
+    assert calibrate(folder, text, out, "--dtype", dtype, "--samples", "2") == 0
+    stored = what_attention_gets(folder, 2)
+    specs = kvjax.resolve_layer_specs(read_model(folder), dtype)
+    for layer, (spec, scales) in enumerate(zip(specs, load(out, folder, dtype), strict=True)):
+        key, value = (np.concatenate([sample[layer][kind] for sample in stored]) for kind in (0, 1))
+        num_blocks = -(-len(key) // spec.block_size)
+        cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
+        cache = kvjax.reshape_and_cache_flash(key, value, cache, np.arange(len(key)))
+        read = kvjax.gather_kv(cache, np.arange(num_blocks)[None], np.array([len(key)]), dtype=np.float32)
+        for x, back in zip((key, value), read, strict=True):
+            back = np.asarray(back)[0, : len(x)]
+            at = np.unravel_index(np.abs(x).argmax(), x.shape)
+            np.testing.assert_allclose(back[at], x[at], rtol=1e-6)
+            # Half of the step between the largest two codes: of e2m1 4 and 6, of e4m3fn 416 and 448.
+            assert np.abs(back - x).max() <= np.abs(x).max() * (1 / 6 if dtype == "nvfp4" else 1 / 28) * 1.001
+
+
+@pytest.mark.parametrize("options", [("percentile", "--percentile", "90"), ("mse",)], ids=lambda options: options[0])
+def test_the_methods_are_those_of_calibrate(models, text, out, options):
+    folder = models["llama"]
+    assert calibrate(folder, text, out, "--samples", "2", "--method", *options) == 0
+    specs = kvjax.resolve_layer_specs(read_model(folder), "nvfp4")
+    samples = [[sample[layer] for layer in (0, 1)] for sample in what_attention_gets(folder, 2)]
+    expected = kvjax.calibrate(specs, samples, method=options[0], percentile=90)
+    np.testing.assert_allclose(load(out, folder, "nvfp4"), expected, rtol=1e-6)
+
+
+def test_without_a_number_the_whole_text_is_sampled(models, text, out, capsys):
+    assert calibrate(models["llama"], text, out) == 0
+    num_samples = len(TEXT.encode()) // (LENGTH - 1)
+    assert f"from {num_samples} samples of {LENGTH} tokens" in capsys.readouterr().out
+
+
+# What is refused: in one line, with status 2, and nothing is written.
+
+type Change = Callable[[Path, Path], list[str]]
+"""Changes the model's folder and the text; returns further arguments."""
+
+
+def with_nan(model: Path, text: Path) -> list[str]:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        loaded.model.layers[1].self_attn.v_proj.weight[3, 3] = float("nan")
+    loaded.save_pretrained(model)
+    return []
+
+
+def with_few_tokens(model: Path, text: Path) -> list[str]:
+    config = configuration("llama")
+    config.vocab_size = 90
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    return []
+
+
+def with_pickles_only(model: Path, text: Path) -> list[str]:
+    (model / "model.safetensors").unlink()
+    torch.save({}, model / "pytorch_model.bin")
+    return []
+
+
+def with_code_of_its_own(model: Path, text: Path) -> list[str]:
+    config = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "theirs.py").write_text(f"open({str(model / 'ran')!r}, 'w')\nclass Config: pass\n")
+    return []
+
+
+def written(content: bytes) -> Change:
+    def change(model: Path, text: Path) -> list[str]:
+        text.write_bytes(content)
+        return []
+
+    return change
+
+
+def removed(name: str) -> Change:
+    def change(model: Path, text: Path) -> list[str]:
+        {"text": text, "config": model / "config.json"}[name].unlink()
+        return []
+
+    return change
+
+
+def passed(*arguments: str) -> Change:
+    return lambda model, text: list(arguments)
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "no text file": (removed("text"), "text.txt': No such file or directory"),
+    "empty text": (written(b""), "which is empty, expected some text"),
+    "short text": (written(b"x" * 22), "text.txt' of 22 tokens, expected at least 23 for 1 samples of 24"),
+    "too few samples": (passed("--samples", "999"), "tokens, expected at least 22,977 for 999 samples of 24"),
+    "not UTF-8": (written(b"\xff" * 99), "text.txt', which is not UTF-8"),
+    "no model": (removed("config"), "model: got '"),
+    "NaN": (with_nan, "model: got NaN values of layer 1 for sample 0, expected finite numbers"),
+    "other tokens": (with_few_tokens, "expected tokens below 90, the model's vocabulary"),
+    "pickles": (with_pickles_only, "model: got '"),
+    "remote code": (with_code_of_its_own, "model: got '"),
+    "long samples": (passed("--length", "100"), "length: got 100, expected at most 99, the model's max_position"),
+    "no token left": (passed("--length", "1"), "length: got 1, expected more than the tokenizer's 1 special token"),
+    "a device": (passed("--device", "nonsense"), "device: got 'nonsense': "),
+    "per head": (passed("--per-head"), "per_head: got True, expected False"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path, text, out, capsys, case, models):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in models["llama"].iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    change, message = REFUSED[case]
+    assert calibrate(model, text, out, *change(model, text)) == 2
+    printed, said = capsys.readouterr()
+    last = said.splitlines()[-1]
+    assert last.startswith("kvjax calibrate: error: ")
+    assert message in last
+    assert len(last) < 1500
+    assert printed == ""
+    assert list(out.parent.iterdir()) == []
+    assert not (model / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "a/b/c", "~/model", "", "text.txt"])
+def test_a_model_that_is_neither_a_folder_nor_a_hubs_name(text, out, capsys, name, monkeypatch):
+    monkeypatch.chdir(text.parent)
+    assert calibrate(name, text, out) == 2
+    assert f"model: got {name!r}, which is no folder, expected a model's folder" in capsys.readouterr().err
+
+
+def test_a_file_is_replaced_only_if_asked_and_only_by_a_whole_one(models, text, out, capsys):
+    out.write_text("mine")
+    assert calibrate(models["llama"], text, out) == 2
+    assert "which exists, expected a new file, or --force" in capsys.readouterr().err
+    assert calibrate(models["llama"], text, out, "--force", "--samples", "999") == 2
+    assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [(out.name, "mine")]
+    assert calibrate(models["llama"], text, out, "--force", "--samples", "1") == 0
+    assert len(load(out, models["llama"], "nvfp4")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing/scales", "No such file or directory"), (".", "expected the path of a file"), ("", "expected the path")],
+)
+def test_an_output_that_cannot_be_written_is_refused_at_once(text, out, capsys, name, message, monkeypatch):
+    monkeypatch.chdir(out.parent)
+    assert calibrate("no model", text, Path(name), "--force") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "bfloat16"], "got 'bfloat16', which takes no scales, expected one of fp8_e4m3"),
+        (["--dtype", "float8"], "argument --dtype: "),
+        (["--percentile", "0"], "got '0', expected a number above 0 and at most 100"),
+        (["--model-dtype", "int8"], "argument --model-dtype: "),
+        (["--samples", "0"], "got 0, expected at least 1"),
+    ],
+)
+def test_arguments_that_are_refused(text, out, capsys, arguments, message):
+    with pytest.raises(SystemExit) as raised:
+        calibrate("model", text, out, *arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> Callable[[str], str]:
+    """Runs the command where a module is not installed; returns what it says."""
+
+    def run(module: str) -> str:
+        code = f"import sys; sys.modules[{module!r}] = None; from kvjax.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "calibrate", "model", "--text", "text", "-o", "out"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, cwd=tmp_path)
+        assert done.returncode == 2
+        return done.stderr
+
+    return run
+
+
+@matrix({"module": ["torch", "transformers"]}, few={"module": ["torch"]})
+def test_without_the_extra_it_says_what_to_install(without, module):
+    assert without(module) == f"kvjax calibrate: error: {module} is not installed: pip install 'kvjax[transformers]'\n"
