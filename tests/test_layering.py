@@ -36,6 +36,7 @@ LAYERS = (
     "quant",
     "cache",
     "kernels",
+    "binaries",
     "ops",
     "scales",
     "calibration",
@@ -46,8 +47,13 @@ LAYERS = (
     "cli",
     "__main__",
 )
-PRIVATE_JAX_MODULES = ("kvjax.kernels.compat", "kvjax_torch.launch")
-PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels")
+PRIVATE_JAX_MODULES = (
+    "kvjax.kernels.compat",
+    "kvjax.binaries.compiling",
+    "kvjax.binaries.lowering",
+    "kvjax.binaries.module",
+)
+PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries")
 # An extra of its own: what needs transformers is imported by its users alone.
 NEED_TRANSFORMERS = ("kvjax_torch.calibrate", "kvjax_torch.transformers_attention", "kvjax_torch.transformers_cache")
 # A command that needs torch imports its part in the bridge when it runs: importing it loads no torch.
@@ -173,7 +179,8 @@ ALLOWED = {
     "kvjax_torch/calibrate.py": "import transformers",
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
     "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
-    "kvjax_torch/launch.py": "from jax._src import core\nimport torch",
+    "kvjax/binaries/module.py": "from jax._src.lib.mlir import ir",
+    "kvjax_torch/launch.py": "from kvjax import binaries\nimport torch",
     "kvjax_torch/transformers_attention.py": "from transformers import AttentionInterface",
     "kvjax_torch/transformers_cache.py": "import transformers\nfrom kvjax_torch import transformers_attention",
 }

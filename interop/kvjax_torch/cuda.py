@@ -10,10 +10,11 @@ back, and the first use of a float scale on a device copies it there (`ops`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ _REMEMBERED = 4096
 """The most kinds of calls that are remembered; a model has a few, and one more for each size of cache."""
 
 _one_at_a_time = threading.Lock()
-"""Held by calls that may compile, so that threads that make the same first call compile once."""
+"""Held by calls that choose a kernel, so that threads that make the same first call choose the same one."""
 
 _known_writes: dict[Any, _KnownWrite] = {}
 
@@ -259,6 +260,29 @@ def gather_planned(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor
     return keys, values
 
 
+def compile_writes_and_gathers(
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tensors: ReadTensors,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    v_scale_layout: str,
+    unique_slots: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Compiles the kernels of writes of keys and values like each of `rows`, and of gathers; several at once."""
+    key_cache, value_cache, _, _, k_scale, v_scale = tensors
+    _check_capability(key_cache.get_device())
+    every = []
+    with _one_at_a_time:
+        for key, value in rows:
+            written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+            write_of = write_plan(*written[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+            every.append(calls.write_call(write_of, written, unique_slots).kernel)
+        gather_of = gather_plan(*tensors[:4], kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+        every.append(calls.gather_call(gather_of, tensors).kernel)
+    _compile_all(every, key_cache.device)
+
+
 def attend(
     plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,9 +337,7 @@ def _compile_parts(parts: Sequence[calls.AttentionPart], tensors: ReadTensors) -
             continue
         with _one_at_a_time:
             every = [calls.attention_kernels(plan, alignments, device, least, 1) for least in kernels.ATTENTION_BATCHES]
-        for decode, merge, _ in every:
-            _launcher(decode, device)
-            _launcher(merge, device)
+        _compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
         if len(_attends) >= _REMEMBERED:
             _attends.clear()
         _attends.add(kind)
@@ -361,10 +383,23 @@ def _run(call: calls.Call) -> _Launcher | None:
     return launcher
 
 
+def _compile_all(every: Sequence[kernels.AnyCount], device: torch.device) -> None:
+    """Compiles and loads kernels, several at once."""
+    with _naming_tested_versions():
+        launch.compile_ahead(every, device)
+    for kernel in every:
+        _launcher(kernel, device)
+
+
 def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
+    with _naming_tested_versions():
+        return _compiled(kernel, device)
+
+
+@contextlib.contextmanager
+def _naming_tested_versions() -> Iterator[None]:
     try:
-        with _one_at_a_time:
-            return _compiled(kernel, device)
+        yield
     except launch.LaunchUnavailableError as error:
         raise UnsupportedError(
             f"kvjax's kernels cannot be launched on torch's streams: {error}; tested with {launch.TESTED}"
@@ -373,7 +408,7 @@ def _launcher(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(kernel: kernels.AnyCount, device: torch.device) -> _Launcher:
-    return _Launcher(launch.compile_kernel(kernel.function, kernel.args, device), kernel.num_programs)
+    return _Launcher(launch.compile_kernel(kernel, device), kernel.num_programs)
 
 
 class _Launcher(NamedTuple):

@@ -1,11 +1,13 @@
-"""The CUDA driver's current context, which says which GPU a thread uses. torch and JAX both change it."""
+"""The CUDA driver: kernels, and the current context, which says which GPU a thread uses; torch and JAX change it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,6 +44,92 @@ def unchanged_context() -> Iterator[None]:
         yield
     finally:
         make_current(before)
+
+
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def load(code: bytes, name: str, shared_bytes: int) -> int:
+    """Loads a kernel into the current context, for good; it may be launched with this much dynamic shared memory.
+
+    Returns the driver's handle of it.
+
+    Raises:
+      RuntimeError: the driver does not load such code, or a kernel of this name is not in it.
+    """
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), code)
+    try:
+        call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        if shared_bytes:
+            call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+    except RuntimeError:
+        call("cuModuleUnload", module)
+        raise
+    return function.value or 0
+
+
+_enqueue_type = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+_CONFIG_WORDS = 7
+"""64-bit words of a CUlaunchConfig: grid, block and shared memory of 32 bits each, 4 bytes of padding, the stream, and
+a pointer to attributes with their number, both 0."""
+
+
+class _Frame(NamedTuple):
+    """The memory of a launch.
+
+    Attributes:
+      pack: writes the configuration and then the parameter.
+      config: address of the configuration.
+      parameters: address of a list of one address, that of the parameter.
+      owners: the memory.
+    """
+
+    pack: Callable[..., None]
+    config: int
+    parameters: int
+    owners: tuple[Any, ...]
+
+
+def launcher(
+    function: int, num_arguments: int, grid: tuple[int, int], block: tuple[int, int, int], shared_bytes: int
+) -> Callable[[int, Sequence[int], int], None]:
+    """A function that enqueues a kernel, given a stream, the kernel's arguments and the grid's x.
+
+    Args:
+      function: the kernel, loaded in the context that is current at a launch.
+      num_arguments: 64-bit integers that it takes, in one parameter.
+      grid: thread blocks along y and z.
+      block: threads of a block along x, y and z.
+      shared_bytes: dynamic shared memory of a block.
+    """
+    cuda: Any = library()
+    enqueue = _enqueue_type(("cuLaunchKernelEx", cuda)) if isinstance(cuda, ctypes.CDLL) else cuda.cuLaunchKernelEx
+    words = struct.Struct(f"={_CONFIG_WORDS + num_arguments}Q")
+    above_x, *constants = grid[0] << 32, grid[1] | block[0] << 32, block[1] | block[2] << 32, shared_bytes
+
+    def new_frame() -> _Frame:
+        memory = ctypes.create_string_buffer(words.size)
+        address = ctypes.addressof(memory)
+        parameters = (ctypes.c_void_p * 1)(address + 8 * _CONFIG_WORDS)
+        pack = functools.partial(words.pack_into, memory, 0)
+        return _Frame(pack, address, ctypes.addressof(parameters), (memory, parameters))
+
+    # A launch takes a frame and gives it back. The driver has read it when it returns.
+    frames: list[_Frame] = []
+
+    def launch(stream: int, arguments: Sequence[int], num_programs: int) -> None:
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = new_frame()
+        frame[0](num_programs | above_x, *constants, stream, 0, 0, *arguments)
+        error = enqueue(frame[1], function, frame[2], None)
+        frames.append(frame)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx of the CUDA driver returned error {error}")
+
+    return launch
 
 
 @functools.cache

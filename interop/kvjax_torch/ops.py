@@ -17,6 +17,7 @@ from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
 from kvjax_torch.dtypes import check_dtype, has_scale_tensors
+from kvjax_torch.plan import ReadTensors
 from kvjax_torch.ragged_arguments import as_count
 
 MAX_CONSTANTS = 1024
@@ -541,10 +542,10 @@ def warm_up(
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
     """
     check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    for name, rows in (("key", key), ("value", value)):
-        if rows.shape[0] < 2:
+    for name, tokens in (("key", key), ("value", value)):
+        if tokens.shape[0] < 2:
             raise KVCacheValueError(
-                f"{name}: got {rows.shape[0]} tokens, expected at least 2, which show their strides"
+                f"{name}: got {tokens.shape[0]} tokens, expected at least 2, which show their strides"
             )
     # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing. On the host
     # a call without work compiles nothing, and any memory will do.
@@ -557,11 +558,17 @@ def warm_up(
         )
     slots, block_table = slot_mapping.new_full((1,), slot), slot_mapping.new_zeros((1, 1))
     stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
-    write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
-    write(key, value, *stored_as)
     # torch's views of one token have the strides of a tensor of one token.
-    key, value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
-    write(key, value, *stored_as)
+    one_key, one_value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
+    many_and_one = (key, value), (one_key, one_value)
+    if key_cache.is_cuda:
+        scales = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
+        read = ReadTensors(key_cache, value_cache, block_table, slots + 1, *scales)
+        stored_in = kv_cache_dtype, v_scale_layout, unique_slots
+        cuda.compile_writes_and_gathers(many_and_one, read, slots, *stored_in, dtype)
+    write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
+    for rows in many_and_one:
+        write(*rows, *stored_as)
     gather_kv(
         key_cache,
         value_cache,

@@ -1,4 +1,4 @@
-"""The `kvjax` command: `kvjax demo`, `kvjax plan` and `kvjax calibrate`."""
+"""The `kvjax` command: `kvjax demo`, `kvjax plan`, `kvjax calibrate` and `kvjax cache`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import kvjax
-from kvjax.cli import calibrate, demo, plan
+from kvjax.cli import cache, calibrate, demo, plan
 
 BROKEN_PIPE = 141
 """Exit status when the output's reader has closed it, as shells report SIGPIPE."""
@@ -22,13 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="kvjax",
-        description="A paged KV cache for JAX: memory plans, scales, and a demo of every dtype's cost and accuracy.",
+        description="A paged KV cache for JAX: memory plans, scales, compiled kernels, and a demo of every dtype.",
     )
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     demo.add_parser(subparsers)
     plan.add_parser(subparsers)
     calibrate.add_parser(subparsers)
+    cache.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)

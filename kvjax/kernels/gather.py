@@ -39,6 +39,7 @@ from kvjax.kernels.memory import (
     check_dtype,
     scale_arguments,
     scales_of,
+    with_origin,
 )
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
@@ -213,6 +214,7 @@ def gather(
     return key, value
 
 
+@with_origin
 def any_count(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],

@@ -7,6 +7,9 @@ alignments are; sizes and addresses are known at launch, so that one kernel serv
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,6 +136,42 @@ class Argument(NamedTuple):
     array: jax.ShapeDtypeStruct
 
 
+class Origin(NamedTuple):
+    """What made a kernel, for what has to know a kernel without tracing it, or to make it in another process.
+
+    Attributes:
+      function: its module and name, `module:name`.
+      arguments: its arguments by name, those left out too.
+    """
+
+    function: str
+    arguments: Mapping[str, Any]
+
+    def make(self) -> AnyCount:
+        """Makes the kernel again."""
+        module, _, name = self.function.partition(":")
+        function: Any = getattr(importlib.import_module(module), name, None)
+        if not getattr(function, "makes_kernels", False):
+            raise ValueError(f"got {self.function!r}, expected a function of kvjax that makes kernels")
+        kernel: AnyCount = function(**self.arguments)
+        return kernel
+
+
+def with_origin[**Given](make: Callable[Given, AnyCount]) -> Callable[Given, AnyCount]:
+    """Has the kernels that a function makes say so; nothing else may decide what they do."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def wrapper(*args: Given.args, **kwargs: Given.kwargs) -> AnyCount:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        origin = Origin(f"{make.__module__}:{make.__qualname__}", given.arguments)
+        return dataclasses.replace(make(*args, **kwargs), origin=origin)
+
+    wrapper.makes_kernels = True  # type: ignore[attr-defined]
+    return wrapper
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnyCount:
     """A kernel over caller-owned memory, for any number of tokens, sequences and blocks.
@@ -147,6 +186,7 @@ class AnyCount:
       writes: names of the arguments that the kernel writes.
       num_programs: number of programs along the last axis of the grid, given the number of tokens of a write, of
         entries of the block table of a gather, or of sequences of a merge.
+      origin: what made it.
     """
 
     body: Callable[..., None]
@@ -155,6 +195,7 @@ class AnyCount:
     arguments: tuple[Argument, ...]
     writes: tuple[str, ...]
     num_programs: Callable[[int], int]
+    origin: Origin | None = None
 
     @property
     def written(self) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     scale_argument,
+    with_origin,
 )
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -113,6 +114,7 @@ WORKSPACE = {"partial": jnp.float32, "partial_lse": jnp.float32, "spans": jnp.in
 
 
 @functools.cache
+@with_origin
 def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     spec = problem.spec
     results = {"out": problem.query_dtype, "lse": jnp.float32, **WORKSPACE}
@@ -150,6 +152,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
 
 
 @functools.cache
+@with_origin
 def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     results = {"out": problem.query_dtype, "lse": jnp.float32}
     arguments = (

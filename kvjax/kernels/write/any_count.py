@@ -25,6 +25,7 @@ from kvjax.kernels.memory import (
     check_dtype,
     scale_arguments,
     scales_of,
+    with_origin,
 )
 from kvjax.kernels.write import plan, program
 from kvjax.kernels.write.encoding import token_rows
@@ -36,6 +37,7 @@ from kvjax.kernels.write.transfer import KVOperand
 from kvjax.spec import AttentionSpec
 
 
+@with_origin
 def any_count(
     spec: AttentionSpec,
     rows: tuple[RowMemory, RowMemory],

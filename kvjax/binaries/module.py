@@ -1,0 +1,211 @@
+"""Rewrites the module that Mosaic GPU makes of a kernel, so that one compilation serves every launch of its kind.
+
+Two things change. The size of the grid, a constant, becomes an entry of the list that the host code is given. And the
+kernel's parameters become one structure of integers: Mosaic GPU assumes that addresses are multiples of 256, as JAX's
+are, but torch's tensors begin anywhere, and counts travel in it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax.binaries.binary import LaunchUnavailableError, Shape
+
+try:
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+except ImportError as error:
+    MISSING: ImportError | None = error
+else:
+    MISSING = None
+
+_NAMESPACE = "stable_mosaic_gpu."
+
+
+@contextlib.contextmanager
+def expecting_this_form() -> Iterator[None]:
+    """Turns errors from JAX's making kernels of another form into `LaunchUnavailableError`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, ir.MLIRError) as error:
+        raise _of_another_form(f"makes Mosaic GPU kernels of another form: {error}") from error
+
+
+def _of_another_form(what: str) -> LaunchUnavailableError:
+    return LaunchUnavailableError(f"JAX {jax.__version__} {what}")
+
+
+def given_integers(serialized: bytes, num_args: int) -> bytes:
+    """Rewrites a kernel's module so that a launch passes integers and the number of programs.
+
+    The host code of the result takes a list of `num_args` 64-bit integers, the kernel's arguments, followed by the
+    number of programs. The kernel takes one parameter, a structure of the first `num_args`.
+
+    Raises:
+      LaunchUnavailableError: JAX launches the kernel, or passes its arguments, in a form that this does not know.
+    """
+    return rewritten(serialized, num_args)[0]
+
+
+def rewritten(serialized: bytes, num_args: int) -> tuple[bytes, Shape]:
+    """What `given_integers` returns, and the constants of the kernel's launches."""
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        module = ir.Module.parse(serialized)
+        launches = [op for op in host_ops(module) if op.name == f"{_NAMESPACE}gpu.launch"]
+        if len(launches) != 1 or len(launches[0].block.arguments) != 2:
+            raise _of_another_form("launches Mosaic GPU kernels in another form")
+        [launch] = launches
+        shape = _shape(launch)
+        _pass_integers(launch, _argument_ops(launch, num_args), num_args)
+        _take_grid_from_entry(launch, num_args)
+        changed = io.BytesIO()
+        module.operation.write_bytecode(changed)
+    return changed.getvalue(), shape
+
+
+def host_ops(module: Any) -> Iterator[Any]:
+    """The operations of the functions of a module, without those inside of them: a kernel has thousands.
+
+    The bindings look for a Python module of an operation's dialect each time that they hand out an operation of one
+    that has none, which for all operations of a kernel takes seconds.
+    """
+    for function in _ops_of(module.operation):
+        yield from _ops_of(function)
+
+
+def _ops_of(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+
+
+class _ArgumentOp(NamedTuple):
+    """An operation of the host code that the kernel's arguments are computed by.
+
+    Attributes:
+      op: the operation.
+      is_load: whether it loads an address from the list; else it computes with one.
+      constants: indices of the operands that do not depend on an address.
+    """
+
+    op: Any
+    is_load: bool
+    constants: tuple[int, ...]
+
+
+def _argument_ops(launch: Any, num_args: int) -> list[_ArgumentOp]:
+    """The operations that compute the kernel's arguments from the list of addresses, in the host code's order.
+
+    JAX lists the arrays that a kernel writes twice: as arguments, and after all arguments as results. The list that a
+    launch passes has no addresses of results, so the kernel must not use them.
+
+    Raises:
+      LaunchUnavailableError: there are fewer than `num_args` addresses, or the kernel uses the address of a result.
+    """
+    pointer = launch.block.arguments[1].type
+    host = [op.operation for op in launch.block.operations]
+    num_addresses, found = 0, []
+    from_arguments: list[Any] = []
+    from_results: list[Any] = []
+    known: list[Any] = []
+    for op in host[: host.index(launch)]:
+        if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
+            num_addresses += 1
+            if num_addresses > num_args:
+                from_results.append(op.results[0])
+                known.append(op)
+                continue
+            found.append(_ArgumentOp(op, True, ()))
+            from_arguments.append(op.results[0])
+        elif any(operand in from_results for operand in op.operands):
+            from_results.extend(op.results)
+            known.append(op)
+        elif any(operand in from_arguments for operand in op.operands):
+            constants = tuple(i for i, operand in enumerate(op.operands) if operand not in from_arguments)
+            found.append(_ArgumentOp(op, False, constants))
+            from_arguments.extend(op.results)
+    uses_results = any(use.owner.operation not in known for value in from_results for use in value.uses)
+    if num_addresses < num_args or uses_results:
+        raise _of_another_form("passes arguments of Mosaic GPU kernels in another form")
+    return found
+
+
+def _pass_integers(launch: Any, arguments: Sequence[_ArgumentOp], num_args: int) -> None:
+    """Moves what computes the kernel's arguments into the kernel, which is passed integers instead of addresses."""
+    addresses, kernel = launch.block.arguments[1], launch.regions[0].blocks[0].operations[0]
+    integer, of_global_memory = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.ptr<1>")
+    with ir.InsertionPoint(launch):
+        # One structure: of several parameters the compiler would drop those that the kernel does not use, and an array
+        # would be passed in memory.
+        passed = _load(ir.Type.parse(f"!llvm.struct<({', '.join(['i64'] * num_args)})>"), addresses)
+    index = 0
+    for op, is_load, constants in arguments:
+        if is_load:
+            with ir.InsertionPoint(kernel):
+                entry = _add("llvm.extractvalue", integer, passed, position=ir.DenseI64ArrayAttr.get([index]))
+                address = _add("llvm.inttoptr", of_global_memory, entry)
+                address = _add("llvm.addrspacecast", addresses.type, address)
+            op.results[0].replace_all_uses_with(address)
+            index += 1
+        else:
+            with ir.InsertionPoint(kernel):
+                for i in constants:
+                    op.operands[i] = op.operands[i].owner.clone().results[0]
+            op.move_before(kernel)
+
+
+def _take_grid_from_entry(launch: Any, index: int) -> None:
+    """Has the host code read the number of programs, a constant before, from an entry of the list."""
+    addresses = launch.block.arguments[1]
+    with ir.InsertionPoint(launch):
+        entry = _add(
+            "llvm.getelementptr",
+            addresses.type,
+            addresses,
+            elem_type=ir.TypeAttr.get(addresses.type),
+            rawConstantIndices=ir.DenseI32ArrayAttr.get([index]),
+        )
+        num_programs = _load(ir.IntegerType.get_signless(64), entry)
+        num_programs = _add("arith.index_cast", ir.IndexType.get(), num_programs)
+    launch.operands[_segments(launch)[0]] = num_programs
+
+
+_GRID, _BLOCK, _CLUSTER, _SHARED, _STREAM = slice(1, 4), slice(4, 7), slice(7, 10), 10, 11
+"""Where the operands of a launch are in its `operandSegmentSizes`; those that it depends on come first."""
+
+
+def _segments(launch: Any) -> list[int]:
+    return list(ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"]))
+
+
+def _shape(launch: Any) -> Shape:
+    """The constants of a launch, which must have no other features than a grid, blocks and shared memory."""
+    segments = _segments(launch)
+    is_known = segments[_GRID] == segments[_BLOCK] == [1, 1, 1] and segments[_SHARED] <= 1
+    if not is_known or any(segments[_CLUSTER]) or any(segments[_STREAM:]):
+        raise _of_another_form("launches Mosaic GPU kernels in another form")
+    if "mosaic_gpu.uses_pdl" in launch.parent.parent.attributes:
+        raise _of_another_form("launches kernels before those that they follow have ended")
+    _, y, z, *block = (_constant(operand) for operand in list(launch.operands)[segments[0] :][:6])
+    shared_bytes = _constant(launch.operands[segments[0] + 6]) if segments[_SHARED] else 0
+    return Shape((y, z), (block[0], block[1], block[2]), shared_bytes)
+
+
+def _constant(value: Any) -> int:
+    return int(ir.IntegerAttr(value.owner.attributes["value"]).value)
+
+
+def _load(result: Any, address: Any) -> Any:
+    return _add("llvm.load", result, address, ordering=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 0))
+
+
+def _add(name: str, result: Any, operand: Any, **attributes: Any) -> Any:
+    return ir.Operation.create(_NAMESPACE + name, [result], [operand], attributes).result

@@ -1,0 +1,199 @@
+"""Compiles several kernels at once: in processes that do nothing else, and in this one.
+
+Tracing and lowering take most of the time and hold Python's lock, so threads would take turns. What the processes do
+not compile, because they end or fail, this one does.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from kvjax.binaries.binary import Binary, Device, LaunchUnavailableError
+from kvjax.binaries.compiling import can_compile_for, compile_here, in_turn
+from kvjax.binaries.encoding import NoStableFormError, encode_kernel
+from kvjax.binaries.keys import options
+from kvjax.errors import KVCacheValueError, shown
+from kvjax.kernels.memory import AnyCount
+
+PROCESSES_VARIABLE = "KVJAX_COMPILE_PROCESSES"
+MOST_PROCESSES = 8
+"""The most processes by default; each takes half a gigabyte of the host's memory and a second to begin."""
+
+_PATIENCE = 300.0
+"""Seconds for which a process may compile one kernel."""
+
+_live_lock = threading.Lock()
+_live: set[_Worker] = set()
+
+
+class _WorkerError(Exception):
+    """A process did not compile a kernel."""
+
+
+def processes_of(variables: Mapping[str, str]) -> int:
+    """The most processes to compile in: `KVJAX_COMPILE_PROCESSES`, by default one less than the CPUs, and up to 8.
+
+    Raises:
+      KVCacheValueError: the variable is not a number from 0 to 256.
+    """
+    text = variables.get(PROCESSES_VARIABLE)
+    if text is None:
+        return min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
+    if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) > 256:
+        raise KVCacheValueError(f"{PROCESSES_VARIABLE}: got {shown(text)}, expected a number from 0 to 256")
+    return int(text)
+
+
+def compile_all(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:
+    """Compiles kernels for a device, several at once in processes.
+
+    Raises:
+      LaunchUnavailableError: JAX or its plugin lacks something that this needs.
+    """
+    waiting = collections.deque(range(len(kernels)))
+    done: dict[int, Binary] = {}
+
+    def serve(worker: _Worker) -> None:
+        while index := _taken(waiting):
+            try:
+                done[index[0]] = worker.compile(kernels[index[0]], device)
+            except (_WorkerError, NoStableFormError):
+                return
+
+    workers = list(itertools.islice(_new_workers(), max(len(kernels) - 1, 0)))
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        while index := _taken(waiting):
+            done[index[0]] = _compile(kernels[index[0]], device)
+        for thread in threads:
+            thread.join()
+    finally:
+        for worker in workers:
+            worker.end()
+    return [done[i] if i in done else _compile(kernel, device) for i, kernel in enumerate(kernels)]
+
+
+def _taken(waiting: collections.deque[int]) -> tuple[int] | None:
+    try:
+        return (waiting.popleft(),)
+    except IndexError:
+        return None
+
+
+def _compile(kernel: AnyCount, device: Device) -> Binary:
+    """Compiles a kernel in this process; or in another, if a thread compiles in this one or this one must not."""
+    if in_turn.acquire(blocking=False):
+        try:
+            if can_compile_for(device):
+                return compile_here(kernel.function, kernel.args, device)
+        finally:
+            in_turn.release()
+    for worker in _new_workers():
+        try:
+            return worker.compile(kernel, device)
+        except (NoStableFormError, _WorkerError):
+            break
+        finally:
+            worker.end()
+    with in_turn:
+        if can_compile_for(device):
+            return compile_here(kernel.function, kernel.args, device)
+    raise LaunchUnavailableError(
+        f"this process compiled kernels for another GPU than {device.device_kind}; those for that one need a process of"
+        f" their own, which failed or which {PROCESSES_VARIABLE} forbids"
+    )
+
+
+def _new_workers() -> Iterator[_Worker]:
+    """New processes, as many as there may be."""
+    while sys.executable and not getattr(sys, "frozen", False):  # a frozen program would run itself
+        with _live_lock:
+            if len(_live) >= processes_of(os.environ):
+                return
+            try:
+                worker = _Worker()
+            except OSError:
+                return
+            _live.add(worker)
+        yield worker
+
+
+class _Worker:
+    """A process that compiles, `kvjax.binaries.worker`."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvjax.binaries.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def compile(self, kernel: AnyCount, device: Device) -> Binary:
+        """Compiles a kernel there.
+
+        Raises:
+          _WorkerError: it failed.
+          NoStableFormError: the kernel has no form to be sent in.
+        """
+        request = {"kernel": encode_kernel(kernel), "device": dataclasses.asdict(device), "options": options()}
+        sent, received = self._process.stdin, self._process.stdout
+        if sent is None or received is None:
+            raise _WorkerError("no pipes")
+        # A process that hangs is ended, and what is read of it then ends too.
+        with _ending_after(_PATIENCE, self._process):
+            try:
+                sent.write(json.dumps(request).encode() + b"\n")
+                sent.flush()
+                reply = _read_reply(received)
+                return Binary.from_bytes(reply)
+            except (OSError, ValueError) as error:
+                raise _WorkerError(str(error)) from error
+
+    def end(self) -> None:
+        """Ends the process."""
+        with _live_lock:
+            _live.discard(self)
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _read_reply(received: IO[bytes]) -> bytes:
+    head = received.readline()
+    reply: dict[str, Any] = json.loads(head or b'{"error": "it ended"}')
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    content = received.read(reply["size"])
+    if len(content) != reply["size"]:
+        raise ValueError("it ended")
+    return content
