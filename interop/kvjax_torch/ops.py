@@ -567,8 +567,8 @@ def warm_up(
         stored_in = kv_cache_dtype, v_scale_layout, unique_slots
         cuda.compile_writes_and_gathers(many_and_one, read, slots, *stored_in, dtype)
     write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
-    for rows in many_and_one:
-        write(*rows, *stored_as)
+    for each_key, each_value in many_and_one:
+        write(each_key, each_value, *stored_as)
     gather_kv(
         key_cache,
         value_cache,

@@ -120,12 +120,12 @@ device_description_str: "{name}"
 
 @functools.cache
 def _plugin() -> Any:
-    """JAX's CUDA plugin, loaded but not initialized; a JAX that starts later takes it from here."""
+    """JAX's CUDA plugin, loaded but not initialized; under a name of its own, since JAX loads a name once."""
     for name in PLUGINS:
         try:
             path = importlib.import_module(name)._get_library_path()
         except (ImportError, AttributeError):
             continue
         if path is not None:
-            return xla_client.load_pjrt_plugin_dynamically("cuda", str(path))
+            return xla_client.load_pjrt_plugin_dynamically("kvjax", str(path))
     raise LaunchUnavailableError("JAX has no CUDA plugin here: pip install 'kvjax[cuda13]'")

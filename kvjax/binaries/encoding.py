@@ -77,7 +77,7 @@ def decode(encoded: Any) -> Any:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    if np.dtype(dtype.name) != dtype:  # of structures and of other byte orders
+    if dtype.names is not None or np.dtype(dtype.name) != dtype:  # of structures and of other byte orders
         raise NoStableFormError(f"dtype {dtype!r}")
     return dtype.name
 

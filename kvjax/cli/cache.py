@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from kvjax import KVCacheValueError
@@ -23,10 +23,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         f" --clear, empties it. {SIZE_VARIABLE} is the MiB that they may take.",
     )
     parser.add_argument("--clear", action="store_true", help="remove all kernels")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(run, parser))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     path = folder_of(os.environ)
     if path is None:
@@ -35,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder = Folder(path, size_of(os.environ))
         entries = folder.clear() if args.clear else folder.entries()
-    except (KVCacheValueError, OSError) as error:
-        print(f"kvjax cache: error: {error}", file=sys.stderr)
-        return 2
+    except KVCacheValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
     noun = "kernel" if len(entries) == 1 else "kernels"
     held = f"{len(entries)} {noun}, {sum(entry.size for entry in entries) / 2**20:.1f} MiB"
     print(f"{path}: removed {held}" if args.clear else f"{path}: {held} of {folder.max_bytes >> 20} MiB")
