@@ -193,7 +193,9 @@ def test_a_variable_limits_the_processes(monkeypatch: pytest.MonkeyPatch):
     assert workers.processes_of({}) == workers.MOST_PROCESSES
     assert workers.processes_of({"KVJAX_COMPILE_PROCESSES": "0"}) == 0
     for text in ("", "-1", "two", "257"):
-        with pytest.raises(KVCacheValueError, match=r"KVJAX_COMPILE_PROCESSES: got .*, expected a number from 0 to 256"):
+        with pytest.raises(
+            KVCacheValueError, match=r"KVJAX_COMPILE_PROCESSES: got .*, expected a number from 0 to 256"
+        ):
             workers.processes_of({"KVJAX_COMPILE_PROCESSES": text})
 
 

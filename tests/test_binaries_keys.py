@@ -33,7 +33,11 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 def rotated_write() -> AnyCount:
     rotated = kernels.RotatedMemory(
-        kernels.Rotation(BFLOAT16, 128, 64, True, 4), 32, kernels.RowMemory(BFLOAT16, 4096, 16), np.dtype(np.int64), BFLOAT16
+        kernels.Rotation(BFLOAT16, 128, 64, True, 4),
+        32,
+        kernels.RowMemory(BFLOAT16, 4096, 16),
+        np.dtype(np.int64),
+        BFLOAT16,
     )
     rows = kernels.RowMemory(BFLOAT16, 1024, 64), kernels.RowMemory(BFLOAT16, 1024, 64)
     options = {"unique_slots": True, "rotated": rotated}

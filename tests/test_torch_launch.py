@@ -1,15 +1,14 @@
-"""Launching kernels from torch: what is private to JAX, and what a launch is given. `test_torch_cuda.py` launches.
+"""Loading and launching kernels from torch, with a driver made up where there is none. `test_torch_cuda.py` launches.
 
-`test_kernels_any_count.py` compiles the kernels for GPUs that are not here.
+`test_binaries_compile.py` compiles; `test_kernels_any_count.py` looks at the code.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
-import subprocess
-import sys
+import dataclasses
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,99 +16,185 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import jax  # noqa: E402
 from any_count import gather_kernel  # noqa: E402
 from helpers import simple_spec  # noqa: E402
 
-from kvjax import KVCacheDType  # noqa: E402
-from kvjax_torch import launch  # noqa: E402
+from kvjax import KVCacheDType, binaries  # noqa: E402
+from kvjax.kernels import AnyCount  # noqa: E402
+from kvjax_torch import cuda, driver, launch  # noqa: E402
 
-LOWERS = """
-from any_count import attention_kernels, write_kernel
-from helpers import simple_spec
-from jax._src import xla_bridge
-from kvjax import KVCacheDType
-from kvjax_torch import launch
-
-# A kernel of one program alone, whatever the number of tokens.
-write = write_kernel(simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128), unique_slots=True)
-attention = attention_kernels(simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16))
-decode, merge, _ = attention.of(1, 64)
-for kernel in (write, decode, merge):
-    lowered = launch._lower(kernel.function, kernel.args, launch._Target("NVIDIA H200", "9.0", 232448))
-    assert launch.given_integers(launch._kernel_module(lowered), len(kernel.args))
-assert not xla_bridge.backends_are_initialized()
-
-import jax
-assert (jax.numpy.ones(3) + 1).sum() == 6
-assert xla_bridge.backends_are_initialized()
-"""
+CUDA3 = torch.device("cuda", 3)
+SHAPE = binaries.Shape((132, 5), (256, 3, 2), 168960)
+CODE = b"\x7fELF code with \0 in it"
 
 
-@pytest.mark.full
-def test_jax_is_not_started_to_lower_a_kernel_and_can_be_later():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True, env=env)
+class Driver:
+    """The functions of the CUDA driver that launching uses. Launches are read as the driver reads them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.launches: list[dict[str, Any]] = []
+        self.error = 0
+        self.num_arguments = 3
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:  # noqa: N802
+        module._obj.value = 0x10
+        self.calls.append(("load", code))
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:  # noqa: N802
+        function._obj.value = 0x20
+        self.calls.append(("function", module.value, name))
+        return 500 if name == b"missing" else 0
+
+    def cuModuleUnload(self, module: Any) -> int:  # noqa: N802
+        self.calls.append(("unload", module.value))
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:  # noqa: N802
+        self.calls.append(("attribute", function.value, attribute, value))
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
+        self.calls.append(("context", context.value))
+        return 0
+
+    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:  # noqa: N802
+        sizes = np.frombuffer(ctypes.string_at(config, 28), np.uint32).tolist()
+        stream, attributes = np.frombuffer(ctypes.string_at(config + 32, 16), np.uint64).tolist()
+        [num_attributes] = np.frombuffer(ctypes.string_at(config + 48, 4), np.uint32).tolist()
+        [parameter] = np.frombuffer(ctypes.string_at(parameters, 8), np.uint64).tolist()
+        assert (attributes, num_attributes, extra) == (0, 0, None)
+        arguments = np.frombuffer(ctypes.string_at(parameter, 8 * self.num_arguments), np.uint64).tolist()
+        launched = {"sizes": sizes, "stream": stream, "function": function, "arguments": arguments}
+        self.launches.append(launched)
+        return self.error
 
 
-def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
-    target = launch._Target("NVIDIA H200", "9.0", 232448)
-    with launch._without_starting_jax(target):
-        assert launch.mosaic.jax.local_devices() == [target]
-        assert launch.mosaic.jax.jit is jax.jit
-    assert launch.mosaic.jax is jax
-    with pytest.raises(ZeroDivisionError), launch._without_starting_jax(target):
-        raise ZeroDivisionError
-    assert launch.mosaic.jax is jax
-
-
-def test_mosaic_is_told_of_the_gpu_that_it_lowers_for():
-    """Of none of JAX's: these kernels take no shared memory, which is more than this GPU has."""
-    gather = gather_kernel(simple_spec(KVCacheDType.NVFP4))
-    with pytest.raises(ValueError, match="exceeds available shared memory: smem_bytes=0 > max_smem_bytes=-1"):
-        launch._lower(gather.function, gather.args, launch._Target("NVIDIA H200", "9.0", -1))
-
-
-@pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError])
-def test_without_a_client_of_the_host_nothing_is_launched(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
-    def make_cpu_client() -> None:
-        raise error("it is taken away")
-
-    monkeypatch.setattr(launch.xla_client, "make_cpu_client", make_cpu_client)
-    monkeypatch.setattr(launch, "_host_device", functools.cache(launch._host_device.__wrapped__))
-    with pytest.raises(launch.LaunchUnavailableError, match=r"has no CPU client.*it is taken away"):
-        launch._host_device()
-
-
-@pytest.mark.parametrize("jaxlib", [(0, 11), (0, 12)])
-def test_host_code_is_called_as_jaxlib_has_it(jaxlib: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    """With function, stream and list; since 0.12 with the compiled kernel before them and the device behind."""
-    called = []
-    pointer, entries = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
-    types = [pointer, pointer, entries] if jaxlib < (0, 12) else [pointer, pointer, pointer, entries, ctypes.c_int]
-
-    def host_code(*args: Any) -> None:
-        called.append([args[types.index(entries)][1] if i == types.index(entries) else x for i, x in enumerate(args)])
-
-    callback = ctypes.CFUNCTYPE(None, *types)(host_code)
-    compiled = (ctypes.c_void_p * 3)(0x10, ctypes.cast(callback, ctypes.c_void_p), 0x30)
-    monkeypatch.setattr(launch, "_JAXLIB", jaxlib)
-    launch._launcher(compiled, 5)(0x20, launch.struct.pack("=2Q", 7, 9))
-    assert called == [[0x10, 0x20, 9] if jaxlib < (0, 12) else [0x30, 0x10, 0x20, 9, 5]]
-
-
-def test_a_module_of_another_form_is_not_launched():
-    with pytest.raises(launch.LaunchUnavailableError), launch._expecting_this_form():
-        launch.given_integers(b"garbage", 3)
-
-
-def test_the_list_that_a_launch_is_given(monkeypatch: pytest.MonkeyPatch):
-    """The kernel's entries and then the number of programs, on torch's stream."""
-    given = []
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A machine with four GPUs, of which torch has cuda:3 current."""
+    fake = Driver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "primary_context", lambda index: ctypes.c_void_p(0x1000 + index))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(launch._thread, "has_context", True, raising=False)
-    pack = launch.struct.Struct("=4Q").pack
-    kernel = launch.Kernel(3, None, lambda stream, packed: given.append((stream, packed)), pack)
-    kernel((7 | 9 << 32, 1 << 47, 5), 11)
-    assert given == [(1003, np.array([7 | 9 << 32, 1 << 47, 5, 11], np.uint64).tobytes())]
+    monkeypatch.setattr(launch, "_thread", threading.local())
+    monkeypatch.setattr(launch, "device_of", lambda device: f"properties of {device}")
+    yield fake
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[AnyCount]]:
+    """What is compiled together."""
+    calls: list[list[AnyCount]] = []
+
+    def compile_together(kernels: list[AnyCount], device: str) -> list[binaries.Binary]:
+        assert device == "properties of cuda:3"
+        calls.append(list(kernels))
+        return [binaries.Binary("gather_kv_kernel", 3, SHAPE, CODE) for _ in kernels]
+
+    monkeypatch.setattr(binaries, "compiled", compile_together)
+    return calls
+
+
+def new_kernels(count: int) -> list[AnyCount]:
+    return [gather_kernel(simple_spec(KVCacheDType.NVFP4)) for _ in range(count)]
+
+
+def test_what_a_launch_gives_to_the_driver(fake_driver: Driver, compiled: list[list[AnyCount]]):
+    [gather] = new_kernels(1)
+    kernel = launch.compile_kernel(gather, CUDA3)
+    loading = ("load", CODE), ("function", 0x10, b"gather_kv_kernel"), ("attribute", 0x20, 8, 168960)
+    assert [call for call in fake_driver.calls if call[0] != "context"] == [*loading]
+    assert fake_driver.calls[0] == ("context", 0x1003)
+    for num_programs in (1, 2**31 - 1):
+        kernel((7 | 9 << 32, 1 << 47, 2**64 - 1), num_programs)
+        assert fake_driver.launches.pop() == {
+            "sizes": [num_programs, 132, 5, 256, 3, 2, 168960],
+            "stream": 1003,
+            "function": 0x20,
+            "arguments": [7 | 9 << 32, 1 << 47, 2**64 - 1],
+        }
+    assert not fake_driver.launches
+
+
+def test_a_kernel_is_compiled_and_loaded_once(fake_driver: Driver, compiled: list[list[AnyCount]]):
+    [gather] = new_kernels(1)
+    found: list[launch.Kernel] = []
+    threads = [threading.Thread(target=lambda: found.append(launch.compile_kernel(gather, CUDA3))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert compiled == [[gather]]
+    assert len([call for call in fake_driver.calls if call[0] == "load"]) == 1
+
+
+def test_kernels_that_are_compiled_ahead_are_compiled_together(fake_driver: Driver, compiled: list[list[AnyCount]]):
+    kernels = new_kernels(4)
+    launch.compile_kernel(kernels[0], CUDA3)
+    launch.compile_ahead([*kernels, kernels[1]], CUDA3)
+    assert compiled == [kernels[:1], kernels[1:]]
+    assert len([call for call in fake_driver.calls if call[0] == "load"]) == 1
+    for kernel in kernels:
+        launch.compile_kernel(kernel, CUDA3)
+    launch.compile_ahead(kernels, CUDA3)
+    assert len(compiled) == 2
+    assert len([call for call in fake_driver.calls if call[0] == "load"]) == 4
+
+
+def test_threads_and_interrupted_launches_share_no_memory(fake_driver: Driver):
+    """A launch in the middle of another, as in a finalizer, changes nothing of it."""
+    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    enqueue, depth = fake_driver.cuLaunchKernelEx, 0
+
+    def interrupted(*args: Any) -> int:
+        nonlocal depth
+        depth += 1
+        if depth < 4:
+            run(10 + depth, (depth, depth, depth), depth)
+        return enqueue(*args)
+
+    fake_driver.cuLaunchKernelEx = interrupted  # type: ignore[method-assign]
+    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    run(10, (0, 0, 0), 9)
+    assert [(x["stream"], x["arguments"], x["sizes"][0]) for x in fake_driver.launches] == [
+        (13, [3, 3, 3], 3),
+        (12, [2, 2, 2], 2),
+        (11, [1, 1, 1], 1),
+        (10, [0, 0, 0], 9),
+    ]
+
+
+def test_errors_of_the_driver_are_raised(fake_driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RuntimeError, match="cuModuleGetFunction of the CUDA driver returned error 500"):
+        driver.load(CODE, "missing", 0)
+    assert fake_driver.calls[-1] == ("unload", 0x10)
+    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    fake_driver.error = 700
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx of the CUDA driver returned error 700"):
+        run(0, (1, 2, 3), 1)
+    fake_driver.error = 0
+    run(0, (4, 5, 6), 1)
+    assert fake_driver.launches[-1]["arguments"] == [4, 5, 6]
+
+
+def test_what_cannot_be_compiled_is_said_with_the_tested_versions(fake_driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    def unavailable(*_: Any) -> list[binaries.Binary]:
+        raise binaries.LaunchUnavailableError("JAX lacks something")
+
+    monkeypatch.setattr(binaries, "compiled", unavailable)
+    for compile_them in (
+        lambda: cuda._launcher(new_kernels(1)[0], CUDA3),
+        lambda: cuda._compile_all(new_kernels(2), CUDA3),
+    ):
+        with pytest.raises(cuda.UnsupportedError, match=r"JAX lacks something; tested with jax"):
+            compile_them()
+    with pytest.raises(launch.LaunchUnavailableError):
+        launch.compile_kernel(new_kernels(1)[0], CUDA3)
