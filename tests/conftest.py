@@ -30,6 +30,9 @@ if not _has_nvidia_driver():
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Tests count what is compiled, and a user's folder of compiled kernels is not theirs to fill.
+os.environ["KVJAX_CACHE_DIR"] = "0"
+
 # XLA's threads on the CPU, by default one for each core. Interpreted kernels whose warpgroups wait for each other take
 # one for each warpgroup, and one for the program around.
 os.environ.setdefault("NPROC", "16")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import gpu_compile
@@ -36,10 +35,10 @@ def small_kernels() -> tuple[AnyCount, AnyCount]:
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[tuple[AnyCount, Binary]]:
+def here() -> tuple[AnyCount, Binary]:
     """A kernel, and what this process compiles of it."""
     kernel, _ = small_kernels()
-    yield kernel, compiling.compile_here(kernel.function, kernel.args, H200)
+    return kernel, compiling.compile_here(kernel.function, kernel.args, H200)
 
 
 def assert_is_binary_of(binary: Binary, kernel: AnyCount, name: str) -> None:
@@ -206,12 +205,14 @@ def test_a_process_says_what_it_cannot_compile_and_may_end_at_any_time(monkeypat
     try:
         with pytest.raises(workers._WorkerError, match="exceeds available shared memory"):
             worker.compile(kernel, Device("NVIDIA H200", "9.0", -1))
-        with monkeypatch.context() as patched, pytest.raises(workers._WorkerError, match="makes kernels"):
+        with monkeypatch.context() as patched:
             patched.setattr(workers, "encode_kernel", lambda kernel: encode_kernel(kernel) | {"function": "os:system"})
-            worker.compile(kernel, H200)
-        with monkeypatch.context() as patched, pytest.raises(workers._WorkerError, match="JAX's options are not"):
+            with pytest.raises(workers._WorkerError, match="makes kernels"):
+                worker.compile(kernel, H200)
+        with monkeypatch.context() as patched:
             patched.setattr(workers, "options", lambda: {"jax_unknown": 1})
-            worker.compile(kernel, H200)
+            with pytest.raises(workers._WorkerError, match="JAX's options are not"):
+                worker.compile(kernel, H200)
         worker._process.kill()
         with pytest.raises(workers._WorkerError):
             worker.compile(kernel, H200)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ class Driver:
 
 
 @pytest.fixture
-def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A machine with four GPUs, of which torch has cuda:3 current."""
     fake = Driver()
     monkeypatch.setattr(driver, "library", lambda: fake)
@@ -85,7 +84,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(launch, "_thread", threading.local())
     monkeypatch.setattr(launch, "device_of", lambda device: f"properties of {device}")
-    yield fake
+    return fake
 
 
 @pytest.fixture
