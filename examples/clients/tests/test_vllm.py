@@ -1,0 +1,502 @@
+"""The plugin for vLLM, without an engine: vLLM's specs, views and metadata, against attention in float64.
+
+`make test-client-vllm` runs this, on the CPU. `test_vllm_engine.py` runs vLLM's engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "JAX_PLATFORMS": "cpu"}
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from safetensors.numpy import save_file  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_split_data_scale  # noqa: E402
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    create_kv_cache_views,
+    get_kv_quant_mode,
+)
+
+import kvjax  # noqa: E402
+import kvjax_torch  # noqa: E402
+import kvjax_vllm  # noqa: E402
+from kvjax import KVCacheValueError, UnsupportedError  # noqa: E402
+
+kvjax_vllm.register()
+BACKEND = AttentionBackendEnum[kvjax_vllm.NAME].get_class()
+DTYPES = BACKEND.supported_kv_cache_dtypes
+LAYOUTS = BACKEND.supported_kv_cache_layouts()
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS, LAYERS = 8, 2, 64, 16, 12, 3
+POISON = 0xA5
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """New tokens of each sequence and those before, and sequences that pad the batch for a graph."""
+
+    q_lens: tuple[int, ...]
+    before: tuple[int, ...]
+    drafts: int = 0
+    padding: int = 0
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [new + old for new, old in zip(self.q_lens, self.before, strict=True)]
+
+
+STEPS = {
+    "decodes": Step((1, 1, 1), (20, 0, 37)),
+    "decodes and prompts": Step((1, 1, 9, 17), (20, 5, 30, 0)),
+    "prompts": Step((9, 33), (30, 0)),
+    "drafts": Step((3, 3), (18, 29), drafts=2),
+    "drafts of different lengths": Step((2, 3, 1), (18, 29, 40), drafts=2),
+    "drafts of different lengths and prompts": Step((3, 1, 20), (18, 29, 3), drafts=2),
+    "padded decodes": Step((1, 1), (18, 29), padding=2),
+    "padded drafts": Step((3, 3), (18, 29), drafts=2, padding=1),
+}
+
+
+def cache_of(dtype: str, layout: KVCacheLayout, model_dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+    """vLLM's spec and its views of the layers, full of poison but for unquantized dtypes, where that is no number."""
+    stored = model_dtype if dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[dtype]
+    mode = get_kv_quant_mode(dtype)
+    spec = BACKEND.customize_spec(
+        FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=stored, kv_quant_mode=mode
+        )
+    )
+    page = spec.page_size_bytes
+    layer_stride, block_stride = (page * BLOCKS, page) if layout.is_layer_compact else (page, page * LAYERS)
+    memory = KVCacheTensor(
+        size=page * BLOCKS * LAYERS,
+        layers=[str(layer) for layer in range(LAYERS)],
+        layer_stride=layer_stride,
+        block_stride=block_stride,
+    )
+    raw = torch.full((memory.size,), POISON, dtype=torch.uint8).view(torch.int8)
+    return spec, create_kv_cache_views(raw, spec, BLOCKS, layout, memory)
+
+
+def attention(query: Any, keys: Any, values: Any, window: int | None, cap: float | None, sinks: Any) -> torch.Tensor:
+    """Attention of the last tokens of a sequence in float64: `[q_len, heads, head_size]`."""
+    q_len, num_keys = query.shape[0], keys.shape[0]
+    keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * HEAD_SIZE**-0.5
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    row, key = torch.arange(num_keys - q_len, num_keys)[:, None], torch.arange(num_keys)[None]
+    hidden = (key > row) | ((key <= row - window) if window else False)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, q_len, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :num_keys], values)
+
+
+@dataclasses.dataclass
+class Ran:
+    """A step that ran: its metadata, a layer's memory and what it holds."""
+
+    metadata: Any
+    spec: Any
+    kv_cache: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    seq_lens: list[int]
+    scale: torch.Tensor
+
+
+def run(
+    dtype: str,
+    layout: KVCacheLayout,
+    step: Step,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    model_dtype: torch.dtype = torch.bfloat16,
+) -> Ran:
+    """Writes and attends as vLLM's runner does, in the second of three layers, and checks results and bytes."""
+    torch.manual_seed(0)
+    spec, views = cache_of(dtype, layout, model_dtype)
+    kv_cache, others = views[1], [view.view(torch.uint8) for view in (views[0], views[2])]
+    scale = torch.tensor(0.03 if get_kv_quant_mode(dtype) else 1.0)
+    layer = SimpleNamespace(_k_scale=scale, _v_scale=scale)
+    speculative = SimpleNamespace(num_speculative_tokens=step.drafts, parallel_drafting=False) if step.drafts else None
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        use_v2_model_runner=True,
+    )
+    builder = BACKEND.get_builder_cls()(spec, ["1"], config, torch.device("cpu"))
+    options = {} if sinks is None else {"sinks": sinks}
+    shape = HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS
+    impl = BACKEND.get_impl_cls()(*shape, None, window, dtype, cap, AttentionType.DECODER, None, **options)
+    impl.process_weights_after_loading(model_dtype)
+
+    num_seqs, order = len(step.seq_lens), iter(torch.randperm(BLOCKS).tolist())
+    table = torch.full((num_seqs + step.padding, 8), -1, dtype=torch.int32)
+    for row, length in zip(table, step.seq_lens, strict=False):
+        blocks = -(-length // BLOCK_SIZE)
+        row[:blocks] = torch.tensor([next(order) for _ in range(blocks)], dtype=torch.int32)
+    keys, values = (
+        [torch.randn(n, KV_HEADS, HEAD_SIZE).to(model_dtype) for n in step.seq_lens] for _ in ("keys", "values")
+    )
+
+    def write(parts: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = [torch.arange(length)[part] for part, length in zip(parts, step.seq_lens, strict=True)]
+        slots = torch.cat(
+            [row[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=False)]
+        )
+        rows = [torch.cat([x[part] for x, part in zip(of, parts, strict=True)]) for of in (keys, values)]
+        # A batch that is padded for a graph has more tokens than slots.
+        padding = torch.full((3, KV_HEADS, HEAD_SIZE), torch.nan).to(model_dtype)
+        key, value = (torch.cat([x, padding]) for x in rows)
+        impl.do_kv_cache_update(layer, key, value, kv_cache, slots)
+        return slots, key
+
+    untouched = [other.clone() for other in others]
+    write([slice(0, old) for old in step.before])
+    slots, key = write([slice(old, None) for old in step.before])
+    assert all(torch.equal(*pair) for pair in zip(others, untouched, strict=True))
+
+    bounds = torch.tensor([0, *itertools.accumulate(step.q_lens)], dtype=torch.int32)
+    total = int(bounds[-1]) + step.padding * step.q_lens[0]
+    bounds = torch.cat([bounds, bounds[-1:].expand(step.padding)])
+    query = torch.randn(total + 2, HEADS, HEAD_SIZE).to(model_dtype)
+    output = torch.full_like(query, 7)
+    metadata = builder.build(
+        0,
+        CommonAttentionMetadata(
+            query_start_loc=bounds,
+            query_start_loc_cpu=bounds,
+            seq_lens=torch.tensor([*step.seq_lens, *[0] * step.padding], dtype=torch.int32),
+            num_reqs=num_seqs + step.padding,
+            num_actual_tokens=total,
+            max_query_len=max(step.q_lens),
+            max_seq_len=max(step.seq_lens),
+            block_table_tensor=table,
+            slot_mapping=slots,
+        ),
+    )
+    impl.forward(layer, query, key, key, kv_cache, metadata, output)
+    assert (output[total:] == 7).all()
+
+    stored = impl._caches(layer, kv_cache)
+    lens = torch.tensor(step.seq_lens)
+    gathered = kvjax_torch.gather_kv(*stored[:2], table[:num_seqs], lens, *stored[2:], dtype=torch.float32)
+    for seq, length in enumerate(step.seq_lens):
+        rows = slice(int(bounds[seq]), int(bounds[seq + 1]))
+        own = (x[seq, :length] for x in gathered)
+        expected = attention(query[rows], *own, window, cap, sinks)
+        torch.testing.assert_close(output[rows].double(), expected, rtol=0.01, atol=0.01)
+        if get_kv_quant_mode(dtype) == 0:
+            assert torch.equal(gathered[0][seq, :length], keys[seq].float())
+    return Ran(metadata, spec, kv_cache, *gathered, table, step.seq_lens, scale)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_step_attends_to_what_was_written(dtype: str, layout: KVCacheLayout):
+    for step in STEPS.values():
+        run(dtype, layout, step)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4"])
+@pytest.mark.parametrize("step", STEPS)
+def test_windows_soft_caps_and_sinks(dtype: str, step: str):
+    run(dtype, LAYOUTS[0], STEPS[step], window=7, cap=20.0, sinks=torch.linspace(-1, 1, HEADS))
+
+
+def test_a_float16_model():
+    run("nvfp4", LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
+    run("auto", LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
+
+
+def test_steps_are_divided_by_their_query_lengths():
+    kinds = {}
+    for name, step in STEPS.items():
+        found = run("auto", LAYOUTS[0], step).metadata
+        decodes, prompts = found.decodes, found.prompts
+        kinds[name] = (decodes and (decodes.num_seqs, decodes.q_len), prompts and prompts.num_seqs)
+    assert kinds == {
+        "decodes": ((3, 1), None),
+        "decodes and prompts": ((2, 1), 2),
+        "prompts": (None, 2),
+        "drafts": ((2, 3), None),
+        "drafts of different lengths": ((3, 0), None),
+        "drafts of different lengths and prompts": ((2, 0), 1),
+        "padded decodes": ((4, 1), None),
+        "padded drafts": ((3, 3), None),
+    }
+
+
+def test_a_prompts_table_has_the_columns_that_its_step_needs():
+    metadata = run("auto", LAYOUTS[0], STEPS["decodes and prompts"]).metadata
+    assert metadata.prompts.block_table.shape == (2, 3)
+    assert metadata.decodes.block_table.shape == (2, 8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_nvfp4_bytes_read_by_vllms_own_split_are_those_of_kvjax(layout: KVCacheLayout):
+    ran = run("nvfp4", layout, STEPS["decodes"])
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.cat([codes, -codes])
+    num_blocks, _, size, row = ran.kv_cache.shape
+    is_hnd = ran.kv_cache.stride()[1:] == (size * row, row, 1)
+    dims = (KV_HEADS, size) if is_hnd else (size, KV_HEADS)
+    for side, mine in enumerate((ran.keys, ran.values)):
+        strides = (ran.kv_cache.stride(0), dims[1] * row, row, 1)
+        offset = ran.kv_cache.storage_offset() + side * KV_HEADS * size * row
+        data, scales = nvfp4_split_data_scale(ran.kv_cache.as_strided((num_blocks, *dims, row), strides, offset))
+        if is_hnd:
+            data, scales = data.transpose(1, 2), scales.transpose(1, 2)
+        decoded = torch.stack([codes[(data & 15).long()], codes[(data >> 4).long()]], -1).flatten(-2)
+        decoded = decoded * scales.float().repeat_interleave(16, -1) * ran.scale
+        for seq, length in enumerate(ran.seq_lens):
+            theirs = decoded[ran.table[seq].long()].flatten(0, 1)[:length]
+            torch.testing.assert_close(mine[seq, :length], theirs, rtol=1e-6, atol=0)
+
+
+def test_a_page_of_nvfp4_has_the_bytes_of_vllms():
+    assert run("nvfp4", LAYOUTS[0], STEPS["decodes"]).spec.page_size_bytes == 2 * KV_HEADS * BLOCK_SIZE * (32 + 4)
+
+
+# What is refused.
+
+ACCEPTED: dict[str, Any] = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "nvfp4",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": True,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": AttentionType.DECODER,
+    "has_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.endswith("per_token_head")])
+def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
+    assert BACKEND.validate_configuration(**ACCEPTED | {"kv_cache_dtype": dtype}) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"head_size": 100}, "head_size"),
+        ({"block_size": 8}, "block_size"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
+        ({"kv_cache_dtype": "turboquant_k8v4"}, "kv_cache_dtype"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
+        ({"use_non_causal": True}, "non-causal"),
+        ({"use_batch_invariant": True}, "batch invariance"),
+        ({"use_dcp": True}, "DCP"),
+        ({"use_adaptive_verification": True}, "adaptive verification"),
+        ({"device_capability": DeviceCapability(8, 0)}, "compute capability"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], reason: str):
+    [found] = BACKEND.validate_configuration(**ACCEPTED | changed)
+    assert reason in found
+
+
+def test_alibi_is_refused_by_name():
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(uses_alibi=True), compilation_config=SimpleNamespace(custom_ops=[])
+    )
+    with set_current_vllm_config(config):
+        assert BACKEND.validate_configuration(**ACCEPTED) == ["ALiBi not supported"]
+    with pytest.raises(UnsupportedError, match="alibi_slopes"):
+        BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, [1.0] * HEADS)
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(UnsupportedError, match="causal"):
+        BACKEND.get_builder_cls().build(None, 0, SimpleNamespace(causal=False))
+
+
+# The name in vLLM, and its versions.
+
+
+def test_registering_twice_changes_nothing():
+    before = AttentionBackendEnum[kvjax_vllm.NAME]
+    kvjax_vllm.register()
+    assert AttentionBackendEnum[kvjax_vllm.NAME] is before
+
+
+def test_a_process_without_the_plugin_reads_a_configuration_that_names_the_backend():
+    pickled = pickle.dumps({"backend": AttentionBackendEnum[kvjax_vllm.NAME]})
+    code = f"import pickle; print(pickle.loads({pickled!r})['backend'].get_path())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "kvjax_vllm.backend.KvjaxBackend"
+
+
+def test_registering_imports_neither_kvjax_nor_jax():
+    code = "import sys, kvjax_vllm; kvjax_vllm.register(); print(*({'kvjax', 'jax', 'torch'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {*done.stdout.split()} <= {"torch"}  # which vLLM imports
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.34.0", "0.330.0", "1.0", "0.0.0+dev"])
+def test_another_vllm_gets_an_error_that_names_both_versions(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(kvjax_vllm, "_installed", lambda: version)
+    with pytest.raises(UnsupportedError, match=rf"got version {version.replace('+', '.')}.*tested with 0\.33\.0"):
+        kvjax_vllm.check_version()
+    with pytest.warns(RuntimeWarning, match=rf"{version.replace('+', '.')}.*tested with 0\.33\.0"):
+        kvjax_vllm.register()
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1", "0.33.0+cu130", "0.33"])
+def test_the_tested_series_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(kvjax_vllm, "_installed", lambda: version)
+    kvjax_vllm.check_version()
+
+
+# Scales of a file.
+
+
+def scaled_config(path: Any, num_layers: int = 2, **settings: Any) -> Any:
+    hf_config = {
+        "model_type": "llama",
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "hidden_size": HEADS * HEAD_SIZE,
+        "head_dim": HEAD_SIZE,
+        "torch_dtype": "bfloat16",
+    }
+    own = settings or {"scales": str(path)}
+    return SimpleNamespace(
+        additional_config={"kvjax": own},
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: hf_config)),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
+    )
+
+
+def scaled_layers(dtype: str, num_layers: int = 2) -> dict[str, Any]:
+    def layer() -> Any:
+        return SimpleNamespace(
+            impl=SimpleNamespace(kv_quant_mode=get_kv_quant_mode(dtype)),
+            kv_cache_dtype=dtype,
+            kv_sharing_target_layer_name=None,
+            num_kv_heads=KV_HEADS,
+            _k_scale=torch.tensor(1.0),
+            _v_scale=torch.tensor(1.0),
+            _k_scale_float=1.0,
+            _v_scale_float=1.0,
+        )
+
+    return {f"model.layers.{index}.self_attn.attn": layer() for index in range(num_layers)}
+
+
+def scale_file(path: Any, scales: dict[int, float | list[float]]) -> Any:
+    tensors = {
+        f"model.layers.{index}.self_attn.{kind}_scale": np.array(value, np.float32)
+        for index, value in scales.items()
+        for kind in "kv"
+    }
+    save_file(tensors, path)
+    return path
+
+
+def test_a_file_gives_each_layer_its_scales(tmp_path: Any):
+    from kvjax_vllm.scales import scales_of_layers
+
+    path = scale_file(tmp_path / "scales.safetensors", {0: 0.25, 1: 0.125})
+    for dtype in ("nvfp4", "fp8", "fp8_e5m2"):
+        found = scales_of_layers(scaled_config(path), scaled_layers(dtype))
+        assert [scale.item() for scales in found.values() for scale in scales] == [0.25, 0.25, 0.125, 0.125]
+
+
+def test_scales_of_each_head_are_divided_among_ranks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    from kvjax_vllm import scales
+
+    path = scale_file(tmp_path / "scales.safetensors", {0: [0.25, 0.5]})
+    layers = scaled_layers("fp8", num_layers=1)
+    [layer] = layers.values()
+    layer.num_kv_heads = 1
+    for ranks, expected in ((2, [[0.25], [0.5]]), (4, [[0.25], [0.25], [0.5], [0.5]])):
+        monkeypatch.setattr(scales, "get_tensor_model_parallel_world_size", lambda ranks=ranks: ranks)
+        for rank, own in enumerate(expected):
+            monkeypatch.setattr(scales, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            [(k_scale, _)] = scales.scales_of_layers(scaled_config(path, 1), layers).values()
+            assert k_scale.tolist() == own
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [({0: 0.25}, "layers? 1"), ({0: 0.25, 1: 0.25, 2: 0.25}, "scales of layer 2, expected those of a model of 2")],
+)
+def test_a_file_of_another_model_is_refused_before_serving(tmp_path: Any, scales: Any, message: str):
+    from kvjax_vllm.scales import scales_of_layers
+
+    path = scale_file(tmp_path / "scales.safetensors", scales)
+    with pytest.raises(KVCacheValueError, match=message):
+        scales_of_layers(scaled_config(path), scaled_layers("nvfp4"))
+
+
+@pytest.mark.parametrize("settings", [{"scale": "f"}, {"scales": 1}])
+def test_a_wrong_setting_is_refused(settings: dict[str, Any]):
+    from kvjax_vllm.scales import file_of_scales
+
+    with pytest.raises(KVCacheValueError, match="additional_config"):
+        file_of_scales(scaled_config(None, **settings))
+
+
+def test_a_missing_file_is_named(tmp_path: Any):
+    from kvjax_vllm.scales import scales_of_layers
+
+    with pytest.raises(OSError, match="absent"):
+        scales_of_layers(scaled_config(tmp_path / "absent"), scaled_layers("nvfp4"))
+
+
+def test_nvfp4_at_scales_of_one_warns_once(monkeypatch: pytest.MonkeyPatch):
+    from kvjax_vllm import scales
+
+    warned: list[str] = []
+    monkeypatch.setattr(scales.logger, "warning", lambda message, *rest: warned.append(message))
+    config = SimpleNamespace(additional_config={})
+    scales.scales_of_layers(config, scaled_layers("nvfp4"))
+    assert len(warned) == 1
+    assert "kvjax calibrate" in warned[0]
+    scales.scales_of_layers(config, scaled_layers("fp8"))
+    layers = scaled_layers("nvfp4")
+    next(iter(layers.values()))._k_scale_float = 0.5
+    scales.scales_of_layers(config, layers)
+    assert len(warned) == 1
+
+
+def test_every_dtype_that_kvjax_names_as_vllm_does_is_served_or_refused():
+    assert {dtype for dtype in STR_DTYPE_TO_TORCH_DTYPE if dtype in kvjax.ACCEPTED_KV_CACHE_DTYPES} - {
+        "float32", "float", "half", "fp8_inc"
+    } <= {*DTYPES}  # fmt: skip

@@ -1,0 +1,220 @@
+"""vLLM's engine over kvjax's pages on a CPU gives what transformers gives; `make test-client-vllm` runs this.
+
+The reference is transformers in float32, over the tokens that vLLM generated. For quantized caches it stores keys and
+values in a `KvjaxCache` of the same dtype. Each test starts an engine in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import venv
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
+
+from examples.clients.tests import vllm_on_cpu  # noqa: E402
+from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[3]
+VOCABULARY, NEW_TOKENS, TIME_LIMIT = 512, 16, 600
+LENGTHS = 5, 40, 100, 17, 33, 90
+SHARED = 80
+"""The last prompt has as many tokens of the third's."""
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama() -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=False)
+    )
+
+
+def gemma3() -> transformers.PreTrainedModel:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SIZES, num_hidden_layers=3, layer_types=kinds, sliding_window=24)
+    )
+
+
+def gpt_oss() -> transformers.PreTrainedModel:
+    """With a dense MLP in place of experts."""
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    class Dense(vllm_on_cpu.DenseMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config.hidden_size)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), None
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.GptOssConfig(**SIZES, num_hidden_layers=2, layer_types=kinds, sliding_window=24)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(modeling_gpt_oss, "GptOssMLP", Dense)
+        model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+MODELS = {"llama": llama, "gemma3": gemma3, "gpt_oss": gpt_oss}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes a model of a type and saves it: the model and its folder."""
+
+    @functools.cache
+    def make(model_type: str) -> tuple[transformers.PreTrainedModel, pathlib.Path]:
+        torch.manual_seed(0)
+        model, folder = MODELS[model_type]().float().eval(), tmp_path_factory.mktemp(model_type)
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    made = [rng.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
+    return [*made, made[2][:SHARED] + [5, 6, 7]]
+
+
+def serve(
+    folder: pathlib.Path,
+    model_type: str,
+    tmp_path: pathlib.Path,
+    python: str | pathlib.Path = sys.executable,
+    sources: tuple[pathlib.Path, ...] = (ROOT, ROOT / "interop"),
+    several_processes: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Runs an engine on all prompts."""
+    plugin = tmp_path / "plugin"
+    vllm_on_cpu.entry_point(plugin)
+    job = {
+        "model": str(folder),
+        "model_type": model_type,
+        "options": options,
+        "prompts": prompts(),
+        "new_tokens": NEW_TOKENS,
+    }
+    done = subprocess.run(
+        [python, "-m", "examples.clients.tests.vllm_engine"],
+        input=json.dumps(job),
+        env=vllm_on_cpu.environment(plugin, *sources, several_processes=several_processes),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any] | None) -> float:
+    """The largest difference of a generated token's log-probability; each token must be transformers' likeliest."""
+    worst = 0.0
+    for prompt, sequence in zip(prompts(), served["sequences"], strict=True):
+        tokens = sequence["tokens"]
+        assert len(tokens) == NEW_TOKENS
+        cache = None
+        if cache_options is not None:
+            cache = KvjaxCache(model.config, num_blocks=32, block_size=16, **cache_options)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens]), past_key_values=cache, use_cache=cache is not None).logits
+        expected = logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        own = expected[range(NEW_TOKENS), tokens]
+        found = torch.tensor(sequence["logprobs"], dtype=torch.float64)
+        worst = max(worst, (own - found).abs().max().item())
+        assert (expected.max(-1).values - own).max() <= 2 * worst + 1e-6  # likeliest, or as likely
+    return worst
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: pathlib.Path, model_type: str):
+    model, folder = saved(model_type)
+    served = serve(folder, model_type, tmp_path)
+    error = compare(model, served, None)
+    print(f"{model_type}: log-probabilities of float32 deviate by {error:.1e}")
+    assert error < 1e-3
+    assert served["sequences"][-1]["cached"] >= SHARED // 16 * 16 - 16 or model_type != "llama"
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4", "nvfp4_4over6"])
+def test_a_quantized_cache_gives_what_transformers_gives_over_the_same(saved: Any, tmp_path: pathlib.Path, dtype: str):
+    model, folder = saved("llama")
+    served = serve(folder, "llama", tmp_path, kv_cache_dtype=dtype)
+    error = compare(model, served, {"kv_cache_dtype": dtype, "k_scale": 1.0, "v_scale": 1.0})
+    print(f"llama, {dtype}: log-probabilities deviate by {error:.1e}")
+    assert error < 0.05
+
+
+def test_skipped_layers_scales_of_a_file_and_preemption(saved: Any, tmp_path: pathlib.Path):
+    model, folder = saved("llama")
+    file = tmp_path / "scales.safetensors"
+    scales = {f"model.layers.{layer}.self_attn.{kind}_scale": np.float32(0.01) for layer in (0, 1) for kind in "kv"}
+    save_file({name: np.array(scale) for name, scale in scales.items()}, file)
+    options = {"kv_cache_dtype": "nvfp4", "kv_cache_dtype_skip_layers": ["0"]}
+    served = serve(
+        folder,
+        "llama",
+        tmp_path,
+        additional_config={"kvjax": {"scales": str(file)}},
+        num_gpu_blocks_override=18,
+        disable_log_stats=False,
+        **options,
+    )
+    assert served["preempted"] > 0
+    cache = {"kv_cache_dtype": "nvfp4", "skip_layers": [0], "k_scale": 0.01, "v_scale": 0.01}
+    error = compare(model, served, cache)
+    print(f"llama, nvfp4 with scales: log-probabilities deviate by {error:.1e}")
+    assert error < 0.05
+
+
+def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp_path: pathlib.Path):
+    """A fresh environment: kvjax comes from its wheel alone, everything else from this one."""
+    model, folder = saved("llama")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--wheel-dir", tmp_path, ROOT], check=True)
+    fresh = tmp_path / "fresh"
+    venv.create(fresh, with_pip=False)
+    [packages] = fresh.glob("lib/python*/site-packages")
+    [wheel] = tmp_path.glob("kvjax-*.whl")
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", packages, wheel], check=True)
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    programs = tmp_path / "programs/examples/clients/tests"
+    programs.mkdir(parents=True)
+    for name in ("vllm_engine.py", "vllm_on_cpu.py"):
+        shutil.copy(pathlib.Path(__file__).parent / name, programs)
+    served = serve(
+        folder, "llama", tmp_path, fresh / "bin/python", (tmp_path / "programs",), several_processes=True
+    )
+    assert pathlib.Path(served["kvjax_vllm"]).is_relative_to(packages)
+    assert compare(model, served, None) < 1e-3

@@ -1,0 +1,61 @@
+"""vLLM's engine over kvjax's pages on a CPU, in a process of its own.
+
+Reads what to run from stdin and writes what that gave as the last line of stdout, both as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from examples.clients.tests import vllm_on_cpu
+
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "KVJAX",
+    "block_size": 16,
+    "compilation_config": {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"},
+    "dtype": "float32",
+    "enable_prefix_caching": True,
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+}
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    if job["model_type"] == "gpt_oss":
+        from vllm.model_executor.models import gpt_oss
+
+        gpt_oss.TransformerBlock.mlp_cls = lambda config, index, prefix: vllm_on_cpu.DenseMLP(
+            config.model_config.hf_config.hidden_size
+        )
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(job["model"], **OPTIONS | job["options"])
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    how = SamplingParams(
+        temperature=0, max_tokens=job["new_tokens"], logprobs=1, ignore_eos=True, detokenize=False
+    )
+    results = engine.generate(prompts, how, use_tqdm=False)
+    found = [
+        {
+            "tokens": [*each.outputs[0].token_ids],
+            "logprobs": [of[token].logprob for of, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids, strict=True)],
+            "cached": each.num_cached_tokens,
+        }
+        for each in results
+    ]  # fmt: skip
+    preempted = 0
+    for metric in [] if job["options"].get("disable_log_stats", True) else engine.get_metrics():
+        preempted += metric.value if metric.name == "vllm:num_preemptions" else 0
+    import kvjax_vllm
+
+    print("\n" + json.dumps({"sequences": found, "preempted": preempted, "kvjax_vllm": kvjax_vllm.__file__}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""kvjax as an attention backend of vLLM: `vllm serve MODEL --attention-backend KVJAX --kv-cache-dtype nvfp4`.
+
+vLLM calls `register` in each of its processes: it is the entry point of the group `vllm.general_plugins`. docs/vllm.md
+is for users.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from typing import Any
+
+# Not kvjax: it imports jax, which a process that uses another backend does without.
+
+NAME = "KVJAX"
+"""The backend's name in vLLM."""
+
+TESTED = "0.33.0"
+"""The version of vLLM that the plugin was tested with. Other patch versions of its series are accepted."""
+
+_SERIES = TESTED.rpartition(".")[0]
+
+
+def register() -> None:
+    """Makes the backend known to vLLM. Nothing else changes until it is chosen.
+
+    A vLLM of another interface gets a warning: it stops if a plugin raises, and nobody may want this backend.
+    """
+    try:
+        check_version()
+        register_name()
+    except NotImplementedError as error:
+        warnings.warn(f"vLLM runs without the attention backend {NAME}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def register_name() -> Any:
+    """Registers the backend's class with vLLM, unless that is done, and returns its name in vLLM's enumeration."""
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:
+        raise other_interface(error) from error
+    if NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, "kvjax_vllm.backend.KvjaxBackend")
+        # A process that vLLM spawns reads its configuration, a pickle, before it loads plugins.
+        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (register_name, ())
+    return AttentionBackendEnum[NAME]
+
+
+def check_version() -> None:
+    """Raises `kvjax.UnsupportedError` unless the installed vLLM is of the series that the plugin was tested with."""
+    if not f"{_installed()}.".startswith(f"{_SERIES}."):
+        raise other_interface()
+
+
+def other_interface(reason: object = None) -> NotImplementedError:
+    """The `kvjax.UnsupportedError` of a vLLM whose interface is not the one that the plugin was tested with."""
+    from kvjax import UnsupportedError
+
+    detail = "" if reason is None else f" ({reason})"
+    return UnsupportedError(
+        f"vllm: got version {_installed()}{detail}, expected {_SERIES}.*, as tested with {TESTED}: pip install"
+        f" 'vllm=={_SERIES}.*'"
+    )
+
+
+def _installed() -> str:
+    return importlib.metadata.version("vllm")

@@ -1,0 +1,151 @@
+"""A layer's attention: writes and reads its pages with `kvjax_torch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+import kvjax_torch
+from kvjax import UnsupportedError
+from kvjax_torch.prompts import DENSE_BYTES
+from kvjax_vllm.pages import cache_views
+from kvjax_vllm.scales import LayerScales, scales_of_layers
+from kvjax_vllm.step import KvjaxMetadata, Sequences
+
+
+class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
+    """The attention of one layer of a model."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise UnsupportedError("alibi_slopes: got slopes, expected None: kvjax has no ALiBi")
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type: got {attn_type!r}, expected {AttentionType.DECODER.value!r}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self._vllm_config = get_current_vllm_config_or_none()
+        self._sinks = sinks
+        self._options: dict[str, Any] = {
+            "sm_scale": self.scale,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap or None,
+            "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
+        }
+        self._scales: LayerScales | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._viewed: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
+        if self._sinks is not None:
+            self._options["sinks"].copy_(self._sinks.detach())
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes a step's tokens; those beyond the slots are padding."""
+        key_cache, value_cache, *stored_as = self._caches(layer, kv_cache)
+        kvjax_torch.reshape_and_cache_flash(
+            key, value, key_cache, value_cache, slot_mapping, *stored_as, unique_slots=True
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KvjaxMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends to a layer's pages: `[num_tokens, num_heads, head_size]`, into `output`. Padding is undefined."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output_scale: got a scale, expected None: results are not quantized")
+        if attn_metadata is None:  # vLLM measures the memory that a step takes
+            self._resolve_scales(layer)
+            self._take_memory_of_prompts(query, output)
+            return output.fill_(0)
+        caches = self._caches(layer, kv_cache)
+        if (decodes := attn_metadata.decodes) is not None:
+            rows = query[decodes.rows]
+            if not decodes.q_len:  # drafts of different lengths
+                out = self._ragged(rows, caches, decodes, max_prompts=0, decode_q_len=decodes.max_q_len)
+            else:
+                grouped = rows if decodes.q_len == 1 else rows.unflatten(0, (-1, decodes.q_len))
+                out = kvjax_torch.paged_attention(
+                    grouped, *caches[:2], decodes.block_table, decodes.seq_lens, *caches[2:], **self._options
+                ).view(rows.shape[0], *output.shape[1:])
+            output[decodes.rows].copy_(out)
+        if (prompts := attn_metadata.prompts) is not None:
+            out = self._ragged(query[prompts.rows], caches, prompts, max_prompts=prompts.num_seqs, decode_q_len=0)
+            output[prompts.rows].copy_(out)
+        return output
+
+    def _ragged(
+        self, rows: torch.Tensor, caches: tuple[Any, ...], sequences: Sequences, **limits: int
+    ) -> torch.Tensor:
+        return kvjax_torch.ragged_paged_attention(
+            rows,
+            *caches[:2],
+            sequences.block_table,
+            sequences.seq_lens,
+            sequences.cu_q_lens,
+            *caches[2:],
+            **self._options,
+            max_q_len=sequences.max_q_len,
+            **limits,
+        )
+
+    def _caches(self, layer: Any, kv_cache: torch.Tensor) -> tuple[Any, ...]:
+        """`key_cache, value_cache, kv_cache_dtype, k_scale, v_scale` of a layer."""
+        if self._viewed is not kv_cache:
+            self._viewed, self._views = kv_cache, cache_views(kv_cache, self.head_size, self.kv_quant_mode)
+        key_cache, value_cache, *scales = self._views
+        return key_cache, value_cache, self.kv_cache_dtype, *(scales or self._resolve_scales(layer))
+
+    def _resolve_scales(self, layer: Any) -> LayerScales:
+        """The layer's scales; the first layer to ask resolves those of all, so that errors come before requests."""
+        if self._scales is None:
+            known = {} if self._vllm_config is None else self._vllm_config.compilation_config.static_forward_context
+            layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), KvjaxImpl)}
+            if layers:
+                for name, scales in scales_of_layers(self._vllm_config, layers).items():
+                    layers[name].impl._scales = scales
+            else:
+                self._scales = layer._k_scale, layer._v_scale
+        assert self._scales is not None
+        return self._scales
+
+    def _take_memory_of_prompts(self, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Allocates and frees what a step of prompts takes at most: their dense keys and values, and copies of rows."""
+        config = self._vllm_config
+        if config is None:
+            return
+        longest = config.model_config.max_model_len
+        if (window := self._options["sliding_window"]) is not None:
+            longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
+        itemsize = 4 if self.kv_quant_mode.is_per_token_head else 2
+        each = longest * self.num_kv_heads * (self.head_size + output.shape[-1]) * itemsize
+        dense = max(each, min(DENSE_BYTES, each * config.scheduler_config.max_num_seqs))
+        rows = 4 * max(query.nbytes, output.nbytes)
+        torch.empty(dense + rows, dtype=torch.uint8, device=query.device)

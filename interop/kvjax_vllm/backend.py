@@ -1,0 +1,124 @@
+"""The backend that vLLM chooses by its name: what it serves, and its classes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import kvjax_vllm
+
+kvjax_vllm.check_version()
+# kvjax compiles and launches kernels without JAX on the GPU, whose memory is vLLM's. jax reads this when imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+try:
+    import torch
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, get_kv_quant_mode
+
+    from kvjax_vllm.attention import KvjaxImpl
+    from kvjax_vllm.pages import LAYOUTS, packed_spec
+    from kvjax_vllm.step import KvjaxMetadataBuilder
+except ImportError as error:
+    raise kvjax_vllm.other_interface(error) from error
+
+
+class KvjaxBackend(AttentionBackend):
+    """Causal attention over kvjax's pages, on GPUs of compute capability 9.0 or later; on a CPU for tests."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "int8_per_token_head",
+        "fp8_per_token_head",
+        "nvfp4",
+        "nvfp4_4over6",
+    ]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The backend's name in vLLM."""
+        return kvjax_vllm.NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[KvjaxImpl]:
+        """The class of a layer's attention."""
+        return KvjaxImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KvjaxMetadataBuilder]:
+        """The class that divides batches."""
+        return KvjaxMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Multiples of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Multiples of 16, as kernels take; above 256 prompts are slow."""
+        return head_size % 16 == 0
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """9.0 and later."""
+        return capability.major >= 9
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """A logit of each head that joins the softmax."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """A window of each layer's own."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """fp8 with a scale of each KV head."""
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a batch is divided on the host."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """The reason why a model is refused that has what each question by itself accepts."""
+        if device_capability is not None and get_kv_quant_mode(kv_cache_dtype or "auto").is_per_token_head:
+            return f"kv_cache_dtype {kv_cache_dtype} is not supported on a GPU: no kernel reads it yet"
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None and vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
+            return "ALiBi not supported"
+        return None
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Not those whose blocks are not contiguous."""
+        return LAYOUTS
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec with the bytes of rows that are packed."""
+        return packed_spec(spec)

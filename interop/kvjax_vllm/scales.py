@@ -1,0 +1,114 @@
+"""Decode scales of a model's layers in vLLM: those of its checkpoint, or of a file that `kvjax calibrate` wrote."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+import kvjax
+from kvjax import KVCacheValueError, KVCacheWarning, KVScales, ModelKVConfig
+
+logger = init_logger("vllm.kvjax")
+
+SETTING = "additional_config['kvjax']"
+SCALED = KVQuantMode.FP8_PER_TENSOR, KVQuantMode.NVFP4
+
+type LayerScales = tuple[torch.Tensor, torch.Tensor]
+"""`k_scale, v_scale`: float32 tensors of one element, or of one for each of the rank's KV heads."""
+
+
+def file_of_scales(vllm_config: Any) -> str | None:
+    """The file that `--additional-config '{"kvjax": {"scales": FILE}}'` names; vLLM passes it to every process.
+
+    Raises:
+      KVCacheValueError: other keys, or something that is no path.
+    """
+    additional = vllm_config.additional_config
+    own = additional.get("kvjax", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(own, Mapping) or set(own) - {"scales"} or not isinstance(own.get("scales", ""), str):
+        raise KVCacheValueError(f"{SETTING}: got {own!r}, expected {{'scales': FILE}}")
+    return own.get("scales")
+
+
+def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, LayerScales]:
+    """The scales that each of vLLM's attention layers stores its cache with, by the layers' names.
+
+    Args:
+      vllm_config: vLLM's configuration.
+      layers: this process's layers of this backend: `Attention` modules whose weights are loaded.
+
+    Raises:
+      KVCacheValueError: a file of scales that is not this model's: the message names the layers.
+      OSError: the file cannot be read.
+    """
+    own = {name: (layer._k_scale, layer._v_scale) for name, layer in layers.items()}
+    scaled = {name: layer for name, layer in layers.items() if layer.impl.kv_quant_mode in SCALED}
+    path = file_of_scales(vllm_config)
+    if path is None or not scaled:
+        _warn_of_ones([layer for layer in scaled.values() if layer.impl.kv_quant_mode is KVQuantMode.NVFP4])
+        return own
+    [dtype] = {layer.kv_cache_dtype for layer in scaled.values()}
+    by_index = load_scales(path, vllm_config, dtype)
+    for name, layer in scaled.items():
+        index = extract_layer_index(layer.kv_sharing_target_layer_name or name)
+        # A draft model's layers follow the model's, or have a prefix: calibration did not see them.
+        if index in by_index and not name.startswith("draft"):
+            sizes = layer.num_kv_heads, layer._k_scale.device
+            k_scale, v_scale = (_of_rank(scale, *sizes) for scale in by_index[index])
+            own[name] = k_scale, v_scale
+    logger.info("kvjax: decode scales of %d layers from %s", len(by_index), path)
+    return own
+
+
+def load_scales(path: str, vllm_config: Any, dtype: str) -> dict[int, KVScales]:
+    """The scales of every layer of the model, by its index; those of skipped layers are 1.
+
+    Raises:
+      KVCacheValueError: layers without scales, scales of layers that the model does not have, or invalid scales.
+      OSError: the file cannot be read.
+    """
+    config = {**vllm_config.model_config.hf_config.to_dict(), "quantization_config": None}
+    model = ModelKVConfig.from_hf_config(config)
+    with safetensors.safe_open(path, "numpy") as file:
+        found = {int(part) for name in file.keys() for part in name.split(".")[:-1] if part.isdecimal()}  # noqa: SIM118
+    if more := found - {*model.layer_indices}:
+        raise KVCacheValueError(
+            f"{path}: got scales of layer {max(more)}, expected those of a model of"
+            f" {model.num_hidden_layers} layers"
+        )
+    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers or ()
+    largest = kvjax.parse_kv_cache_dtype(dtype).info.max  # the divisor of scales that are used as they are
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KVCacheWarning)
+        try:
+            scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped, amax_divisor=largest)
+        except KVCacheWarning as warning:
+            raise KVCacheValueError(f"{path}: got {warning}; expected scales of every layer") from None
+    return dict(zip(model.layer_indices, scales, strict=True))
+
+
+def _of_rank(scale: np.ndarray | np.float32, num_kv_heads: int, device: torch.device) -> torch.Tensor:
+    """One scale, or those of the KV heads of this rank of tensor parallelism, which may share heads with others."""
+    if np.ndim(scale):
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        first = rank * len(scale) // ranks
+        scale = scale[first : first + num_kv_heads]
+    return torch.as_tensor(np.array(scale, np.float32), device=device)
+
+
+def _warn_of_ones(layers: list[Any]) -> None:
+    if layers and all(layer._k_scale_float == layer._v_scale_float == 1.0 for layer in layers):
+        logger.warning(
+            "kvjax: every NVFP4 layer has decode scales of 1: blocks of 16 with no magnitude above 0.0059 read as"
+            " zero. Write scales with `kvjax calibrate`, and pass --additional-config"
+            ' \'{"kvjax": {"scales": FILE}}\''
+        )
