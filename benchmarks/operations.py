@@ -285,6 +285,20 @@ ATTENTION_ABOUT = (
 STEP_ABOUT = "num_prompts", "prefix_len", "logits_soft_cap"
 SERVED = ("case", "num_kv_heads", "head_size", "dtype")
 
+VLLM_FIELDS = ("case", "dtype", "layers", "num_seqs", "seq_len")
+VLLM = Lines(
+    "vLLM's engine",
+    (
+        *(CASE, DTYPE, PEER.named("backend"), about("layers"), about("num_seqs"), about("seq_len")),
+        *(MS, fact("tokens/s", "tokens_a_second", form="{:,}")),
+        fact("prompt tokens/s", "prompt_tokens_a_second", form="{:,}"),
+        *(fact("ready s", "ready", form="{:.1f}"), fact("again s", "ready_again", form="{:.1f}")),
+        *(fact("tokens that fit", "kv_tokens", form="{:,}"), fact("drafts accepted", "accepted", form="{:.2f}")),
+    ),
+    note="A step is of all sequences, after their prompts; `ready` is from the import of vLLM to the first request.",
+    keep=lambda _: True,
+)
+
 OPERATIONS = {
     each.name: each
     for each in (
@@ -318,6 +332,7 @@ OPERATIONS = {
         Operation("copy", ("bytes_moved",), lines=COPIES, against="bytes_moved"),
         Operation("serve", (*SERVED, "num_seqs", "seq_len"), lines=SERVE, short=SERVE_SHORT, is_headline=True),
         Operation("serve prompts", (*SERVED, "steps", "num_seqs", "seq_len"), lines=PROMPTS),
+        Operation("vllm", VLLM_FIELDS, lines=VLLM),
         Operation("decode step", ("case", "dtype", "num_layers", "num_seqs", "seq_len"), (ERROR,), STEPS),
         Operation("sharded write", (*WRITE, "num_tokens", "devices"), lines=SHARDED),
         Operation("sharded gather", (*WRITE, "num_tokens", "devices"), lines=SHARDED),

@@ -101,9 +101,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             output[prompts.rows].copy_(out)
         return output
 
-    def _ragged(
-        self, rows: torch.Tensor, caches: tuple[Any, ...], sequences: Sequences, **limits: int
-    ) -> torch.Tensor:
+    def _ragged(self, rows: torch.Tensor, caches: tuple[Any, ...], sequences: Sequences, **limits: int) -> torch.Tensor:
         return kvjax_torch.ragged_paged_attention(
             rows,
             *caches[:2],

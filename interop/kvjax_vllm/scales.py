@@ -82,8 +82,7 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> dict[int, KVScales]:
         found = {int(part) for name in file.keys() for part in name.split(".")[:-1] if part.isdecimal()}  # noqa: SIM118
     if more := found - {*model.layer_indices}:
         raise KVCacheValueError(
-            f"{path}: got scales of layer {max(more)}, expected those of a model of"
-            f" {model.num_hidden_layers} layers"
+            f"{path}: got scales of layer {max(more)}, expected those of a model of {model.num_hidden_layers} layers"
         )
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers or ()
     largest = kvjax.parse_kv_cache_dtype(dtype).info.max  # the divisor of scales that are used as they are

@@ -22,13 +22,13 @@ import torch
 
 pytest.importorskip("vllm")
 
-from safetensors.numpy import save_file  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_split_data_scale  # noqa: E402
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata  # noqa: E402
-from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from safetensors.numpy import save_file
+from vllm.config import set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_split_data_scale
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheLayout,
     KVCacheTensor,
@@ -36,10 +36,10 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     get_kv_quant_mode,
 )
 
-import kvjax  # noqa: E402
-import kvjax_torch  # noqa: E402
-import kvjax_vllm  # noqa: E402
-from kvjax import KVCacheValueError, UnsupportedError  # noqa: E402
+import kvjax
+import kvjax_torch
+import kvjax_vllm
+from kvjax import KVCacheValueError, UnsupportedError
 
 kvjax_vllm.register()
 BACKEND = AttentionBackendEnum[kvjax_vllm.NAME].get_class()
@@ -164,7 +164,10 @@ def run(
     def write(parts: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
         positions = [torch.arange(length)[part] for part, length in zip(parts, step.seq_lens, strict=True)]
         slots = torch.cat(
-            [row[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE for row, at in zip(table, positions, strict=False)]
+            [
+                row[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+                for row, at in zip(table, positions, strict=False)
+            ]
         )
         rows = [torch.cat([x[part] for x, part in zip(of, parts, strict=True)]) for of in (keys, values)]
         # A batch that is padded for a graph has more tokens than slots.
@@ -315,8 +318,8 @@ def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
         ({"use_mm_prefix": True}, "multimodal"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
-        ({"attn_type": AttentionType.ENCODER_DECODER}, "encoder_decoder"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "ENCODER_DECODER"),
         ({"use_non_causal": True}, "non-causal"),
         ({"use_batch_invariant": True}, "batch invariance"),
         ({"use_dcp": True}, "DCP"),

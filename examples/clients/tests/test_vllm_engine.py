@@ -20,12 +20,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.numpy import save_file  # noqa: E402
+import torch
+import transformers
+from safetensors.numpy import save_file
 
-from examples.clients.tests import vllm_on_cpu  # noqa: E402
-from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
+from examples.clients.tests import vllm_on_cpu
+from kvjax_torch.transformers_cache import KvjaxCache
 
 ROOT = pathlib.Path(__file__).parents[3]
 VOCABULARY, NEW_TOKENS, TIME_LIMIT = 512, 16, 600
@@ -103,7 +103,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(0)
     made = [rng.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
-    return [*made, made[2][:SHARED] + [5, 6, 7]]
+    return [*made, [*made[2][:SHARED], 5, 6, 7]]
 
 
 def serve(
@@ -213,8 +213,6 @@ def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp
     programs.mkdir(parents=True)
     for name in ("vllm_engine.py", "vllm_on_cpu.py"):
         shutil.copy(pathlib.Path(__file__).parent / name, programs)
-    served = serve(
-        folder, "llama", tmp_path, fresh / "bin/python", (tmp_path / "programs",), several_processes=True
-    )
+    served = serve(folder, "llama", tmp_path, fresh / "bin/python", (tmp_path / "programs",), several_processes=True)
     assert pathlib.Path(served["kvjax_vllm"]).is_relative_to(packages)
     assert compare(model, served, None) < 1e-3

@@ -37,18 +37,13 @@ def main() -> None:
 
     engine = LLM(job["model"], **OPTIONS | job["options"])
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    how = SamplingParams(
-        temperature=0, max_tokens=job["new_tokens"], logprobs=1, ignore_eos=True, detokenize=False
-    )
+    how = SamplingParams(temperature=0, max_tokens=job["new_tokens"], logprobs=1, ignore_eos=True, detokenize=False)
     results = engine.generate(prompts, how, use_tqdm=False)
-    found = [
-        {
-            "tokens": [*each.outputs[0].token_ids],
-            "logprobs": [of[token].logprob for of, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids, strict=True)],
-            "cached": each.num_cached_tokens,
-        }
-        for each in results
-    ]  # fmt: skip
+    found = []
+    for each in results:
+        [made] = each.outputs
+        logprobs = [of[token].logprob for of, token in zip(made.logprobs, made.token_ids, strict=True)]
+        found.append({"tokens": [*made.token_ids], "logprobs": logprobs, "cached": each.num_cached_tokens})
     preempted = 0
     for metric in [] if job["options"].get("disable_log_stats", True) else engine.get_metrics():
         preempted += metric.value if metric.name == "vllm:num_preemptions" else 0

@@ -46,8 +46,8 @@ def patch() -> None:
         ("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None),
         ("greedy_argmax(Tensor x) -> Tensor", lambda x: x.argmax(-1)),
         (
-            "compute_slot_mapping_kernel_impl(Tensor bounds, Tensor positions, Tensor table, Tensor(a!) slots, int size)"
-            " -> ()",
+            "compute_slot_mapping_kernel_impl(Tensor bounds, Tensor positions, Tensor table, Tensor(a!) slots,"
+            " int size) -> ()",
             _slot_mapping,
         ),
     ):
@@ -80,5 +80,5 @@ class DenseMLP(torch.nn.Module):
 
 def environment(*folders: pathlib.Path, several_processes: bool) -> dict[str, str]:
     """The environment of a process that runs vLLM on a CPU, with `folders` on its path."""
-    path = os.pathsep.join(map(str, folders))
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(several_processes))}
+    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "VLLM_ENABLE_V1_MULTIPROCESSING": "01"[several_processes]}
+    return {**os.environ, **ENVIRONMENT, **own}
