@@ -114,7 +114,7 @@ def order_violations(kvjax_modules: Modules, modules: Modules) -> Iterator[str]:
 
 
 def non_public_imports(torch_modules: Modules, kvjax_modules: Modules) -> Iterator[str]:
-    """What kvjax_torch imports of kvjax, or takes from it as an attribute, beyond the public names."""
+    """What kvjax_torch and kvjax_vllm import of kvjax, or take from it as an attribute, beyond the public names."""
     for name, module in torch_modules.items():
         attributes = (
             f"kvjax.{node.attr}"
@@ -151,20 +151,29 @@ def asserts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
 
-def all_violations(kvjax: Path, kvjax_torch: Path) -> list[str]:
-    kvjax_modules, torch_modules = parse_modules(kvjax), parse_modules(kvjax_torch)
+def vllm_imports(modules: Modules) -> Iterator[str]:
+    for name, module in modules.items():
+        for imported in imported_names(module) if name.split(".")[0] != "kvjax_vllm" else ():
+            if imported.split(".")[0] in ("vllm", "kvjax_vllm"):
+                yield f"{name} imports {imported}"
+
+
+def all_violations(kvjax: Path, interop: Path) -> list[str]:
+    kvjax_modules = parse_modules(kvjax)
+    torch_modules = {**parse_modules(interop / "kvjax_torch"), **parse_modules(interop / "kvjax_vllm")}
     both = {**kvjax_modules, **torch_modules}
     return [
         *order_violations(kvjax_modules, both),
         *non_public_imports(torch_modules, kvjax_modules),
         *private_jax_imports(both),
         *transformers_imports(both),
+        *vllm_imports(both),
         *asserts(both),
     ]
 
 
 def test_the_sources_hold_every_rule():
-    assert all_violations(ROOT / "kvjax", ROOT / "interop/kvjax_torch") == []
+    assert all_violations(ROOT / "kvjax", ROOT / "interop") == []
 
 
 ALLOWED = {
@@ -183,6 +192,7 @@ ALLOWED = {
     "kvjax_torch/launch.py": "from kvjax import binaries\nimport torch",
     "kvjax_torch/transformers_attention.py": "from transformers import AttentionInterface",
     "kvjax_torch/transformers_cache.py": "import transformers\nfrom kvjax_torch import transformers_attention",
+    "kvjax_vllm/step.py": "import kvjax_torch\nimport vllm\nfrom kvjax import KVCache",
 }
 
 
@@ -190,7 +200,7 @@ def write_sources(folder: Path, sources: Mapping[str, str]) -> list[str]:
     for path, text in sources.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    return all_violations(folder / "kvjax", folder / "kvjax_torch")
+    return all_violations(folder / "kvjax", folder)
 
 
 def test_what_the_rules_allow(tmp_path: Path):

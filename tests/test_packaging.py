@@ -1,4 +1,4 @@
-"""The wheel holds both import packages with their data, and works without the source tree."""
+"""The wheel holds its import packages with their data, and works without the source tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"kvjax": ROOT / "kvjax", "kvjax_torch": ROOT / "interop/kvjax_torch"}
+PACKAGES = {
+    "kvjax": ROOT / "kvjax",
+    "kvjax_torch": ROOT / "interop/kvjax_torch",
+    "kvjax_vllm": ROOT / "interop/kvjax_vllm",
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,15 @@ def test_the_torch_bridge_of_the_wheel_imports_from_it(unpacked: Path):
     pytest.importorskip("torch")
     file = run_on_the_wheel(unpacked, "import kvjax_torch; print(kvjax_torch.__file__)")
     assert Path(file) == unpacked / "kvjax_torch/__init__.py"
+
+
+def test_vllm_finds_its_plugin_in_the_wheel(unpacked: Path):
+    [path] = unpacked.glob("*.dist-info/entry_points.txt")
+    entry_points = configparser.ConfigParser()
+    entry_points.read(path)
+    assert dict(entry_points["vllm.general_plugins"]) == {"kvjax": "kvjax_vllm:register"}
+    code = "import kvjax_vllm; assert not {'kvjax', 'jax', 'torch', 'vllm'} & {*sys.modules}; print(kvjax_vllm.register)"
+    assert "register" in run_on_the_wheel(unpacked, code)
 
 
 @pytest.mark.full

@@ -15,6 +15,9 @@ from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences
 
+VIEWS = "_kvjax_views"
+"""Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
+
 
 class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
     """The attention of one layer of a model."""
@@ -49,8 +52,6 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
         }
         self._scales: LayerScales | None = None
-        self._views: tuple[torch.Tensor, ...] = ()
-        self._viewed: torch.Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
@@ -116,23 +117,21 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
 
     def _caches(self, layer: Any, kv_cache: torch.Tensor) -> tuple[Any, ...]:
         """`key_cache, value_cache, kv_cache_dtype, k_scale, v_scale` of a layer."""
-        if self._viewed is not kv_cache:
-            self._viewed, self._views = kv_cache, cache_views(kv_cache, self.head_size, self.kv_quant_mode)
-        key_cache, value_cache, *scales = self._views
+        views = getattr(kv_cache, VIEWS, None)
+        if views is None:
+            views = cache_views(kv_cache, self.head_size, self.kv_quant_mode)
+            setattr(kv_cache, VIEWS, views)
+        key_cache, value_cache, *scales = views
         return key_cache, value_cache, self.kv_cache_dtype, *(scales or self._resolve_scales(layer))
 
     def _resolve_scales(self, layer: Any) -> LayerScales:
         """The layer's scales; the first layer to ask resolves those of all, so that errors come before requests."""
-        if self._scales is None:
-            known = {} if self._vllm_config is None else self._vllm_config.compilation_config.static_forward_context
+        if self._scales is None and self._vllm_config is not None:
+            known = self._vllm_config.compilation_config.static_forward_context
             layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), KvjaxImpl)}
-            if layers:
-                for name, scales in scales_of_layers(self._vllm_config, layers).items():
-                    layers[name].impl._scales = scales
-            else:
-                self._scales = layer._k_scale, layer._v_scale
-        assert self._scales is not None
-        return self._scales
+            for name, scales in scales_of_layers(self._vllm_config, layers).items():
+                layers[name].impl._scales = scales
+        return self._scales or (layer._k_scale, layer._v_scale)
 
     def _take_memory_of_prompts(self, query: torch.Tensor, output: torch.Tensor) -> None:
         """Allocates and frees what a step of prompts takes at most: their dense keys and values, and copies of rows."""
