@@ -29,7 +29,6 @@ from kvjax import (
     paged_attention,
     ragged_paged_attention,
 )
-from kvjax.kernels import compat
 from kvjax.kernels.target import Target
 from kvjax.ops import prompt_kernel, prompts
 from kvjax.ops import ragged as ragged_module
@@ -119,10 +118,7 @@ def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
     ]
 )
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
-    """Each implementation; and on the CPU those of GPUs, with XLA in place of their kernels.
-
-    In the results of cuDNN's stand-in all that is undefined is NaN.
-    """
+    """Each implementation; and on the CPU those of GPUs with and without the prompt kernel, with XLA for kernels."""
     by_stand_ins = request.param in ("hopper", "blackwell")
     if by_stand_ins:
         monkeypatch.setattr(prompt_kernel.kernel, "attend", prompt_model.attend)
@@ -130,7 +126,6 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
         monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
         monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
-        monkeypatch.setattr(compat, "cudnn_attention", compat.cudnn_model)
         choose = ragged_module.select.choose
 
         def by_kernels(operation: str, asked: Any, candidates: Any, cache: KVCache) -> Any:
@@ -154,7 +149,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         return jax.jit(functools.partial(ragged_paged_attention, **dict(static)))
 
     attend.by_kernels = request.param != "xla"
-    attend.by_cudnn = request.param == "blackwell"
+    attend.has_prompt_kernel = request.param not in ("xla", "blackwell")
     return attend
 
 
@@ -187,17 +182,7 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
 
 
 def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
-    """cuDNN's in five segments of three blocks: some of them full, some in part, some without a token."""
-    monkeypatch.setattr(prompts, "MIN_SEGMENT", 32)
     monkeypatch.setattr(prompt_kernel.kernel, "MIN_SEGMENT", 32)
-    calls: list[tuple[int, ...]] = []
-    cudnn_attention = compat.cudnn_attention
-
-    def recorded(query: Any, key: Any, *args: Any, **options: Any) -> Any:
-        calls.append(key.shape)
-        return cudnn_attention(query, key, *args, **options)
-
-    monkeypatch.setattr(compat, "cudnn_attention", recorded)
     segments: list[int] = []
     attend_in_place = prompt_kernel.kernel.attend
 
@@ -207,10 +192,7 @@ def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatc
 
     monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_segments)
     check(ragged((20, 9, 12, 0, 1), (190, 130, 12, 0, 50), dtype="nvfp4", sinks=True), attend)
-    if attend.by_cudnn:
-        assert max(calls)[:2] == (5 * 5, 3 * 16)
-    elif attend.by_kernels:
-        assert set(segments) == {6}
+    assert set(segments) == ({6} if attend.has_prompt_kernel else set())
 
 
 def test_prompts_that_take_too_much_memory_together_are_served_in_lots(attend, monkeypatch):
@@ -230,23 +212,19 @@ def test_rows_outside_the_query_are_not_touched(attend):
     np.testing.assert_array_equal(np.asarray(got)[20:], expected[1])
 
 
-def test_every_segment_holds_a_block():
-    """Of three blocks of 1,024 tokens there are three segments, though 3,072 tokens would make six."""
-    query = jax.ShapeDtypeStruct((9, 2, 64), jnp.float16)
-    cache = KVCache.allocate(kvjax.FullAttentionSpec(1024, 1, 64, dtype=kvjax.KVCacheDType.FLOAT16), 3)
-    table, one = jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32)
-    sequences = prompts.Sequences(table, 3000 * one, 9 * one, 9 * one)
-    dense = prompts.Dense(cache, query, sequences, jnp.ones(2), jnp.ones(()), np.dtype(np.float16))
-    plan = prompts._Plan(True, 9, 1.0, None, None)
-    seen = []
+def test_without_the_prompt_kernel_a_window_gathers_only_its_blocks(attend, monkeypatch):
+    gathered: list[int] = []
 
-    def rows(query: jax.Array) -> Any:
-        parts = prompts._unmasked(dense._replace(query=query), plan, table, 2048 * one, 2048 * one, 9)
-        seen.append(len(parts))
-        return parts
+    def recorded(cache: KVCache, table: jax.Array, *args: Any, **options: Any) -> Any:
+        gathered.append(table.shape[1])
+        return gather_xla(cache, table, *args, **options)
 
-    jax.eval_shape(rows, query)
-    assert seen == [3]
+    if attend.has_prompt_kernel or not attend.by_kernels:
+        pytest.skip("another implementation")
+    monkeypatch.setattr(prompts, "gather_mosaic", recorded)
+    case = ragged((20, 9, 1), (190, 130, 40), dtype="nvfp4", block_size=16, window=17, sinks=True)
+    check(case, attend)
+    assert set(gathered) == {4}  # of 16 + 20 tokens, from any token of the first
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -613,109 +610,3 @@ lowering.register_lowering_rule(_ptx, plgpu.LoweringSemantics.Lane)(_lower_ptx)
 lowering.register_lowering_rule(_ptx_reduce, plgpu.LoweringSemantics.Lane)(_lower_ptx_reduce)
 lowering.register_lowering_rule(_ptx_sum, plgpu.LoweringSemantics.Lane)(_lower_ptx_sum)
 lowering.register_lowering_rule(_ptx_rows, plgpu.LoweringSemantics.Lane)(_lower_ptx_rows)
-
-
-# Since 0.12 it takes two more arguments.
-_SCORE_MOD = (
-    {"score_mod": None, "score_mod_args": ()}
-    if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
-    else {}
-)
-
-
-def cudnn_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_lens: jax.Array,
-    kv_lens: jax.Array,
-    *,
-    sm_scale: float,
-    is_causal: bool,
-    window: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """CuDNN's attention of dense queries over dense keys and values, and its log-sum-exp.
-
-    Calls what `jax.nn.dot_product_attention(implementation="cudnn")` calls on one device. That function itself looks
-    for cuDNN when traced, also on machines without a GPU, needs the devices when lowered, and returns the log-sum-exp
-    in the query's dtype.
-
-    Args:
-      query: float16 or bfloat16 `[batch, num_rows, num_heads, head_size]`.
-      key: of the same dtype `[batch, num_tokens, num_kv_heads, head_size]`.
-      value: likewise.
-      query_lens: int32 `[batch]`, at least 1: the number of valid rows. Results of other rows are undefined.
-      kv_lens: int32 `[batch]`, at least 1: the number of valid tokens.
-      sm_scale: factor of the logits.
-      is_causal: whether row `i` attends to tokens 0 to `i` only.
-      window: attends to the last `window` of those only.
-
-    Returns:
-      `[batch, num_rows, num_heads, head_size]` of the query's dtype, and the natural logarithm of the sum of
-      exponentials, float32 `[batch, num_rows, num_heads]`.
-    """
-    if interpreting():
-        return cudnn_model(
-            query, key, value, query_lens, kv_lens, sm_scale=sm_scale, is_causal=is_causal, window=window
-        )
-    call = _cudnn(sm_scale, is_causal, window)
-    results: tuple[jax.Array, jax.Array] = call(query, key, value, query_lens, kv_lens)
-    return results
-
-
-def _cudnn(sm_scale: float, is_causal: bool, window: int | None) -> Any:
-    @custom_vmap
-    def call(
-        query: jax.Array, key: jax.Array, value: jax.Array, query_lens: jax.Array, kv_lens: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        none = jnp.zeros(0, query.dtype)
-        out, lse = cudnn._dot_product_attention_fwd_impl(
-            *(query, key, value, none, query_lens, kv_lens, none, none, none, none),
-            scale=sm_scale,
-            seed=0,
-            dropout_rate=0.0,
-            variadic_args=(False, False),
-            mask_type=cudnn.MaskType.PADDING_CAUSAL if is_causal else cudnn.MaskType.PADDING,
-            layout=cudnn.AttentionLayout.BTNH.value,
-            sliding_window_length=window,
-            is_training=True,  # returns the log-sum-exp
-            **_SCORE_MOD,
-        )
-        return out, jnp.swapaxes(lse, 1, 2)
-
-    @call.def_vmap
-    def _(size: int, in_batched: list[bool], *args: jax.Array) -> Any:
-        whole = (
-            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            for x, is_batched in zip(args, in_batched, strict=True)
-        )
-        out, lse = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        return (out.reshape(size, -1, *out.shape[1:]), lse.reshape(size, -1, *lse.shape[1:])), (True, True)
-
-    return call
-
-
-def cudnn_model(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_lens: jax.Array,
-    kv_lens: jax.Array,
-    *,
-    sm_scale: float,
-    is_causal: bool,
-    window: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`cudnn_attention` in XLA, with NaN where its result is undefined."""
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    out, lse = jax.nn.dot_product_attention(
-        *wide,
-        scale=sm_scale,
-        is_causal=is_causal,
-        key_value_seq_lengths=kv_lens,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="xla",
-        return_residual=True,
-    )
-    is_row = (jnp.arange(query.shape[1])[None, :] < query_lens[:, None])[:, :, None]
-    return jnp.where(is_row[..., None], out, jnp.nan).astype(query.dtype), jnp.where(is_row, lse, jnp.nan)

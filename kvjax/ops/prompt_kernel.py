@@ -20,7 +20,15 @@ from kvjax.kernels import prompts as kernel
 from kvjax.kernels.target import current
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
-from kvjax.ops.prompts import DENSE_BYTES, Dense, Sequences, of_each_head, without_tokens_before
+from kvjax.ops.prompts import (
+    DENSE_BYTES,
+    Dense,
+    Sequences,
+    in_batches,
+    num_reached_blocks,
+    of_each_head,
+    reached_blocks,
+)
 from kvjax.spec import AttentionSpec
 
 SEGMENT_BYTES = 64 << 20
@@ -70,7 +78,7 @@ def attend(
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
 
-    reached = _num_blocks(spec, problem, max_blocks) * spec.block_size
+    reached = num_reached_blocks(max_blocks, max_q_len, window, spec.block_size) * spec.block_size
     prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
     at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
     # Each segment has results for all rows.
@@ -96,23 +104,10 @@ def attend(
     if at_once == num_prompts:
         results = attend_batch(results, sequences)
     else:
-        num_batches = -(-num_prompts // at_once)
-
-        def divided(x: jax.Array) -> jax.Array:
-            padded = jnp.pad(x, ((0, num_batches * at_once - num_prompts), *((0, 0),) * (x.ndim - 1)))
-            return padded.reshape(num_batches, at_once, *x.shape[1:])
-
-        results, _ = lax.scan(lambda *args: (attend_batch(*args), None), results, jax.tree.map(divided, sequences))
+        batches = in_batches(sequences, at_once)
+        results, _ = lax.scan(lambda *args: (attend_batch(*args), None), results, batches)
     out, lse = results
     return out[0, :num_tokens], lse[0, :num_tokens]
-
-
-def _num_blocks(spec: AttentionSpec, problem: kernel.Problem, max_blocks: int) -> int:
-    """Returns how many blocks the rows of a sequence reach, at any offset in the first one."""
-    if problem.window is None:
-        return max_blocks
-    size = spec.block_size
-    return min(-(-(problem.window - 1 + problem.max_q_len + size - 1) // size), max_blocks)
 
 
 def _operands(
@@ -124,16 +119,13 @@ def _operands(
     sm_scale: float,
 ) -> kernel.Operands:
     cache, sequences = dense.cache, dense.sequences
-    spec, (_, max_blocks) = cache.spec, sequences.table.shape
-    size, num_heads = spec.block_size, rows.shape[1]
+    spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
     first_row = sequences.lens - sequences.q_lens  # the position of its token
     # What only rows that are left out see may be NaN, which a weight of 0 does not remove.
     lens = jnp.minimum(sequences.lens, first_row + problem.max_q_len)
     start, table, skipped = None, sequences.table, jnp.zeros_like(first_row)
     if problem.window is not None:
-        start = jnp.maximum(first_row - (problem.window - 1), 0)
-        column = (start // size)[:, None] + jnp.arange(_num_blocks(spec, problem, max_blocks))[None, :]
-        table = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=-1)
+        table, start = reached_blocks(sequences, problem.max_q_len, problem.window, size)
         skipped = start // size * size
         lens = lens - skipped
     # A tile of tokens, and a multiple of `ALIGNMENT`.
@@ -142,7 +134,7 @@ def _operands(
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
     keys, values = dense.gather(table, lens)
     if start is not None:
-        values = without_tokens_before(values, start - skipped, size)
+        values = _without_tokens_before(values, start - skipped, size)
     is_there = token_mask(table, lens, cache.num_blocks, size)
     token = jnp.arange(is_there.shape[1], dtype=jnp.int32)[None, :]
     # One reduction for both.
@@ -164,6 +156,17 @@ def _operands(
         -minus_end,
         jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
     )
+
+
+def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Returns dense values with zeros for tokens before `start`, less than the block size `size`.
+
+    Tokens before a window may be NaN, which a weight of 0 does not remove.
+    """
+    is_reached = (jnp.arange(size)[None, :] >= start[:, None])[:, :, None, None]
+    block = jnp.where(is_reached, dense[:, :size], jnp.zeros((), dense.dtype))
+    # Computed before the update, or XLA would copy the whole array first.
+    return dense.at[:, :size].set(lax.optimization_barrier(block))
 
 
 def _in_place(

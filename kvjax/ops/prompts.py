@@ -1,12 +1,8 @@
-"""Attention of long query chunks on a GPU: the gather kernel makes a sequence's pages dense, then another attends.
+"""Attention of long query chunks where no prompt kernel serves: pages made dense, then the online softmax in 16 bits.
 
-On Hopper that is `kernels.prompts`, which stores the results of each row in place. Elsewhere it is cuDNN, whose causal
-mask lets a row see the keys up to its own index, without gaps. So there a sequence is split in two parts,
-merged by their log-sum-exps: the blocks that hold its new tokens, causal, with each row at the index of its token; and
-all earlier blocks, without a mask, in segments where few rows would leave multiprocessors idle. With a sliding window
-one part is enough, of the blocks within its reach. What cuDNN does not support (a soft cap, other head sizes, 16-bit
-pages of another dtype than the query's) is computed by the online softmax of `ops.softmax` over the same dense keys and
-values.
+On Hopper `ops.prompt_kernel` serves most calls. What its kernel does not take (head sizes above 256, unquantized pages
+of another dtype than the query's, an `sm_scale` of 0 or less) and all calls on other GPUs are computed by XLA: products
+of the dense rows, keys and values in 16 bits, sums in float32.
 """
 
 from __future__ import annotations
@@ -20,23 +16,15 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
-from kvjax.kernels import compat
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
-from kvjax.ops.merge import merge_parts
 from kvjax.spec import AttentionSpec
 
 DENSE_BYTES = 1 << 30
 """Limit on the rows, keys and values of the sequences processed at once; a single sequence may exceed it."""
 
 LOGITS_BYTES = 256 << 20
-"""Limit on the logits of a chunk without cuDNN; fewer tokens would mean rescaling results more often."""
-
-CUDNN_ROWS, THREAD_BLOCKS, MIN_SEGMENT = 128, 264, 512
-"""Rows of a head in a thread block of cuDNN's; thread blocks that occupy a GPU; least tokens for one to attend to."""
-
-MAX_HEAD_SIZE = 256
-"""Of cuDNN's forward pass on sm_90; jax requires the same on sm_100."""
+"""Limit on the logits of a chunk; fewer tokens would mean rescaling results more often."""
 
 
 class Sequences(NamedTuple):
@@ -67,7 +55,7 @@ def attend(
     sm_scale: float,
     window: int | None,
     logits_soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Attends with the rows of some sequences, in batches of as many as `DENSE_BYTES` hold.
 
     Args:
@@ -83,78 +71,54 @@ def attend(
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
 
     Returns:
-      For each sequence, rows at consecutive positions: `[num_prompts, num_rows, num_heads, head_size_v]` of the query's
-      dtype, the float32 log-sum-exp `[num_prompts, num_rows, num_heads]`, and the position of the first row,
-      `[num_prompts]`.
+      The rows of each sequence from its first on: `[num_prompts, max_q_len, num_heads, head_size_v]` of the query's
+      dtype, and the float32 log-sum-exp `[num_prompts, max_q_len, num_heads]`.
     """
-    num_prompts, max_blocks = sequences.table.shape
-    if window is not None and window >= max_blocks * cache.spec.block_size:
+    spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
+    if window is not None and window >= max_blocks * spec.block_size:
         window = None
-    # cuDNN takes the maximum before it multiplies by sm_scale, so a scale that is not positive would break it.
-    by_cudnn = sm_scale > 0 and logits_soft_cap is None and why_not_cudnn(cache.spec, query.dtype) is None
-    plan = _Plan(by_cudnn, max_q_len, sm_scale, window, logits_soft_cap)
 
-    def attend_batch(batch: Sequences) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _attend_batch(cache, query, batch, k_scale, v_scale, sinks, plan)
+    def attend_batch(batch: Sequences) -> tuple[jax.Array, jax.Array]:
+        dense = Dense.of(cache, query, batch, k_scale)
+        out, lse = _by_online_softmax(
+            dense, sinks, max_q_len, sm_scale=sm_scale, window=window, logits_soft_cap=logits_soft_cap
+        )
+        if spec.quant_mode is not KVQuantMode.NONE:
+            out *= of_each_head(v_scale, spec, query.shape[1])[None, None, :, None]
+        return out.astype(query.dtype), lse
 
-    heads, num_rows = query.shape[1], max_q_len + 2 * cache.spec.block_size + (window or 0)
-    itemsize = Dense.dtype_of(cache, query).itemsize
-    prompt_bytes = itemsize * (
-        max_blocks * cache.spec.block_size * cache.spec.num_kv_heads + 3 * num_rows * heads
-    ) * (cache.spec.head_size + cache.spec.head_size_v)  # fmt: skip
-    at_once = max(1, min(num_prompts, DENSE_BYTES // prompt_bytes))
+    reached = num_reached_blocks(max_blocks, max_q_len, window, spec.block_size) * spec.block_size
+    elements = (reached * spec.num_kv_heads + 3 * max_q_len * query.shape[1]) * (spec.head_size + spec.head_size_v)
+    at_once = max(1, min(num_prompts, DENSE_BYTES // (elements * Dense.dtype_of(cache, query).itemsize)))
     if at_once == num_prompts:
         return attend_batch(sequences)
-    num_batches = -(-num_prompts // at_once)
+    out, lse = (lax.collapse(x, 0, 2)[:num_prompts] for x in lax.map(attend_batch, in_batches(sequences, at_once)))
+    return out, lse
+
+
+def in_batches(sequences: Sequences, at_once: int) -> Sequences:
+    """Returns the sequences in batches, a leading dimension; the last one is padded."""
 
     def divided(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, num_batches * at_once - num_prompts), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(num_batches, at_once, *x.shape[1:])
+        padded = jnp.pad(x, ((0, -len(x) % at_once), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, at_once, *x.shape[1:])
 
-    batches = lax.map(attend_batch, jax.tree.map(divided, sequences))
-    out, lse, first = (lax.collapse(x, 0, 2)[:num_prompts] for x in batches)
-    return out, lse, first
+    return Sequences(*map(divided, sequences))
 
 
-def why_not_cudnn(spec: AttentionSpec, dtype: np.dtype[Any]) -> str | None:
-    """Returns why cuDNN cannot attend with queries of a dtype over pages of a spec; None if it can."""
-    if spec.quant_mode is KVQuantMode.NONE and spec.storage_dtype != dtype:
-        return f"its keys, values and queries are of one dtype; got {spec.storage_dtype} pages and {dtype} queries"
-    if spec.head_size_v != spec.head_size:
-        return f"its keys and values are of one size; got {spec.head_size} and {spec.head_size_v}"
-    if spec.head_size > MAX_HEAD_SIZE or spec.head_size % 8:
-        return f"its head size is a multiple of 8 up to {MAX_HEAD_SIZE}; got {spec.head_size}"
-    return None
+def num_reached_blocks(max_blocks: int, max_q_len: int, window: int | None, block_size: int) -> int:
+    """Returns how many blocks the rows of a sequence reach, at any offset in the first one."""
+    if window is None:
+        return max_blocks
+    return min(-(-(window - 1 + max_q_len + block_size - 1) // block_size), max_blocks)
 
 
-class _Plan(NamedTuple):
-    by_cudnn: bool
-    max_q_len: int
-    sm_scale: float
-    window: int | None
-    logits_soft_cap: float | None
-
-
-def _attend_batch(
-    cache: KVCache,
-    query: jax.Array,
-    sequences: Sequences,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    plan: _Plan,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    dense = Dense.of(cache, query, sequences, k_scale)
-    parts, first = (_by_cudnn if plan.by_cudnn else _by_online_softmax)(dense, plan)
-    num_heads, head_size_v = query.shape[1], cache.spec.head_size_v
-    if sinks is not None:
-        no_value = jnp.zeros((1, 1, 1, head_size_v), query.dtype)
-        parts.append((no_value, jnp.broadcast_to(sinks[None, None, :], parts[0][1].shape)))
-    outs, lses = zip(*parts, strict=True)
-    out, lse = merge_parts(outs, lses)
-    if cache.spec.quant_mode is not KVQuantMode.NONE:
-        out *= of_each_head(v_scale, cache.spec, num_heads)[None, None, :, None]
-    return out.astype(query.dtype), lse, first
+def reached_blocks(sequences: Sequences, max_q_len: int, window: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the table of the blocks that the rows of sequences reach, and the first token that they see."""
+    start = jnp.maximum(sequences.lens - sequences.q_lens - (window - 1), 0)
+    num_blocks = num_reached_blocks(sequences.table.shape[1], max_q_len, window, block_size)
+    column = (start // block_size)[:, None] + jnp.arange(num_blocks)[None, :]
+    return jnp.take_along_axis(sequences.table, column, axis=1, mode="fill", fill_value=-1), start
 
 
 def of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.Array:
@@ -220,140 +184,32 @@ class Dense(NamedTuple):
         return gather_mosaic(self.cache, table, lens, None, self.k_scale, one, dtype=self.dtype)
 
 
-Parts = list[tuple[jax.Array, jax.Array]]
-
-
-def _by_cudnn(dense: Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
-    """Returns the parts of each sequence's attention, and the position of the first row."""
-    cache, sequences = dense.cache, dense.sequences
-    size, (_, max_blocks) = cache.spec.block_size, sequences.table.shape
-    before = 0 if plan.window is None else plan.window - 1
-    start = jnp.maximum(sequences.lens - sequences.q_lens - before, 0)  # the first token of the first part
-    first_block = start // size
-    # Enough blocks for so many tokens at any offset in the first block.
-    num_blocks = min(-(-(before + plan.max_q_len + size - 1) // size), max_blocks)
-    column = first_block[:, None] + jnp.arange(num_blocks)[None, :]
-    table = jnp.take_along_axis(sequences.table, column, axis=1, mode="fill", fill_value=-1)
-    first, num_rows = first_block * size, num_blocks * size
-    lens = sequences.lens - first
-    rows = dense.rows(first, num_rows)
-    num_used = jnp.clip(lens, 1, num_rows)  # cuDNN's result for no rows or no tokens is undefined
-    keys, values = dense.gather(table, lens)
-    if plan.window is not None:
-        keys, values = (without_tokens_before(x, start - first, size) for x in (keys, values))
-    own = compat.cudnn_attention(
-        rows, keys, values, num_used, num_used, sm_scale=plan.sm_scale, is_causal=True, window=plan.window
-    )
-    is_block = (table >= 0) & (table < cache.num_blocks)
-    own = _without_holes(*own, is_block, size, plan.window)
-    if plan.window is not None:
-        return [own], first
-    # No more rows than requested: cuDNN computes 128 or more at a time, used or not.
-    num_rows = min(plan.max_q_len, num_rows)
-    earlier = _blocks_before(cache, sequences.table, first_block)
-    return [_rows_from(own, start - first, num_rows), *_unmasked(dense, plan, *earlier, start, num_rows)], start
-
-
-def without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Returns dense keys or values with zeros for tokens before `start`, less than the block size `size`.
-
-    Tokens before a window may be NaN, which a weight of 0 does not remove.
-    """
-    is_reached = (jnp.arange(size)[None, :] >= start[:, None])[:, :, None, None]
-    block = jnp.where(is_reached, dense[:, :size], jnp.zeros((), dense.dtype))
-    # Computed before the update, or XLA would copy the whole array first.
-    return dense.at[:, :size].set(lax.optimization_barrier(block))
-
-
-def _unmasked(dense: Dense, plan: _Plan, table: jax.Array, lens: jax.Array, start: jax.Array, num_rows: int) -> Parts:
-    """Returns the attention of rows from position `start` on to all tokens of a table, in segments of its tokens."""
-    size, (num_prompts, max_blocks) = dense.cache.spec.block_size, table.shape
-    count = _num_segments(num_prompts * dense.query.shape[1], num_rows, max_blocks * size)
-    blocks = -(-max_blocks // count)
-    count = -(-max_blocks // blocks)  # rounded up, fewer segments may hold all blocks
-    table = jnp.pad(table, ((0, 0), (0, count * blocks - max_blocks)), constant_values=-1)
-    keys, values = (x.reshape(-1, blocks * size, *x.shape[2:]) for x in dense.gather(table, lens))
-
-    def for_each(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x[:, None], (num_prompts, count, *x.shape[1:])).reshape(-1, *x.shape[1:])
-
-    lens = jnp.clip(lens[:, None] - np.arange(count, dtype=np.int32) * (blocks * size), 0, blocks * size).reshape(-1)
-    out, lse = compat.cudnn_attention(
-        for_each(dense.rows(start, num_rows)),
-        keys,
-        values,
-        for_each(jnp.clip(dense.sequences.q_lens, 1, num_rows)),
-        jnp.maximum(lens, 1),
-        sm_scale=plan.sm_scale,
-        is_causal=False,
-    )
-    lse = jnp.where(lens[:, None, None] > 0, lse, -jnp.inf)
-    return [(out[i::count], lse[i::count]) for i in range(count)]
-
-
-def _num_segments(num_heads: int, num_rows: int, num_tokens: int) -> int:
-    """Returns into how many segments to divide the tokens: cuDNN gives 128 rows of a head to one thread block."""
-    blocks = num_heads * -(-num_rows // CUDNN_ROWS)
-    return max(1, min(THREAD_BLOCKS // blocks, num_tokens // MIN_SEGMENT))
-
-
-def _rows_from(part: tuple[jax.Array, jax.Array], first: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns `num_rows` rows per sequence from its row `first` on; past the end, the last row repeats."""
-    row = jnp.clip(first[:, None] + jnp.arange(num_rows)[None, :], 0, part[0].shape[1] - 1)
-    seq = jnp.arange(len(first))[:, None]
-    out, lse = (x[seq, row] for x in part)
-    return out, lse
-
-
-def _blocks_before(cache: KVCache, table: jax.Array, first_block: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns compacted tables of the cache's blocks before a column, and the number of tokens they hold."""
-    column = jnp.arange(table.shape[1])[None, :]
-    is_kept = (column < first_block[:, None]) & (table >= 0) & (table < cache.num_blocks)
-    index = jnp.where(is_kept, jnp.cumsum(is_kept, axis=1) - 1, table.shape[1])
-    seq = jnp.broadcast_to(jnp.arange(table.shape[0])[:, None], table.shape)
-    compacted = jnp.full_like(table, -1).at[seq, index].set(table, mode="drop")
-    return compacted, jnp.sum(is_kept, axis=1, dtype=jnp.int32) * cache.spec.block_size
-
-
-def _without_holes(
-    out: jax.Array, lse: jax.Array, is_block: jax.Array, size: int, window: int | None
+def _by_online_softmax(
+    dense: Dense,
+    sinks: jax.Array | None,
+    max_q_len: int,
+    *,
+    sm_scale: float,
+    window: int | None,
+    logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Removes missing blocks, of `size` tokens, from the result of causal attention that read them as zeros.
-
-    Each of their tokens had logit 0 and value 0, so it added 1 to the denominator and nothing else. There are such
-    blocks if a cache does not hold a sequence's newest ones, as in a table of a shared prefix. Precision drops with
-    their share of the denominator; without any, the result is unchanged.
-    """
-    row, column = np.arange(out.shape[1]), np.arange(is_block.shape[1])
-
-    def holes_up_to(row: np.ndarray) -> jax.Array:
-        tokens = np.clip(row[:, None] + 1 - column[None, :] * size, 0, size)  # of each block
-        return jnp.sum(jnp.where(is_block[:, None, :], 0, tokens[None]), axis=2, dtype=jnp.int32)
-
-    holes, span = holes_up_to(row), row + 1
-    if window is not None:
-        holes -= holes_up_to(row - window)
-        span = np.minimum(span, window)
-    is_all, holes = (holes == span[None, :])[:, :, None], holes[:, :, None]
-    share = jnp.where(holes > 0, 1.0 - holes * jnp.exp(-lse), 1.0)  # fraction of the denominator that remains
-    share = jnp.maximum(share, np.finfo(np.float32).eps)
-    scaled = jnp.where((holes > 0)[..., None], out / share[..., None], out).astype(out.dtype)
-    return scaled, jnp.where(is_all, -jnp.inf, lse + jnp.log(share))
-
-
-def _by_online_softmax(dense: Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
-    """Returns one part, and the position of the first row, a sequence's first query token."""
+    """Returns the results of the first `max_q_len` rows of each sequence, before the scale of the values."""
     cache, sequences, num_heads = dense.cache, dense.sequences, dense.query.shape[1]
-    spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
-    first = sequences.lens - sequences.q_lens
-    row = jnp.arange(plan.max_q_len)[None, :]
+    spec, table, lens = cache.spec, sequences.table, sequences.lens
+    first = lens - sequences.q_lens
+    row = jnp.arange(max_q_len)[None, :]
     positions = jnp.where(row < sequences.q_lens[:, None], first[:, None] + row, -1)
-    logits_bytes = 4 * num_prompts * plan.max_q_len * num_heads
+    if window is not None:
+        table, start = reached_blocks(sequences, max_q_len, window, spec.block_size)
+        skipped = start // spec.block_size * spec.block_size
+        lens, positions = lens - skipped, positions - skipped[:, None]
+    num_prompts, max_blocks = table.shape
+    logits_bytes = 4 * num_prompts * max_q_len * num_heads
     size = softmax.blocks_per_chunk(max_blocks, logits_bytes * spec.block_size, LOGITS_BYTES)
     num_chunks = -(-max_blocks // size)
-    table = jnp.pad(sequences.table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
-    keys, values = dense.gather(table, sequences.lens)
-    there = token_mask(table, sequences.lens, cache.num_blocks, spec.block_size)
+    table = jnp.pad(table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
+    keys, values = dense.gather(table, lens)
+    there = token_mask(table, lens, cache.num_blocks, spec.block_size)
 
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         length = size * spec.block_size
@@ -362,16 +218,15 @@ def _by_online_softmax(dense: Dense, plan: _Plan) -> tuple[Parts, jax.Array]:
         )
         return key, value, is_there
 
-    out, lse = softmax.attend(
-        dense.rows(first, plan.max_q_len),
+    return softmax.attend(
+        dense.rows(first, max_q_len),
         read,
         num_chunks,
         positions,
-        jnp.full(num_heads, -jnp.inf, jnp.float32),
+        sinks,
         num_kv_heads=spec.num_kv_heads,
         head_size_v=spec.head_size_v,
-        sm_scale=plan.sm_scale,
-        window=plan.window,
-        logits_soft_cap=plan.logits_soft_cap,
+        sm_scale=sm_scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
     )
-    return [(out, lse)], first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -151,7 +152,8 @@ def ragged_paged_attention(
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
         Python int, default `max_q_len` if that is at most 8, else 1. With 0 none does, and a sequence of one query
         token counts towards `max_prompts`.
-      implementation: `"mosaic"` (the kernels, and cuDNN where no kernel serves), `"xla"`, or `None` to choose.
+      implementation: `"mosaic"` (the kernels; an online softmax for prompts that none serves), `"xla"`, or `None` to
+        choose.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of `query`'s dtype. With `return_lse`, a pair of this and the natural
@@ -342,7 +344,7 @@ def _ragged_xla(
 
 
 def _where(
-    condition: jax.Array, found: tuple[jax.Array, ...], index: jax.Array, otherwise: tuple[jax.Array, ...]
+    condition: jax.Array, found: Sequence[jax.Array], index: jax.Array, otherwise: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `found[index]` for each row where the condition holds."""
     out, lse = (
@@ -410,15 +412,10 @@ def _ragged_mosaic(
             cache, query, sequences, k_scale, v_scale, sinks, short, max_q_len=max_q_len, **numbers
         )
         return out[None], lse[None]
-    out, lse, first = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
-    num_rows, rank = out.shape[1], (jnp.cumsum(~is_short) - 1)[rows.seq]
-    prompt = jnp.clip(rank, 0, max_prompts - 1)
-    position = jnp.maximum(seq_lens[rows.seq], 0) - from_end
-    row = position - first[prompt]
-    is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts)
-    is_long &= (position >= 0) & (row >= 0) & (row < num_rows)
-    found = lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
-    out, lse = _where(is_long, found, prompt * num_rows + row, short)
+    found = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
+    rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - from_end
+    is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts) & (row < max_q_len)
+    out, lse = _where(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
     return out[None], lse[None]
 
 
