@@ -29,7 +29,7 @@ if reason := why_not_importable("torch", "transformers", "kvjax_torch"):
 import torch
 from transformers import Cache, DynamicCache
 
-from kvjax_torch.transformers_cache import KvjaxCache
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
 DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 
@@ -113,7 +113,7 @@ class Decoding:
         prompt = torch.randint(self.model.config.vocab_size, shape, generator=random).to(self.model.device)
         self.cache = job.cache(self.model.config)
         with torch.no_grad():
-            self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
+            self.model(prompt, **{CACHE_ARGUMENT: self.cache}, logits_to_keep=1)
         self.first = prompt[:, :1]
         self.start()
 
@@ -132,7 +132,7 @@ class Decoding:
     def step(self, _: int = 0) -> torch.Tensor:
         """Launches a step and returns its logits."""
         self.mask = torch.cat([self.mask, self.mask[:, :1]], dim=1)
-        inputs = {"attention_mask": self.mask, "position_ids": self.positions, "past_key_values": self.cache}
+        inputs = {"attention_mask": self.mask, "position_ids": self.positions, CACHE_ARGUMENT: self.cache}
         logits = self.model(self.tokens, **inputs, use_cache=True).logits[:, -1].float()
         self.tokens, self.positions = logits.argmax(dim=-1, keepdim=True), self.positions + 1
         return logits

@@ -7,7 +7,7 @@ Needs `pip install 'kvjax[transformers]'`, no network and no GPU. For the effect
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvjax_torch.transformers_cache import KvjaxCache
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 config = LlamaConfig(
@@ -29,7 +29,8 @@ mask[0, :5] = 0  # the first prompt is shorter: left padding
 
 def generate(cache: DynamicCache | KvjaxCache) -> torch.Tensor:
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(prompts, attention_mask=mask, past_key_values=cache, **options)[:, 12:]
+    options[CACHE_ARGUMENT] = cache  # cache=cache, or past_key_values=cache before transformers 5.24
+    return model.generate(prompts, attention_mask=mask, **options)[:, 12:]
 
 
 expected = generate(DynamicCache(config=config))

@@ -12,7 +12,11 @@ torch = pytest.importorskip("torch")
 from kvjax import KVCacheValueError  # noqa: E402
 from kvjax_torch.block_table import BlockTable  # noqa: E402
 
-CPU = torch.device("cpu")
+
+def make_copies(table: BlockTable, slots: torch.Tensor) -> None:
+    copy_from, copy_to = torch.from_numpy(table.copies).long().T
+    slots[copy_to] = slots[copy_from]
+    table.copied()
 
 
 class Pool:
@@ -26,10 +30,10 @@ class Pool:
 
     def grow(self, num_seqs: int, num_new: int) -> None:
         length = self.sequences.shape[1]
-        step = self.table.grow(num_seqs, length, length + num_new, CPU)
+        step = self.table.grow(num_seqs, length, length + num_new)
         new = np.arange(self.written, self.written + num_seqs * num_new).reshape(num_seqs, num_new)
         self.written += new.size
-        self.slots[step.copy_to] = self.slots[step.copy_from]
+        make_copies(self.table, self.slots)
         self.slots.view(-1)[step.slot_mapping] = torch.from_numpy(new.ravel())
         kept = self.sequences if length else np.empty((num_seqs, 0), np.int64)
         self.sequences = np.concatenate([kept, new], axis=1)
@@ -38,6 +42,7 @@ class Pool:
         assert step.seq_lens.tolist() == [length + num_new] * num_seqs
         assert step.block_table.dtype == step.seq_lens.dtype == torch.int32
         assert step.block_table.shape[1] == -(-(length + num_new) // self.slots.shape[1])
+        np.testing.assert_array_equal(self.table.rows(), step.block_table.numpy())
 
     def truncate(self, length: int) -> None:
         self.sequences = self.sequences[:, :length]
@@ -84,14 +89,6 @@ def test_beams_share_blocks_until_they_write_into_them():
     assert pool.table.num_used_blocks == pool.fewest_blocks == 3
 
 
-def test_layers_share_one_step():
-    table = BlockTable(4, 2)
-    first = table.grow(2, 0, 3, CPU)
-    assert table.grow(2, 0, 3, CPU) is first
-    table.truncate(0)
-    assert table.grow(2, 0, 3, CPU) is not first
-
-
 def test_a_step_that_does_not_fit_changes_nothing():
     pool = Pool(num_blocks=5, block_size=4)
     pool.grow(2, 8)
@@ -108,7 +105,7 @@ def test_another_number_of_sequences_is_refused():
     pool = Pool(num_blocks=9, block_size=4)
     pool.grow(2, 3)
     with pytest.raises(KVCacheValueError, match="key_states: got a batch of 3, expected 2, the sequences that the"):
-        pool.table.grow(3, 3, 4, CPU)
+        pool.table.grow(3, 3, 4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
@@ -134,14 +131,14 @@ class Padded:
             self.tokens, self.is_token = [[] for _ in is_new], np.empty((len(is_new), 0), np.bool_)
         before = [len(tokens) for tokens in self.tokens]
         self.is_token = np.concatenate([self.is_token, is_new], axis=1)
-        step = self.table.grow(len(is_new), start, end, CPU, is_token=self.is_token, free_passed=True)
+        step = self.table.grow(len(is_new), start, end, is_token=self.is_token, free_passed=True)
         new = np.arange(self.written, self.written + is_new.size).reshape(is_new.shape)
         self.written += is_new.size
         for tokens, row, shown in zip(self.tokens, new, is_new, strict=True):
             tokens.extend(row[shown].tolist())
         slots, numbers = step.slot_mapping.numpy(), new.ravel()
         assert ((slots >= 0) == is_new.ravel()).all()
-        self.slots[step.copy_to] = self.slots[step.copy_from]
+        make_copies(self.table, self.slots)
         self.slots.view(-1)[slots[slots >= 0]] = torch.from_numpy(numbers[slots >= 0])
         stored = np.arange(is_new.size) if step.stored is None else step.stored.numpy()
         assert stored.tolist() == np.flatnonzero(is_new).tolist()
@@ -182,22 +179,30 @@ def test_windows_see_their_tokens_whatever_is_padding(block_size: int, window: i
 def test_a_length_that_a_window_cannot_go_on_from_is_refused_and_nothing_is_cut():
     table = BlockTable(9, 2, sliding_window=3)
     for start in range(0, 12, 2):
-        table.grow(1, start, start + 2, CPU, free_passed=True)
+        table.grow(1, start, start + 2, free_passed=True)
     assert table.num_used_blocks == 2
     for length in (1, 9):
         with pytest.raises(KVCacheValueError, match=rf"tokens_to_remove: got -{12 - length}, expected at most the tok"):
             table.truncate(length)
-    assert table.grow(1, 12, 13, CPU, free_passed=True).seq_lens.tolist() == [13]
+    assert table.grow(1, 12, 13, free_passed=True).seq_lens.tolist() == [13]
     table.truncate(0)
     assert table.num_used_blocks == 0
 
 
-def test_padding_that_is_another_than_it_was_is_refused():
-    table = BlockTable(9, 2)
-    table.grow(2, 0, 4, CPU, is_token=np.array([[0, 1, 1, 1], [1, 1, 1, 1]], np.bool_))
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        (None, "got a token at position 0 of sequence 0, expected padding, as the cache holds it"),
+        ([[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]], "got padding at position 2 of sequence 1, expected a token, as the cache"),
+        ([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]], "got a token at position 0 of sequence 0, expected padding, as the cache"),
+    ],
+    ids=["none any more", "more of it", "as much elsewhere"],
+)
+def test_padding_that_is_another_than_it_was_is_refused(later: list[list[int]] | None, message: str):
+    table, mask = BlockTable(9, 2), np.array([[0, 1, 1, 1], [1, 1, 1, 1]], np.bool_)
+    table.grow(2, 0, 4, is_token=mask)
+    mask[:] = False  # its memory is the caller's
     assert table.has_padding
-    message = (
-        "attention_mask: got 4 tokens among the first 4 positions of sequence 0, expected 3, which the cache holds"
-    )
-    with pytest.raises(KVCacheValueError, match=message):
-        table.grow(2, 4, 5, CPU)
+    with pytest.raises(KVCacheValueError, match=f"attention_mask: {message}"):
+        table.grow(2, 4, 5, is_token=None if later is None else np.array(later, np.bool_))
+    assert table.grow(2, 4, 5, is_token=np.array([[0, 1, 1, 1, 1], [1] * 5], np.bool_)).seq_lens.tolist() == [4, 5]

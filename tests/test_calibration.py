@@ -345,20 +345,22 @@ def test_the_documented_example_calibrates_a_transformers_model(llama: Any, requ
     import torch
 
     import kvjax_torch
-    from kvjax_torch.transformers_cache import KvjaxCache
+    from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
     page = (Path(__file__).parents[1] / "docs/calibration.md").read_text()
     [source] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len([line for line in source.splitlines() if line]) == 6, "as many as README says"
-    names = {"kvjax": kvjax, "kvjax_torch": kvjax_torch, "model": llama, "batches": torch.arange(40).reshape(2, 2, 10)}
+    assert len([line for line in source.splitlines() if line]) == 7, "as many as README says"
+    batches = torch.arange(40).reshape(2, 2, 10)
+    names = {"kvjax": kvjax, "kvjax_torch": kvjax_torch, "torch": torch, "model": llama, "batches": batches}
+    source = source.replace("(ids).cache", f"(ids).{CACHE_ARGUMENT}")
+    exec(source.replace('"mse"', '"amax"').replace('"fp8"', f'"{requested}"'), names)
     with torch.no_grad():
-        exec(source.replace('"mse"', '"amax"').replace('"fp8"', f'"{requested}"'), names)
-        caches = [llama(ids).past_key_values for ids in names["batches"]]
+        caches = [llama(ids)[CACHE_ARGUMENT] for ids in batches]
     for layer, (spec, scales) in enumerate(zip(names["specs"], names["scales"], strict=True)):
         for scale, part in zip(scales, ("keys", "values"), strict=True):
             amax = max(float(getattr(cache.layers[layer], part).abs().max()) for cache in caches)
             assert scale == np.float32(amax) / np.float32(spec.dtype.info.max)
     k_scale, v_scale = (list(of_layers) for of_layers in zip(*names["scales"], strict=True))
     cache = KvjaxCache(llama.config, num_blocks=4, kv_cache_dtype=requested, k_scale=k_scale, v_scale=v_scale)
-    written = llama.generate(names["batches"][0], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    written = llama.generate(batches[0], **{CACHE_ARGUMENT: cache}, max_new_tokens=4, do_sample=False)
     assert written.shape == (2, 14)

@@ -55,7 +55,12 @@ PRIVATE_JAX_MODULES = (
 )
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries")
 # An extra of its own: what needs transformers is imported by its users alone.
-NEED_TRANSFORMERS = ("kvjax_torch.calibrate", "kvjax_torch.transformers_attention", "kvjax_torch.transformers_cache")
+NEED_TRANSFORMERS = (
+    "kvjax_torch.calibrate",
+    "kvjax_torch.transformers_attention",
+    "kvjax_torch.transformers_cache",
+    "kvjax_torch.transformers_layer",
+)
 # A command that needs torch imports its part in the bridge when it runs: importing it loads no torch.
 COMMANDS = {"kvjax.cli.calibrate": "kvjax_torch.calibrate"}
 

@@ -23,6 +23,7 @@ from test_transformers_cache import (  # noqa: E402
     prompts,
     relative_error,
     scales_for,
+    taking,
 )
 from transformers import (  # noqa: E402
     DynamicCache,
@@ -36,8 +37,8 @@ from transformers import (  # noqa: E402
 )
 
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch import transformers_cache  # noqa: E402
-from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
+from kvjax_torch import transformers_layer  # noqa: E402
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache  # noqa: E402
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -80,7 +81,7 @@ def assert_close_generation(got: Any, expected: Any) -> None:
 @pytest.fixture
 def no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a cache fail that makes a layer dense."""
-    monkeypatch.delattr(transformers_cache, "gather_kv")
+    monkeypatch.delattr(transformers_layer, "gather_kv")
 
 
 @pytest.mark.usefixtures("no_gather")
@@ -115,9 +116,9 @@ def read(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None, c
             masks = (
                 {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask, end, part)}
             )
-            logits.append(model(part, past_key_values=cache, **masks).logits)
+            logits.append(model(part, **taking(cache), **masks).logits)
             if isinstance(cache, KvjaxCache):
-                poison_free_pages(cache, *part.shape)
+                poison_free_pages(cache)
     return torch.cat(logits, dim=1)
 
 
@@ -126,11 +127,9 @@ def positions(mask: torch.Tensor, end: int, part: torch.Tensor) -> torch.Tensor:
     return (mask[:, :end].cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
 
 
-def poison_free_pages(cache: KvjaxCache, num_seqs: int, num_new: int) -> None:
-    end = cache.get_seq_length()
+def poison_free_pages(cache: KvjaxCache) -> None:
     for layer in cache.layers:
-        used = layer.block_table.grow(num_seqs, end - num_new, end, CPU).block_table
-        free = np.setdiff1d(np.arange(layer.block_table.num_blocks), used.numpy())
+        free = np.setdiff1d(np.arange(layer.block_table.num_blocks), layer.block_table.rows())
         layer.kv.view(torch.uint8)[torch.from_numpy(free).to(layer.kv.device)] = 0xFF  # NaN, but for NVFP4's codes
 
 
@@ -161,9 +160,9 @@ def test_windows_give_blocks_back(device: str, name: str, dtype: str):
 def test_a_long_prompt_in_chunks_needs_few_window_blocks(device: str, name: str):
     model, ids = model_of(name, device), text_of(device, 2, 61)
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 8}
-    expected = model.generate(ids, past_key_values=DynamicCache(), **options)
+    expected = model.generate(ids, **taking(DynamicCache()), **options)
     cache = make_cache(over_pages(model), num_blocks=36, num_window_blocks=2 * (-(-(WINDOW - 1 + 8) // 4) + 1))
-    assert model.generate(ids, past_key_values=cache, **options).tolist() == expected.tolist()
+    assert model.generate(ids, **taking(cache), **options).tolist() == expected.tolist()
 
 
 PADDING = {
@@ -224,7 +223,7 @@ def test_drafts_are_taken_back(device: str, name: str):
     model = model_of(name, device)
     prompt = torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]], device=device)
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "prompt_lookup_num_tokens": 3}
-    expected = model.generate(prompt, past_key_values=DynamicCache(), **options)
+    expected = model.generate(prompt, **taking(DynamicCache()), **options)
     cropped = []
 
     class Watched(KvjaxCache):
@@ -233,7 +232,7 @@ def test_drafts_are_taken_back(device: str, name: str):
             super().crop(tokens_to_remove)
 
     cache = Watched(over_pages(model).config, num_blocks=12, block_size=4)
-    assert model.generate(prompt, past_key_values=cache, **options).tolist() == expected.tolist()
+    assert model.generate(prompt, **taking(cache), **options).tolist() == expected.tolist()
     assert min(cropped) < 0
 
 
@@ -260,11 +259,11 @@ def test_a_second_turn_and_a_copy_go_on_with_what_is_stored(device: str):
     mask = torch.cat([prompts(device)["attention_mask"], torch.ones(3, NEW_TOKENS, device=device).long()], dim=1)
     turn = {"input_ids": first.sequences, "attention_mask": mask, "max_new_tokens": 4}
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(**turn, past_key_values=first.past_key_values, **options)
+    expected = model.generate(**turn, **taking(first[CACHE_ARGUMENT]), **options)
     cache = make_cache(over_pages(model), "auto", num_blocks=64)
     assert_close_generation(generate(model, cache), first)
     for one in (copy.deepcopy(cache), cache):
-        assert model.generate(**turn, past_key_values=one, **options).tolist() == expected.tolist()
+        assert model.generate(**turn, **taking(one), **options).tolist() == expected.tolist()
 
 
 def test_a_copy_follows_its_models_attention(device: str):
@@ -291,7 +290,7 @@ def test_sequences_are_repeated_and_chosen_with_their_padding(device: str):
     rows = [1, 0, 0]
     positions_ = positions(mask, 20, ids[:, 16:])[rows]
     with torch.no_grad():
-        inputs = {"attention_mask": mask[rows], "position_ids": positions_, "past_key_values": cache}
+        inputs = {"attention_mask": mask[rows], "position_ids": positions_, **taking(cache)}
         got = model(ids[rows, 16:], **inputs).logits
     torch.testing.assert_close(got, expected[rows, 16:], rtol=1e-5, atol=1e-5)
 
@@ -303,7 +302,7 @@ def test_a_model_may_change_its_attention_between_steps(device: str):
     for attention, part in zip(("sdpa", "kvjax", "eager", "kvjax"), ids.split(10, dim=1), strict=True):
         model.set_attn_implementation(attention)
         with torch.no_grad():
-            got.append(model(part, past_key_values=cache).logits)
+            got.append(model(part, **taking(cache)).logits)
     torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -326,11 +325,11 @@ def test_a_compiled_model_breaks_its_graph_at_attention(device: str):
 def test_other_caches_are_refused(device: str):
     model = over_pages(model_of("llama", device))
     ids = text_of(device)
-    message = r"past_key_values: got keys of type Tensor, expected attn_implementation='kvjax' with past_key_values=Kvj"
+    message = rf"{CACHE_ARGUMENT}: got keys of type Tensor, expected attn_implementation='kvjax' with {CACHE_ARGUMENT}=Kvj"
     other = make_cache(make_model(device))
     for cache in (DynamicCache(), other):
         with pytest.raises(KVCacheTypeError, match=message), torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **taking(cache))
     with pytest.raises(KVCacheTypeError, match=message), torch.no_grad():
         model(ids, use_cache=False)
 
@@ -341,7 +340,7 @@ def test_other_attention_is_refused(device: str, attention: str):
     model = make_model(device, attn_implementation=attention)
     message = r"keys and values of a KvjaxCache are in pages, which attn_implementation='kvjax' alone can read"
     with pytest.raises((AttributeError, KVCacheTypeError), match=message), torch.no_grad():
-        model(text_of(device), past_key_values=cache)
+        model(text_of(device), **taking(cache))
 
 
 def test_states_in_pages_say_what_reads_them():
@@ -363,11 +362,11 @@ def test_padding_that_changes_is_refused(device: str):
     read(model, cache, ids[:, :8], mask[:, :8], [8])
     message = r"attention_mask: got 8 tokens among the first 8 positions of sequence 0, expected 5, which the cache hol"
     with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
-        model(ids[:, 8:], past_key_values=cache)
+        model(ids[:, 8:], **taking(cache))
     model.set_attn_implementation("sdpa")
     message = "got 'sdpa' for a cache that was filled with 'kvjax'"
     with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
-        model(ids[:, 8:], past_key_values=cache, attention_mask=mask)
+        model(ids[:, 8:], **taking(cache), attention_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +380,7 @@ def test_padding_that_changes_is_refused(device: str):
 def test_masks_that_are_not_of_padding_are_refused(inputs: dict[str, torch.Tensor], message: str):
     model = over_pages(model_of("llama", "cpu"))
     with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
-        model(text_of("cpu", 2, 8), past_key_values=make_cache(model), **inputs)
+        model(text_of("cpu", 2, 8), **taking(make_cache(model)), **inputs)
 
 
 def test_attention_that_is_not_causal_is_refused():
@@ -389,7 +388,7 @@ def test_attention_that_is_not_causal_is_refused():
     model.config.is_causal = False
     message = r"attn_implementation: got 'kvjax' for a mask that is not a causal one, with or without a sliding window"
     with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
-        model(text_of("cpu"), past_key_values=make_cache(model))
+        model(text_of("cpu"), **taking(make_cache(model)))
 
 
 def test_attention_in_chunks_is_refused_past_the_first():
@@ -457,11 +456,11 @@ def test_a_decode_step_takes_no_memory_for_a_dense_layer():
     cache, ids = make_cache(model, "nvfp4", num_blocks=4 * 257, block_size=16), text_of("cuda", 4, 4096)
     with torch.no_grad():
         for part in ids.split([2048, 2047, 1], dim=1):  # the last compiles
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **taking(cache), logits_to_keep=1)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **taking(cache))
         torch.cuda.synchronize()
     dense = 4 * 4096 * 2 * 4 * 64 * 2
     assert torch.cuda.max_memory_allocated() - before < dense / 2

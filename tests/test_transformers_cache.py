@@ -24,7 +24,7 @@ import kvjax  # noqa: E402
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, KVCacheWarning  # noqa: E402
 from kvjax_torch import to_jax  # noqa: E402
 from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
-from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache  # noqa: E402
 
 VOCABULARY = 61
 NUM_LAYERS = 2
@@ -74,6 +74,11 @@ def make_cache(model: Any, kv_cache_dtype: Any = "auto", *, num_blocks: int = 32
     )
 
 
+def taking(cache: Any) -> dict[str, Any]:
+    """The argument of models and of `generate` that takes a cache."""
+    return {CACHE_ARGUMENT: cache}
+
+
 def prompts(device: str) -> dict[str, torch.Tensor]:
     """Three sequences of 9, 6 and 1 tokens, padded on the left."""
     ids = torch.randint(1, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -83,7 +88,7 @@ def prompts(device: str) -> dict[str, torch.Tensor]:
 
 def generate(model: Any, cache: Any, **options: Any) -> Any:
     defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    asked = {"output_logits": True, "return_dict_in_generate": True, "past_key_values": cache}
+    asked = {"output_logits": True, "return_dict_in_generate": True, **taking(cache)}
     return model.generate(**prompts(model.device.type), **{**defaults, **asked, **options})
 
 
@@ -193,7 +198,7 @@ def logits_of_a_text(model: Any, cache: Any) -> torch.Tensor:
     """Logits `[2, 40, vocabulary]` of a fixed text: half of it prefilled, the rest fed one token at a time."""
     text = torch.randint(1, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3)).to(model.device)
     with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits for part in (text[:, :20], *text[:, 20:].split(1, dim=1))]
+        parts = [model(part, **taking(cache)).logits for part in (text[:, :20], *text[:, 20:].split(1, dim=1))]
     return torch.cat(parts, dim=1)
 
 
@@ -351,7 +356,7 @@ def test_drafts_are_taken_back(device: str):
 
     caches = Watched(model.config, num_blocks=40, block_size=4), DynamicCache()
     found, expected = (
-        model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **options) for cache in caches
+        model.generate(prompt, **taking(cache), prompt_lookup_num_tokens=3, **options) for cache in caches
     )
     assert found.tolist() == expected.tolist()
     assert min(cropped) < 0
@@ -363,7 +368,7 @@ def test_a_prompt_in_chunks_and_a_second_turn(device: str):
     for turn in range(2):
         text = torch.randint(1, VOCABULARY, (2, 11 + 30 * turn), generator=torch.Generator().manual_seed(4)).to(device)
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 4}
-        found, expected = (model.generate(text, past_key_values=cache, **options) for cache in caches)
+        found, expected = (model.generate(text, **taking(cache), **options) for cache in caches)
         assert found.tolist() == expected.tolist()
     assert caches[0].get_seq_length() == caches[1].get_seq_length() > 41
 
@@ -387,7 +392,7 @@ def test_a_copied_prompt_can_be_continued_twice(device: str):
     cache, found = make_cache(model), []
     prompt = prompts(device)
     with torch.no_grad():
-        model(input_ids=prompt["input_ids"][:, :8], past_key_values=cache)
+        model(input_ids=prompt["input_ids"][:, :8], **taking(cache))
     for one in (copy.deepcopy(cache), cache):
         found.append(generate(model, one))
     assert_same_generation(*found)
@@ -412,7 +417,7 @@ def test_a_cache_that_was_filled_in_inference_mode_can_be_gone_on_with(device: s
     tokens, found = prompts(device), []
     for cache in (make_cache(model), DynamicCache()):
         with torch.inference_mode():
-            model(**{name: part[:, :5] for name, part in tokens.items()}, past_key_values=cache)
+            model(**{name: part[:, :5] for name, part in tokens.items()}, **taking(cache))
         found.append(generate(model, cache))
     assert_same_generation(*found)
 
@@ -435,7 +440,7 @@ def test_another_batch_is_refused_until_the_cache_is_empty(device: str):
 def test_a_forward_pass_that_wants_gradients_is_refused(device: str):
     model = make_model(device)
     with pytest.raises(KVCacheTypeError, match="a write into a cache has no gradient"):
-        model(**prompts(device), past_key_values=make_cache(model))
+        model(**prompts(device), **taking(make_cache(model)))
 
 
 LLAMA = LlamaConfig(num_hidden_layers=2, dtype="bfloat16")
@@ -509,7 +514,7 @@ def logits_in_steps(model: Any, cache: Any, *, is_compiled: bool) -> list[torch.
     if is_compiled:
         model = torch.compile(model, backend="eager")
     with torch.no_grad():
-        logits = [model(some, past_key_values=cache).logits for some in tokens]
+        logits = [model(some, **taking(cache)).logits for some in tokens]
     torch._dynamo.reset()
     return logits
 
@@ -524,7 +529,7 @@ def test_a_compiled_model_breaks_its_graph_at_the_cache(device: str):
     torch.testing.assert_close(got, logits_in_steps(model, DynamicCache(), is_compiled=False), rtol=1e-4, atol=1e-4)
     tokens = prompts(device)["input_ids"][:2]
     with torch.no_grad(), pytest.raises(Exception, match="KvjaxCache keeps its block table on the host"):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens, past_key_values=make_cache(model))
+        torch.compile(model, backend="eager", fullgraph=True)(tokens, **taking(make_cache(model)))
     torch._dynamo.reset()
 
 

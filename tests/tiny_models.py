@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvjax import KVCacheValueError, KVCacheWarning, LayerKVConfig, ModelKVConfig
 from kvjax.hf_config.model_types import MODEL_TYPES
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT
 
 CAUSAL_MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -176,10 +177,10 @@ def cached_layers(model_type: str, config: transformers.PreTrainedConfig) -> lis
     model = model_class(config).eval()
     ids = torch.randint(5, 90, (1, NUM_TOKENS))
     with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).get("past_key_values")
+        cache = model(input_ids=ids, use_cache=True).get(CACHE_ARGUMENT)
         if cache is None:
             cache = DynamicCache(config=config)
-            model(input_ids=ids, use_cache=True, past_key_values=cache)
+            model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache})
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):

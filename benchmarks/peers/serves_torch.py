@@ -85,6 +85,8 @@ def serve(name: str, job: ServeJob) -> Timing:
     """
     import torch
 
+    from kvjax_torch.transformers_cache import CACHE_ARGUMENT
+
     lm = model(job.of)
     num_tokens = job.of.seq_len - MANY if job.of.seq_len > 2 * MANY else MANY
     ids = torch.randint(job.of.config.vocab_size, (job.num_seqs, num_tokens + 1), device=lm.device)
@@ -96,7 +98,7 @@ def serve(name: str, job: ServeJob) -> Timing:
         found = lm.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             max_new_tokens=number,
             min_new_tokens=number,
             do_sample=False,

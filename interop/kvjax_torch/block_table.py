@@ -16,18 +16,17 @@ from kvjax import BlockPool, KVCacheValueError, OutOfBlocksError, PagedSequence
 
 NO_BLOCK = -1
 NO_SLOT = -1
+NO_COPIES = np.empty((0, 2), np.int32)
 
 
 class Step(NamedTuple):
-    """What every layer needs to append tokens to each sequence and to read all of them back.
+    """What a layer needs to append tokens to each sequence and to read all of them back.
 
     Attributes:
       block_table: int32 `[num_seqs, max_blocks]`; -1 past a sequence's last block, and for blocks given back.
       slot_mapping: int64 `[num_seqs * num_new_tokens]`, the new tokens of the first sequence before those of the next;
         -1 for padding, which is not stored.
       seq_lens: int32 `[num_seqs]`, the new tokens included.
-      copy_from: int32 `[num_copies]`: blocks to copy, before anything is written.
-      copy_to: int32 `[num_copies]`: the blocks to copy them to.
       cu_q_lens: int32 `[num_seqs + 1]`: where each sequence's new tokens begin, padding left out.
       stored: int64 `[num_stored]`: which of the new tokens, counted as in `slot_mapping`, are stored; `None` for all.
     """
@@ -35,8 +34,6 @@ class Step(NamedTuple):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
-    copy_from: torch.Tensor
-    copy_to: torch.Tensor
     cu_q_lens: torch.Tensor
     stored: torch.Tensor | None
 
@@ -71,8 +68,7 @@ class BlockTable:
         self._option = option
         self._sequences: list[PagedSequence] = []
         self._is_token: np.ndarray | None = None
-        self._planned: tuple[int, int, int] | None = None
-        self._steps: dict[torch.device, Step] = {}
+        self._copies = NO_COPIES
 
     @property
     def num_blocks(self) -> int:
@@ -99,37 +95,77 @@ class BlockTable:
         """Whether some positions of the batch were padding, which is not stored."""
         return self._is_token is not None
 
+    @property
+    def copies(self) -> np.ndarray:
+        """Blocks that `grow` gave new copies: int32 `[num_copies, 2]` of (from, to), until `copied` is called."""
+        return self._copies
+
+    def copied(self) -> None:
+        """Says that every layer has made the `copies`."""
+        self._copies = NO_COPIES
+
+    def rows(self) -> np.ndarray:
+        """The table: int32 `[num_seqs, max_blocks]`; -1 past a sequence's last block, and for blocks given back."""
+        blocks = [sequence.blocks for sequence in self._sequences]
+        rows = np.full((len(blocks), max(map(len, blocks), default=0)), NO_BLOCK, np.int32)
+        for row, of_sequence in zip(rows, blocks, strict=True):
+            row[: len(of_sequence)] = of_sequence
+        return rows
+
     def grow(
-        self,
-        num_seqs: int,
-        start: int,
-        end: int,
-        device: torch.device,
-        *,
-        is_token: np.ndarray | None = None,
-        free_passed: bool = False,
+        self, num_seqs: int, start: int, end: int, *, is_token: np.ndarray | None = None, free_passed: bool = False
     ) -> Step:
-        """Allocates blocks for the positions from `start` to `end` of every sequence; layers share the step.
+        """Allocates blocks for the positions from `start` to `end` of every sequence.
+
+        Layers make the `copies` before anything is written or grown again.
 
         Args:
           num_seqs: the number of sequences; it may change only where `start` is 0.
           start: positions that each sequence keeps.
           end: positions that each sequence will have.
-          device: the device of the result's tensors.
           is_token: bool `[num_seqs, end]`: False for padding; `None` where there is none.
           free_passed: whether to free first the blocks that the window has passed at position `start`.
+
+        Returns:
+          The step, on the host.
 
         Raises:
           KVCacheValueError: another number of sequences, padding before `start` that differs from before, or too few
             free blocks; each sequence then holds its first `start` positions.
         """
-        on_host = torch.device("cpu")
-        if self._planned != (num_seqs, start, end):
-            self._steps = {on_host: self._plan(num_seqs, start, end, is_token, free_passed)}
-            self._planned = num_seqs, start, end
-        if device not in self._steps:
-            self._steps[device] = self._steps[on_host].to(device)
-        return self._steps[device]
+        if not start:
+            self._replace(self._pool.sequence() for _ in range(num_seqs))
+        elif num_seqs != self.num_seqs:
+            raise KVCacheValueError(
+                f"key_states: got a batch of {num_seqs}, expected {self.num_seqs}, the sequences that the cache holds"
+            )
+        self.truncate(start)
+        if is_token is not None and is_token.all():
+            is_token = None
+        self._check_padding(start, is_token)
+        before = np.array([sequence.num_tokens for sequence in self._sequences], np.int64)
+        is_new = np.ones((num_seqs, end - start), np.bool_) if is_token is None else is_token[:, start:]
+        added = is_new.sum(axis=1)
+        if free_passed and self._window is not None:
+            for sequence in self._sequences:
+                sequence.free_before(sequence.num_tokens - self._window + 1)
+        try:
+            self._copies = self._pool.append(self._sequences, added.tolist())
+        except OutOfBlocksError as error:
+            raise KVCacheValueError(
+                f"{self._option}: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
+                f" {self.num_blocks - error.num_free + error.num_needed} to hold {num_seqs} sequences of {end} tokens"
+            ) from error
+        self._is_token = None if is_token is None else is_token.copy()  # a caller may reuse the mask's memory
+        block_table = self.rows()
+        cu_q_lens = np.concatenate([[0], np.cumsum(added)])
+        return Step(
+            block_table=torch.from_numpy(block_table),
+            slot_mapping=torch.from_numpy(self._slots(block_table, before, is_new).ravel()),
+            seq_lens=torch.from_numpy((before + added).astype(np.int32)),
+            cu_q_lens=torch.from_numpy(cu_q_lens.astype(np.int32)),
+            stored=None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new)),
+        )
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` positions of every sequence and frees the blocks after them.
@@ -142,7 +178,6 @@ class BlockTable:
             sequence.truncate(num_kept)
         if self._is_token is not None:
             self._is_token = self._is_token[:, :length]
-        self._planned = None
 
     def check_length(self, length: int) -> None:
         """Checks that the sequences can continue from their first `length` positions.
@@ -168,7 +203,7 @@ class BlockTable:
         for sequence in replaced:
             sequence.free()
         self._is_token = None
-        self._planned = None
+        self._copies = NO_COPIES
 
     def _num_tokens(self, length: int) -> list[int]:
         """Tokens of each sequence before position `length`."""
@@ -186,56 +221,16 @@ class BlockTable:
                 f" or all: blocks that the sliding window of {window} tokens had passed were given back"
             )
 
-    def _plan(self, num_seqs: int, start: int, end: int, is_token: np.ndarray | None, free_passed: bool) -> Step:
-        if not start:
-            self._replace(self._pool.sequence() for _ in range(num_seqs))
-        elif num_seqs != self.num_seqs:
+    def _check_padding(self, start: int, is_token: np.ndarray | None) -> None:
+        """Checks that the first `start` positions are padding where they were when they were stored."""
+        every = np.ones((self.num_seqs, start), np.bool_)
+        held, shown = (every if mask is None else mask[:, :start] for mask in (self._is_token, is_token))
+        for row, position in np.argwhere(held != shown)[:1]:
+            got, expected = ("a token", "padding") if shown[row, position] else ("padding", "a token")
             raise KVCacheValueError(
-                f"key_states: got a batch of {num_seqs}, expected {self.num_seqs}, the sequences that the cache holds"
+                f"attention_mask: got {got} at position {position} of sequence {row}, expected {expected}, as the cache"
+                " holds it"
             )
-        self.truncate(start)
-        before = np.array([sequence.num_tokens for sequence in self._sequences], np.int64)
-        if is_token is not None and is_token.all():
-            is_token = None
-        self._check_padding(before, start, is_token)
-        is_new = np.ones((num_seqs, end - start), np.bool_) if is_token is None else is_token[:, start:]
-        added = is_new.sum(axis=1)
-        if free_passed and self._window is not None:
-            for sequence in self._sequences:
-                sequence.free_before(sequence.num_tokens - self._window + 1)
-        try:
-            copies = self._pool.append(self._sequences, added.tolist())
-        except OutOfBlocksError as error:
-            raise KVCacheValueError(
-                f"{self._option}: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
-                f" {self.num_blocks - error.num_free + error.num_needed} to hold {num_seqs} sequences of {end} tokens"
-            ) from error
-        self._is_token = is_token
-        seq_lens = before + added
-        block_table = np.full((num_seqs, -(-int(seq_lens.max(initial=0)) // self.block_size)), NO_BLOCK, np.int32)
-        for row, sequence in zip(block_table, self._sequences, strict=True):
-            blocks = sequence.blocks
-            row[: len(blocks)] = blocks
-        cu_q_lens = np.concatenate([[0], np.cumsum(added)])
-        copy_from, copy_to = copies.T.copy()
-        return Step(
-            block_table=torch.from_numpy(block_table),
-            slot_mapping=torch.from_numpy(self._slots(block_table, before, is_new).ravel()),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-            copy_from=torch.from_numpy(copy_from),
-            copy_to=torch.from_numpy(copy_to),
-            cu_q_lens=torch.from_numpy(cu_q_lens.astype(np.int32)),
-            stored=None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new)),
-        )
-
-    def _check_padding(self, before: np.ndarray, start: int, is_token: np.ndarray | None) -> None:
-        expected = np.full_like(before, start) if is_token is None else is_token[:, :start].sum(axis=1)
-        for row, (held, shown) in enumerate(zip(before, expected, strict=True)):
-            if held != shown:
-                raise KVCacheValueError(
-                    f"attention_mask: got {shown} tokens among the first {start} positions of sequence {row}, expected"
-                    f" {held}, which the cache holds"
-                )
 
     def _slots(self, block_table: np.ndarray, before: np.ndarray, is_new: np.ndarray) -> np.ndarray:
         """Slots of the new positions: int64, of `is_new`'s shape."""

@@ -1,5 +1,7 @@
 """Attention over the pages of a `KvjaxCache`, as transformers' `attn_implementation="kvjax"`.
 
+Vision and audio towers, which keep no keys and values, attend with 'sdpa' under this name too.
+
 In a step transformers calls `kvjax_mask`, which makes one mask for all layers, then for each layer `KvjaxCache.update`
 with new keys and values, and `kvjax_attention`. Only the last gets the mask, which says which tokens are padding; so
 `update` returns the new states unchanged, and `kvjax_attention` stores them.
@@ -7,12 +9,13 @@ with new keys and values, and `kvjax_attention`. Only the last gets the mask, wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 
@@ -22,7 +25,17 @@ if TYPE_CHECKING:
 NAME = "kvjax"
 """The name of this attention in transformers."""
 
-IN_PAGES = f"keys and values of a KvjaxCache are in pages, which attn_implementation={NAME!r} alone can read"
+_PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
+CACHE_ARGUMENT = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
+"""The argument of models and of `generate` that takes a cache, and the output that returns it.
+
+It is `"cache"` from transformers 5.24 on. Before, `generate` refuses `cache=`, but a model's `forward` ignores it.
+"""
+
+IN_PAGES = (
+    f"keys and values of a KvjaxCache are in pages, which transformers' attention interface alone can read, with"
+    f" attn_implementation={NAME!r}; expected 'sdpa' or 'eager' for a model that computes with them itself"
+)
 
 
 class PagedStates:
@@ -62,11 +75,11 @@ def kvjax_mask(
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     config: Any = None,
-    **_: Any,
+    **others: Any,
 ) -> torch.Tensor | None:
     """The padding of a batch, on the host, for all layers of a step; causality and windows need no mask.
 
-    The host waits for the mask, as it does for transformers' masks of other attention.
+    A tower gets the mask of 'sdpa'. The host waits for the mask, as it does for transformers' masks of other attention.
 
     Args:
       attention_mask: bool `[num_seqs, kv_length]`, False for padding, or None.
@@ -74,7 +87,8 @@ def kvjax_mask(
       kv_offset: the first of these.
       allow_is_causal_skip: False if the model asks for a mask that is not causal, with or without a window.
       local_size: tokens of a window, or of a chunk.
-      config: the model's (text) configuration.
+      config: the model's (text) configuration, or a tower's, which has no vocabulary.
+      others: arguments of the mask of 'sdpa'.
 
     Returns:
       `attention_mask` on the host, or None if there is no padding.
@@ -82,6 +96,16 @@ def kvjax_mask(
     Raises:
       KVCacheValueError: a model whose attention is not causal, packs several sequences into one, or attends in chunks.
     """
+    if config is not None and getattr(config, "vocab_size", None) is None:
+        return AttentionMaskInterface()["sdpa"](
+            attention_mask=attention_mask,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            allow_is_causal_skip=allow_is_causal_skip,
+            local_size=local_size,
+            config=config,
+            **others,
+        )
     if not allow_is_causal_skip:
         raise KVCacheValueError(
             f"attn_implementation: got {NAME!r} for a mask that is not a causal one, with or without a sliding window;"
@@ -118,6 +142,8 @@ def kvjax_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stores a layer's new keys and values and attends to its pages, with the interface of transformers' attention.
 
+    Attention that is not causal, to tensors, is a tower's and that of 'sdpa'.
+
     Args:
       module: the model's attention.
       query: `[num_seqs, num_heads, num_new_tokens, head_size]`.
@@ -142,13 +168,16 @@ def kvjax_attention(
       KVCacheValueError: a mask of another shape, another window than the layer's spec has, dropout, a bias, or
         attention that is not causal; and as `KvjaxCache.update`.
     """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not isinstance(key, PagedStates) and not is_causal:
+        others |= {"dropout": dropout, "scaling": scaling, "softcap": softcap, "position_bias": position_bias}
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, is_causal=False, **others)
     if not isinstance(key, PagedStates):
         raise KVCacheTypeError(
-            f"past_key_values: got keys of type {type(key).__name__}, expected attn_implementation={NAME!r} with"
-            " past_key_values=KvjaxCache(model.config, ...) of the same configuration object; for another cache, or"
+            f"{CACHE_ARGUMENT}: got keys of type {type(key).__name__}, expected attn_implementation={NAME!r} with"
+            f" {CACHE_ARGUMENT}=KvjaxCache(model.config, ...) of the same configuration object; for another cache, or"
             " none, model.set_attn_implementation('sdpa')"
         )
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     for what, got, expected in (("dropout", dropout, 0), ("is_causal", is_causal, True)):
         if got != expected:
             raise KVCacheValueError(f"{what}: got {got}, expected {expected} for attn_implementation={NAME!r}")

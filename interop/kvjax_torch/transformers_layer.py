@@ -1,0 +1,341 @@
+"""A layer of `KvjaxCache`: its pages, how they are written and what reads them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvjax import (
+    MAX_SCALE,
+    MIN_SCALE,
+    AttentionSpec,
+    CacheLayout,
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    KVCacheWarning,
+    UnsupportedError,
+)
+from kvjax_torch.block_table import BlockTable, Step
+from kvjax_torch.dtypes import torch_dtype
+from kvjax_torch.ops import gather_kv, paged_attention, ragged_paged_attention, reshape_and_cache_flash
+from kvjax_torch.steps import Steps
+from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
+
+MAX_DECODE_Q_LEN = 8
+"""The most new tokens of a sequence that `paged_attention` serves, as in a step that verifies drafts."""
+
+NVFP4_HEADROOM = 16
+"""The factor by which later tokens may exceed a layer's first ones before NVFP4 clips them, with the default scale.
+
+The largest element of the first tokens then has the block scale 448 / 16 = 28. The smallest normal block scale is 2^-6,
+so blocks whose largest element is down to 1/1792 of that one keep their full precision.
+"""
+
+
+class KvjaxLayer(CacheLayerMixin):
+    """One layer's pages. `KvjaxCache` changes the sequences of all layers at once.
+
+    Args:
+      index: the layer's index.
+      spec: the spec of its pages.
+      block_table: the blocks of its sequences.
+      steps: the steps of all layers.
+      config: the model's (text) configuration, which says what attends.
+      model_dtype: the dtype of keys and values.
+      k_scale: decode scale of the keys; `None` for the default.
+      v_scale: the same for the values.
+
+    Attributes:
+      spec: the spec of the pages; from the first tokens on, with as many heads as the model stores.
+      block_table: the blocks of its sequences, shared by all layers with the same window.
+      kv: the pages, allocated with the first tokens. They have the shape, element type and bytes of the array in a
+        `kvjax.KVCache` of this spec, which is therefore
+        `KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale))`.
+      k_scale: decode scale of the keys, a float32 tensor, set with the first tokens.
+      v_scale: the same for the values.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    kv: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    def __init__(
+        self,
+        index: int,
+        spec: AttentionSpec,
+        block_table: BlockTable,
+        steps: Steps,
+        config: Any,
+        model_dtype: torch.dtype,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of transformers
+        if spec.is_diffkv:
+            raise KVCacheValueError(
+                f"config: got head sizes {spec.head_size} of keys and {spec.head_size_v} of values, expected equal ones"
+            )
+        self.spec = spec
+        self.block_table = block_table
+        self._index, self._steps = index, steps
+        self._given_scales = k_scale, v_scale
+        self._config = config
+        self._model_dtype = model_dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence, padding included."""
+        return self._steps.lengths[self._index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KvjaxLayer:
+        """A copy with pages of its own for the same model, whose configuration it shares: that says which attention."""
+        memo[id(self._config)] = self._config
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the pages, zeroed, on the device of `key_states`.
+
+        Raises:
+          KVCacheTypeError: keys of another dtype than the configuration says that the model computes in.
+          KVCacheValueError: keys or values of other head sizes than the configuration says, or of a number of heads
+            that neither repeats nor divides the configuration's KV heads.
+        """
+        if key_states.dtype != self._model_dtype:
+            raise KVCacheTypeError(
+                f"key_states: got dtype {key_states.dtype}, expected {self._model_dtype} as the configuration says;"
+                " pass model_dtype=model.dtype"
+            )
+        self.spec = _as_stored(self.spec, key_states, value_states)
+        shape = self.spec.cache_shape(self.block_table.num_blocks)
+        with torch.inference_mode(False):  # else steps outside inference mode could not write into them
+            self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
+        self._steps.pages[self._index] = self.kv
+        self.is_initialized = True
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]  # of torch
+        reason="KvjaxCache keeps its block table on the host, where no graph reaches"
+    )
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[PagedStates, PagedStates]:
+        """Appends tokens to every sequence and reads all of them back.
+
+        Args:
+          key_states: `[num_seqs, num_kv_heads, num_new_tokens, head_size]`, of the model dtype, without gradient; under
+            autocast of any dtype, since that leaves keys and values in different ones.
+          value_states: the same for the values.
+          args: ignored.
+          kwargs: ignored.
+
+        Returns:
+          `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype, contiguous like those
+          of `DynamicCache`, so that attention runs the same kernels and gives the same bits. With
+          `attn_implementation="kvjax"`, the unchanged new tokens, twice, for `attend` to store and attend to.
+
+        Raises:
+          KVCacheValueError: too few free blocks, another number of sequences than before, padding that was not stored,
+            or layers that a step which stopped halfway left at different lengths.
+          KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
+        """
+        key_states, value_states = self._in_model_dtype(key_states), self._in_model_dtype(value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if attends_to_pages(self._config):
+            states = PagedStates(self, key_states, value_states)
+            return states, states
+        if self.num_tokens and self.block_table.has_padding:
+            raise KVCacheValueError(
+                f"attn_implementation: got {self._config._attn_implementation!r} for a cache that was filled with"
+                " 'kvjax', which stores no padding; expected 'kvjax' until the cache is reset"
+            )
+        num_seqs, _, num_new, _ = key_states.shape
+        step = self._steps.join(self._index, num_seqs, num_new, key_states.device)
+        self._store(key_states, value_states, step)
+        keys, values = gather_kv(
+            *self._halves(),
+            step.block_table,
+            step.seq_lens,
+            self.spec.dtype.value,
+            self.k_scale,
+            self.v_scale,
+            v_scale_layout=self.spec.v_scale_layout.value,
+            dtype=key_states.dtype,
+        )
+        self._steps.leave(self._index, num_new)
+        end = self.num_tokens
+        return keys[:, :end].transpose(1, 2).contiguous(), values[:, :end].transpose(1, 2).contiguous()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *,
+        is_token: np.ndarray | None,
+        sm_scale: float | None,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Appends tokens to every sequence and attends to its pages.
+
+        Args:
+          query: `[num_seqs, num_new_tokens, num_heads, head_size]`.
+          key_states: as in `update`.
+          value_states: as in `update`.
+          is_token: bool `[num_seqs, num_tokens + num_new_tokens]`, False for padding, which is not stored; `None` where
+            there is none.
+          sm_scale: as in `kvjax_torch.paged_attention`.
+          sliding_window: as in `kvjax_torch.paged_attention`; that of the spec, where that has one.
+          logits_soft_cap: as in `kvjax_torch.paged_attention`.
+          sinks: as in `kvjax_torch.paged_attention`.
+
+        Returns:
+          Of the query's shape and dtype; 0 for padding.
+
+        Raises:
+          KVCacheValueError: as `update`, or padding that differs from before.
+          KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
+        """
+        num_seqs, num_new = query.shape[:2]
+        step = self._steps.join(
+            self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True
+        )
+        self._store(key_states, value_states, step)
+        key_cache, value_cache = self._halves()
+        arguments: dict[str, Any] = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "block_table": step.block_table,
+            "seq_lens": step.seq_lens,
+            "kv_cache_dtype": self.spec.dtype.value,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "v_scale_layout": self.spec.v_scale_layout.value,
+            "sm_scale": sm_scale,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "sinks": sinks,
+        }
+        with torch.autocast(query.device.type, enabled=False):
+            out = _attention(self._in_model_dtype(query), step, arguments)
+        self._steps.leave(self._index, num_new)
+        return out
+
+    def _in_model_dtype(self, states: torch.Tensor) -> torch.Tensor:
+        """`states`, which autocast leaves in a dtype that depends on the operations before."""
+        return states.to(self._model_dtype) if torch.is_autocast_enabled(states.device.type) else states
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: Step) -> None:
+        """Writes a step's tokens into its slots."""
+        if self.num_tokens == 0:
+            self.k_scale, self.v_scale = (
+                default_scale(states, self.spec.dtype) if given is None else given.to(states.device)
+                for given, states in zip(self._given_scales, (key_states, value_states), strict=True)
+            )
+        reshape_and_cache_flash(
+            key_states.transpose(1, 2).flatten(0, 1),
+            value_states.transpose(1, 2).flatten(0, 1),
+            *self._halves(),
+            step.slot_mapping,
+            self.spec.dtype.value,
+            self.k_scale,
+            self.v_scale,
+            v_scale_layout=self.spec.v_scale_layout.value,
+            unique_slots=True,
+        )
+
+    def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
+        in_tokens = (0, 2, 1, 3) if self.spec.layout is CacheLayout.HND else (0, 1, 2, 3)
+        key_cache, value_cache = (half.permute(in_tokens) for half in self.kv.unbind(1))
+        return key_cache, value_cache
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys that the next `query_length` queries see, and the position of the first."""
+        return self.num_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence, padding included."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """The most tokens of a sequence, if it is the only one."""
+        return self.block_table.num_blocks * self.block_table.block_size
+
+    def offload(self) -> NoReturn:
+        """Not served.
+
+        Raises:
+          UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "offload: a KvjaxCache does not move its pages to the host; expected fewer num_blocks, a smaller"
+            " kv_cache_dtype, or transformers' DynamicCache(offloading=True)"
+        )
+
+    def prefetch(self) -> NoReturn:
+        """As `offload`."""
+        self.offload()
+
+
+def _attention(query: torch.Tensor, step: Step, arguments: dict[str, Any]) -> torch.Tensor:
+    """Attention of a step's queries `[num_seqs, num_new_tokens, num_heads, head_size]`; 0 for padding."""
+    num_new = query.shape[1]
+    if step.stored is None and num_new <= MAX_DECODE_Q_LEN:
+        return paged_attention(query, **arguments)
+    every_row = query.flatten(0, 1)
+    rows = every_row if step.stored is None else every_row[step.stored]
+    out = ragged_paged_attention(rows, cu_q_lens=step.cu_q_lens, max_q_len=num_new, **arguments)
+    if step.stored is not None:
+        out = torch.zeros_like(every_row).index_copy_(0, step.stored, out)
+    return out.unflatten(0, query.shape[:2])
+
+
+def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torch.Tensor) -> AttentionSpec:
+    """`spec` with the number of heads that the model stores.
+
+    It may repeat each KV head for its query heads or, split over several devices, hold a share of them.
+    """
+    num_heads, expected = key_states.shape[1], spec.num_kv_heads
+    for name, states in (("key_states", key_states), ("value_states", value_states)):
+        got = states.shape[1], states.shape[3]
+        if got != (num_heads, spec.head_size) or not num_heads or (num_heads % expected and expected % num_heads):
+            raise KVCacheValueError(
+                f"{name}: got {got[0]} heads of size {got[1]}, expected {expected} of size {spec.head_size} as the"
+                " configuration says, each of those repeated, or a rank's share of them"
+            )
+    if num_heads > expected:
+        message = (
+            f"key_states: got {num_heads} heads, each of the configuration's {expected} KV heads repeated: this layer"
+            f" takes {num_heads // expected} times the bytes that kvjax plan counts"
+        )
+        warnings.warn(message, KVCacheWarning, stacklevel=2)
+    return dataclasses.replace(spec, num_kv_heads=num_heads)
+
+
+def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
+    """The default decode scale of a layer in `KvjaxCache`: a float32 scalar on the device of `states`.
+
+    Args:
+      states: the first keys, or the first values, of the layer.
+      dtype: the dtype of the layer's pages.
+    """
+    if dtype.byte_format is not KVCacheDType.NVFP4:
+        return torch.ones((), device=states.device)
+    scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
+    # Zeros, infinities and NaN determine no scale.
+    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, MAX_SCALE)
