@@ -58,7 +58,8 @@ class Engine:
 
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False} | how)
         name = str(next(self._names))
-        return self.engine.add_request(name, {"prompt_token_ids": prompt}, params) or name
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name  # the engine's own name of a request, which it returns, is not that of its outputs
 
     def steps(self) -> Iterator[tuple[float, list[Any]]]:
         """Runs to the end: the seconds of each step and the requests that it went on with."""
