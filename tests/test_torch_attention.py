@@ -117,6 +117,17 @@ def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
         assert_same_bytes(got, rows[:, 0])
 
 
+@pytest.mark.parametrize("q_shape", [(0, 4, 64), (0, 3, 4, 64), (2, 0, 4, 64)], ids=str)
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_empty_batch_has_empty_results(q_shape, query_dtype, device):
+    num_seqs = q_shape[0]
+    call = arguments(device) | {"query": torch.zeros(q_shape, dtype=query_dtype, device=device)}
+    call |= {name: call[name][:num_seqs] for name in ("block_table", "seq_lens")}
+    out, lse = kvjax_torch.paged_attention(**call, return_lse=True)
+    assert (out.shape, out.dtype) == (q_shape, query_dtype)
+    assert (lse.shape, lse.dtype) == (q_shape[:-1], torch.float32)
+
+
 def arguments(device: str = "cpu", dtype: str = "nvfp4", query_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     kv_cache = torch.zeros((4, 2, 8, 2, 36), dtype=torch.uint8, device=device)
     if dtype == "auto":

@@ -198,7 +198,6 @@ WRONG = {
     "fewer keys than slots": {"key": rows(4, 3, NUM_HEADS, HEAD_SIZE)[:, 1]},
     "fewer values than slots": {"value": rows(4, 3, NUM_HEADS, HEAD_SIZE)[:, 1]},
     "dimensions": {"key": rows(5)},
-    "gradient": {"value": rows(*QKV).requires_grad_()[:, 2]},
     "scales of heads": {"k_scale": torch.ones(NUM_HEADS)},
     "dtype of k_scale": {"k_scale": torch.ones((), dtype=torch.float64)},
     "dtype of v_scale": {"v_scale": torch.ones((), dtype=torch.float64)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, each_case, kv_to
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import FORMS, from_numpy, nested, random_pages, resident_bytes, to_numpy, torch_cache  # noqa: E402
+from torch_helpers import FORMS, assert_same, from_numpy, nested, random_pages, resident_bytes, to_numpy, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -28,6 +29,9 @@ from kvjax import (  # noqa: E402
 from kvjax_torch import arguments, calls, host  # noqa: E402
 from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
 from kvjax_torch.plan import ReadTensors  # noqa: E402
+
+MAP_NORESERVE = 0x4000
+"""Of Linux; Python names it from 3.13 on."""
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEAD_SIZE_V = {64: 80, 80: 64, 96: 192, 112: 16, 128: 96, 192: 128, 256: 32, 512: 48}
@@ -237,6 +241,96 @@ def test_of_tokens_with_one_slot_one_wins_whole():
             assert (stored[1] == -winner).all()
 
 
+def test_of_tokens_with_one_slot_the_last_is_written():
+    for dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3):
+        spec, pages, cache = simple_cache(dtype)
+        key, value, rows = simple_rows(spec, 40)
+        slots = np.random.default_rng(0).integers(-1, 12, 40)
+        write(rows, cache, torch.from_numpy(slots), dtype.value)
+        assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, slots, 1.0, 1.0))
+
+
+def test_many_tokens_are_encoded_and_decoded_at_once():
+    spec, pages, cache = simple_cache(KVCacheDType.FP8_E4M3, 80, num_kv_heads=7, head_size=48)
+    key, value, rows = simple_rows(spec, 600)
+    slots = np.random.default_rng(0).permutation(640)[:600]
+    write(rows, cache, torch.from_numpy(slots), "fp8", (0.5, 0.25))
+    expected = reference.write(pages, spec, key, value, slots, 0.5, 0.25)
+    assert_same_bytes(cache.pages(), expected)
+    table, lengths, dtype = np.arange(80)[None], np.array([633]), np.dtype(np.float32)
+    on_torch = torch.from_numpy(table), torch.from_numpy(lengths)
+    read = kvjax_torch.gather_kv(cache.key, cache.value, *on_torch, "fp8", 0.5, 0.25, dtype=torch.float32)
+    for half, dense, scale in zip((0, 1), read, (0.5, 0.25), strict=True):
+        assert_same_bytes(to_numpy(dense, dtype), reference.read(expected, spec, half, table, lengths, scale, dtype))
+
+
+def test_unquantized_tokens_of_cpu_tensors_do_not_pass_through_jax(monkeypatch):
+    monkeypatch.setattr(host, "to_jax", lambda tensor: pytest.fail("a tensor is lent to JAX"))
+    spec, pages, cache = simple_cache(KVCacheDType.FLOAT16)
+    key, value, rows = simple_rows(spec, 5)
+    write(rows, cache, torch.arange(5), "float16")
+    assert_same_bytes(cache.pages(), reference.write(pages, spec, key, value, np.arange(5), 1.0, 1.0))
+    table, lengths = torch.zeros(1, 1).int(), torch.tensor([5])
+    stored = cache.key, cache.value, table, lengths, "float16", 1.0, 1.0
+    kvjax_torch.gather_kv(*stored)
+    kvjax_torch.paged_attention(torch.ones(1, 2, 64), *stored)
+
+
+def test_tokens_of_a_cache_can_be_written_to_other_slots_of_it():
+    kv_cache = torch.arange(2.0 * 2 * 8)[:, None, None].expand(32, 2, 4).reshape(2, 2, 8, 2, 4).contiguous()
+    before = kv_cache.clone()
+    key_cache, value_cache = kv_cache[:, 0], kv_cache[:, 1]
+    kvjax_torch.reshape_and_cache_flash(
+        key_cache[0], value_cache[0], key_cache, value_cache, torch.arange(1, 9), "auto", 1.0, 1.0
+    )
+    for half in (0, 1):
+        tokens = before[:, half].flatten(0, 1)
+        assert_same([kv_cache[:, half].flatten(0, 1)], [torch.cat([tokens[:1], tokens[:8], tokens[9:]])])
+
+
+def test_int32_slots_of_a_cache_with_more_slots_than_int32_counts():
+    """Of which the untouched ones take no memory."""
+    size, flags = 2**31, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    key_cache, value_cache = (
+        torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(-1, 1, 1, 1) for _ in "kv"
+    )
+    slots, row = torch.tensor([5, -1, 2**31 - 1, 7], dtype=torch.int32), torch.ones(4, 1, 1)
+    kvjax_torch.reshape_and_cache_flash(row, 2 * row, key_cache, value_cache, slots, "fp8", 1.0, 1.0)
+    table = torch.tensor([[5, 6, 2**31 - 1, 7]], dtype=torch.int32)
+    keys, values = kvjax_torch.gather_kv(
+        key_cache, value_cache, table, torch.tensor([4]), "fp8", 1.0, 1.0, dtype=torch.float32
+    )
+    assert keys.flatten().tolist() == [1, 0, 1, 1]
+    assert values.flatten().tolist() == [2, 0, 2, 2]
+    out = kvjax_torch.paged_attention(
+        row[:1], key_cache, value_cache, table, torch.tensor([4]), "fp8", 1.0, 1.0, sm_scale=0.0
+    )
+    assert out.item() == 1.5
+
+
+def test_values_within_the_rows_of_keys_are_read():
+    """As in multi-head latent attention: the values of a token are a part of its keys."""
+    latent = torch.randn(4, 8, 1, 24, generator=torch.Generator().manual_seed(0))
+    sequences = torch.tensor([[2, 1]]), torch.tensor([13])
+    apart = kvjax_torch.gather_kv(latent, latent[..., :16].clone(), *sequences, "float32", 1.0, 1.0)
+    assert_same(kvjax_torch.gather_kv(latent, latent[..., :16], *sequences, "float32", 1.0, 1.0), apart)
+    with pytest.raises(KVCacheValueError, match=r"value_cache: got memory that overlaps .* or rows within its rows"):
+        kvjax_torch.gather_kv(latent[:3], latent[1:], *sequences, "float32", 1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.AUTO, KVCacheDType.FP8_E4M3])
+def test_a_dtype_may_be_the_enums_member(dtype: KVCacheDType):
+    results = []
+    for name in (dtype, dtype.value):
+        _, _, cache = simple_cache(KVCacheDType.FLOAT16 if dtype is KVCacheDType.AUTO else dtype)
+        rows = simple_rows(simple_spec(), 5)[2]
+        write(rows, cache, torch.arange(5), name)
+        read = cache.key, cache.value, torch.tensor([[0]]), torch.tensor([5]), name, 1.0, 1.0
+        attended = kvjax_torch.paged_attention(torch.ones(1, 2, 64), *read)
+        results.append([torch.from_numpy(cache.pages()), *kvjax_torch.gather_kv(*read), attended])
+    assert_same(*results)
+
+
 def test_no_tokens_from_numpy():
     _, pages, cache = simple_cache()
     nothing = torch.from_numpy(np.zeros((0, 2, 64), np.float32))
@@ -327,6 +421,7 @@ def misaligned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 ROWS, BYTES = torch.ones(6, 2, 64, dtype=torch.bfloat16), torch.full((4, 8, 2, 64), 0xAB, dtype=torch.uint8)
+SHARED = torch.full((4, 8, 2, 128), 0xAB, dtype=torch.uint8)
 WRONG = {
     "key_dtype": ({"key": ROWS.int()}, "key: got dtype torch.int32, expected torch.float32 or torch.float16 or"),
     "value_dtype": ({"value": ROWS.float()}, "value: got dtype torch.float32, expected torch.bfloat16"),
@@ -368,6 +463,18 @@ WRONG = {
     "overlap": (
         {"key_cache": BYTES[:1].expand(4, 8, 2, 64)},
         "key_cache: got strides (0, 128, 64, 1) for shape (4, 8,",
+    ),
+    "shared_memory": (
+        {"key_cache": BYTES, "value_cache": BYTES},
+        "value_cache: got memory that overlaps that of key_ca",
+    ),
+    "shared_block": (
+        {"key_cache": BYTES[:3], "value_cache": BYTES[1:]},
+        "overlaps that of key_cache, 1024 bytes after its start, expected memory of its own",
+    ),
+    "shared_rows": (
+        {"key_cache": SHARED[..., :64], "value_cache": SHARED[..., 63:127]},
+        "overlaps that of key_cache, 63 bytes after its start, expected memory of its own",
     ),
     "layouts": (
         {"value_cache": BYTES.transpose(1, 2).contiguous().transpose(1, 2)},
@@ -423,6 +530,12 @@ WRONG = {
         ", expected a multiple of 4, the bytes of a torch.float32",
     ),
     "key_list": ({"key": ROWS.tolist()}, "key: got a list, expected a torch.Tensor"),
+    "slot_list": ({"slot_mapping": [0, 1]}, "slot_mapping: got a list, expected a torch.Tensor"),
+    "slot_unsigned": (
+        {"slot_mapping": torch.ones(6, dtype=torch.uint32)},
+        "slot_mapping: got dtype torch.uint32, expected torch.int32 or torch.int64",
+    ),
+    "dtype_type": ({"kv_cache_dtype": 8}, "kv_cache_dtype: got 8 of type int, expected a string or KVCacheDType"),
     "no_slots": ({"slot_mapping": None}, "slot_mapping: got a NoneType, expected a torch.Tensor"),
     "sparse": ({"key": ROWS.to_sparse()}, "key: got layout torch.sparse_coo, expected torch.strided: key.to_dense()"),
     "sparse_scale": ({"k_scale": torch.ones(1).to_sparse()}, "k_scale: got layout torch.sparse_coo, expected"),

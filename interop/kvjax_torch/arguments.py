@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 import kvjax
 from kvjax import (
@@ -25,7 +26,7 @@ from kvjax import (
     KVQuantMode,
     UnsupportedError,
 )
-from kvjax_torch.caches import Facts, cache_plan, check_caches
+from kvjax_torch.caches import Facts, cache_plan, check_apart, check_caches
 from kvjax_torch.dtypes import (
     INDEX_DTYPES,
     INPUT_DTYPES,
@@ -62,7 +63,6 @@ def write_plan(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    refuse_gradient(key=key, value=value)
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     check_devices(**tensors, slot_mapping=slot_mapping, **scales)
@@ -84,6 +84,8 @@ def write_plan(
                 f" {slot_mapping.shape[0]} slots"
             )
     _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    check_apart(caches | ({} if plan.cache.scales is None else scales), is_written=True)
     if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
@@ -112,7 +114,6 @@ def rope_plan(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    refuse_gradient(query=query, cos_sin_cache=cos_sin_cache)
     check_devices(key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping
     write = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
@@ -172,6 +173,7 @@ def gather_plan(
             f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
         )
     _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    check_apart(tensors, is_written=False)
     if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
@@ -206,7 +208,6 @@ def attention_plan(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    refuse_gradient("attention over a cache", query=query)
     check_devices(key_cache, query=query)
     if query.ndim not in (3, 4):
         raise KVCacheValueError(
@@ -262,7 +263,6 @@ def plan_of_query(
             f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
         )
     if sinks is not None:
-        refuse_gradient("attention over a cache", sinks=sinks)
         if sinks.device != query.device:
             raise KVCacheValueError(f"sinks: got device {sinks.device}, expected {query.device}, that of key_cache")
         if sinks.dtype is not torch.float32:
@@ -358,13 +358,14 @@ def check_strided(name: str, tensor: torch.Tensor) -> None:
         raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
 
 
-def refuse_gradient(what: str = "a write into a cache", /, **tensors: torch.Tensor) -> None:
-    """Raises `KVCacheTypeError` if autograd would need a gradient; rounding to a cache's dtype has none."""
+def refuse_gradient(what: str, /, **tensors: torch.Tensor) -> None:
+    """Raises `KVCacheTypeError` if autograd would need a gradient, or differentiates forward."""
     for name, tensor in tensors.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
+        is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        if is_dual or (tensor.requires_grad and torch.is_grad_enabled()):
             raise KVCacheTypeError(
-                f"{name}: got requires_grad=True, but {what} has no gradient;"
-                f" pass {name}.detach(), or call under torch.no_grad()"
+                f"{name}: got {'a tangent' if is_dual else 'requires_grad=True'}, but {what} has no gradient;"
+                f" pass {name}.detach(){'' if is_dual else ', or call under torch.no_grad()'}"
             )
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvjax import (
@@ -132,6 +137,46 @@ def _has_overlap(cache: Facts) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor], *, is_written: bool) -> None:
+    """Raises `KVCacheValueError` if two tensors share memory.
+
+    Values that are only read may lie within the rows of keys, as in multi-head latent attention.
+    """
+    for (name, one), (other_name, other) in itertools.combinations(tensors.items(), 2):
+        facts, distance = (Facts.of(one), Facts.of(other)), other.data_ptr() - one.data_ptr()
+        if _share_memory(*facts, distance) and (is_written or not _lie_within(*facts, distance)):
+            accepted = "memory of its own" if is_written else "memory of its own or rows within its rows"
+            raise KVCacheValueError(
+                f"{other_name}: got memory that overlaps that of {name}, {distance} bytes after its start, expected"
+                f" {accepted}"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_memory(one: Facts, other: Facts, distance: int) -> bool:
+    """Whether two tensors share a byte; the first element of `other` is `distance` bytes after that of `one`."""
+    address = max(1, 1 - distance)
+    try:
+        return np.shares_memory(_bytes_at(address, one), _bytes_at(address + distance, other), max_work=1_000_000)
+    except np.exceptions.TooHardError:  # of strides that no cache has
+        return False
+
+
+def _bytes_at(address: int, facts: Facts) -> np.ndarray:
+    """The bytes of a tensor at an address, for numpy to compare with others'; none of them may be read."""
+    size = facts.dtype.itemsize
+    shape, strides = (*facts.shape, size), (*(stride * size for stride in facts.strides), 1)
+    fields = {"data": (address, True), "shape": shape, "strides": strides, "typestr": "|u1", "version": 3}
+    return np.asarray(types.SimpleNamespace(__array_interface__=fields))
+
+
+def _lie_within(keys: Facts, values: Facts, distance: int) -> bool:
+    """Whether each row of values lies within that of the keys of its token and head."""
+    size = keys.dtype.itemsize
+    last = distance + values.shape[3] * size
+    return keys.strides[:3] == values.strides[:3] and distance >= 0 and last <= keys.shape[3] * size
 
 
 def _strided_rows(cache: Facts) -> BlockRows:

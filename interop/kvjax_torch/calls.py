@@ -146,7 +146,7 @@ def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor
     """
     token = torch.arange(slot_mapping.shape[0], dtype=torch.int32, device=slot_mapping.device)
     # One index for all slots below 0, and one for all from num_slots on.
-    index = slot_mapping.clamp(-1, num_slots).to(torch.int64) + 1
+    index = slot_mapping.to(torch.int64).clamp(-1, num_slots) + 1
     last_token = token.new_empty(num_slots + 2).scatter_reduce_(0, index, token, reduce="amax", include_self=False)
     return torch.where(last_token[index] == token, slot_mapping, -1)
 

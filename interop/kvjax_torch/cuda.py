@@ -110,7 +110,6 @@ def write(
         and k_scale.numel() == v_scale.numel() == 1
         and device == key.get_device() == value.get_device() == value_cache.get_device()
         and device == slot_mapping.get_device() == k_scale.get_device() == v_scale.get_device()
-        and not (key.requires_grad or value.requires_grad)
         and not kvjax.is_checked()
         and (known := _known_writes.get(kind)) is not None
     ):
@@ -165,6 +164,7 @@ def _write_kind(
         value_cache.shape,
         value_cache.stride(),
         addresses[4] % _PAGE_ALIGNMENT,
+        addresses[4] - addresses[3],  # on which it depends whether they overlap
         slot_mapping.dtype,
         slot_mapping.stride(),
         k_scale.dtype,

@@ -41,19 +41,21 @@ def attend(
     num_seqs, q_len, num_heads, _ = query.shape
     num_kv_heads, max_len = keys.shape[1:3]
     device, group = query.device, num_heads // num_kv_heads
-    is_block = (block_table >= 0) & (block_table < num_blocks)
     last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
     age = last[:, :, None] - torch.arange(max_len, device=device)
-    seen = (age >= 0) & is_block.repeat_interleave(plan.cache.spec.block_size, dim=1)[:, None]
+    of_block = is_block(block_table, num_blocks).repeat_interleave(plan.cache.spec.block_size, dim=1)
+    seen = (age >= 0) & of_block[:, None]
     if plan.window is not None:
         seen &= age < plan.window
-    # Values that no row sees may be NaN, and 0 * NaN is not 0.
-    values = values.masked_fill(~seen.any(dim=1)[:, None, :, None], 0.0)
+    # Values that no row sees may be NaN, and 0 * NaN is not 0. On a GPU the host does not look whether there are any.
+    is_seen = seen.any(dim=1)
+    if values.is_cuda or not is_seen.all():
+        values = values.masked_fill(~is_seen[:, None, :, None], 0.0)
     # Rows of a KV head: by query token, then by query head.
     grouped = query.unflatten(2, (num_kv_heads, group)).transpose(1, 2).to(keys.dtype)
     cap, factor = plan.logits_soft_cap, plan.sm_scale
     products = product(
-        grouped.reshape(num_seqs * num_kv_heads, q_len * group, -1),
+        grouped.reshape(num_seqs * num_kv_heads, q_len * group, keys.shape[-1]),
         keys.flatten(0, 1).transpose(1, 2),
         factor if cap is None else factor / cap,
     )
@@ -67,7 +69,7 @@ def attend(
     weights = logits.sub_(shift).exp_()
     total = weights.sum(-1, keepdim=True)
     attended = product(weights.to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
-    attended = attended.view(*logits.shape[:-1], -1) / torch.where(total > 0, total, 1.0)
+    attended = attended.view(*logits.shape[:-1], values.shape[-1]) / torch.where(total > 0, total, 1.0)
     lse = shift + torch.log(total)
     if sinks is not None:  # last: weights relative to a large sink would round to 0
         whole = torch.logaddexp(lse, sinks.view(num_kv_heads, 1, group, 1))
@@ -81,6 +83,12 @@ def attend(
     out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
     torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
     return out, by_token(lse)[..., 0].contiguous()
+
+
+def is_block(block_table: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Which entries of a table are blocks of a cache: bool, of the table's shape."""
+    # torch converts a number to the table's dtype before it compares, and it may not fit.
+    return (block_table >= 0) & (block_table <= min(num_blocks - 1, torch.iinfo(block_table.dtype).max))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:

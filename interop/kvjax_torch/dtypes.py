@@ -62,6 +62,15 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     return dtype
 
 
+def dtype_name(kv_cache_dtype: str | KVCacheDType) -> str:
+    """`kv_cache_dtype` as torch's dispatcher takes it.
+
+    Raises:
+      KVCacheTypeError: neither a string nor a `KVCacheDType`.
+    """
+    return kv_cache_dtype if type(kv_cache_dtype) is str else parse_kv_cache_dtype(kv_cache_dtype).value
+
+
 def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
     """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
     if not dtype.is_quantized:

@@ -1,7 +1,7 @@
-"""The operations on CPU tensors: JAX encodes and decodes tokens, and torch moves their bytes.
+"""The operations on CPU tensors. torch moves unquantized tokens; JAX encodes and decodes quantized ones.
 
 JAX copies an imported CPU array instead of writing it in place, so the caller's cache is not passed to JAX. kvjax
-writes and reads a small cache whose pages hold one token each, in chunks of one size, so one compilation serves every
+writes and reads a small cache whose pages hold one token each, in chunks of few sizes, so few compilations serve every
 number of tokens. torch copies the rows of these pages to and from their positions in the caller's cache.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,13 @@ from kvjax_torch.plan import (
     WritePlan,
     WriteTensors,
 )
+from kvjax_torch.rotation import rotate, with_canonical_nan
 
-CHUNK_TOKENS = 16
-"""Tokens that JAX encodes or decodes at a time: few, since the last chunk is padded with zeros."""
+CHUNK_TOKENS = (16, 512)
+"""Tokens that JAX encodes or decodes at a time, of calls with few tokens and with many.
+
+The last chunk is padded with zeros. Threads of JAX and of torch wait for each other at every chunk.
+"""
 
 TILE_ROWS = 64
 """Query tokens of a sequence that are served at once, which bounds the memory of their logits."""
@@ -44,16 +48,26 @@ TILE_ROWS = 64
 
 def write(plan: WritePlan, tensors: WriteTensors) -> None:
     """Writes the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
-    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
-    spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = tensors
+    spec = plan.cache.spec
     token, slot = _last_tokens(slot_mapping, key_cache.shape[0] * spec.block_size)
-    staged = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
-    for part in _chunks(token.shape[0]):
-        rows = to_jax(_padded(key[token[part]])), to_jax(_padded(value[token[part]]))
-        encoded = to_torch(encode_chunk(pages, *rows, _scale(k_scale, spec), _scale(v_scale, spec)))
-        staged[part] = _page_bytes(encoded, part)
-    # Nothing may fail from here on: a call that raises leaves the cache as it was.
-    _store(plan, tensors, staged, slot)
+    # Nothing may fail once a cache is written: a call that raises leaves both as they were.
+    if not spec.dtype.is_quantized:
+        position, caches = (slot // spec.block_size, slot % spec.block_size), (key_cache, value_cache)
+        is_all = token.shape == slot_mapping.shape  # in order, then
+        staged = [_staged(x[: token.shape[0]] if is_all else x[token], caches) for x in (key, value)]
+        for cache, rows in zip(caches, staged, strict=True):
+            _memory(cache, cache.dtype).as_strided(cache.shape, cache.stride(), cache.storage_offset())[position] = rows
+        return
+    pages = _one_token_pages(spec)
+    encoded = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
+    for part, size in _chunks(token.shape[0]):
+        chunk = to_jax(_padded(key[token[part]], size)), to_jax(_padded(value[token[part]], size))
+        stored = to_torch(encode_chunk(pages, *chunk, _scale(k_scale, spec), _scale(v_scale, spec)))
+        encoded[part] = stored.view(size, -1).view(torch.uint8)[: part.stop - part.start]
+    for cache, into, encoded_rows in _row_pairs(plan.cache, tensors, pages):
+        view, index = _locate(cache, into, spec, slot)
+        view[index] = _view(encoded, encoded_rows, pages)[:, 0]
 
 
 def rotate_and_write(
@@ -64,32 +78,28 @@ def rotate_and_write(
     cos_sin_cache: torch.Tensor,
 ) -> torch.Tensor:
     """`rope_and_cache` of CPU tensors that `plan` describes; returns rotated queries."""
-    key, value, key_cache, _, slot_mapping, k_scale, v_scale = tensors
-    spec = plan.write.cache.spec
-    pages, num_tokens = _one_token_pages(spec), slot_mapping.shape[0]
-    angles = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
-    staged = key_cache.new_empty((num_tokens, pages.page_size_bytes), dtype=torch.uint8)
-    rotated = query.new_empty(query.shape)
-    for part in _chunks(num_tokens):
-        rows = [to_jax(_padded(x[part])) for x in (query, key, value, angles)]
-        turned, encoded = rotate_and_encode_chunk(
-            pages, plan.is_neox, *rows, _scale(k_scale, spec), _scale(v_scale, spec)
-        )
-        rotated[part] = to_torch(turned)[: part.stop - part.start]
-        staged[part] = _page_bytes(to_torch(encoded), part)
-    token, slot = _last_tokens(slot_mapping, key_cache.shape[0] * spec.block_size)
-    _store(plan.write, tensors, staged[token], slot)
+    rotated, key = (rotate(x, positions, cos_sin_cache, plan.is_neox) for x in (query, tensors.key))
+    write(plan.write, tensors._replace(key=key))
     return rotated
 
 
 def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_kv` of CPU tensors that `plan` describes."""
-    key_cache, _, block_table, seq_lens, k_scale, v_scale = tensors
+    block_table, seq_lens, spec = tensors.block_table, tensors.seq_lens, plan.cache.spec
+    is_there = torch.arange(block_table.shape[1] * spec.block_size, device="cpu") < seq_lens[:, None]
+    is_there &= dense.is_block(block_table, tensors.num_blocks).repeat_interleave(spec.block_size, dim=1)
+    if spec.dtype.is_quantized:
+        return _decoded(plan, tensors, is_there)
+    keys, values = (_converted(_blocks(cache, tensors).flatten(1, 2), plan.dtype) for cache in tensors[:2])
+    for x in (keys, values):
+        x[~is_there] = 0
+    return keys, values
+
+
+def _decoded(plan: GatherPlan, tensors: ReadTensors, is_there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather` of a quantized cache: the tokens `is_there`, bool `[num_seqs, max_len]`, between zeros."""
+    key_cache, _, block_table, _, k_scale, v_scale = tensors
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
-    num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
-    is_block = (block_table >= 0) & (block_table < key_cache.shape[0])
-    is_there = torch.arange(max_len, device=seq_lens.device) < seq_lens[:, None]
-    is_there &= is_block.repeat_interleave(spec.block_size, dim=1)
     seq, position = is_there.nonzero(as_tuple=True)
     block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
@@ -97,39 +107,48 @@ def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.
     for cache, stored_rows, staged_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, stored_rows, spec, slot)
         _view(staged, staged_rows, pages)[:, 0] = view[index]
-    gathered = [
-        key_cache.new_zeros((num_seqs, max_len, spec.num_kv_heads, size), dtype=plan.dtype)
+    keys, values = (
+        key_cache.new_zeros((*is_there.shape, spec.num_kv_heads, size), dtype=plan.dtype)
         for size in (spec.head_size, spec.head_size_v)
-    ]
-    for part in _chunks(slot.shape[0]):
-        stored = _padded(staged[part]).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(CHUNK_TOKENS))
+    )
+    for part, size in _chunks(slot.shape[0]):
+        stored = _padded(staged[part], size).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(size))
         layer_scales = _scale(k_scale, spec), _scale(v_scale, spec)
         decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), *layer_scales)
-        for result, rows in zip(gathered, decoded, strict=True):
+        for result, rows in zip((keys, values), decoded, strict=True):
             result[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
-    keys, values = gathered
     return keys, values
+
+
+def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values for `dense.attend`: float32 `[num_seqs, num_kv_heads, max_len, head_size]`.
+
+    What lies where a sequence has no token is undefined.
+    """
+    if plan.cache.spec.dtype.is_quantized:
+        gathered = gather(GatherPlan(plan.cache, torch.float32, plan.scale_sizes), tensors)
+        keys, values = (x.transpose(1, 2).contiguous() for x in gathered)
+        return keys, values
+    # In one pass each of copying blocks, and of arranging heads and converting.
+    blocks = (_blocks(cache, tensors).permute(0, 3, 1, 2, 4) for cache in tensors[:2])
+    keys, values = (torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x).flatten(2, 3) for x in blocks)
+    return keys, values
+
+
+def _blocks(cache: torch.Tensor, tensors: ReadTensors) -> torch.Tensor:
+    """The blocks of a table `[num_seqs, max_blocks, block_size, num_kv_heads, row]`; any block for other entries."""
+    table = tensors.block_table.to(torch.int64).clamp(0, tensors.num_blocks - 1)
+    return cache.index_select(0, table.flatten()).unflatten(0, table.shape)
 
 
 def attend(
     plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` of CPU tensors that `plan` describes, over keys and values gathered in float32."""
-    gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
-    block_table, seq_lens, num_blocks = tensors.block_table, tensors.seq_lens, tensors.num_blocks
-    if not plan.batch_invariant or not query.shape[0]:
-        return dense.attend(plan, query, keys, values, block_table, seq_lens, num_blocks, sinks)
-    # Each sequence by itself, over the tokens it has: the shape of a sum decides the order of its terms.
-    results = []
-    for seq, length in enumerate(seq_lens.tolist()):
-        blocks = min(max(-(-length // plan.cache.spec.block_size), 1), block_table.shape[1])
-        own, tokens = slice(seq, seq + 1), slice(0, blocks * plan.cache.spec.block_size)
-        dense_tokens = keys[own, :, tokens], values[own, :, tokens]
-        arrays = query[own], *dense_tokens, block_table[own, :blocks], seq_lens[own]
-        results.append(dense.attend(plan, *arrays, num_blocks, sinks))
-    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-    return out, lse
+    """`paged_attention` of CPU tensors that `plan` describes."""
+    num_seqs, q_len = query.shape[:2]
+    bounds = range(0, (num_seqs + 1) * q_len, q_len) if q_len else [0] * (num_seqs + 1)
+    out, lse = _attend_rows(plan, query.flatten(0, 1), tensors, bounds, sinks)
+    return out.unflatten(0, (num_seqs, q_len)), lse.unflatten(0, (num_seqs, q_len))
 
 
 def attend_ragged(
@@ -139,31 +158,49 @@ def attend_ragged(
     cu_q_lens: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ragged_paged_attention` of CPU tensors that `plan` describes, one sequence after the other.
+    """`ragged_paged_attention` of CPU tensors that `plan` describes.
 
     The host can read lengths here, so every row is served, whatever the call's limits.
     """
-    spec, (num_tokens, num_heads, _) = plan.attention.cache.spec, query.shape
-    gathered = GatherPlan(plan.attention.cache, torch.float32, plan.attention.scale_sizes)
+    return _attend_rows(plan.attention, query, tensors, cu_q_lens.clamp(0, query.shape[0]).tolist(), sinks)
+
+
+def _attend_rows(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    bounds: Sequence[int],
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's rows `query[bounds[i]:bounds[i + 1]]`, one sequence after the other.
+
+    So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums.
+    """
+    spec, (num_tokens, num_heads, _) = plan.cache.spec, query.shape
     out = query.new_zeros((num_tokens, num_heads, spec.head_size_v))
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     if sinks is not None:
         lse.copy_(sinks)
-    bounds = cu_q_lens.clamp(0, num_tokens).tolist()
     for seq, (first, end) in enumerate(itertools.pairwise(bounds)):
-        length = tensors.seq_lens[seq : seq + 1]
-        table = tensors.block_table[seq : seq + 1, : -(-max(int(length), 0) // spec.block_size)]
-        if first >= end or not table.numel():
+        own = tensors._replace(block_table=tensors.block_table[seq : seq + 1], seq_lens=tensors.seq_lens[seq : seq + 1])
+        own = _within(int(own.seq_lens), spec, own)
+        if first >= end or not own.block_table.numel():
             continue
-        dense_tokens = gather(gathered, tensors._replace(block_table=table, seq_lens=length))
-        keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
+        keys, values = _dense(plan, own)
         for start in range(first, end, TILE_ROWS):
             rows = slice(start, min(start + TILE_ROWS, end))
-            ends = length - (end - rows.stop)
-            tile = query[None, rows], keys, values, table, ends, tensors.num_blocks, sinks
-            for whole, part in zip((out, lse), dense.attend(plan.attention, *tile), strict=True):
+            ends = own.seq_lens - (end - rows.stop)
+            table = _within(int(ends), spec, own).block_table
+            tokens = slice(0, table.shape[1] * spec.block_size)
+            tile = query[None, rows], keys[:, :, tokens], values[:, :, tokens], table, ends, tensors.num_blocks, sinks
+            for whole, part in zip((out, lse), dense.attend(plan, *tile), strict=True):
                 whole[rows] = part[0]
     return out, lse
+
+
+def _within(length: int, spec: AttentionSpec, tensors: ReadTensors) -> ReadTensors:
+    """The tensors with only those columns of the block table that `length` tokens reach."""
+    return tensors._replace(block_table=tensors.block_table[:, : -(-max(length, 0) // spec.block_size)])
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -178,37 +215,6 @@ def encode_chunk(
             key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
         )
     return written.kv
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "is_neox"))
-def rotate_and_encode_chunk(
-    spec: AttentionSpec,
-    is_neox: bool,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    angles: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Rotated queries, and the array of `encode_chunk` with rotated keys; `angles` has a row for each token."""
-    tokens = jnp.arange(key.shape[0], dtype=jnp.int32)
-    pages = KVCache.allocate(spec, key.shape[0])
-    with kvjax.checked(False):
-        rotated, written = kvjax.rope_and_cache(
-            query,
-            key,
-            value,
-            pages,
-            tokens,
-            tokens,
-            angles,
-            is_neox=is_neox,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            implementation="xla",
-        )
-    return rotated, written.kv
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtype"))
@@ -230,20 +236,6 @@ def decode_chunk(
     return keys[:, 0], values[:, 0]
 
 
-def _page_bytes(pages: torch.Tensor, part: slice) -> torch.Tensor:
-    """The pages of a chunk's tokens `[num_tokens, page_size_bytes]`, without those of padding."""
-    return pages.view(CHUNK_TOKENS, -1).view(torch.uint8)[: part.stop - part.start]
-
-
-def _store(plan: WritePlan, tensors: WriteTensors, staged: torch.Tensor, slot: torch.Tensor) -> None:
-    """Copies the pages of tokens into their slots, which are distinct."""
-    spec = plan.cache.spec
-    pages = _one_token_pages(spec)
-    for cache, into, staged_rows in _row_pairs(plan.cache, tensors, pages):
-        view, index = _locate(cache, into, spec, slot)
-        view[index] = _view(staged, staged_rows, pages)[:, 0]
-
-
 def _one_token_pages(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(
         spec, block_size=1, layout=CacheLayout.NHD, v_scale_layout=VScaleLayout.LINEAR, page_size_padded=None
@@ -255,18 +247,36 @@ def _last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tens
 
     torch's indexed writes run in parallel, so two tokens with one slot could leave a mixture of both.
     """
-    token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero()[:, 0]
-    slot, which = torch.unique(slot_mapping[token].to(torch.int64), return_inverse=True)
+    slots = slot_mapping.to(torch.int64)  # int32 may not hold `num_slots`
+    token = ((slots >= 0) & (slots < num_slots)).nonzero()[:, 0]
+    slot, which = torch.unique(slots[token], return_inverse=True)
+    if slot.shape == slots.shape:
+        return torch.arange(slots.shape[0], device="cpu"), slots
     return torch.zeros_like(slot).scatter_reduce_(0, which, token, reduce="amax"), slot
 
 
-def _chunks(num_tokens: int) -> Iterator[slice]:
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
+def _staged(rows: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rows as the caches store them, and not in their memory."""
+    rows = _converted(rows, caches[0].dtype)
+    is_shared = any(rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr() for cache in caches)
+    return rows.clone() if is_shared else rows
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
-    chunk = rows.new_zeros((CHUNK_TOKENS, *rows.shape[1:]))
+def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows in an unquantized dtype, as `kvjax` converts: another dtype has one NaN, the same keeps its bits."""
+    return rows if rows.dtype is dtype else with_canonical_nan(rows.to(dtype))
+
+
+def _chunks(num_tokens: int) -> Iterator[tuple[slice, int]]:
+    """The tokens of each chunk, and its size."""
+    few, many = CHUNK_TOKENS
+    size = few if num_tokens <= 4 * few else many
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens)), size
+
+
+def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
+    chunk = rows.new_zeros((size, *rows.shape[1:]))
     chunk[: rows.shape[0]] = rows
     return chunk
 
@@ -291,12 +301,16 @@ def _row_pairs(
 
 def _view(tensor: torch.Tensor, rows: PageRegion, spec: AttentionSpec) -> torch.Tensor:
     """The bytes of a tensor's rows: `[num_blocks, block_size, num_kv_heads, row_bytes]`."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
-    return memory.as_strided(
+    return _memory(tensor, torch.uint8).as_strided(
         (tensor.shape[0], spec.block_size, spec.num_kv_heads, rows.row_bytes),
         (tensor.stride(0) * tensor.element_size(), rows.token_stride, rows.head_stride, 1),
         tensor.storage_offset() * tensor.element_size() + rows.base,
     )
+
+
+def _memory(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a tensor, of which autograd and inference mode know nothing."""
+    return torch.empty(0, dtype=dtype, device="cpu").set_(tensor.detach().untyped_storage())
 
 
 def _locate(

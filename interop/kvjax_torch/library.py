@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kvjax import KVCacheTypeError
 from kvjax_torch import cuda, host, ragged
@@ -215,22 +216,28 @@ def _attend_ragged(
     return serve(plan, query, read_tensors, cu_q_lens, sinks)
 
 
-_DIFFERENTIABLE = ("query", "key", "value", "cos_sin_cache", "sinks")
-"""Arguments of which no operation has a gradient."""
+def _without_gradient(operation: torch._ops.OpOverload, what: str) -> Callable[..., Any]:
+    """The operation under autograd, also of torch.func and of compiled code: raises where a gradient would be lost."""
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options)
+        if needs_gradient or forward_ad._current_level >= 0:
+            given = dict(zip(names, args, strict=False)) | options
+            refuse_gradient(what, **{name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
+        with torch._C._AutoDispatchBelowAutograd():
+            return operation.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
+
+    return run
 
 
-def _fake_of(kernel: Callable[..., Any], what: str, results: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake of a kernel, which returns what `results` makes of the arguments by name.
-
-    It refuses gradients, because compiled code runs without autograd and cannot raise that later, and other devices.
-    """
+def _fake_of(kernel: Callable[..., Any], results: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake of a kernel, which returns what `results` makes of the arguments by name. It refuses other devices."""
     names = tuple(inspect.signature(kernel).parameters)
 
     def fake(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
-        tensors = {name: argument for name, argument in given.items() if isinstance(argument, torch.Tensor)}
-        refuse_gradient(what, **{name: tensor for name, tensor in tensors.items() if name in _DIFFERENTIABLE})
-        check_devices(**tensors)
+        check_devices(**{name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
         return results(**given)
 
     return fake
@@ -294,4 +301,6 @@ for _name, _kernel, _what, _results in (
 ):
     _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"kvjax::{_name}", _fake_of(_kernel, _what, _results), lib=_LIBRARY)
+    _operation = getattr(torch.ops.kvjax, _name).default
+    _LIBRARY.impl(_name, _without_gradient(_operation, _what), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"kvjax::{_name}", _fake_of(_kernel, _results), lib=_LIBRARY)

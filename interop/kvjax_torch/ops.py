@@ -11,12 +11,13 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
-from kvjax import KVCacheTypeError, KVCacheValueError, check_scale
+from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch import cuda
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
-from kvjax_torch.dtypes import check_dtype, has_scale_tensors
+from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors
 from kvjax_torch.plan import ReadTensors
 from kvjax_torch.ragged_arguments import as_count
 
@@ -35,7 +36,7 @@ def reshape_and_cache_flash(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -61,7 +62,8 @@ def reshape_and_cache_flash(
       value_cache: the same for the values: `kv_cache[:, 1]`.
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
         at or past `num_blocks * block_size` write nothing. If several tokens have one slot, the last is written.
-      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors' own dtype.
+      kv_cache_dtype: a `KVCacheDType` or a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors'
+        own dtype.
       k_scale: decode scale of the keys. Unquantized caches ignore it. With a scale for each token and head it is
         ignored too, or is the float32 tensor `[num_blocks, block_size, num_kv_heads]`, of any strides, that the keys'
         scales are written to: vLLM's `k_scale_cache`.
@@ -78,6 +80,7 @@ def reshape_and_cache_flash(
     """
     if not isinstance(key_cache, torch.Tensor):
         check_tensors(key_cache=key_cache)
+    kv_cache_dtype = dtype_name(kv_cache_dtype)
     if unique_slots.__class__ is not bool:
         unique_slots = as_bool("unique_slots", unique_slots)
     if not isinstance(k_scale, torch.Tensor):
@@ -100,11 +103,11 @@ def reshape_and_cache_flash(
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether no subclass, mode or functorch transformation would intercept an operation on these tensors."""
+    """Whether no subclass, mode, transformation or autograd would intercept an operation on these tensors."""
     for tensor in tensors:
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.requires_grad:
             return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
@@ -118,7 +121,7 @@ def rope_and_cache(
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -176,7 +179,7 @@ def rope_and_cache(
         slot_mapping,
         positions,
         cos_sin_cache,
-        kv_cache_dtype,
+        dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
         v_scale_layout=v_scale_layout,
@@ -191,7 +194,7 @@ def gather_kv(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -230,7 +233,7 @@ def gather_kv(
         value_cache,
         block_table,
         seq_lens,
-        kv_cache_dtype,
+        dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
         v_scale_layout=v_scale_layout,
@@ -246,7 +249,7 @@ def paged_attention(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -267,7 +270,7 @@ def paged_attention(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -287,7 +290,7 @@ def paged_attention(
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -344,7 +347,7 @@ def paged_attention(
         value_cache,
         block_table,
         seq_lens,
-        kv_cache_dtype,
+        dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
         v_scale_layout=v_scale_layout,
@@ -365,7 +368,7 @@ def ragged_paged_attention(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -390,7 +393,7 @@ def ragged_paged_attention(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -414,7 +417,7 @@ def ragged_paged_attention(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,
@@ -488,7 +491,7 @@ def ragged_paged_attention(
         block_table,
         seq_lens,
         cu_q_lens,
-        kv_cache_dtype,
+        dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
         v_scale_layout=v_scale_layout,
@@ -510,7 +513,7 @@ def warm_up(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | KVCacheDType,
     k_scale: Scale,
     v_scale: Scale,
     *,

@@ -139,17 +139,13 @@ def _reached(plan: AttentionPlan, own: Sequences, num_blocks: int, num_cache_blo
     else:
         column = torch.arange(max_blocks, device=own.table.device)
         is_before = column < (first_own.clamp(min=0) // size)[:, None]
-        is_gone = is_before & ~_is_block(own.table, num_cache_blocks)
+        is_gone = is_before & ~dense.is_block(own.table, num_cache_blocks)
         kept = (~is_gone).cumsum(1) - 1
         table = own.table.new_full((own.table.shape[0], max_blocks + 1), -1)
         table = table.scatter_(1, torch.where(is_gone, max_blocks, kept), own.table)[:, :max_blocks]
         lens = own.lens - is_gone.sum(1) * size
         first_seen = torch.zeros_like(lens)
-    return _Reach(own._replace(table=table, lens=lens), first_seen, ~_is_block(table, num_cache_blocks))
-
-
-def _is_block(table: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    return (table >= 0) & (table < num_blocks)
+    return _Reach(own._replace(table=table, lens=lens), first_seen, ~dense.is_block(table, num_cache_blocks))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from kvjax_torch.arguments import (
     gather_plan,
     on_host,
     plan_of_query,
-    refuse_gradient,
 )
 from kvjax_torch.plan import RaggedPlan
 
@@ -48,7 +47,6 @@ def ragged_plan(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    refuse_gradient("attention over a cache", query=query)
     check_devices(key_cache, query=query, cu_q_lens=cu_q_lens)
     if query.ndim != 3:
         raise KVCacheValueError(f"query: got {query.ndim} dimensions, expected [num_tokens, num_heads, head_size]")

@@ -27,11 +27,11 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
         _normal(second * cos) + _normal(first * sin),
     )
     for pair, values in zip(pairs, rotated, strict=True):
-        pair.copy_(_with_canonical_nan(_normal(values).to(x.dtype)))
+        pair.copy_(with_canonical_nan(_normal(values).to(x.dtype)))
     return turned
 
 
-def _with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
+def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:
     """`x` with the canonical NaN, whose bits are all ones except the sign, in place of any other NaN."""
     bits = torch.int32 if x.dtype.itemsize == 4 else torch.int16
     return x.view(bits).masked_fill(x.isnan(), torch.iinfo(bits).max).view(x.dtype)

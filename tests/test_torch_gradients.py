@@ -1,0 +1,115 @@
+"""No operation of kvjax_torch has a gradient: each argument that could have one is refused, however torch asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402
+
+import kvjax_torch  # noqa: E402
+from kvjax import KVCacheTypeError  # noqa: E402
+
+
+def cache() -> dict[str, Any]:
+    kv_cache = torch.full((4, 2, 8, 2, 16), 7.0)
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    return {"key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1], "kv_cache_dtype": "float32", **scales}
+
+
+def write() -> dict[str, Any]:
+    return cache() | {"key": torch.ones(3, 2, 16), "value": torch.ones(3, 2, 16), "slot_mapping": torch.arange(3)}
+
+
+def rope() -> dict[str, Any]:
+    angles = {"positions": torch.arange(3), "cos_sin_cache": torch.ones(8, 16)}
+    return write() | {"query": torch.ones(3, 4, 16), **angles}
+
+
+def read() -> dict[str, Any]:
+    return cache() | {"block_table": torch.zeros(2, 1).int(), "seq_lens": torch.tensor([3, 5])}
+
+
+def attention() -> dict[str, Any]:
+    return read() | {"query": torch.ones(2, 4, 16), "sinks": torch.ones(4)}
+
+
+def ragged() -> dict[str, Any]:
+    return attention() | {"cu_q_lens": torch.arange(3)}
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "reshape_and_cache_flash": write,
+    "rope_and_cache": rope,
+    "gather_kv": read,
+    "paged_attention": attention,
+    "ragged_paged_attention": ragged,
+}
+
+
+def differentiable(operation: str) -> list[str]:
+    arguments = CALLS[operation]().items()
+    return [name for name, x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+EACH_OPERATION = pytest.mark.parametrize("operation", CALLS)
+
+
+def parameter(run: Callable[..., Any], x: torch.Tensor) -> None:
+    run(torch.nn.Parameter(x.clone()))
+
+
+def reverse(run: Callable[..., Any], x: torch.Tensor) -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        results = run(x)
+        return torch.stack([x.sum(), *(each.sum() for each in results or () if each.requires_grad)]).sum()
+
+    torch.func.grad(total)(x)
+
+
+def forward(run: Callable[..., Any], x: torch.Tensor) -> None:
+    torch.func.jvp(lambda x: (x, run(x))[0], (x,), (x,))
+
+
+def dual(run: Callable[..., Any], x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        run(forward_ad.make_dual(x, x))
+
+
+@EACH_OPERATION
+@pytest.mark.parametrize("ask", [parameter, reverse, forward, dual], ids=lambda ask: ask.__name__)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's own imports for forward mode
+def test_each_argument_that_could_have_a_gradient_is_refused(operation: str, ask: Callable[..., None]):
+    for name in differentiable(operation):
+        call = CALLS[operation]()
+
+        def run(x: torch.Tensor, name: str = name, call: dict[str, Any] = call) -> Any:
+            return getattr(kvjax_torch, operation)(**call | {name: x})
+
+        with pytest.raises(KVCacheTypeError, match=rf"^{name}: got (requires_grad=True|a tangent), but .* no gradient"):
+            ask(run, call[name])
+        assert (call["key_cache"] == 7).all()
+        assert (call["value_cache"] == 7).all()
+
+
+@EACH_OPERATION
+def test_without_gradients_parameters_are_accepted(operation: str):
+    for mode in (torch.no_grad, torch.inference_mode):
+        call = CALLS[operation]()
+        for name in differentiable(operation):
+            call[name] = call[name].requires_grad_()
+        with mode():
+            results = getattr(kvjax_torch, operation)(**call)
+        each = results if isinstance(results, tuple) else () if results is None else (results,)
+        assert not any(x.requires_grad for x in each)
+
+
+def test_registered_operations_refuse_gradients_too():
+    call = read()
+    call["key_cache"] = call["key_cache"].clone().requires_grad_()
+    with pytest.raises(KVCacheTypeError, match=r"key_cache: got requires_grad=True, but a gather has no gradient"):
+        torch.ops.kvjax.gather_kv(**call)
