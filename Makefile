@@ -15,9 +15,11 @@ LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 # What constraints.txt covers: each environment below has some of these extras.
 LOCKED_EXTRAS := test transformers lint train fuzz cuda12 cuda13
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
-CLIENTS := kerashub tunix sglang_jax
+CLIENTS := kerashub tunix sglang_jax vllm
 CLIENT_kerashub := keras-hub==0.32.0
 CLIENT_tunix := google-tunix==0.1.7
+# The plugin interop/kvjax_vllm, always on the CPU.
+CLIENT_vllm := vllm==0.33.0
 # Its engine runs from the source tree SGLANG_JAX; these are what it imports, and torch for the model to compare with.
 CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a source tree of sglang-jax)) \
   jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi httpx jinja2 msgpack orjson \
@@ -134,7 +136,7 @@ $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml c
 .PHONY: $(CLIENTS:%=test-client-%)
 $(CLIENTS:%=test-client-%): test-client-%: .venv-client-%/.installed
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. SGLANG_JAX_SOURCE=$(SGLANG_JAX) \
-	  .venv-client-$*/bin/python -m pytest -q -s -rs -o filterwarnings=ignore examples/clients/tests/test_$*.py $(ARGS)
+	  .venv-client-$*/bin/python -m pytest -q -s -rs -o filterwarnings=ignore examples/clients/tests/test_$**.py $(ARGS)
 
 $(CLIENTS:%=.venv-client-%/.installed): .venv-client-%/.installed: pyproject.toml Makefile
 	@tools/setup_env.sh .venv-client-$* -e '.$(if $(GPUS),[cuda13])' pytest $(CLIENT_$*)

@@ -139,8 +139,8 @@ class VllmBenchmark(output.Program):
             return
         for layers in output.chosen(LAYERS, int, [2 if output.SMOKE.value else 32]):
             for case in ROWS.value or CASES[:1]:
-                for pair in PAIRS.value:
-                    self.time(case, Engine(*pair.split(":"), layers))
+                for dtype, backend in (pair.split(":") for pair in PAIRS.value):
+                    self.time(case, Engine(dtype, backend, layers))
 
     def time(self, case: str, engine: Engine) -> None:
         """Adds a row. What does not run is listed with its error, and fails the program if it is kvjax's."""
@@ -204,7 +204,7 @@ class Checks(absltest.TestCase):
     def test_graphs_give_the_same_tokens(self) -> None:
         for dtype in ("nvfp4", "fp8", "auto"):
             engine = self.engine(dtype, KVJAX)
-            job = {"lengths": self.lengths(), "new_tokens": 64}
+            job: dict[str, Any] = {"lengths": self.lengths(), "new_tokens": 64}
             with_graphs = engine.run("generated", self.options(engine), **job)["tokens"]
             eager = engine.run("generated", self.options(engine, enforce_eager=True), **job)["tokens"]
             say(f"{dtype}: {agreement(with_graphs, eager):.4f} of the sequences are the same with and without graphs")
@@ -232,7 +232,7 @@ class Checks(absltest.TestCase):
             engine = self.engine("auto", backend)
             blocks = 4 * -(-LONGEST.value // 16)  # four of the longest: others wait or are preempted
             options = self.options(engine, enable_prefix_caching=True, num_gpu_blocks_override=blocks)
-            job = {"requests": REQUESTS.value, "max_len": LONGEST.value, "seed": 0, "alone": 32}
+            job: dict[str, Any] = {"requests": REQUESTS.value, "max_len": LONGEST.value, "seed": 0, "alone": 32}
             found = engine.run("requests", options, **job)
             errors = found.pop("errors")
             worst[backend] = statistics.fmean(errors)

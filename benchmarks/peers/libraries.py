@@ -20,7 +20,7 @@ NVFP4 = KVCacheDType.NVFP4
 
 
 def vllm_run(inputs: WriteInputs) -> Run:
-    from vllm import _custom_ops as ops  # type: ignore[import-not-found]
+    from vllm import _custom_ops as ops
 
     spec, cache = inputs.job.spec, inputs.poisoned()
     dtype = "auto" if spec.quant_mode is KVQuantMode.NONE else spec.dtype.value

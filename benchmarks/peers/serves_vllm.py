@@ -70,7 +70,8 @@ class Engine:
 
     def run(self, prompts: list[list[int]], **how: Any) -> list[Any]:
         """Runs requests together; the results in their order."""
-        names, done = [self.add(prompt, **how) for prompt in prompts], {}
+        names = [self.add(prompt, **how) for prompt in prompts]
+        done: dict[str, Any] = {}
         for _, found in self.steps():
             done |= {each.request_id: each for each in found if each.finished}
         return [done[name] for name in names]
@@ -217,7 +218,8 @@ def write_model(folder: Path, config: dict[str, Any], *, with_weights: bool) -> 
         torch.manual_seed(0)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with torch.device(device):
-            model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+            model: Any = LlamaForCausalLM(LlamaConfig(**config))
+        model.to(torch.bfloat16)
         model.save_pretrained(folder)
         del model
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -17,6 +17,22 @@ from kvjax_vllm.step import KvjaxMetadata, Sequences
 
 VIEWS = "_kvjax_views"
 """Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
+
+
+class Stored(NamedTuple):
+    """A layer's pages: `key_cache, value_cache`, and how they are stored, `kv_cache_dtype, k_scale, v_scale`."""
+
+    caches: tuple[torch.Tensor, torch.Tensor]
+    how: tuple[str, torch.Tensor, torch.Tensor]
+
+
+class Options(TypedDict):
+    """Keyword arguments of both attention operations."""
+
+    sm_scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    sinks: torch.Tensor | None
 
 
 class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
@@ -45,7 +61,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self._vllm_config = get_current_vllm_config_or_none()
         self._sinks = sinks
-        self._options: dict[str, Any] = {
+        self._options: Options = {
             "sm_scale": self.scale,
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap or None,
@@ -55,17 +71,15 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
-        if self._sinks is not None:
-            self._options["sinks"].copy_(self._sinks.detach())
+        if self._sinks is not None and (own := self._options["sinks"]) is not None:
+            own.copy_(self._sinks.detach())
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes a step's tokens; those beyond the slots are padding."""
-        key_cache, value_cache, *stored_as = self._caches(layer, kv_cache)
-        kvjax_torch.reshape_and_cache_flash(
-            key, value, key_cache, value_cache, slot_mapping, *stored_as, unique_slots=True
-        )
+        (key_cache, value_cache), how = self._stored(layer, kv_cache)
+        kvjax_torch.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *how, unique_slots=True)
 
     def forward(
         self,
@@ -86,43 +100,51 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             self._resolve_scales(layer)
             self._take_memory_of_prompts(query, output)
             return output.fill_(0)
-        caches = self._caches(layer, kv_cache)
+        stored = self._stored(layer, kv_cache)
         if (decodes := attn_metadata.decodes) is not None:
             rows = query[decodes.rows]
-            if not decodes.q_len:  # drafts of different lengths
-                out = self._ragged(rows, caches, decodes, max_prompts=0, decode_q_len=decodes.max_q_len)
-            else:
-                grouped = rows if decodes.q_len == 1 else rows.unflatten(0, (-1, decodes.q_len))
-                out = kvjax_torch.paged_attention(
-                    grouped, *caches[:2], decodes.block_table, decodes.seq_lens, *caches[2:], **self._options
-                ).view(rows.shape[0], *output.shape[1:])
+            if decodes.q_len:
+                out = self._decode(rows, stored, decodes).view(rows.shape[0], *output.shape[1:])
+            else:  # drafts of different lengths
+                out = self._ragged(rows, stored, decodes, max_prompts=0, decode_q_len=decodes.max_q_len)
             output[decodes.rows].copy_(out)
         if (prompts := attn_metadata.prompts) is not None:
-            out = self._ragged(query[prompts.rows], caches, prompts, max_prompts=prompts.num_seqs, decode_q_len=0)
+            rows = query[prompts.rows]
+            out = self._ragged(rows, stored, prompts, max_prompts=prompts.num_seqs, decode_q_len=0)
             output[prompts.rows].copy_(out)
         return output
 
-    def _ragged(self, rows: torch.Tensor, caches: tuple[Any, ...], sequences: Sequences, **limits: int) -> torch.Tensor:
-        return kvjax_torch.ragged_paged_attention(
-            rows,
-            *caches[:2],
-            sequences.block_table,
-            sequences.seq_lens,
-            sequences.cu_q_lens,
-            *caches[2:],
-            **self._options,
-            max_q_len=sequences.max_q_len,
-            **limits,
+    def _decode(self, rows: torch.Tensor, stored: Stored, of: Sequences) -> torch.Tensor:
+        rows = rows if of.q_len == 1 else rows.unflatten(0, (-1, of.q_len))
+        (key_cache, value_cache), how = stored
+        return kvjax_torch.paged_attention(
+            rows, key_cache, value_cache, of.block_table, of.seq_lens, *how, **self._options
         )
 
-    def _caches(self, layer: Any, kv_cache: torch.Tensor) -> tuple[Any, ...]:
-        """`key_cache, value_cache, kv_cache_dtype, k_scale, v_scale` of a layer."""
+    def _ragged(
+        self, rows: torch.Tensor, stored: Stored, of: Sequences, max_prompts: int, decode_q_len: int
+    ) -> torch.Tensor:
+        (key_cache, value_cache), how = stored
+        seqs = of.block_table, of.seq_lens, of.cu_q_lens
+        return kvjax_torch.ragged_paged_attention(
+            rows,
+            key_cache,
+            value_cache,
+            *seqs,
+            *how,
+            **self._options,
+            max_q_len=of.max_q_len,
+            max_prompts=max_prompts,
+            decode_q_len=decode_q_len,
+        )
+
+    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:
         views = getattr(kv_cache, VIEWS, None)
         if views is None:
             views = cache_views(kv_cache, self.head_size, self.kv_quant_mode)
             setattr(kv_cache, VIEWS, views)
         key_cache, value_cache, *scales = views
-        return key_cache, value_cache, self.kv_cache_dtype, *(scales or self._resolve_scales(layer))
+        return Stored((key_cache, value_cache), (self.kv_cache_dtype, *(scales or self._resolve_scales(layer))))
 
     def _resolve_scales(self, layer: Any) -> LayerScales:
         """The layer's scales; the first layer to ask resolves those of all, so that errors come before requests."""

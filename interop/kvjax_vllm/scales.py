@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 import kvjax
-from kvjax import KVCacheValueError, KVCacheWarning, KVScales, ModelKVConfig
+from kvjax import KVCacheValueError, KVScales, ModelKVConfig
 
 logger = init_logger("vllm.kvjax")
 
@@ -56,52 +55,51 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
     if path is None or not scaled:
         _warn_of_ones([layer for layer in scaled.values() if layer.impl.kv_quant_mode is KVQuantMode.NVFP4])
         return own
-    [dtype] = {layer.kv_cache_dtype for layer in scaled.values()}
-    by_index = load_scales(path, vllm_config, dtype)
+    dtypes = {layer.kv_cache_dtype for layer in scaled.values()}
+    by_dtype = {dtype: load_scales(path, vllm_config, dtype) for dtype in dtypes}
     for name, layer in scaled.items():
         index = extract_layer_index(layer.kv_sharing_target_layer_name or name)
-        # A draft model's layers follow the model's, or have a prefix: calibration did not see them.
-        if index in by_index and not name.startswith("draft"):
-            sizes = layer.num_kv_heads, layer._k_scale.device
-            k_scale, v_scale = (_of_rank(scale, *sizes) for scale in by_index[index])
-            own[name] = k_scale, v_scale
-    logger.info("kvjax: decode scales of %d layers from %s", len(by_index), path)
+        by_index = by_dtype[layer.kv_cache_dtype]
+        if name.startswith("draft") or index >= len(by_index):  # a draft model's layer, which calibration did not see
+            continue
+        if (found := by_index[index]) is None:
+            raise KVCacheValueError(f"{path}: got no scales of layer {index}, expected those of {name!r}")
+        k_scale, v_scale = (_of_rank(scale, layer.num_kv_heads, layer._k_scale.device) for scale in found)
+        own[name] = k_scale, v_scale
+    logger.info("kvjax: decode scales of %d layers from %s", len(scaled), path)
     return own
 
 
-def load_scales(path: str, vllm_config: Any, dtype: str) -> dict[int, KVScales]:
-    """The scales of every layer of the model, by its index; those of skipped layers are 1.
+def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None]:
+    """The scales that a file has for each of the model's layers, None for layers that it does not name.
 
     Raises:
-      KVCacheValueError: layers without scales, scales of layers that the model does not have, or invalid scales.
+      KVCacheValueError: scales of layers that the model does not have, or invalid ones.
       OSError: the file cannot be read.
     """
+    # What the checkpoint declares is of its own scales.
     config = {**vllm_config.model_config.hf_config.to_dict(), "quantization_config": None}
     model = ModelKVConfig.from_hf_config(config)
     with safetensors.safe_open(path, "numpy") as file:
-        found = {int(part) for name in file.keys() for part in name.split(".")[:-1] if part.isdecimal()}  # noqa: SIM118
-    if more := found - {*model.layer_indices}:
+        named = {int(part) for name in file.keys() for part in name.split(".")[:-1] if part.isdecimal()}  # noqa: SIM118
+    if more := named - {*model.layer_indices}:
         raise KVCacheValueError(
             f"{path}: got scales of layer {max(more)}, expected those of a model of {model.num_hidden_layers} layers"
         )
-    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers or ()
-    largest = kvjax.parse_kv_cache_dtype(dtype).info.max  # the divisor of scales that are used as they are
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KVCacheWarning)
-        try:
-            scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped, amax_divisor=largest)
-        except KVCacheWarning as warning:
-            raise KVCacheValueError(f"{path}: got {warning}; expected scales of every layer") from None
-    return dict(zip(model.layer_indices, scales, strict=True))
+    skipped = [*{*model.layer_indices} - named]  # of which no scale is missed
+    scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped)
+    by_index = dict(zip(model.layer_indices, scales, strict=True))
+    return [by_index[index] if index in named else None for index in range(model.num_hidden_layers)]
 
 
 def _of_rank(scale: np.ndarray | np.float32, num_kv_heads: int, device: torch.device) -> torch.Tensor:
     """One scale, or those of the KV heads of this rank of tensor parallelism, which may share heads with others."""
-    if np.ndim(scale):
+    scale = np.array(scale, np.float32)
+    if scale.ndim:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         first = rank * len(scale) // ranks
         scale = scale[first : first + num_kv_heads]
-    return torch.as_tensor(np.array(scale, np.float32), device=device)
+    return torch.as_tensor(scale, device=device)
 
 
 def _warn_of_ones(layers: list[Any]) -> None:

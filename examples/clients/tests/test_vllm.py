@@ -458,7 +458,10 @@ def test_scales_of_each_head_are_divided_among_ranks(tmp_path: Any, monkeypatch:
 
 @pytest.mark.parametrize(
     ("scales", "message"),
-    [({0: 0.25}, "layers? 1"), ({0: 0.25, 1: 0.25, 2: 0.25}, "scales of layer 2, expected those of a model of 2")],
+    [
+        ({0: 0.25}, "no scales of layer 1"),
+        ({0: 0.25, 1: 0.25, 2: 0.25}, "scales of layer 2, expected those of a model of 2"),
+    ],
 )
 def test_a_file_of_another_model_is_refused_before_serving(tmp_path: Any, scales: Any, message: str):
     from kvjax_vllm.scales import scales_of_layers
