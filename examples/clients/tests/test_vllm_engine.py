@@ -73,7 +73,11 @@ def gpt_oss() -> transformers.PreTrainedModel:
             return super().forward(x), None
 
     kinds = ["sliding_attention", "full_attention"]
-    config = transformers.GptOssConfig(**SIZES, num_hidden_layers=2, layer_types=kinds, sliding_window=24)
+    rope = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"truncate": False, "original_max_position_embeddings": 32}
+    config = transformers.GptOssConfig(
+        **SIZES, num_hidden_layers=2, layer_types=kinds, sliding_window=24, rope_parameters=rope
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(modeling_gpt_oss, "GptOssMLP", Dense)
         model = transformers.GptOssForCausalLM(config)
