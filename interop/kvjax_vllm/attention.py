@@ -68,6 +68,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
         }
         self._scales: LayerScales | None = None
+        self._serves_prompts = False  # whether kernels for prompts are compiled
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
@@ -101,6 +102,8 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             self._take_memory_of_prompts(query, output)
             return output.fill_(0)
         stored = self._stored(layer, kv_cache)
+        if not self._serves_prompts and query.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._compile_for_prompts(query, stored)
         if (decodes := attn_metadata.decodes) is not None:
             rows = query[decodes.rows]
             if decodes.q_len:
@@ -137,6 +140,15 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             max_prompts=max_prompts,
             decode_q_len=decode_q_len,
         )
+
+    def _compile_for_prompts(self, query: torch.Tensor, stored: Stored) -> None:
+        """Serves a prompt of two tokens of any contents: steps before vLLM is ready have none."""
+        table, seq_lens, cu_q_lens = (query.new_zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,)))
+        seq_lens += 2
+        cu_q_lens[1:] += 2
+        prompt = Sequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
+        self._ragged(query.new_zeros((2, *query.shape[1:])), stored, prompt, max_prompts=1, decode_q_len=0)
+        self._serves_prompts = True
 
     def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:
         views = getattr(kv_cache, VIEWS, None)

@@ -506,3 +506,13 @@ def test_every_dtype_that_kvjax_names_as_vllm_does_is_served_or_refused():
     assert {dtype for dtype in STR_DTYPE_TO_TORCH_DTYPE if dtype in kvjax.ACCEPTED_KV_CACHE_DTYPES} - {
         "float32", "float", "half", "fp8_inc"
     } <= {*DTYPES}  # fmt: skip
+
+
+def test_prompts_can_be_compiled_before_any_comes():
+    for dtype in ("auto", "nvfp4"):
+        _, views = cache_of(dtype, LAYOUTS[0], torch.bfloat16)
+        shape = HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS
+        impl = BACKEND.get_impl_cls()(*shape, None, None, dtype)
+        one = torch.tensor(1.0)
+        stored = impl._stored(SimpleNamespace(_k_scale=one, _v_scale=one), views[0])
+        impl._compile_for_prompts(torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16), stored)
