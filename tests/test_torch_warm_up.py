@@ -66,7 +66,7 @@ def test_what_is_warm_is_not_compiled_again(case: str, device: str):
     )
     assert_same_bytes(cache.pages(), pages)
     warm = num_compiled()
-    assert warm != before
+    assert (warm != before) == (device == "cuda" or spec.dtype.is_quantized)  # torch moves the others on the host
     for num_tokens in (1, 7, 33, 300):
         taken = slots[:num_tokens]
         kvjax_torch.reshape_and_cache_flash(

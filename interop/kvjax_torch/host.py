@@ -36,6 +36,9 @@ from kvjax_torch.plan import (
 )
 from kvjax_torch.rotation import rotate, with_canonical_nan
 
+FEW_TOKENS = 64
+"""Calls of more tokens are encoded or decoded in larger chunks."""
+
 CHUNK_TOKENS = (16, 512)
 """Tokens that JAX encodes or decodes at a time, of calls with few tokens and with many.
 
@@ -269,8 +272,7 @@ def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _chunks(num_tokens: int) -> Iterator[tuple[slice, int]]:
     """The tokens of each chunk, and its size."""
-    few, many = CHUNK_TOKENS
-    size = few if num_tokens <= 4 * few else many
+    size = CHUNK_TOKENS[num_tokens > FEW_TOKENS]
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens)), size
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
-from kvjax_torch import cuda
+from kvjax_torch import cuda, host
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
 from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors
@@ -550,39 +550,39 @@ def warm_up(
             raise KVCacheValueError(
                 f"{name}: got {tokens.shape[0]} tokens, expected at least 2, which show their strides"
             )
-    # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing. On the host
-    # a call without work compiles nothing, and any memory will do.
-    slot = -1 if key_cache.is_cuda else 0
-    if not key_cache.is_cuda:
-        key_cache, value_cache = key_cache[:1].clone(), value_cache[:1].clone()
-        k_scale, v_scale = (
-            scale[:1].clone() if isinstance(scale, torch.Tensor) and has_scale_tensors(scale) else scale
-            for scale in (k_scale, v_scale)
-        )
-    slots, block_table = slot_mapping.new_full((1,), slot), slot_mapping.new_zeros((1, 1))
-    stored_as = key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale
     # torch's views of one token have the strides of a tensor of one token.
     one_key, one_value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
-    many_and_one = (key, value), (one_key, one_value)
+    # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing.
+    slots, table, lengths = slot_mapping.new_full((1,), -1), slot_mapping.new_zeros((1, 1)), slot_mapping.new_zeros(1)
+    steps = [(key, value, slots, lengths), (one_key, one_value, slots, lengths)]
     if key_cache.is_cuda:
         scales = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-        read = ReadTensors(key_cache, value_cache, block_table, slots + 1, *scales)
-        stored_in = kv_cache_dtype, v_scale_layout, unique_slots
-        cuda.compile_writes_and_gathers(many_and_one, read, slots, *stored_in, dtype)
+        read = ReadTensors(key_cache, value_cache, table, lengths, *scales)
+        stored_in = dtype_name(kv_cache_dtype), v_scale_layout, unique_slots
+        rows = [(step[0], step[1]) for step in steps]
+        cuda.compile_writes_and_gathers(rows, read, slots, *stored_in, dtype)
+    else:
+        # A call without work compiles nothing, any memory will do, and few tokens and many are compiled apart.
+        counts = 1, host.FEW_TOKENS + 1
+        blocks = -(-counts[1] // key_cache.shape[1])
+        key_cache, value_cache = key_cache[:1].repeat(blocks, 1, 1, 1), value_cache[:1].repeat(blocks, 1, 1, 1)
+        k_scale, v_scale = (
+            scale[:1].repeat(blocks, 1, 1) if isinstance(scale, torch.Tensor) and has_scale_tensors(scale) else scale
+            for scale in (k_scale, v_scale)
+        )
+        every = torch.arange(counts[1], device="cpu").to(slot_mapping.dtype)
+        table = every[None, :blocks]
+        steps = [
+            (one_key.expand(count, -1, -1), one_value.expand(count, -1, -1), every[:count], every[:1] + count)
+            for count in counts
+        ]
+    stored_as = kv_cache_dtype, k_scale, v_scale
     write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
-    for each_key, each_value in many_and_one:
-        write(each_key, each_value, *stored_as)
-    gather_kv(
-        key_cache,
-        value_cache,
-        block_table,
-        slots + 1,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        v_scale_layout=v_scale_layout,
-        dtype=dtype,
-    )
+    for step_key, step_value, step_slots, step_lengths in steps:
+        write(step_key, step_value, key_cache, value_cache, step_slots, *stored_as)
+        gather_kv(
+            key_cache, value_cache, table, step_lengths, *stored_as, v_scale_layout=v_scale_layout, dtype=dtype
+        )
 
 
 def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
