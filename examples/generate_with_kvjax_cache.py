@@ -29,8 +29,7 @@ mask[0, :5] = 0  # the first prompt is shorter: left padding
 
 def generate(cache: DynamicCache | KvjaxCache) -> torch.Tensor:
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    options[CACHE_ARGUMENT] = cache  # cache=cache, or past_key_values=cache before transformers 5.24
-    return model.generate(prompts, attention_mask=mask, **options)[:, 12:]
+    return model.generate(prompts, attention_mask=mask, **{CACHE_ARGUMENT: cache}, **options)[:, 12:]
 
 
 expected = generate(DynamicCache(config=config))

@@ -54,7 +54,6 @@ def test_layers_with_the_same_window_share_the_step_of_all():
     assert layers.write(0, [[7], [8]]) is not first
 
 
-
 @pytest.mark.parametrize("failed", [0, 1])
 @pytest.mark.parametrize("restarted", [0, 1, 2])
 def test_a_batch_of_the_same_shape_does_not_get_the_padding_of_one_that_failed(failed: int, restarted: int):

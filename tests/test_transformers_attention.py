@@ -325,7 +325,9 @@ def test_a_compiled_model_breaks_its_graph_at_attention(device: str):
 def test_other_caches_are_refused(device: str):
     model = over_pages(model_of("llama", device))
     ids = text_of(device)
-    message = rf"{CACHE_ARGUMENT}: got keys of type Tensor, expected attn_implementation='kvjax' with {CACHE_ARGUMENT}=Kvj"
+    message = (
+        rf"{CACHE_ARGUMENT}: got keys of type Tensor, expected attn_implementation='kvjax' with {CACHE_ARGUMENT}=Kvj"
+    )
     other = make_cache(make_model(device))
     for cache in (DynamicCache(), other):
         with pytest.raises(KVCacheTypeError, match=message), torch.no_grad():
@@ -338,7 +340,7 @@ def test_other_caches_are_refused(device: str):
 def test_other_attention_is_refused(device: str, attention: str):
     cache = make_cache(over_pages(model_of("llama", device)))
     model = make_model(device, attn_implementation=attention)
-    message = r"keys and values of a KvjaxCache are in pages, which attn_implementation='kvjax' alone can read"
+    message = r"keys and values of a KvjaxCache are in pages, which transformers' attention interface alone can read"
     with pytest.raises((AttributeError, KVCacheTypeError), match=message), torch.no_grad():
         model(text_of(device), **taking(cache))
 
@@ -360,9 +362,11 @@ def test_padding_that_changes_is_refused(device: str):
     mask = torch.tensor([[0] * 3 + [1] * 9, [1] * 12], device=device)
     cache = make_cache(model)
     read(model, cache, ids[:, :8], mask[:, :8], [8])
-    message = r"attention_mask: got 8 tokens among the first 8 positions of sequence 0, expected 5, which the cache hol"
-    with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
-        model(ids[:, 8:], **taking(cache))
+    message = "attention_mask: got a token at position 0 of sequence 0, expected padding, as the cache holds it"
+    moved = torch.tensor([[1] * 4 + [0] * 3 + [1] * 5, [1] * 12], device=device)
+    for masks in ({}, {"attention_mask": moved}):
+        with pytest.raises(KVCacheValueError, match=message), torch.no_grad():
+            model(ids[:, 8:], **taking(cache), **masks)
     model.set_attn_implementation("sdpa")
     message = "got 'sdpa' for a cache that was filled with 'kvjax'"
     with pytest.raises(KVCacheValueError, match=message), torch.no_grad():

@@ -285,11 +285,10 @@ def test_the_pages_are_those_of_a_kvjax_cache(device: str, dtype: str, layout: s
     cache = make_cache(make_model(device), dtype, layout=layout)
     read_by_torch = cache.update(*states(device, 3, 11), 1)
     layer = cache.layers[1]
-    step = layer.block_table.grow(3, 0, 11, torch.device("cpu"))
     read_by_jax = kvjax.gather_kv(
         kvjax.KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale)),
-        step.block_table.numpy(),
-        step.seq_lens.numpy(),
+        layer.block_table.rows(),
+        np.full(3, 11, np.int32),
         dtype=np.float32,
     )
     for by_jax, by_torch in zip(read_by_jax, read_by_torch, strict=True):
@@ -376,7 +375,8 @@ def test_a_prompt_in_chunks_and_a_second_turn(device: str):
 def test_a_batch_is_repeated_and_chosen_from(device: str):
     cache, plain = make_cache(make_model(device)), DynamicCache()
     for one in (cache, plain):
-        one.update(*states(device, 2, 6, seed=1), 0)
+        for layer in range(NUM_LAYERS):
+            one.update(*states(device, 2, 6, seed=1), layer)
         one.batch_repeat_interleave(2)
         one.batch_select_indices(torch.tensor([True, False, True, True], device=device))
         one.reorder_cache(torch.tensor([1, 0, 1], device=device))
@@ -432,7 +432,8 @@ def test_a_model_in_another_dtype_than_its_configuration_says_is_refused(device:
 
 def test_another_batch_is_refused_until_the_cache_is_empty(device: str):
     cache = make_cache(make_model(device))
-    cache.update(*states(device, 2, 3), 0)
+    for layer in range(NUM_LAYERS):
+        cache.update(*states(device, 2, 3), layer)
     with pytest.raises(KVCacheValueError, match="key_states: got a batch of 3, expected 2"):
         cache.update(*states(device, 3, 1), 0)
 

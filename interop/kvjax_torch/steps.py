@@ -109,8 +109,8 @@ class Steps:
         shortest, longest = min(self.lengths), max(self.lengths)
         if shortest != longest:
             raise KVCacheValueError(
-                f"{self._name}: got layers of {shortest} to {longest} tokens, expected equally long ones: a step stopped"
-                f" halfway; cache.crop({shortest - self.lengths[0]}) removes its tokens, cache.reset() all"
+                f"{self._name}: got layers of {shortest} to {longest} tokens, expected equally long ones: a step"
+                f" stopped halfway; cache.crop({shortest - self.lengths[0]}) removes its tokens, cache.reset() all"
             )
         num_seqs, start, num_new = shape
         self._steps = {

@@ -85,8 +85,8 @@ class KvjaxCache(Cache):
     Raises:
       KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
         layer that keeps no keys and values of its own, or something else beside them, or one latent for all heads, or
-        whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs more blocks than there are, `generate` raises before it has written
-        anything of that step.
+        whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs more
+        blocks than there are, `generate` raises before it has written anything of that step.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class KvjaxCache(Cache):
         text_config = config.get_text_config(decoder=True)
         if rank := getattr(text_config, "kv_lora_rank", None):
             raise KVCacheValueError(
-                f"config: got multi-head latent attention (kv_lora_rank={rank}), expected a model whose layers keep keys"
-                " and values of each KV head"
+                f"config: got multi-head latent attention (kv_lora_rank={rank}), expected a model whose layers keep"
+                " keys and values of each KV head"
             )
         model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
         if model.layers_without_cache:

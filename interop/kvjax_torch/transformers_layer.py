@@ -211,9 +211,7 @@ class KvjaxLayer(CacheLayerMixin):
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         num_seqs, num_new = query.shape[:2]
-        step = self._steps.join(
-            self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True
-        )
+        step = self._steps.join(self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True)
         self._store(key_states, value_states, step)
         key_cache, value_cache = self._halves()
         arguments: dict[str, Any] = {
