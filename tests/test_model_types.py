@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvjax import ModelKVConfig
+from kvjax.hf_config.default_sizes import DEFAULT_SIZES
 from kvjax.hf_config.model_types import MODEL_TYPES
 from kvjax.hf_config.plain_keys import COMPOSITES, UNSUPPORTED
 
@@ -75,6 +77,16 @@ def misread(model_type: str) -> list[str]:
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "qwen3"])
 def test_what_a_file_leaves_out_is_what_transformers_fills_in(model_type: str):
     assert misread(model_type) == []
+
+
+def test_sizes_that_a_file_leaves_out_are_those_of_transformers():
+    for model_type in DEFAULT_SIZES.keys() & {*tiny_models.CONFIG_MAPPING}:
+        config, names = tiny_models.CONFIG_MAPPING[model_type]().to_dict(), MODEL_TYPES[model_type].names
+        for key, size in DEFAULT_SIZES[model_type].items():
+            given = {config[name] for name in (key, *names.get(key, ())) if config.get(name) is not None}
+            assert given <= {size}, (model_type, key)
+    [layer] = {*ModelKVConfig.from_hf_config({"model_type": "llama"}, model_dtype="float16").layers}
+    assert (layer.num_kv_heads, layer.head_size) == (32, 128)
 
 
 @pytest.mark.full

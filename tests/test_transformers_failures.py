@@ -100,7 +100,6 @@ def test_autocast_leaves_keys_and_values_in_the_model_dtype(device: str, dtype: 
             torch.cat([logits(model, one, part) for part in ids.split([8, 1, 3], dim=1)], dim=1)
             for one in (cache, dense)
         )
-        assert dense.layers[0].values.dtype == torch.bfloat16
         model.set_attn_implementation("kvjax")
         over_pages = torch.cat(
             [

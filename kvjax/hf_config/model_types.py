@@ -14,6 +14,7 @@ from typing import Any
 
 from kvjax.errors import KVCacheValueError, shown
 from kvjax.hf_config import translate
+from kvjax.hf_config.default_sizes import DEFAULT_SIZES
 from kvjax.hf_config.keys import PLAIN_KEYS, Facts
 
 
@@ -108,7 +109,7 @@ bert bert-generation big_bird camembert data2vec-text electra ernie megatron-ber
 roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 """
 
-MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
+_ROWS: Mapping[str, ModelType] = types.MappingProxyType(
     {
         # Plain keys, with defaults of transformers.
         **dict.fromkeys(_PLAIN_TYPES.split(), _plain()),
@@ -380,3 +381,11 @@ MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
         ),
     }
 )
+
+MODEL_TYPES: Mapping[str, ModelType] = types.MappingProxyType(
+    {
+        model_type: dataclasses.replace(row, defaults={**DEFAULT_SIZES.get(model_type, {}), **row.defaults})
+        for model_type, row in _ROWS.items()
+    }
+)
+"""The row of each type, with the sizes of transformers' class."""
