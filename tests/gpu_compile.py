@@ -50,6 +50,12 @@ class CompiledKernel:
         return _find(r"^\.target (\w+)", self.ptx)
 
     @property
+    def parameters(self) -> list[str]:
+        """The declarations of its parameters, without their names."""
+        found = re.findall(r"^\s*\.param (.*?) \w+_param_\d+((?:\[\d+\])?)", self.ptx, re.MULTILINE)
+        return [kind + size for kind, size in found]
+
+    @property
     def registers(self) -> int:
         """Registers of a thread."""
         return int(_find(r"Used (\d+) registers", self.ptxas_log))

@@ -95,7 +95,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[AnyCount]]:
     def compile_together(kernels: list[AnyCount], device: str) -> list[binaries.Binary]:
         assert device == "properties of cuda:3"
         calls.append(list(kernels))
-        return [binaries.Binary("gather_kv_kernel", 3, SHAPE, CODE) for _ in kernels]
+        return [binaries.Binary("gather_kv_kernel", (0, 1, 2), SHAPE, CODE) for _ in kernels]
 
     monkeypatch.setattr(binaries, "compiled", compile_together)
     return calls
@@ -120,6 +120,14 @@ def test_what_a_launch_gives_to_the_driver(fake_driver: Driver, compiled: list[l
             "arguments": [7 | 9 << 32, 1 << 47, 2**64 - 1],
         }
     assert not fake_driver.launches
+
+
+@pytest.mark.parametrize("passed", [(), (1,), (0, 2), (0, 1, 2), (0, 1, 4), (3, 1, 0, 2, 4)])
+def test_a_kernel_gets_the_arguments_that_it_uses(passed: tuple[int, ...], fake_driver: Driver):
+    fake_driver.num_arguments = len(passed)
+    run = driver.launcher(0x20, 5, passed, *dataclasses.astuple(SHAPE))
+    run(1, (10, 11, 12, 13, 14), 1)
+    assert [launched["arguments"] for launched in fake_driver.launches] == [[10 + i for i in passed]]
 
 
 def test_a_kernel_is_compiled_and_loaded_once(fake_driver: Driver, compiled: list[list[AnyCount]]):
@@ -150,7 +158,7 @@ def test_kernels_that_are_compiled_ahead_are_compiled_together(fake_driver: Driv
 
 def test_threads_and_interrupted_launches_share_no_memory(fake_driver: Driver):
     """A launch in the middle of another, as in a finalizer, changes nothing of it."""
-    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    run = driver.launcher(0x20, 3, (0, 1, 2), *dataclasses.astuple(SHAPE))
     enqueue, depth = fake_driver.cuLaunchKernelEx, 0
 
     def interrupted(*args: Any) -> int:
@@ -161,7 +169,7 @@ def test_threads_and_interrupted_launches_share_no_memory(fake_driver: Driver):
         return enqueue(*args)
 
     fake_driver.cuLaunchKernelEx = interrupted  # type: ignore[method-assign]
-    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    run = driver.launcher(0x20, 3, (0, 1, 2), *dataclasses.astuple(SHAPE))
     run(10, (0, 0, 0), 9)
     assert [(x["stream"], x["arguments"], x["sizes"][0]) for x in fake_driver.launches] == [
         (13, [3, 3, 3], 3),
@@ -175,7 +183,7 @@ def test_errors_of_the_driver_are_raised(fake_driver: Driver, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="cuModuleGetFunction of the CUDA driver returned error 500"):
         driver.load(CODE, "missing", 0)
     assert fake_driver.calls[-1] == ("unload", 0x10)
-    run = driver.launcher(0x20, 3, *dataclasses.astuple(SHAPE))
+    run = driver.launcher(0x20, 3, (0, 1, 2), *dataclasses.astuple(SHAPE))
     fake_driver.error = 700
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx of the CUDA driver returned error 700"):
         run(0, (1, 2, 3), 1)

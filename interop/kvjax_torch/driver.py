@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -92,20 +93,26 @@ class _Frame(NamedTuple):
 
 
 def launcher(
-    function: int, num_arguments: int, grid: tuple[int, int], block: tuple[int, int, int], shared_bytes: int
+    function: int,
+    num_arguments: int,
+    passed: Sequence[int],
+    grid: tuple[int, int],
+    block: tuple[int, int, int],
+    shared_bytes: int,
 ) -> Callable[[int, Sequence[int], int], None]:
     """A function that enqueues a kernel, given a stream, the kernel's arguments and the grid's x.
 
     Args:
       function: the kernel, loaded in the context that is current at a launch.
-      num_arguments: 64-bit integers that it takes, in one parameter.
+      num_arguments: arguments of the function that is returned, 64-bit integers.
+      passed: indices of those that the kernel takes, in one parameter.
       grid: thread blocks along y and z.
       block: threads of a block along x, y and z.
       shared_bytes: dynamic shared memory of a block.
     """
     cuda: Any = library()
     enqueue = _enqueue_type(("cuLaunchKernelEx", cuda)) if isinstance(cuda, ctypes.CDLL) else cuda.cuLaunchKernelEx
-    words = struct.Struct(f"={_CONFIG_WORDS + num_arguments}Q")
+    words = struct.Struct(f"={_CONFIG_WORDS + len(passed)}Q")
     above_x, *constants = grid[0] << 32, grid[1] | block[0] << 32, block[1] | block[2] << 32, shared_bytes
 
     def new_frame() -> _Frame:
@@ -129,7 +136,12 @@ def launcher(
         if error:
             raise RuntimeError(f"cuLaunchKernelEx of the CUDA driver returned error {error}")
 
-    return launch
+    if list(passed) == list(range(num_arguments)):
+        return launch
+    if len(passed) < 2:
+        return lambda stream, arguments, num_programs: launch(stream, [arguments[i] for i in passed], num_programs)
+    of_all = operator.itemgetter(*passed)
+    return lambda stream, arguments, num_programs: launch(stream, of_all(arguments), num_programs)
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def compile_kernel(kernel: AnyCount, device: torch.device) -> Kernel:
         if once.kernel is None:
             if once.binary is None:
                 [once.binary] = binaries.compiled([kernel], device_of(device))
-            once.kernel = _loaded(once.binary, _index(device))
+            once.kernel = _loaded(once.binary, len(kernel.args), _index(device))
             once.binary = None
         return once.kernel
 
@@ -116,12 +116,12 @@ def _once(kernel: AnyCount, index: int) -> _Once:
         return _known.setdefault(kernel, {}).setdefault(index, _Once())
 
 
-def _loaded(binary: binaries.Binary, index: int) -> Kernel:
+def _loaded(binary: binaries.Binary, num_arguments: int, index: int) -> Kernel:
     torch.cuda.init()
     context = driver.primary_context(index)
     with driver.unchanged_context():
         driver.make_current(context)
         function = driver.load(binary.code, binary.name, binary.shape.shared_bytes)
     shape = binary.shape
-    launch = driver.launcher(function, binary.num_arguments, shape.grid, shape.block, shape.shared_bytes)
+    launch = driver.launcher(function, num_arguments, binary.passed, shape.grid, shape.block, shape.shared_bytes)
     return Kernel(index, context, launch)

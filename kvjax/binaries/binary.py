@@ -55,13 +55,13 @@ class Binary:
 
     Attributes:
       name: its symbol in the code.
-      num_arguments: 64-bit integers that it takes: one parameter, a structure of so many.
+      passed: indices of the arguments that it takes. Its one parameter is a structure of these, of 64 bits each.
       shape: the constants of its launches.
       code: a CUDA binary (cubin), an ELF file for one GPU architecture.
     """
 
     name: str
-    num_arguments: int
+    passed: tuple[int, ...]
     shape: Shape
     code: bytes = dataclasses.field(repr=False)
 
@@ -86,6 +86,6 @@ class Binary:
             shape = Shape(
                 (int(y), int(z)), (int(block_x), int(block_y), int(block_z)), int(head["shape"]["shared_bytes"])
             )
-            return cls(str(head["name"]), int(head["num_arguments"]), shape, content[end:])
+            return cls(str(head["name"]), tuple(map(int, head["passed"])), shape, content[end:])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a kernel: {error!r}") from error

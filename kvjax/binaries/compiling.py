@@ -56,8 +56,8 @@ def compile_here(function: Callable[..., Any], args: Sequence[Any], device: Devi
         lowered = lowering.lower(function, args, device)
         with module.expecting_this_form():
             kernel = lowering.kernel_of(lowered)
-            rewritten, shape = module.rewritten(kernel.module, len(args))
-            program = lowering.program_of(kernel, rewritten)
+            rewritten = module.rewritten(kernel.module, len(args))
+            program = lowering.program_of(kernel, rewritten.module)
         _compiled_for.add(device.compute_capability)
         try:
             target = _described(device)
@@ -68,12 +68,12 @@ def compile_here(function: Callable[..., Any], args: Sequence[Any], device: Devi
             raise LaunchUnavailableError(
                 f"JAX {jax.__version__}'s CUDA plugin failed to compile a kernel of this form: {error}"
             ) from error
-    if code.parameter_bytes not in (0, 8 * len(args)):
+    if code.parameter_bytes != 8 * len(rewritten.passed):
         raise LaunchUnavailableError(
             f"JAX {jax.__version__} compiles kernels to another form: {code.parameter_bytes} bytes of parameters,"
-            f" expected {8 * len(args)}"
+            f" expected {8 * len(rewritten.passed)}"
         )
-    return Binary(code.name, len(args), shape, code.elf)
+    return Binary(code.name, rewritten.passed, rewritten.shape, code.elf)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def given_integers(serialized: bytes, num_args: int) -> bytes:
     """Rewrites a kernel's module so that a launch passes integers and the number of programs.
 
     The host code of the result takes a list of `num_args` 64-bit integers, the kernel's arguments, followed by the
-    number of programs. The kernel takes one parameter, a structure of the first `num_args`.
+    number of programs. The kernel takes one parameter, a structure of the arguments that it uses.
 
     Raises:
       LaunchUnavailableError: JAX launches the kernel, or passes its arguments, in a form that this does not know.
@@ -52,8 +52,22 @@ def given_integers(serialized: bytes, num_args: int) -> bytes:
     return rewritten(serialized, num_args)[0]
 
 
-def rewritten(serialized: bytes, num_args: int) -> tuple[bytes, Shape]:
-    """What `given_integers` returns, and the constants of the kernel's launches."""
+class Rewritten(NamedTuple):
+    """A rewritten module.
+
+    Attributes:
+      module: what `given_integers` returns.
+      shape: the constants of the kernel's launches.
+      passed: indices of the arguments that the kernel uses, in the order of its parameter.
+    """
+
+    module: bytes
+    shape: Shape
+    passed: tuple[int, ...]
+
+
+def rewritten(serialized: bytes, num_args: int) -> Rewritten:
+    """What `given_integers` returns, and what a launch needs to know."""
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
@@ -62,12 +76,12 @@ def rewritten(serialized: bytes, num_args: int) -> tuple[bytes, Shape]:
         if len(launches) != 1 or len(launches[0].block.arguments) != 2:
             raise _of_another_form("launches Mosaic GPU kernels in another form")
         [launch] = launches
-        shape = _shape(launch)
-        _pass_integers(launch, _argument_ops(launch, num_args), num_args)
+        shape, arguments = _shape(launch), _arguments(launch, num_args)
+        _pass_integers(launch, [argument for argument in arguments if argument.is_used])
         _take_grid_from_entry(launch, num_args)
         changed = io.BytesIO()
         module.operation.write_bytecode(changed)
-    return changed.getvalue(), shape
+    return Rewritten(changed.getvalue(), shape, tuple(i for i, argument in enumerate(arguments) if argument.is_used))
 
 
 def host_ops(module: Any) -> Iterator[Any]:
@@ -87,22 +101,22 @@ def _ops_of(op: Any) -> Iterator[Any]:
                 yield inner.operation
 
 
-class _ArgumentOp(NamedTuple):
-    """An operation of the host code that the kernel's arguments are computed by.
+class _Argument(NamedTuple):
+    """An address in the list that the host code is given.
 
     Attributes:
-      op: the operation.
-      is_load: whether it loads an address from the list; else it computes with one.
-      constants: indices of the operands that do not depend on an address.
+      load: the operation that loads it.
+      ops: operations of the host code that compute with it, in order.
+      is_used: whether the kernel uses what they compute.
     """
 
-    op: Any
-    is_load: bool
-    constants: tuple[int, ...]
+    load: Any
+    ops: list[Any]
+    is_used: bool
 
 
-def _argument_ops(launch: Any, num_args: int) -> list[_ArgumentOp]:
-    """The operations that compute the kernel's arguments from the list of addresses, in the host code's order.
+def _arguments(launch: Any, num_args: int) -> list[_Argument]:
+    """The kernel's arguments, in the order of the list.
 
     JAX lists the arrays that a kernel writes twice: as arguments, and after all arguments as results. The list that a
     launch passes has no addresses of results, so the kernel must not use them.
@@ -112,53 +126,53 @@ def _argument_ops(launch: Any, num_args: int) -> list[_ArgumentOp]:
     """
     pointer = launch.block.arguments[1].type
     host = [op.operation for op in launch.block.operations]
-    num_addresses, found = 0, []
-    from_arguments: list[Any] = []
-    from_results: list[Any] = []
-    known: list[Any] = []
-    for op in host[: host.index(launch)]:
-        if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer:
-            num_addresses += 1
-            if num_addresses > num_args:
-                from_results.append(op.results[0])
-                known.append(op)
-                continue
-            found.append(_ArgumentOp(op, True, ()))
-            from_arguments.append(op.results[0])
-        elif any(operand in from_results for operand in op.operands):
-            from_results.extend(op.results)
-            known.append(op)
-        elif any(operand in from_arguments for operand in op.operands):
-            constants = tuple(i for i, operand in enumerate(op.operands) if operand not in from_arguments)
-            found.append(_ArgumentOp(op, False, constants))
-            from_arguments.extend(op.results)
-    uses_results = any(use.owner.operation not in known for value in from_results for use in value.uses)
-    if num_addresses < num_args or uses_results:
+    host = host[: host.index(launch)]
+    loads = [op for op in host if op.name == f"{_NAMESPACE}llvm.load" and op.results[0].type == pointer]
+    found = []
+    for load in loads:
+        computed, ops = [load.results[0]], []
+        for op in host[host.index(load) + 1 :]:
+            if any(operand in computed for operand in op.operands):
+                ops.append(op)
+                computed.extend(op.results)
+        users = (use.owner.operation for value in computed for use in value.uses)
+        is_used = any(user not in ops and not _is_unused(user) for user in users)
+        found.append(_Argument(load, ops, is_used))
+    if len(found) < num_args or any(result.is_used for result in found[num_args:]):
         raise _of_another_form("passes arguments of Mosaic GPU kernels in another form")
-    return found
+    return found[:num_args]
 
 
-def _pass_integers(launch: Any, arguments: Sequence[_ArgumentOp], num_args: int) -> None:
+_WITHOUT_EFFECTS = {_NAMESPACE + name for name in ("memref.subview", "memref.load")}
+
+
+def _is_unused(op: Any) -> bool:
+    """Whether nothing uses an operation, which the compiler then removes: scales are read though there may be none."""
+    return op.name in _WITHOUT_EFFECTS and all(
+        _is_unused(use.owner.operation) for result in op.results for use in result.uses
+    )
+
+
+def _pass_integers(launch: Any, arguments: Sequence[_Argument]) -> None:
     """Moves what computes the kernel's arguments into the kernel, which is passed integers instead of addresses."""
     addresses, kernel = launch.block.arguments[1], launch.regions[0].blocks[0].operations[0]
     integer, of_global_memory = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.ptr<1>")
     with ir.InsertionPoint(launch):
-        # One structure: of several parameters the compiler would drop those that the kernel does not use, and an array
-        # would be passed in memory.
-        passed = _load(ir.Type.parse(f"!llvm.struct<({', '.join(['i64'] * num_args)})>"), addresses)
-    index = 0
-    for op, is_load, constants in arguments:
-        if is_load:
+        # A structure is one parameter, whose layout is known. An array would be passed in memory.
+        passed = _load(ir.Type.parse(f"!llvm.struct<({', '.join(['i64'] * len(arguments))})>"), addresses)
+    for index, (load, ops, _) in enumerate(arguments):
+        with ir.InsertionPoint(kernel):
+            entry = _add("llvm.extractvalue", integer, passed, position=ir.DenseI64ArrayAttr.get([index]))
+            address = _add("llvm.inttoptr", of_global_memory, entry)
+            address = _add("llvm.addrspacecast", addresses.type, address)
+        load.results[0].replace_all_uses_with(address)
+        computed = [address]
+        for op in ops:
             with ir.InsertionPoint(kernel):
-                entry = _add("llvm.extractvalue", integer, passed, position=ir.DenseI64ArrayAttr.get([index]))
-                address = _add("llvm.inttoptr", of_global_memory, entry)
-                address = _add("llvm.addrspacecast", addresses.type, address)
-            op.results[0].replace_all_uses_with(address)
-            index += 1
-        else:
-            with ir.InsertionPoint(kernel):
-                for i in constants:
-                    op.operands[i] = op.operands[i].owner.clone().results[0]
+                for i, operand in enumerate(op.operands):
+                    if operand not in computed:  # a constant
+                        op.operands[i] = operand.owner.clone().results[0]
+            computed.extend(op.results)
             op.move_before(kernel)
 
 
