@@ -580,9 +580,7 @@ def warm_up(
     write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
     for step_key, step_value, step_slots, step_lengths in steps:
         write(step_key, step_value, key_cache, value_cache, step_slots, *stored_as)
-        gather_kv(
-            key_cache, value_cache, table, step_lengths, *stored_as, v_scale_layout=v_scale_layout, dtype=dtype
-        )
+        gather_kv(key_cache, value_cache, table, step_lengths, *stored_as, v_scale_layout=v_scale_layout, dtype=dtype)
 
 
 def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
