@@ -30,6 +30,7 @@ from kvjax import (
     ModelKVConfig,
 )
 from kvjax_torch.borrow import to_jax
+from kvjax_torch.transformers_attention import CACHE_ARGUMENT
 
 LENGTH = 2048
 """Tokens of a sample, unless the model takes fewer."""
@@ -186,12 +187,11 @@ def _load(name: str, dtype: str | None, device: torch.device) -> Any:
 def _forward(model: Any) -> Callable[[torch.Tensor], dict[int, list[tuple[torch.Tensor, torch.Tensor]]]]:
     """Returns a function that runs the model over ids `[1, length]` and returns what each layer stored."""
     parameters = inspect.signature(model.forward).parameters
-    cache_argument = "cache" if "cache" in parameters else "past_key_values"  # "cache" from transformers 5.24 on
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def run(ids: torch.Tensor) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
         cache = RecordingCache(model.config)
-        model(input_ids=ids, use_cache=True, **{cache_argument: cache}, **options)
+        model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
         return cache.stored
 
     return run

@@ -25,7 +25,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from examples.clients.tests import vllm_on_cpu
-from kvjax_torch.transformers_cache import KvjaxCache
+from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
 ROOT = pathlib.Path(__file__).parents[3]
 VOCABULARY, NEW_TOKENS, TIME_LIMIT = 512, 16, 600
@@ -152,7 +152,8 @@ def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_o
         if cache_options is not None:
             cache = KvjaxCache(model.config, num_blocks=32, block_size=16, **cache_options)
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens]), past_key_values=cache, use_cache=cache is not None).logits
+            options = {CACHE_ARGUMENT: cache, "use_cache": cache is not None}
+            logits = model(torch.tensor([prompt + tokens]), **options).logits
         expected = logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
         own = expected[range(NEW_TOKENS), tokens]
         found = torch.tensor(sequence["logprobs"], dtype=torch.float64)
