@@ -25,7 +25,7 @@ CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a sou
   jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi httpx jinja2 msgpack orjson \
   partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests \
   setproctitle uvicorn uvloop
-COMPAT_JAX := 0.11.2 0.12.0.1
+COMPAT_JAX := 0.11.1 0.12.0.1
 
 comma := ,
 DEV_EXTRAS := test,torch,transformers,lint

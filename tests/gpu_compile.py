@@ -1,4 +1,4 @@
-"""Compiles programs for GPUs that this machine need not have: for H100 and B200, from jax to machine code.
+"""Compiles programs for GPUs that this machine need not have (`TARGETS`), from jax to machine code.
 
 jax's CUDA plugin compiles for a described GPU without a driver or CUDA's libraries. Asked by environment variables,
 Mosaic GPU prints what it makes of each kernel: the PTX, what ptxas says of it and, where a disassembler is at hand, the
@@ -24,6 +24,8 @@ from typing import IO, Any
 
 TARGETS = {path.stem: path for path in sorted(Path(__file__).with_name("targets").glob("*.txtpb"))}
 """Descriptions of the GPUs, as XLA's GpuTargetConfigProto."""
+
+ARCHITECTURES = {"h100": "sm_90a", "b200": "sm_100a", "rtx6000pro": "sm_120a"}
 
 MOST_DEVICES = 8
 
@@ -147,6 +149,7 @@ def compile_here(
     `change_kernel` is applied to the serialized module of each Mosaic GPU kernel before that is compiled.
     """
     import jax
+    from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
     devices = _devices(target)
     args = jax.tree.map(
@@ -155,7 +158,9 @@ def compile_here(
     if disassemble and (tools := folder_of_nvdisasm()):
         os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(tools.parent)
-    with jax.default_device(devices[0]), _captured_stdout() as output:
+    # Mosaic GPU asks the first of JAX's devices, a CPU here, and would assume that a block has 227 KiB.
+    shared_memory = artificial_shared_memory_limit(devices[0].shared_memory_per_block_optin)
+    with jax.default_device(devices[0]), shared_memory, _captured_stdout() as output:
         lowered = jax.jit(function, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=("cuda",))
         if change_kernel is not None:
             _change_kernels(lowered.compiler_ir(), change_kernel)

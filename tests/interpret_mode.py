@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.state import indexing
@@ -46,8 +47,12 @@ def _grid_as_cluster(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+# jax 0.11.1 lets exceptions end the callback; later ones raise them in the caller.
+_fail_on_exception = getattr(gpu_callbacks, "fail_on_exception", lambda callback: callback)
+
+
 def _get_by_boxes(get: Callable[..., Any]) -> Callable[..., Any]:
-    @gpu_callbacks.fail_on_exception
+    @_fail_on_exception
     def wrapped(token, mesh_location, thread, key, transforms, *args, **kwargs):
         if not _is_refused(transforms):
             return get(token, mesh_location, thread, key, transforms, *args, **kwargs)
@@ -62,7 +67,7 @@ def _get_by_boxes(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap_by_boxes(swap: Callable[..., Any]) -> Callable[..., Any]:
-    @gpu_callbacks.fail_on_exception
+    @_fail_on_exception
     def wrapped(token, mesh_location, thread, key, transforms, value, mask, **kwargs):
         if not _is_refused(transforms):
             return swap(token, mesh_location, thread, key, transforms, value, mask, **kwargs)
@@ -90,7 +95,8 @@ def _is_refused(transforms: Any) -> bool:
 def _resolve(key: Any, transforms: Any) -> tuple[np.ndarray, Any]:
     """Which elements of the flat buffer a reference stands for, in its shape; and the buffer's shape and dtype."""
     memory = gpu_callbacks._get_shared_memory()
-    buffer = memory.buffer_shape_and_dtype(gpu_callbacks.HostAllocationKey.from_array(key))
+    allocation = memory.mem[gpu_callbacks.HostAllocationKey.from_array(key)]
+    buffer = jax.ShapeDtypeStruct(allocation.logical_shape, allocation.content.dtype)
     elements = np.arange(np.prod(buffer.shape)).reshape(buffer.shape)
     for transform in transforms:
         match transform:

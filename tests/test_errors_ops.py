@@ -346,7 +346,7 @@ def test_attention_refuses_the_cache_of_latent_attention_by_name():
 
 
 BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic", results=lambda cache: "name")
-NOT_FOR_THIS = dataclasses.replace(BOTH, why_not_mosaic=lambda cache: "too few heads")
+NOT_FOR_THIS = dataclasses.replace(BOTH, why_not_mosaic=lambda spec, target: "too few heads")
 
 
 def chosen(requested: str | None, candidates: select.Candidates) -> str:

@@ -8,7 +8,7 @@ import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import TARGETS, compile_for
+from gpu_compile import ARCHITECTURES, TARGETS, compile_for
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 pytestmark = [
@@ -46,6 +46,17 @@ def add_sum_of_rows(rows):
     return plgpu.kernel(body, out_type=rows, compiler_params=PARAMS)(rows)
 
 
+def add_in_shared_memory(rows):
+    """A kernel of 100 KiB of shared memory."""
+
+    def body(rows, out, staged):
+        staged[...] = jnp.zeros_like(staged)
+        out[0] = plgpu.load(rows.at[0], layout=LAYOUT, optimized=False) + staged[0, 0]
+
+    scratch = [plgpu.SMEM((100, 256), jnp.float32)]
+    return plgpu.kernel(body, out_type=rows, scratch_types=scratch, compiler_params=PARAMS)(rows)
+
+
 def add_three(rows):
     return add_in_place(rows, 3)
 
@@ -73,7 +84,7 @@ def test_the_copy_of_what_is_not_donated_is_seen(target):
 
 def test_the_architecture_is_the_targets(target):
     [kernel] = compile_for(target, add_three, ROWS).kernels
-    assert kernel.target == {"h100": "sm_90a", "b200": "sm_100a"}[target]
+    assert kernel.target == ARCHITECTURES[target]
     assert kernel.spill_bytes == 0
 
 
@@ -89,8 +100,16 @@ def test_spills_are_seen(target):
     assert kernel.spill_bytes > 0
 
 
+def test_more_shared_memory_than_the_target_has_is_refused(target):
+    if target == "rtx6000pro":
+        with pytest.raises(ValueError, match=f"smem_bytes={100 * 1024} > max_smem_bytes={99 * 1024}"):
+            compile_for(target, add_in_shared_memory, ROWS)
+    else:
+        assert compile_for(target, add_in_shared_memory, ROWS).kernels
+
+
 def test_a_process_compiles_for_one_target_alone(target):
     compile_for(target, add_three, ROWS)
-    [other] = TARGETS.keys() - {target}
+    other, *_ = TARGETS.keys() - {target}
     with pytest.raises(RuntimeError, match=f"'{other}'"):
         gpu_compile._compiler(target).submit(gpu_compile.compile_here, other, add_three, ROWS).result()

@@ -164,7 +164,7 @@ ATTENTION = [
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("target", [pytest.param("b200", marks=pytest.mark.full), "h100"])
+@pytest.mark.parametrize("target", ["h100", *(pytest.param(x, marks=pytest.mark.full) for x in ("b200", "rtx6000pro"))])
 @pytest.mark.parametrize(
     ("operation", "dtype", "options"),
     # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
@@ -172,6 +172,7 @@ ATTENTION = [
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     launch = pytest.importorskip("kvjax_torch.launch")
+    options = options | ({"target": kernels.Target(188, (12, 0), 99 * 1024)} if target == "rtx6000pro" else {})
     args = attention_kernel(operation, dtype, options).args
     given_integers = functools.partial(launch.given_integers, num_args=len(args))
     function = functools.partial(call_attention, operation, dtype, options)

@@ -1,4 +1,4 @@
-"""The decode kernel: its parts against their definitions, the whole interpreted, and compiled for H100 and B200."""
+"""The decode kernel: its parts against their definitions, the whole interpreted, and compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_queries_that_it_cannot_serve_have_a_reason():
     [
         ("float16", 40, 40, "16 elements of a key at once; got head_size=40"),
         ("fp8_e4m3", 64, 33, "values two bytes at once; got head_size_v=33, 33 bytes"),
-        ("bfloat16", 1024, 1024, "64 rows of head_size=1024 and head_size_v=1024 fill shared memory"),
+        ("bfloat16", 1024, 1024, "64 rows of head_size=1024 and head_size_v=1024 fill the 220 KiB of shared memory"),
     ],
 )
 def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_size_v, reason):
@@ -378,6 +378,40 @@ def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_
     with pytest.raises(UnsupportedError, match=reason):
         problem.run(functools.partial(paged_attention, implementation="mosaic"))
     suite.assert_right(problem, *problem.run(functools.partial(paged_attention, return_lse=True)))
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_rows_that_fill_the_shared_memory_of_a_smaller_gpu_have_a_reason_and_xla(implementation, monkeypatch):
+    """Known when the call is lowered; an H100 has room for them."""
+    spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=1, head_size=512, block_size=16)
+    reason = "64 rows of head_size=512 and head_size_v=512 fill the 98 KiB of shared memory"
+    assert why_not(spec) is None
+    assert reason in why_not(spec, None, SM_120)
+    assert reason in why_not(spec, attention.BatchSizes(4, 1, 1, 4), SM_120)
+    monkeypatch.setattr(placement, "_target", lambda: SM_120)
+    traced = jax.jit(functools.partial(paged_attention, implementation=implementation)).trace(*shapes(spec))
+    if implementation is None:
+        assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    else:
+        with pytest.raises(UnsupportedError, match=reason):
+            traced.lower(lowering_platforms=("cuda",))
+
+
+def test_states_that_warps_join_take_room_too():
+    """Of small keys and large values, whose stages of eight warps would fit."""
+    spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=16, head_size_v=240, block_size=16)
+    problem = problem_of(spec, group=rows_per_pass(spec), max_blocks=64)
+    assert (choose(problem, Target()).warps, choose(problem, SM_120).warps) == (8, 4)
+
+
+def test_a_call_that_is_not_traced_is_launched_for_its_device_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(placement, "target_of", lambda array: SM_120)
+    monkeypatch.setattr(attention, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
+    query, cache, table, lens = suite.build(Case("fp8_e4m3", lengths=(20,))).args
+    with interpret_mode():
+        jax.block_until_ready(paged_attention(query, cache, table, lens, implementation="mosaic"))
+    assert seen == [SM_120]
 
 
 def problem_of(spec: AttentionSpec, *, group: int = 1, num_seqs: int = 1, max_blocks: int, **changes: Any) -> Problem:
@@ -431,24 +465,24 @@ def test_small_stages_are_prefetched_several_at_a_time():
     assert (config.slots - 2) * ring // config.slots >= attention.AHEAD_BYTES
 
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a block of threads may have of an H100's."""
+SM_120 = Target(188, (12, 0), 99 * 1024)
 
 
+@pytest.mark.parametrize("target", [Target(), SM_120], ids=["sm_90", "sm_120"])
 @pytest.mark.parametrize("dtype", SERVED, ids=lambda dtype: dtype.value)
-def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype):
+def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype, target):
     for head_size, num_kv_heads, block_size, layout in itertools.product(
         (16, 64, 80, 256, 512), (1, 2, 3, 5, 8, 12), (8, 16, 784), ("NHD", "HND")
     ):
         shape = {"head_size": head_size, "num_kv_heads": num_kv_heads, "block_size": block_size, "layout": layout}
         spec = simple_spec(dtype, **shape)
-        if why_not(spec) is not None:
+        if why_not(spec, None, target) is not None:
             continue
         for max_blocks, rows in itertools.product((0, 8), {1, rows_per_pass(spec)}):
             problem = problem_of(spec, group=rows, max_blocks=max_blocks)
-            config = choose(problem, Target())
+            config = choose(problem, target)
             buffer, barriers = scratch(problem, config)
-            assert buffer + barriers <= SHARED_MEMORY - 1024, shape  # each begins at a multiple of 1,024
+            assert -(-buffer // 1024) * 1024 + barriers <= target.shared_bytes, shape
             assert barriers == 16 * config.slots > 0, shape
             ring = Ring(*([None] * 2), config.slots, *([None] * 9))
             assert 0 <= ring.ahead < config.slots, shape
@@ -476,11 +510,12 @@ def run(query: Any, cache: KVCache, table: Any, lens: Any, layer: Any = None, **
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
-    "target", ["h100", *(pytest.param(each, marks=pytest.mark.full) for each in TARGETS if each != "h100")]
-)
-@pytest.mark.parametrize(
-    ("dtype", "spec", "options"),
-    [COMPILED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in COMPILED[1:])],
+    ("target", "dtype", "spec", "options"),
+    [
+        pytest.param(target, *case, marks=() if (target, i) in (("h100", 0), ("rtx6000pro", 1)) else pytest.mark.full)
+        for target in TARGETS
+        for i, case in enumerate(COMPILED)
+    ],
 )
 def test_it_compiles_without_spills(target, dtype, spec, options):
     spec, options = dict(spec), dict(options)
@@ -509,7 +544,12 @@ def test_it_compiles_without_spills(target, dtype, spec, options):
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
-    ("target", "multiprocessors"), [("h100", 132), pytest.param("b200", 148, marks=pytest.mark.full)]
+    ("target", "multiprocessors"),
+    [
+        ("h100", 132),
+        pytest.param("b200", 148, marks=pytest.mark.full),
+        pytest.param("rtx6000pro", 188, marks=pytest.mark.full),
+    ],
 )
 def test_it_is_launched_for_the_multiprocessors_of_the_target(target, multiprocessors):
     """The workspace has two parts for each block of threads."""
@@ -518,7 +558,7 @@ def test_it_is_launched_for_the_multiprocessors_of_the_target(target, multiproce
     assert [kernel.spill_bytes for kernel in program.kernels] == [0, 0]
     # sm_100 converts codes and block scales by instructions; sm_90 has the second of them.
     ptx = program.kernels[0].ptx
-    assert ("cvt.rn.f16x2.e2m1x2" in ptx, "cvt.rn.f16x2.e4m3x2" in ptx) == (target == "b200", True)
+    assert ("cvt.rn.f16x2.e2m1x2" in ptx, "cvt.rn.f16x2.e4m3x2" in ptx) == (target != "h100", True)
 
 
 def shapes(spec: AttentionSpec) -> tuple[Any, ...]:
@@ -540,8 +580,11 @@ def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
 
 
 def test_what_a_device_does_not_say_is_that_of_an_h100():
-    assert Target.of(None) == Target() == Target(132, (9, 0))
+    assert Target.of(None) == Target() == Target(132, (9, 0), 227 * 1024)
     assert Target.of(types.SimpleNamespace(core_count=148, compute_capability="10.0")) == Target(148, (10, 0))
+    assert Target.of(types.SimpleNamespace(core_count=188, compute_capability="12.0")) == SM_120
+    gb10 = types.SimpleNamespace(core_count=48, compute_capability="12.1", shared_memory_per_block_optin=101376)
+    assert Target.of(gb10) == Target(48, (12, 1), 101376)
     assert Target.of(types.SimpleNamespace(num_cores=148)) == Target(148)
     assert Target(148, (10, 0)).converts_e2m1
     assert not Target(132, (9, 0)).converts_e2m1

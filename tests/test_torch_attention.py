@@ -214,10 +214,11 @@ def test_a_batch_invariant_call_with_too_large_a_workspace_is_refused_before_ker
 
 
 def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
-    properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0)
+    shared = {"shared_memory_per_block_optin": 99 * 1024}
+    properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     b200 = torch.device("cuda", 77)
-    assert calls._target(b200) == kernels.Target(148, (10, 0))
+    assert calls._target(b200) == kernels.Target(148, (10, 0), 99 * 1024)
     plan = attention_plan(*arguments(query_dtype=torch.bfloat16).values(), "linear", None, None, None, None, False)
     devices = b200, torch.device("cpu")
     sizes = [calls.attention_kernels(plan, (16, 16), device, 1, 4).workspace[0] for device in devices]

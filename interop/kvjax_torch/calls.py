@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,6 +128,7 @@ def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, turn
         _scale_alignments(plan.cache, scales),
         unique_slots,
         None if turned is None else turned.memory,
+        _target(key_cache.device),
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
     if num_tokens >= kernels.SEARCHED and not unique_slots:
@@ -186,10 +187,10 @@ class AttentionPart(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def attention_parts(plan: AttentionPlan) -> tuple[AttentionPart, ...]:
-    """The parts of a call, in the order they run; none if no kernel supports such a cache or query."""
+def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[AttentionPart, ...]:
+    """The parts of a call, in the order they run; none if no kernel supports such a cache or query on the device."""
     spec = plan.cache.spec
-    if plan.dtype is torch.float32 or kernels.why_no_attention(spec) is not None:
+    if plan.dtype is torch.float32 or kernels.why_no_attention(spec, target=_target(device)) is not None:
         return ()
     parts = []
     for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
@@ -297,6 +298,7 @@ def _write_kernel(
     scale_alignments: tuple[int, int] | None,
     unique_slots: bool,
     rotated: kernels.RotatedMemory | None,
+    target: kernels.Target,
 ) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(numpy_dtype(dtype), *memory) for memory in zip(token_strides, row_alignments, strict=True)
@@ -310,6 +312,7 @@ def _write_kernel(
         unique_slots=unique_slots,
         scale_pages=_scale_memory(cache, scale_alignments),
         rotated=rotated,
+        target=target,
     )
 
 
@@ -349,8 +352,9 @@ def _attention_kernels(
 def _target(device: torch.device) -> kernels.Target:
     if device.type != "cuda":
         return kernels.Target()
-    properties = torch.cuda.get_device_properties(device)
-    return kernels.Target(properties.multi_processor_count, (properties.major, properties.minor))
+    properties: Any = torch.cuda.get_device_properties(device)  # not all versions declare all that they have
+    capability = properties.major, properties.minor
+    return kernels.Target(properties.multi_processor_count, capability, properties.shared_memory_per_block_optin)
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,8 @@ def attend(
     Otherwise torch attends to gathered keys and values.
     """
     _check_capability(tensors.key_cache.get_device())
-    parts = calls.attention_parts(plan) if calls.has_attention(plan, query.shape[0], tensors.block_table) else ()
+    serves = calls.has_attention(plan, query.shape[0], tensors.block_table)
+    parts = calls.attention_parts(plan, query.device) if serves else ()
     if plan.batch_invariant:  # a workspace may be too large: raise before anything is compiled or run
         with _one_at_a_time:
             for of_part, _, _ in parts:
@@ -348,10 +349,13 @@ def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) 
 
     Returns 0 where `attend` would not use kernels. Compiles kernels for as many tokens, as `attend` does.
     """
-    if not calls.has_attention(plan, num_seqs, tensors.block_table) or not (parts := calls.attention_parts(plan)):
+    device = tensors.key_cache.device
+    if not calls.has_attention(plan, num_seqs, tensors.block_table):
+        return 0
+    if not (parts := calls.attention_parts(plan, device)):
         return 0
     q_len = parts[0].tokens.stop
-    parts = calls.attention_parts(dataclasses.replace(plan, q_len=q_len))
+    parts = calls.attention_parts(dataclasses.replace(plan, q_len=q_len), device)
     _compile_parts(parts, tensors)
     return q_len
 

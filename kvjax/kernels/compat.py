@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,13 +66,52 @@ def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
 
 def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Loads a reference, reshaped to `shape`, into registers in `layout`; the loads need not be coalesced."""
-    if shape is not None and interpreting():  # which knows no reshaped references
-        whole: jax.Array = ref[...].reshape(shape)
-        return whole
+    if interpreting():  # which knows no reshaped references, and in jax 0.11.1 no `plgpu.load`
+        whole: jax.Array = ref[...]
+        return whole if shape is None else whole.reshape(shape)
     if shape is not None:
         ref = ref.reshape(*shape)
     loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
     return loaded
+
+
+_GLOBAL = 1
+"""LLVM's address space of global memory."""
+
+
+_LETTERS = {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f", f"!llvm.ptr<{_GLOBAL}>": "l"}
+"""LLVM's constraints of PTX operands by type; shared memory addresses are i32, global memory addresses i64."""
+
+
+def inline_ptx(
+    code: str, operands: Sequence[Any], types: Sequence[Any], *, side_effects: bool = False, clobber: str = ""
+) -> list[Any]:
+    """Runs PTX in each thread, which writes `$0` and so on, of `types`, and reads the operands after them.
+
+    Mosaic GPU has had such a function since jax 0.11.2.
+    """
+    constraints = [f"={_LETTERS[str(t)]}" for t in types] + [_LETTERS[str(x.type)] for x in operands]
+    if clobber:
+        constraints.append(clobber)
+    if not types:
+        result_type = ir.Type.parse("!llvm.void")
+    elif len(types) == 1:
+        result_type = types[0]
+    else:
+        result_type = llvm.StructType.get_literal(types)
+    result = llvm.inline_asm(
+        result_type, list(operands), code, ",".join(constraints), has_side_effects=side_effects or not types
+    )
+    if not types:
+        return []
+    if len(types) == 1:
+        return [result]
+    return [llvm.extractvalue(t, result, [i]) for i, t in enumerate(types)]
+
+
+def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
+    """`x` in registers in `layout`, which interpret mode does not have, nor in jax 0.11.1 the cast."""
+    return x if interpreting() else plgpu.layout_cast(x, layout)
 
 
 def barrier() -> None:
@@ -114,13 +153,13 @@ def _forbid_moving() -> None:
 
 
 def _statement(code: str, clobbered: str = "") -> None:
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], code, clobbered, has_side_effects=True)
+    inline_ptx(code, [], [], clobber=clobbered)
 
 
 def broadcast_columns(column: jax.Array, columns: int, layout: Any) -> jax.Array:
     """Broadcasts `[..., rows]` to `[..., rows, columns]` in `layout`."""
     dims = tuple(range(column.ndim))
-    return plgpu.layout_cast(lax.broadcast_in_dim(column, (*column.shape, columns), dims), layout)
+    return layout_cast(lax.broadcast_in_dim(column, (*column.shape, columns), dims), layout)
 
 
 if hasattr(plgpu, "store"):
@@ -143,10 +182,6 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[(0,) * len(ref.shape)] = only.astype(value.dtype)
     else:
         _store(ref if ref.shape == value.shape else ref.reshape(*value.shape), value)
-
-
-_GLOBAL = 1
-"""LLVM's address space of global memory."""
 
 
 def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
@@ -224,7 +259,7 @@ def fetch_add(count: Any, before: Any) -> None:
             i32 = ir.IntegerType.get_signless(32)
             code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
             address = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), utils.memref_ptr(count))
-            got = utils.inline_ptx(code, address, result_types=i32, has_side_effects=True)
+            [got] = inline_ptx(code, [address], [i32], side_effects=True)
             memref.store(got, before, [])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
@@ -254,7 +289,7 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
         starts = columns[..., None] + jnp.arange(4)
         return lax.bitcast_convert_type(ref[row][starts], jnp.int32)
     row_bytes = ref.shape[1]
-    rows = plgpu.layout_cast(lax.broadcast(row, columns.shape), layout)
+    rows = layout_cast(lax.broadcast(row, columns.shape), layout)
 
     def run(_: Any, ref: Any, rows: Any, columns: Any) -> Any:
         i64, i32, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
@@ -324,7 +359,7 @@ def any_thread(mask: jax.Array, bits: int) -> jax.Array:
         _forbid_moving()
         for bit in range(bits):
             one = arith.andi(arith.shrui(mine, mgpu.c(bit, i32)), mgpu.c(1, i32))
-            found = utils.inline_ptx(_ANY_THREAD, one, result_types=i32, has_side_effects=True)
+            [found] = inline_ptx(_ANY_THREAD, [one], [i32], side_effects=True)
             result = arith.ori(result, arith.shli(found, mgpu.c(bit, i32)))
         _forbid_moving()
         return mgpu.FragmentedArray.splat(result, (), is_signed=True)
@@ -531,8 +566,8 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
     def of_a_thread(*registers: Any) -> Any:
         sums = []
         for i in range(0, columns, step):
-            scalars = (vector.extract(x, [], [j]) for x in registers for j in range(i, i + step))
-            sums.append(utils.inline_ptx(code(step), *scalars, result_types=f32))
+            scalars = [vector.extract(x, [], [j]) for x in registers for j in range(i, i + step)]
+            sums += inline_ptx(code(step), scalars, [f32])
         while len(sums) > 1:
             sums = [add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
         return vector.broadcast(ir.VectorType.get((1,), f32), sums[0])
@@ -560,7 +595,7 @@ def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[
     numbers = [each.registers.item() if isinstance(each, mgpu.FragmentedArray) else each for each in scalars]
     for i, row in enumerate(x.registers.flat):
         elements = [vector.extract(row, [], [j]) for j in range(columns)]
-        *words, result = utils.inline_ptx(code, *elements, *numbers, result_types=[i32] * 3)
+        *words, result = inline_ptx(code, [*elements, *numbers], [i32] * 3)
         words = vector.from_elements(ir.VectorType.get((2,), i32), words)
         codes.flat[i] = vector.bitcast(ir.VectorType.get((columns,), byte), words)
         results.flat[i] = vector.broadcast(ir.VectorType.get((1,), byte), arith.trunci(byte, result))
@@ -575,7 +610,8 @@ def _per_element(code: str, element: Any) -> Callable[..., Any]:
 
     def run(*registers: Any) -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
-            return utils.inline_ptx(code, *registers, result_types=element)
+            [result] = inline_ptx(code, registers, [element])
+            return result
         [columns] = registers[0].type.shape
         results = [run(*(vector.extract(x, [], [i]) for x in registers)) for i in range(columns)]
         return vector.from_elements(ir.VectorType.get((columns,), element), results)
@@ -591,8 +627,8 @@ def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
         step = min(columns, 4)
         results = []
         for i in range(0, columns, step):
-            operands = (vector.extract(x, [], [j]) for x in registers for j in range(i, i + step))
-            word = utils.inline_ptx(code(step), *operands, result_types=ir.IntegerType.get_signless(32))
+            operands = [vector.extract(x, [], [j]) for x in registers for j in range(i, i + step)]
+            [word] = inline_ptx(code(step), operands, [ir.IntegerType.get_signless(32)])
             word_bytes = vector.bitcast(
                 ir.VectorType.get((4,), byte), vector.broadcast(ir.VectorType.get((1,), word.type), word)
             )

@@ -155,11 +155,11 @@ class Piece:
 
     def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
         """`x`, which has these axes, along all of them."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
+        return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
     def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array) -> None:
         """Stores what was decoded, but zeros for the program's tokens from `num_valid` on."""
-        index = plgpu.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
+        index = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
         is_valid = self.broadcast(index * self.token_step + self.first_token < num_valid, (0,))
         for dense, rows in zip(self.dense, decoded, strict=True):
             compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
@@ -167,7 +167,7 @@ class Piece:
     def store_zeros(self) -> None:
         """Stores zeros, for tokens past the end of a sequence or of a block that is not in the cache."""
         for dense in self.dense:
-            compat.store(dense, plgpu.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+            compat.store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
 
 
 def gather(
@@ -379,7 +379,7 @@ def _load_token_scales(
 ) -> jax.Array:
     """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
     shape, start = (num_tokens, spec.num_kv_heads), region.base + token * region.token_stride
-    of_token, of_head = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
+    of_token, of_head = (compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
     columns = of_token * region.token_stride + of_head * region.head_stride + start
     alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
     return compat.load_words(pages.ref, number, columns, alignment, layout)

@@ -21,6 +21,7 @@ import numpy as np
 from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.target import Target
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -50,8 +51,8 @@ def why_not_dtype(spec: AttentionSpec) -> str | None:
     return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
 
 
-def why_not_pages(spec: AttentionSpec) -> str | None:
-    """Why no kernel writes or gathers pages of a spec in a JAX array; None where one does."""
+def why_not_pages(spec: AttentionSpec, target: Target | None = None) -> str | None:
+    """Why no kernel writes or gathers pages of a spec in a JAX array; None where one does, on any `target`."""
     if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
         return (
             f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"

@@ -33,6 +33,7 @@ _IN_SHARD_MAP = (
 
 def run(
     required: bool,
+    refuses: Callable[[Target], str | None],
     mosaic: Callable[..., Any],
     otherwise: Callable[..., Any],
     results: Callable[..., Any],
@@ -47,6 +48,7 @@ def run(
 
     Args:
       required: whether to raise where the kernel cannot run.
+      refuses: returns why the kernel cannot run on a GPU of this call's shapes; None if it can.
       mosaic: called with `args` and `static`; hashable, as are the other two.
       otherwise: likewise; both return arrays of the types of `results`.
       results: called likewise; returns arrays or `jax.ShapeDtypeStruct`s of the results' shapes and dtypes.
@@ -62,7 +64,7 @@ def run(
         return mosaic(*args, **static)
     types, out_tree = jax.tree.flatten(results(*args, **static))
     shapes = tuple((array.shape, array.dtype) for array in types)
-    outputs = _bind(leaves, required, call(mosaic), call(otherwise), shapes)
+    outputs = _bind(leaves, required, refuses, call(mosaic), call(otherwise), shapes)
     return jax.tree.unflatten(out_tree, outputs)
 
 
@@ -114,6 +116,13 @@ def _target() -> Target:
     return next((Target.of(device) for device in devices if hasattr(device, "compute_capability")), Target.of(abstract))
 
 
+def target_of(array: Any) -> Target | None:
+    """The target of a concrete array's devices; None of a traced array, whose devices are unknown, and of no GPU."""
+    if isinstance(array, jax.core.Tracer):
+        return None
+    return next((Target.of(device) for device in array.devices() if hasattr(device, "compute_capability")), None)
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def implementation(function: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
     """Calls `function`. jit traces it once for equal argument types, and profilers show this name."""
@@ -127,12 +136,14 @@ _run_p.multiple_results = True
 def _bind(
     leaves: Sequence[Any],
     required: bool,
+    refuses: Callable[[Target], str | None],
     mosaic: Callable[..., list[jax.Array]],
     otherwise: Callable[..., list[jax.Array]],
     shapes: tuple[tuple[tuple[int, ...], Any], ...],
 ) -> list[jax.Array]:
     if not any(map(_is_spread, leaves)):
-        return _run_p.bind(*leaves, required=required, mosaic=mosaic, otherwise=otherwise, shapes=shapes)
+        implementations = {"refuses": refuses, "mosaic": mosaic, "otherwise": otherwise}
+        return _run_p.bind(*leaves, required=required, shapes=shapes, **implementations)
     if required:
         raise UnsupportedError(f"an argument's type spreads it over devices. {_IN_SHARD_MAP}")
     return otherwise(*leaves)
@@ -178,19 +189,20 @@ def _types(*_: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], **__: Any) 
     ]
 
 
-def _run_here(*leaves: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> list[jax.Array]:
+def _run_here(*leaves: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> list[jax.Array]:
     """On concrete arrays, as under `jax.disable_jit`."""
-    reasons = [reason for reason in map(why_not, leaves) if reason is not None]
-    chosen = _chosen(required, mosaic, otherwise, reasons[0] if reasons else None)
-    return _For(_target(), chosen)(*leaves)
+    target = _target()
+    reason = next((reason for reason in map(why_not, leaves) if reason is not None), None) or refuses(target)
+    return _For(target, _chosen(required, mosaic, otherwise, reason))(*leaves)
 
 
-def _lower(ctx: Any, *operands: Any, required: bool, mosaic: Any, otherwise: Any, **_: Any) -> Any:
+def _lower(ctx: Any, *operands: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     reason = _why_not("/".join(platforms), _num_devices(ctx.module_context.axis_context), _visible_gpus())
+    if reason is None:
+        target = _target()
+        reason, mosaic = refuses(target), _For(target, mosaic)
     chosen = _chosen(required, mosaic, otherwise, reason)
-    if chosen is mosaic:
-        chosen = _For(_target(), mosaic)
     return mlir.lower_fun(functools.partial(implementation, chosen))(ctx, *operands)
 
 
@@ -207,11 +219,11 @@ mlir.register_lowering(_run_p, _lower)
 mlir.register_lowering(_run_p, _lower, platform="cuda")
 
 
-def _map(leaves: Any, dims: Any, *, required: bool, mosaic: Any, otherwise: Any, shapes: Any) -> Any:
+def _map(leaves: Any, dims: Any, *, required: bool, refuses: Any, mosaic: Any, otherwise: Any, shapes: Any) -> Any:
     in_axes = tuple(dims)
     size = next(leaf.shape[axis] for leaf, axis in zip(leaves, in_axes, strict=True) if axis is not None)
     shapes = tuple(((size, *shape), dtype) for shape, dtype in shapes)
-    outputs = _bind(leaves, required, _Mapped(mosaic, in_axes), _Mapped(otherwise, in_axes), shapes)
+    outputs = _bind(leaves, required, refuses, _Mapped(mosaic, in_axes), _Mapped(otherwise, in_axes), shapes)
     return outputs, [0] * len(outputs)
 
 

@@ -464,9 +464,9 @@ class _Rows:
         own_query = scratch.query.at[warpgroup]
         factor = operands.heads[0, item.head] * LOG2_E
         # A row's logarithms are binary, those of `exp2`.
-        largest = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        acc = plgpu.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
+        largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
         plgpu.barrier_wait(scratch.key_ready.at[self._slot(span.start)])
 
         @pl.when(warpgroup == 1)

@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for: number of multiprocessors, and available instructions."""
+"""The GPU that kernels are compiled for: its multiprocessors, shared memory and available instructions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+MAX_SHARED_BYTES = 227 * 1024
+"""Bytes of shared memory that a thread block may have on compute capability 9.0 and 10.x, the most of any GPU."""
+
+_SHARED_BYTES = {12: 99 * 1024}
+"""The same by major compute capability, where it is less."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -16,19 +22,24 @@ class Target:
     Attributes:
       multiprocessors: number of streaming multiprocessors.
       compute_capability: major and minor.
+      shared_bytes: bytes of shared memory that a thread block may have.
     """
 
     multiprocessors: int = 132
     compute_capability: tuple[int, int] = (9, 0)
+    shared_bytes: int = MAX_SHARED_BYTES
 
     @classmethod
     def of(cls, device: Any) -> Target:
         """The target of a `jax.Device` or `jax.sharding.AbstractDevice`; what it lacks has its default."""
         multiprocessors = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
-        capability = getattr(device, "compute_capability", None)
+        text = getattr(device, "compute_capability", None)
+        capability = _capability(text) if text else cls.compute_capability
+        shared_bytes = getattr(device, "shared_memory_per_block_optin", None)
         return cls(
             int(multiprocessors) if multiprocessors else cls.multiprocessors,
-            _capability(capability) if capability else cls.compute_capability,
+            capability,
+            int(shared_bytes) if shared_bytes else _SHARED_BYTES.get(capability[0], MAX_SHARED_BYTES),
         )
 
     @property

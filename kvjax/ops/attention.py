@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, flat_pages, local_view
 from kvjax.kernels import attention as kernel
+from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INPUT_DTYPES,
@@ -273,17 +274,21 @@ def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: in
 
 
 def why_not_mosaic(
-    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None, spec: AttentionSpec
+    query_dtype: np.dtype[Any],
+    is_window_static: bool,
+    sizes: kernel.BatchSizes | None,
+    spec: AttentionSpec,
+    target: Target | None,
 ) -> str | None:
     """Returns why the kernel cannot serve queries of a dtype over caches of a spec; None if it can.
 
-    `sizes` are those of a batch-invariant call, None for other calls.
+    `sizes` are those of a batch-invariant call, None for other calls; `target` is None where the GPU is unknown.
     """
     if not is_window_static:
         return "sliding_window: got an array, expected an int"
     if query_dtype == np.float32:
         return "query: got float32, expected float16 or bfloat16"
-    return kernel.why_not(spec, sizes)
+    return kernel.why_not(spec, sizes, target)
 
 
 @functools.lru_cache(maxsize=1024)

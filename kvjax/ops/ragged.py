@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.target import Target
 from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -463,13 +464,14 @@ def _why_not_mosaic(
     prompts_vary: bool,
     sizes: kernel.BatchSizes | None,
     spec: AttentionSpec,
+    target: Target | None,
 ) -> str | None:
     if prompts_vary:
         return (
             "results of sequences with more than decode_q_len query tokens depend on the batch; batch_invariant=True"
             " needs max_prompts=0"
         )
-    return why_not_mosaic(query_dtype, is_window_static, sizes, spec) or why_not_pages(spec)
+    return why_not_mosaic(query_dtype, is_window_static, sizes, spec, target) or why_not_pages(spec)
 
 
 @functools.lru_cache(maxsize=1024)

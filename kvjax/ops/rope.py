@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,12 +14,11 @@ from jax.typing import ArrayLike
 from kvjax import quant
 from kvjax.cache import KVCache, local_view
 from kvjax.errors import KVCacheValueError
-from kvjax.kernels.memory import why_not_pages
 from kvjax.kernels.write import Rotated, Rotation
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.values import check_positions, is_checked
-from kvjax.ops.write import as_tokens, flat_tokens, own_slots, write_mosaic, write_xla
+from kvjax.ops.write import as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool
 
@@ -180,7 +180,7 @@ _IMPLEMENTATIONS = select.Candidates(
     xla=_rope_xla,
     mosaic=_rope_mosaic,
     results=_results,
-    why_not_mosaic=why_not_pages,
+    why_not_mosaic=functools.partial(why_not_write, rotates=True),
     signature=Signature(
         arguments=(
             *("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),

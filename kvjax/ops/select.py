@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from kvjax.cache import KVCache, without_scales
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, got_expected
 from kvjax.kernels import placement
+from kvjax.kernels.target import Target, current, tracing_for
 from kvjax.partition import Partition, Signature, partition_of, run_on_shares
 from kvjax.spec import AttentionSpec
 
@@ -36,7 +37,8 @@ class Candidates:
       mosaic: the kernel; None if there is none.
       results: takes the same arguments, returns the shapes and dtypes of the results, as arrays or
         `jax.ShapeDtypeStruct`s. Required with `mosaic`.
-      why_not_mosaic: returns why the kernel cannot serve caches of a spec, None if it can.
+      why_not_mosaic: returns why the kernel cannot serve caches of a spec on a GPU, None if it can. Before the GPU is
+        known it is given None, and asked again later.
       signature: how the other arguments and the results are divided among the devices of a divided cache. With it,
         pass arrays by position and everything else by name. None if the operation runs on the whole cache.
       differentiable: parameters of `xla` whose gradients are correct.
@@ -45,7 +47,7 @@ class Candidates:
     xla: Callable[..., Any]
     mosaic: Callable[..., Any] | None = None
     results: Callable[..., Any] | None = None
-    why_not_mosaic: Callable[[AttentionSpec], str | None] = lambda spec: None
+    why_not_mosaic: Callable[[AttentionSpec, Target | None], str | None] = lambda spec, target: None
     signature: Signature | None = None
     differentiable: frozenset[str] = frozenset()
 
@@ -94,9 +96,10 @@ def _serving_kernel(
     if candidates.mosaic is None or candidates.results is None:
         return None, "it has no kernel; got 'mosaic', expected one of xla"
     if divided is None:
-        reason = candidates.why_not_mosaic(cache.spec) or placement.why_not(cache.kv)
+        target = placement.target_of(cache.kv)
+        reason = candidates.why_not_mosaic(cache.spec, target) or placement.why_not(cache.kv)
     else:  # a share is always traced, so its device is known at lowering
-        reason = candidates.why_not_mosaic(divided.share(cache.spec))
+        reason = candidates.why_not_mosaic(divided.share(cache.spec), None)
     return (None if reason else (candidates.mosaic, candidates.results)), reason
 
 
@@ -118,8 +121,9 @@ def _call(
     if kernel is not None:  # a kernel called directly with traced arguments would itself be differentiated
         is_traced |= any(isinstance(array, jax.core.Tracer) for array in arrays)
     if divided is None and not is_traced:
-        return (candidates.xla if kernel is None else kernel[0])(cache, *arrays, **static)
-    serve = candidates.xla if kernel is None else _placed(required, kernel[0], candidates.xla, kernel[1])
+        with tracing_for(placement.target_of(kv) or current()):
+            return (candidates.xla if kernel is None else kernel[0])(cache, *arrays, **static)
+    serve = candidates.xla if kernel is None else _placed(required, candidates.why_not_mosaic, *kernel, candidates.xla)
     run = _traced_once(operation, serve)
     if divided is not None and candidates.signature is not None:
         on_share = _OnShare(run, cache.num_layers)
@@ -147,10 +151,19 @@ class _OnShare:
 
 @functools.cache
 def _placed(
-    required: bool, mosaic: Callable[..., Any], xla: Callable[..., Any], results: Callable[..., Any]
+    required: bool,
+    why_not: Callable[[AttentionSpec, Target | None], str | None],
+    mosaic: Callable[..., Any],
+    results: Callable[..., Any],
+    xla: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Returns a function that picks the kernel or XLA at lowering; the same one for equal arguments."""
-    return functools.partial(placement.run, required, mosaic, xla, results)
+
+    def serve(cache: KVCache, *args: Any, **static: Any) -> Any:
+        refuses = functools.partial(why_not, cache.spec)
+        return placement.run(required, refuses, mosaic, xla, results, cache, *args, **static)
+
+    return serve
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -252,11 +253,16 @@ def own_slots(
     return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *others
 
 
+def why_not_write(spec: AttentionSpec, target: Target | None, *, rotates: bool = False) -> str | None:
+    """Returns why the kernel cannot write to caches of a spec; None if it can."""
+    return why_not_pages(spec) or kernel.why_no_staging(spec, target, rotates=rotates)
+
+
 _IMPLEMENTATIONS = select.Candidates(
     xla=write_xla,
     mosaic=write_mosaic,
     results=_written,
-    why_not_mosaic=why_not_pages,
+    why_not_mosaic=why_not_write,
     signature=Signature(
         arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),
         results=CACHE,

@@ -18,6 +18,7 @@ Modules:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -58,7 +59,10 @@ WIDE = 256
 """Above this `head_size + head_size_v`, registers hold the output of one tile of query rows only."""
 
 SHARED_BYTES = 220 * 1024
-"""Maximum bytes of shared memory of the pipeline."""
+"""Maximum bytes of shared memory of the pipeline, where a thread block may have more."""
+
+BARRIER_BYTES = 1024
+"""Bytes of shared memory for the pipeline's barriers: no more slots are chosen than these hold."""
 
 MAX_WARPS = 8
 """Maximum warps of a block: two per scheduler leave 255 registers per thread, and several tiles keep them busy."""
@@ -112,54 +116,80 @@ class BatchSizes(NamedTuple):
     max_blocks: int
 
 
-def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None) -> str | None:
+def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, target: Target | None = None) -> str | None:
     """Why the kernel cannot read caches of a spec; None where it can.
 
     `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
+    `target` is None where the GPU is unknown: then it is one with the most shared memory.
     """
+    target = target or Target()
     if spec.dtype not in DTYPES:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:
         return f"it multiplies {TILE} elements of a key at once; got head_size={spec.head_size}"
     if (row := spec.regions.v[0].row_bytes) % 2:
         return f"it reads values two bytes at once; got head_size_v={spec.head_size_v}, {row} bytes"
-    memory = [PageMemory(regions, spec.page_size_bytes, 1) for regions in spec.regions]
-    stage_bytes = StagePlan.of(spec, memory, 1, WARPS, one_memory=False).stage_bytes  # of pages at any address
-    if stage_bytes > SHARED_BYTES:
+    if not _fits(_largest(spec), 1, WARPS, 1, limit := pipeline_bytes(target)):
         return (
-            f"{WARPS * TILE} rows of head_size={spec.head_size} and head_size_v={spec.head_size_v} fill shared memory"
+            f"{WARPS * TILE} rows of head_size={spec.head_size} and head_size_v={spec.head_size_v} fill the"
+            f" {limit // 1024} KiB of shared memory that it has"
         )
-    return None if invariant_batch is None else _why_no_workspace(spec, invariant_batch)
+    return None if invariant_batch is None else _why_no_workspace(spec, invariant_batch, target)
 
 
-def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes) -> str | None:
+def pipeline_bytes(target: Target) -> int:
+    """Bytes of shared memory for stages, and for the states of warps."""
+    return min(SHARED_BYTES, target.shared_bytes - BARRIER_BYTES)
+
+
+def _fits(problem: Problem, heads: int, warps: int, slots: int, limit: int) -> bool:
+    """Whether `limit` bytes hold `slots` stages of one tile per warp, and later the states of warps."""
+    groups = warps // heads
+    tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
+    return max(groups * tile_bytes * slots, _joined_bytes(problem, heads, groups)) <= limit
+
+
+def _largest(spec: AttentionSpec) -> Problem:
+    """A call of as many query rows as one pass takes, over pages at any address."""
+    keys, values = (PageMemory(regions, spec.page_size_bytes, 1) for regions in spec.regions)
+    sizes = BatchSizes(num_seqs=1, q_len=rows_per_pass(spec), group=1, max_blocks=1)
+    return dataclasses.replace(_plain(spec, sizes), memory=(keys, values), one_memory=False)
+
+
+def _plain(spec: AttentionSpec, sizes: BatchSizes) -> Problem:
+    """A batch-invariant call over a JAX array."""
+    return Problem(
+        spec=spec,
+        memory=_array_memory(spec),
+        query_dtype=np.dtype(np.float16),
+        q_len=sizes.q_len,
+        num_heads=sizes.group * spec.num_kv_heads,
+        num_seqs=sizes.num_seqs,
+        max_blocks=sizes.max_blocks,
+        table_stride=sizes.max_blocks,
+        query_strides=(0, 0),
+        num_blocks=0,
+        num_layers=1,
+        has_layer=False,
+        sm_scale=1.0,
+        window=None,
+        logits_soft_cap=None,
+        scale_sizes=(1, 1),
+        one_memory=True,
+        has_sinks=False,
+        batch_invariant=True,
+    )
+
+
+def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes, target: Target) -> str | None:
     """Why the kernel has no workspace for a batch-invariant call; None where it has."""
     for heads, runs in passes(spec, batch.group, batch.q_len):
         if not runs:  # no query tokens
             continue
         tokens = runs[0]  # no run of these heads has more
-        problem = Problem(
-            spec=spec,
-            memory=_array_memory(spec),
-            query_dtype=np.dtype(np.float16),
-            q_len=tokens.stop - tokens.start,
-            num_heads=(heads.stop - heads.start) * spec.num_kv_heads,
-            num_seqs=batch.num_seqs,
-            max_blocks=batch.max_blocks,
-            table_stride=batch.max_blocks,
-            query_strides=(0, 0),
-            num_blocks=0,
-            num_layers=1,
-            has_layer=False,
-            sm_scale=1.0,
-            window=None,
-            logits_soft_cap=None,
-            scale_sizes=(1, 1),
-            one_memory=True,
-            has_sinks=False,
-            batch_invariant=True,
-        )
-        if _num_parts(problem, choose(problem, Target())) * spec.head_size_v > np.iinfo(np.int32).max:
+        sizes = batch._replace(q_len=tokens.stop - tokens.start, group=heads.stop - heads.start)
+        problem = _plain(spec, sizes)
+        if _num_parts(problem, choose(problem, target)) * spec.head_size_v > np.iinfo(np.int32).max:
             return _too_many_parts(batch.num_seqs)
     return None
 
@@ -196,17 +226,18 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         num_seqs, max_blocks = 1, 0
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
     num_blocks = 2 if compat.interpreting() else target.multiprocessors
+    limit = pipeline_bytes(target)
     for heads in range(min(spec.num_kv_heads, max_warps), 0, -1):
         if spec.num_kv_heads % heads:
             continue
-        tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
         warps = -(-heads // WARPS) * WARPS
-        if warps // heads * tile_bytes * (2 if heads > 1 else 1) > SHARED_BYTES:
+        if not _fits(problem, heads, warps, 2 if heads > 1 else 1, limit):
             continue
-        while warps + WARPS <= max_warps and (warps + WARPS) // heads * tile_bytes * SLOTS <= SHARED_BYTES:
+        while warps + WARPS <= max_warps and _fits(problem, heads, warps + WARPS, SLOTS, limit):
             warps += WARPS
         groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
-        tiles = min(MAX_TILES, SHARED_BYTES // (groups * tile_bytes * SLOTS))
+        tile_bytes = _stage_plan(problem, heads, 1).stage_bytes
+        tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
         if max_blocks:  # 0 where it is known at launch only; then sequences may be long
             tokens = max_blocks * spec.block_size
             if problem.window is not None:
@@ -216,7 +247,7 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
                 tiles -= 1
         tiles = max(1, tiles)
         stage_bytes = groups * tile_bytes * tiles
-        slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), SHARED_BYTES // stage_bytes)
+        slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), limit // stage_bytes)
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
         return DecodeConfig(heads, warps, tiles, slots, blocks, part, _merge(problem))
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
@@ -415,9 +446,13 @@ def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, 
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:
     """Bytes of the decode kernel's shared memory: of the buffer for stages and then warp states, and of barriers."""
-    joined = (config.groups - 1) * config.heads * state_registers(problem) * LANES * 4
     ring = config.slots * _stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
-    return max(ring, joined), 16 * config.slots
+    return max(ring, _joined_bytes(problem, config.heads, config.groups)), 16 * config.slots
+
+
+def _joined_bytes(problem: Problem, heads: int, groups: int) -> int:
+    """Bytes of the states that all warps of a head but the first store, when a segment ends."""
+    return (groups - 1) * heads * state_registers(problem) * LANES * 4
 
 
 def decode_kernel(

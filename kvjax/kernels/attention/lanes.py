@@ -36,13 +36,13 @@ _SIGNED = {np.dtype(np.int32): True, np.dtype(np.uint32): False, np.dtype(np.flo
 
 def thread_index() -> jax.Array:
     """int32 `[128]`: each thread's number in its warpgroup."""
-    return plgpu.layout_cast(lax.iota(jnp.int32, THREADS), LAYOUT)
+    return compat.layout_cast(lax.iota(jnp.int32, THREADS), LAYOUT)
 
 
 def splat(value: Any, dtype: Any) -> jax.Array:
     """A register that holds `value`, a number or a scalar, in every thread."""
     x = lax.broadcast(jnp.asarray(value, dtype), (THREADS,))
-    return x if compat.interpreting() else plgpu.layout_cast(x, LAYOUT)
+    return compat.layout_cast(x, LAYOUT)
 
 
 def bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -76,7 +76,7 @@ def asm(
     def run(_: Any, *operands: Any) -> Any:
         values = [_scalar(x) for x in operands]
         types = [utils.dtype_to_ir_type(np.dtype(dtype)) for dtype in results]
-        outputs = _inline_asm(code, values, types, side_effects=convergent)
+        outputs = compat.inline_ptx(code, values, types, side_effects=convergent)
         return tuple(_register(value, dtype) for value, dtype in zip(outputs, results, strict=True))
 
     shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(dtype), layout=LAYOUT) for dtype in results)
@@ -91,30 +91,6 @@ def _scalar(x: Any) -> Any:
 def _register(value: Any, dtype: Any) -> Any:
     layout = LAYOUT.to_mgpu()
     return mgpu.FragmentedArray.splat(value, (THREADS,), layout, is_signed=_SIGNED[np.dtype(dtype)])
-
-
-def _inline_asm(
-    code: str, operands: Sequence[Any], types: Sequence[ir.Type], *, side_effects: bool = False, clobber: str = ""
-) -> list[Any]:
-    """Inline PTX; shared memory addresses are i32, global memory addresses i64."""
-    letters = {"i32": "r", "f32": "f", "i64": "l", "i16": "h", "i1": "b"}
-    constraints = [f"={letters[str(t)]}" for t in types] + [letters[str(x.type)] for x in operands]
-    if clobber:
-        constraints.append(clobber)
-    if not types:
-        result_type = ir.Type.parse("!llvm.void")
-    elif len(types) == 1:
-        result_type = types[0]
-    else:
-        result_type = llvm.StructType.get_literal(types)
-    result = llvm.inline_asm(
-        result_type, list(operands), code, ",".join(constraints), has_side_effects=side_effects or not types
-    )
-    if not types:
-        return []
-    if len(types) == 1:
-        return [result]
-    return [llvm.extractvalue(t, result, [i]) for i, t in enumerate(types)]
 
 
 def _grid(x: jax.Array) -> jax.Array:
@@ -251,7 +227,7 @@ def any_in_warp(mask: jax.Array) -> jax.Array:
             "{ .reg .pred mine, any; setp.ne.b32 mine, $1, 0;"
             " vote.sync.any.pred any, mine, 0xffffffff; selp.b32 $0, 1, 0, any; }"
         )
-        [found] = _inline_asm(code, [_scalar(mask)], [ir.IntegerType.get_signless(32)], side_effects=True)
+        [found] = compat.inline_ptx(code, [_scalar(mask)], [ir.IntegerType.get_signless(32)], side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
@@ -291,7 +267,7 @@ def load_shared(ref: Any, offsets: jax.Array, size: int, immediate: int = 0) -> 
             code = f"ld.shared{vector_of}.b32 {{{registers}}}, [${count}+{immediate}];".replace(
                 "{$0}", "$0" if count == 1 else "{$0}"
             )
-        values = _inline_asm(code, [address], [i32] * count, side_effects=True)
+        values = compat.inline_ptx(code, [address], [i32] * count, side_effects=True)
         return tuple(_register(value, np.uint32) for value in values)
 
     shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(count))
@@ -317,7 +293,7 @@ def load_transposed(ref: Any, offsets: jax.Array, count: int, immediate: int = 0
         address = arith.addi(_shared_address(ref), _scalar(offsets))
         registers = ", ".join(f"${i}" for i in range(count))
         code = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{registers}}}, [${count}+{immediate}];"
-        values = _inline_asm(code, [address], [i32] * count, side_effects=True)
+        values = compat.inline_ptx(code, [address], [i32] * count, side_effects=True)
         return tuple(_register(value, np.uint32) for value in values)
 
     shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(count))
@@ -340,7 +316,7 @@ def store_shared(ref: Any, offsets: jax.Array, words: Sequence[jax.Array], size:
         kind = {1: "u8", 2: "u16"}.get(size, {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(words)])
         value = f"{{{operands}}}" if len(words) > 1 else operands
         code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.{kind} [$0], {value}; }}"
-        _inline_asm(code, [address, _scalar(condition), *map(_scalar, words)], [], side_effects=True)
+        compat.inline_ptx(code, [address, _scalar(condition), *map(_scalar, words)], [], side_effects=True)
 
     types = plgpu.RefType(), LAYOUT, LAYOUT, *((LAYOUT,) * len(words))
     words = [bits(word, jnp.uint32) for word in words]
@@ -367,7 +343,7 @@ def _shared_address(ref: Any) -> Any:
 
 def _statement(code: str) -> None:
     def run(_: Any) -> None:
-        _inline_asm(code, [], [], clobber="~{memory}")
+        compat.inline_ptx(code, [], [], clobber="~{memory}")
 
     plgpu.inline_mgpu()(run)()
 
@@ -460,7 +436,7 @@ def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, 
             load = f"{default} {guard}ld.global.b32 $0, [$1];"
         code = f"{{ .reg .pred p; {predicate} {load} }}"
         i32 = ir.IntegerType.get_signless(32)
-        [value] = _inline_asm(code, [address, *map(_scalar, condition)], [i32], side_effects=True)
+        [value] = compat.inline_ptx(code, [address, *map(_scalar, condition)], [i32], side_effects=True)
         return (_register(value, np.uint32),)
 
     extra = [] if condition is None else [condition.astype(jnp.int32)]
@@ -477,7 +453,7 @@ def prefetch_global(ref: Any, index: jax.Array, condition: jax.Array) -> None:
     def run(_: Any, ref: Any, index: Any, condition: Any) -> None:
         address = _global_address(ref, _scalar(index), np.dtype(ref_dtype).itemsize)
         code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-        _inline_asm(code, [address, _scalar(condition)], [], side_effects=True)
+        compat.inline_ptx(code, [address, _scalar(condition)], [], side_effects=True)
 
     ref_dtype = ref.dtype
     types = plgpu.RefType(), LAYOUT, LAYOUT
@@ -505,7 +481,7 @@ def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Ar
         else:
             store = "@p st.global.b32 [$0], $1;"
         code = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {store} }}"
-        _inline_asm(code, [address, _scalar(value), _scalar(condition)], [], side_effects=True)
+        compat.inline_ptx(code, [address, _scalar(value), _scalar(condition)], [], side_effects=True)
 
     types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
     plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
@@ -572,7 +548,7 @@ def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
             kind = f"u{8 * size}"
             instruction = f".reg .b16 x; @p ld.global.{kind} x, {origin}; @p st.shared.{kind} {target}, x;"
         code = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {instruction} }}"
-        _inline_asm(code, [to_address, address, _scalar(condition)], [], clobber="~{memory}")
+        compat.inline_ptx(code, [to_address, address, _scalar(condition)], [], clobber="~{memory}")
 
     types = plgpu.RefType(), plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT, LAYOUT
     plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
@@ -592,7 +568,7 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
         # Copies arrive through another proxy than threads, which requires the fence.
         fence = "@p fence.mbarrier_init.release.cluster;"
         code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} {fence} bar.sync 0; }}"
-        _inline_asm(code, [address, _scalar(thread)], [], clobber="~{memory}")
+        compat.inline_ptx(code, [address, _scalar(thread)], [], clobber="~{memory}")
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(run)(ref, thread)
 
@@ -603,7 +579,7 @@ def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
     def run(_: Any, ref: Any, index: Any, *operands: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = arith.addi(_shared_address(ref), arith.muli(_scalar(index), mgpu.c(8, i32)))
-        _inline_asm(code, [address, *map(_scalar, operands)], [], clobber="~{memory}")
+        compat.inline_ptx(code, [address, *map(_scalar, operands)], [], clobber="~{memory}")
 
     if compat.interpreting():
         return
@@ -659,7 +635,7 @@ def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: An
             "{ .reg .pred p, q; .reg .b64 state; elect.sync _|p, 0xffffffff;"
             " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
         )
-        _inline_asm(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")
+        compat.inline_ptx(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")
 
     registers = [splat(index, jnp.int32)]
     for copy in copies:

@@ -23,6 +23,7 @@ Modules:
 
 from kvjax.kernels.write.any_count import any_count as any_count
 from kvjax.kernels.write.arrays import write as write
+from kvjax.kernels.write.launch import why_no_staging as why_no_staging
 from kvjax.kernels.write.plan import SEARCHED as SEARCHED
 from kvjax.kernels.write.plan import WriteConfig as WriteConfig
 from kvjax.kernels.write.rotation import Rotation as Rotation

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.errors import UnsupportedError
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -27,9 +28,10 @@ from kvjax.kernels.memory import (
     scales_of,
     with_origin,
 )
+from kvjax.kernels.target import Target
 from kvjax.kernels.write import plan, program
 from kvjax.kernels.write.encoding import token_rows
-from kvjax.kernels.write.launch import write_kernel
+from kvjax.kernels.write.launch import why_no_staging, write_kernel
 from kvjax.kernels.write.plan import Rung
 from kvjax.kernels.write.rotation_step import RotatedMemory
 from kvjax.kernels.write.slots import Slots
@@ -48,6 +50,7 @@ def any_count(
     unique_slots: bool,
     scale_pages: tuple[PageMemory, PageMemory] | None = None,
     rotated: RotatedMemory | None = None,
+    target: Target | None = None,
 ) -> AnyCount:
     """The write into caller-owned memory, for any number of tokens and blocks.
 
@@ -61,14 +64,17 @@ def any_count(
       scale_pages: where each token and head has a scale, the memory these are written to, as its only region. It is
         passed instead of k_scale and v_scale.
       rotated: memory of queries and positions, to rotate keys and queries first.
+      target: the GPU, where it is known.
 
     Returns:
       A kernel of slots, keys, values, the keys' and values' pages, those of `rotated`, k_scale, v_scale.
 
     Raises:
-      UnsupportedError: no kernel encodes the dtype.
+      UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
     """
     check_dtype(spec)
+    if reason := why_no_staging(spec, target, rotates=rotated is not None):
+        raise UnsupportedError(f"reshape_and_cache_flash: {reason}")
     words_per_slot = np.dtype(slot_dtype).itemsize // 4
     rungs = plan.rungs(spec, unique_slots, rotates=rotated is not None)
     thresholds = [rung.min_tokens for rung in rungs]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
+from kvjax.kernels.target import Target
 from kvjax.kernels.write.rotation_step import key_staging
 from kvjax.spec import AttentionSpec
 
@@ -45,6 +46,24 @@ def write_kernel(
         compiler_params=compat.COMPILER_PARAMS,
     )
     return kernel
+
+
+_ARRAY_ALIGNMENT = 1024
+"""Alignment of arrays in shared memory."""
+
+
+def why_no_staging(spec: AttentionSpec, target: Target | None = None, *, rotates: bool = False) -> str | None:
+    """Why no shared memory stages the rows of a token; None where some does, as without rows to stage.
+
+    `target` is None where the GPU is unknown: then it is one with the most shared memory.
+    """
+    row_bytes = spec.head_size * 2 if rotates else 0  # rotated keys, 16 bits wide
+    if spec.stores_scales:
+        row_bytes += sum(sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
+    token_bytes, limit = spec.num_kv_heads * row_bytes, (target or Target()).shared_bytes - 5 * _ARRAY_ALIGNMENT
+    if token_bytes <= limit:
+        return None
+    return f"a token's rows, {token_bytes} bytes, do not fit in the {limit} bytes of shared memory that a program has"
 
 
 def _operand_staging(spec: AttentionSpec, tokens: int, data_bytes: int, scale_bytes: int) -> tuple[Any, Any]:

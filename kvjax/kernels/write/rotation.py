@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax import quant
 from kvjax.kernels import compat
@@ -112,7 +111,7 @@ class Rotation:
         def of_all_heads(column: int) -> jax.Array:
             ref = table.ref.at[position, pl.ds(column, half)]
             row = compat.load(ref, layout.reduce(0)).astype(jnp.float32)
-            return plgpu.layout_cast(lax.broadcast_in_dim(row, (heads, half), (1,)), layout)
+            return compat.layout_cast(lax.broadcast_in_dim(row, (heads, half), (1,)), layout)
 
         cos, sin = of_all_heads(0), of_all_heads(half)
         if self.is_neox:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
 from kvjax.kernels.memory import Number
@@ -70,7 +69,7 @@ class Slots(NamedTuple):
             return None
         width, loads = (8, 1) if compat.interpreting() else (THREADS, SEARCH_LOADS)
         layout = lane_layout((width,), 1)
-        lane = plgpu.layout_cast(lax.iota(jnp.int32, width), layout)
+        lane = compat.layout_cast(lax.iota(jnp.int32, width), layout)
         own_slots = [self.ref[(first + i) * self.words_per_slot] for i in range(tokens)]
         count, last = self.num_searched, self.num_searched - 1
 
@@ -92,7 +91,7 @@ class Slots(NamedTuple):
             compat.disable_unrolling()
             return search(step, mask)
 
-        empty = plgpu.layout_cast(jnp.zeros((width,), jnp.int32), layout)
+        empty = compat.layout_cast(jnp.zeros((width,), jnp.int32), layout)
         # The first step, for most writes the only one, is outside the loop, so that its loads wait for nothing.
         mask = search(0, empty)
         steps = lax.div(jnp.maximum(count - first + width * loads - 2, 0), jnp.int32(width * loads))

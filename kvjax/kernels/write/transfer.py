@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
 from kvjax.kernels.memory import Number, Pages, Rows
@@ -162,4 +161,4 @@ class Scatter:
         compat.copy_each(staged, chunk * size, pages.ref, positions.page, offsets, written, size, self.layout)
 
     def _chunk_indices(self) -> jax.Array:
-        return plgpu.layout_cast(lax.iota(jnp.int32, self._padded_chunks), self.layout)
+        return compat.layout_cast(lax.iota(jnp.int32, self._padded_chunks), self.layout)
