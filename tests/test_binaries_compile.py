@@ -258,8 +258,8 @@ assert not xla_bridge.backends_are_initialized()
 import jax
 assert (jax.numpy.ones(3) + 1).sum() == 6
 assert xla_bridge.backends_are_initialized()
-from jax_plugins import xla_cuda13
-xla_cuda13.initialize()  # as a JAX that looks for GPUs does
+from jaxlib import xla_client
+assert xla_client.pjrt_plugin_loaded("cuda")  # by JAX, beside ours
 """
 
 
