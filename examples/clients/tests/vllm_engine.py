@@ -30,9 +30,11 @@ def main() -> None:
     if job["model_type"] == "gpt_oss":
         from vllm.model_executor.models import gpt_oss
 
-        gpt_oss.TransformerBlock.mlp_cls = lambda config, index, prefix: vllm_on_cpu.DenseMLP(
-            config.model_config.hf_config.hidden_size
-        )
+        class Dense(vllm_on_cpu.DenseMLP):
+            def __init__(self, vllm_config: Any, layer_idx: int, prefix: str) -> None:
+                super().__init__(vllm_config.model_config.hf_config.hidden_size)
+
+        gpt_oss.TransformerBlock.mlp_cls = Dense
     from vllm import LLM, SamplingParams
 
     engine = LLM(job["model"], **OPTIONS | job["options"])
