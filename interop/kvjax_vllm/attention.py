@@ -15,6 +15,9 @@ from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences
 
+OTHER_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Unquantized dtypes of a cache that may not be the model's: prompts are then served in float32."""
+
 VIEWS = "_kvjax_views"
 """Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
 
@@ -175,7 +178,8 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         longest = config.model_config.max_model_len
         if (window := self._options["sliding_window"]) is not None:
             longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
-        itemsize = 4 if self.kv_quant_mode.is_per_token_head else 2
+        is_exact = self.kv_cache_dtype not in OTHER_DTYPES or OTHER_DTYPES[self.kv_cache_dtype] is query.dtype
+        itemsize = 2 if is_exact and not self.kv_quant_mode.is_per_token_head else 4
         each = longest * self.num_kv_heads * (self.head_size + output.shape[-1]) * itemsize
         dense = max(each, min(DENSE_BYTES, each * config.scheduler_config.max_num_seqs))
         rows = 4 * max(query.nbytes, output.nbytes)
