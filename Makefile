@@ -39,7 +39,7 @@ PYTHON ?= python3
 ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench lint format lock wheel clean
+.PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench bench-readme lint format lock wheel clean
 .PHONY: distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --scales")
@@ -73,13 +73,18 @@ fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random
 	JAX_PLATFORMS=cpu $(FUZZ_ENV)/bin/python tools/fuzz_parsers.py \
 		-max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=build/
 
-# Each program leaves bench/<program>.json, which `python -m benchmarks.report` reads.
+# Each program leaves bench/<program>.json, which `python -m benchmarks.plots` reads.
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
 	@mkdir -p bench
-	@failed=; for program in copies write gather pack bridge host calls sharded layers attention ragged generate serve; do \
+	@failed=; for program in copies write gather attention ragged bridge serve sharded; do \
 	  $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
 	    || failed="$$failed $$program"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench-readme: $(DEV_ENV)/.installed ## README's table and plot of attention, measured anew on a GPU
+	@mkdir -p bench
+	$(DEV_ENV)/bin/python -m benchmarks.attention --json=bench/attention.json
+	$(DEV_ENV)/bin/python -m benchmarks.plots bench/attention.json
 
 lint: $(DEV_ENV)/.installed ## lint, format and type checks
 	$(DEV_ENV)/bin/ruff check .

@@ -7,17 +7,30 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from benchmarks import shapes
-from benchmarks.measurement import OWN, Column, Measurement, Other, Rows
+from benchmarks.measurement import OWN, Measurement, Rows
 from benchmarks.timing import Clock
 
 BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
 
-READ, DYNAMIC, PAGED = "read", "DynamicCache, sdpa", "KvjaxCache, kvjax"
-"""Peers: a read-only kernel for attention; for `generate`, transformers' own cache, and attention over pages."""
+READ, DYNAMIC, PAGED = "read", "transformers DynamicCache", "transformers KvjaxCache"
+"""Peers: a read-only kernel for attention; in serving, transformers' own cache, and attention over pages."""
 
 MAX_SEQS, SAME_SEQS = "as many as fit", "the same number"  # serving rows that have bars, as named in files
 NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
 """Peers of attention in a step: kvjax without reading a shared prefix only once, and FlashInfer for every dtype."""
+
+
+type Other = Callable[[Measurement, Rows], Measurement | None]  # selects a baseline
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What a bar limits."""
+
+    heading: str
+    value: Callable[[Measurement, Rows], float | None]  # of a measurement, given all of its table
+    form: str = "{:.2f}"
+    at_least: bool = False  # whether a bar is a minimum instead of a maximum
 
 
 def by(peer: str, **changes: str) -> Other:
@@ -39,14 +52,14 @@ def fastest_bfloat16(m: Measurement, rows: Rows) -> Measurement | None:
     return Rows(each for each in rows.find(case=m.subject["case"], dtype=BFLOAT16) if each.peer != READ).fastest
 
 
-def multiple(heading: str, other: Other) -> Column:
-    """Returns a column with the ratio of the time to that of `other`."""
-    return Column(heading, lambda m, rows: over(m, other(m, rows)), "{:.2f}")
+def multiple(heading: str, other: Other) -> Measure:
+    """Measures the ratio of the time to that of `other`."""
+    return Measure(heading, lambda m, rows: over(m, other(m, rows)))
 
 
-def speed(heading: str, other: Other, form: str = "{:.2f}") -> Column:
-    """Returns a column with the speedup over `other`."""
-    return Column(heading, lambda m, rows: over(found, m) if (found := other(m, rows)) else None, form, at_least=True)
+def speed(heading: str, other: Other, form: str = "{:.2f}") -> Measure:
+    """Measures the speedup over `other`."""
+    return Measure(heading, lambda m, rows: over(found, m) if (found := other(m, rows)) else None, form, at_least=True)
 
 
 def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
@@ -62,30 +75,29 @@ def _of_tokens(m: Measurement, rows: Rows) -> float | None:
     return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
 
 
-def _of_fact(heading: str, key: str, value: Callable[[Measurement, Any], float], form: str = "{:.2f}") -> Column:
-    return Column(heading, lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key]), form)
+def _of_fact(heading: str, key: str, value: Callable[[Measurement, Any], float], form: str = "{:.2f}") -> Measure:
+    return Measure(heading, lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key]), form)
 
 
-OF_COPY = Column("of copy", lambda m, _: m.copy_share, "{:.1%}", at_least=True)
+OF_COPY = Measure("of copy", lambda m, _: m.copy_share, "{:.1%}", at_least=True)
 X_CUDA = multiple("x CUDA", by("CUDA"))
 X_BFLOAT16 = multiple("x bf16", by(OWN, dtype=BFLOAT16))
 X_NHD = multiple("x NHD", _base_row)
-X_INDEX_COPY = Column(
+X_INDEX_COPY = Measure(
     "x index_copy_",  # prefers the index_copy_ time interleaved with this call
     lambda m, rows: m.facts.get("index_copy_ratio") or over(m, rows.like(m, peer="torch index_copy_")),
-    "{:.2f}",
 )
 X_JIT = multiple("x jit", by(OWN))
 X_DYNAMIC_CACHE = multiple("x DynamicCache", by(DYNAMIC, dtype=BFLOAT16))
 X_KERNELS = _of_fact("x kernels", "kernel_seconds", lambda m, kernel: m.seconds / (m.subject["num_writes"] * kernel))
-MICROSECONDS = Column("us", lambda m, _: m.seconds * 1e6, "{:.2f}")
+MICROSECONDS = Measure("us", lambda m, _: m.seconds * 1e6)
 OF_READING = speed("of reading", by(READ), "{:.1%}")
 TIMES_BFLOAT16 = speed("times as fast as bf16", fastest_bfloat16)
 X_WINDOW = multiple("x the window's length", _base_row)
 X_ONE_TOKEN = multiple("x 1 token", _base_row)
 X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
-X_TOKENS = Column("x bf16 tokens/s", _of_tokens, "{:.2f}", at_least=True)
+X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, at_least=True)
 X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
@@ -97,7 +109,7 @@ class Bar:
     """A limit on one measure of an operation by a peer."""
 
     operation: str
-    measure: Column
+    measure: Measure
     limit: float
     where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
@@ -118,7 +130,7 @@ class Bar:
 
 
 def _by_dtype(
-    operation: str, measure: Column, *limits: float, peer: str = OWN, **where: Collection[object]
+    operation: str, measure: Measure, *limits: float, peer: str = OWN, **where: Collection[object]
 ) -> list[Bar]:
     """Returns one bar per timed dtype."""
     dtypes = zip((BFLOAT16, FP8, NVFP4), limits, strict=True)
@@ -173,7 +185,10 @@ BARS = (
     Bar("ragged attention", TIMES_BFLOAT16, 0.91, {"case": _PROMPTS, "dtype": (NVFP4,)}),
     Bar("ragged attention", X_FLASHINFER, 0.35, {"case": ("mixed",), "dtype": (NVFP4,)}),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
-    *_by_dtype("decode step", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED),
+    *(
+        dataclasses.replace(bar, applies=_serves(SAME_SEQS))
+        for bar in _by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED)
+    ),
     Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),

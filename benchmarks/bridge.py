@@ -18,7 +18,6 @@ from absl.testing import absltest
 
 from benchmarks import ahead, compare, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
-from benchmarks.operations import TWO_STREAMS
 from benchmarks.peers import copy, in_jax, in_torch, writes
 from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
@@ -44,7 +43,6 @@ DECODE_TOKENS = 64  # tokens per call where the number does not vary
 EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
 
 GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
-OTHER_GRAPHS = 8  # additional graphs per process, because a server has many
 A_WHILE = 20_000_000  # GPU cycles to sleep, about 10 ms, so that calls queue up without blocking the host
 
 SYNCHRONIZED = "called a synchronizing CUDA operation"  # part of torch's warning
@@ -52,8 +50,6 @@ SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-ReplayTimes = tuple[Timing, Timing]  # of a graph, before and after torch uses a second stream
 
 
 def device() -> str:
@@ -169,44 +165,16 @@ def time_eager_calls(calls: Mapping[str, Call]) -> list[Measurement]:
     return found
 
 
-def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> ReplayTimes:
+def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> Timing:
     """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens."""
     spec = CASE.spec(dtype)
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     calls = in_torch.kvjax_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    times = time_replays(calls)
+    times = event_times(recorded(calls).replay)
     wait()
     workload.check_same_bits(cache.kv, tokens.expected(spec, len(calls) * num_tokens).kv)
     return times
-
-
-def time_additions_replayed(num_tokens: int) -> ReplayTimes:
-    """Times a graph of `GRAPH_WRITES` torch kernels."""
-    return time_replays(additions(num_tokens))
-
-
-def additions(num_tokens: int) -> list[Call]:
-    shape = 2, num_tokens, CASE.num_kv_heads, CASE.head_size
-    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device=device()) for _ in range(GRAPH_WRITES)]
-    return [functools.partial(tensor.add_, 1) for tensor in tensors]
-
-
-def time_replays(calls: Sequence[Call]) -> ReplayTimes:
-    """Times replays of a graph before and after torch uses a second stream.
-
-    After a process has launched several kernels on a second stream, CUDA increases the gap between kernels in all
-    streams and graphs: see docs/interop.md. JAX filled the cache on its own stream.
-    """
-    graphs = [recorded(each) for each in (calls, *[additions(DECODE_TOKENS)] * OTHER_GRAPHS)]
-    one_stream = event_times(graphs[0].replay)
-    others = additions(DECODE_TOKENS)
-    wait()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for add in others:
-            add()
-    wait()
-    return one_stream, event_times(graphs[0].replay)
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -244,7 +212,7 @@ def event_times(call: Call) -> Timing:
 class TorchBenchmark(output.Program):
     """Runs compilations first, and CUPTI last, because it stays attached and slows down every launch."""
 
-    replays: ClassVar[list[tuple[str, dict[str, Any], str, int | None, ReplayTimes]]] = []
+    replays: ClassVar[list[tuple[WriteJob, Timing]]] = []
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -254,13 +222,11 @@ class TorchBenchmark(output.Program):
             for m in cls.results.measurements
             if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
         }
-        for operation, subject, peer, moved, times in cls.replays:
-            facts, copied = {}, None
-            if moved is not None:
-                facts = {"kernel_seconds": kernels.get((subject["dtype"].value, subject["num_tokens"]))}
-                copied = copy.measure(moved)
-            for name, each in zip((peer, peer + TWO_STREAMS), times, strict=True):
-                cls.results.add(Measurement(operation, subject, name, each, moved, copied, facts))
+        for job, times in cls.replays:
+            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
+            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copy.measure(moved), facts)
+            cls.results.add(replay)
         super().tearDownClass()
 
     def test_compilations(self) -> None:
@@ -284,17 +250,8 @@ class TorchBenchmark(output.Program):
         begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                job = WriteJob(CASE, dtype, num_tokens)
                 times = ahead.in_new_process(time_writes_replayed, dtype, num_tokens, begin=begin)
-                subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-                self.replays.append(("bridge replay", subject, "kvjax_torch", moved, times))
-        for num_tokens in counts:
-            with self.subTest(call="add_", num_tokens=num_tokens):
-                times = ahead.in_new_process(time_additions_replayed, num_tokens, begin=begin)
-                elements = 2 * num_tokens * CASE.num_kv_heads * CASE.head_size
-                sizes = {"num_kernels": GRAPH_WRITES, "num_tokens": num_tokens, "num_elements": elements}
-                subject = {"dtype": "bfloat16", **sizes}
-                self.replays.append(("bridge replay of add_", subject, "torch", None, times))
+                self.replays.append((WriteJob(CASE, dtype, num_tokens), times))
 
     def test_kernels(self) -> None:
         default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))

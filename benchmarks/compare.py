@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from absl import flags
 
-from benchmarks import memory, output, timing
+from benchmarks import output, timing
 from benchmarks.measurement import Measurement, known
 from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
@@ -51,7 +51,6 @@ def compare_all[J: Job, Inputs](
     jobs: Sequence[J],
     peers: Sequence[Peer[J, Inputs]],
     make_inputs: Callable[[J], Inputs],
-    why_too_large: Callable[[J], str | None],
     *,
     copies: bool = True,
 ) -> None:
@@ -67,7 +66,7 @@ def compare_all[J: Job, Inputs](
         subject, inputs = known(job.subject), None  # frees the previous job's inputs before new ones are made
         what = f"{operation}: {', '.join(map(str, subject.values()))}"
         with test.subTest(**subject):
-            inputs = test.results.fitting(what, why_too_large(job), functools.partial(make_inputs, job))
+            inputs = test.results.fitting(what, functools.partial(make_inputs, job))
             if inputs is not None:
                 _compare(test.results, operation, job, what, serving, inputs, copies)
 
@@ -88,7 +87,7 @@ def _compare(
         except Exception as error:  # a failing peer must not stop the others
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
             results.skip(f"{peer.name} ({what})", f"{kind}: {error}")
-            if peer.own and not memory.is_exhausted(error):
+            if peer.own and not output.is_exhausted(error):
                 error.add_note(traceback.format_exc())
                 failure = failure or error.with_traceback(None)  # its frames would keep caches alive
     if failure:

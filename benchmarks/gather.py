@@ -30,7 +30,7 @@ def jobs() -> list[GatherJob]:
 class GatherBenchmark(output.Program):
     def test_sizes(self) -> None:
         peers = compare.present(self.results, gathers.PEERS, PEERS.value)
-        compare.compare_all(self, "gather", jobs(), peers, GatherInputs, GatherJob.why_too_large)
+        compare.compare_all(self, "gather", jobs(), peers, GatherInputs)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,11 @@ import jax
 from absl import flags
 from absl.testing import absltest
 
-from benchmarks import memory, tables, timing, workload
-from benchmarks.measurement import Measurement, Rows, plain
-from benchmarks.operations import OPERATIONS
-from benchmarks.peers import cuda
-from benchmarks.tables import Operation
+from benchmarks import tables, timing, workload
+from benchmarks.measurement import SCHEMA, Measurement, plain
 from kvjax import KVCacheDType
 from kvjax.ops.select import Implementation
 
-SCHEMA = 1  # of the JSON file; readers must accept unknown and missing fields
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, [*Implementation], "which implementation of kvjax to time (default: as kvjax chooses)"
 )
@@ -149,16 +145,14 @@ class Report:
             self.skipped[what] = reason
             _say(f"skipped {what}: {line}")
 
-    def fitting[Value](self, what: str, why_too_large: str | None, make: Callable[[], Value]) -> Value | None:
+    def fitting[Value](self, what: str, make: Callable[[], Value]) -> Value | None:
         """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
-        if why_too_large is None:
-            try:
-                return make()
-            except Exception as error:
-                if not memory.is_exhausted(error):
-                    raise
-                why_too_large = f"too little memory: {error}"
-        self.skip(what, why_too_large)
+        try:
+            return make()
+        except Exception as error:
+            if not is_exhausted(error):
+                raise
+            self.skip(what, f"too little memory: {error}")
         return None
 
     def finish(self) -> None:
@@ -166,8 +160,7 @@ class Report:
         where = {**environment(self.program), **self.facts}
         facts = ", ".join(f"{name} {text}" for name, text in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
-        for name, rows in tables.grouped(self.measurements, lambda m: m.operation).items():
-            parts += operation_tables(OPERATIONS[name], rows)
+        parts += tables.of_operations(self.measurements)
         if self.skipped:
             lines = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
             parts.append("\n".join(["Skipped:", "", *lines]))
@@ -180,12 +173,7 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Writes a JSON file with one line per measurement."""
-        copies = {m.bytes_moved: m.copy for m in self.measurements if m.copy}
         lists = {
-            "copy_rates": [
-                {"bytes_moved": moved, "seconds": copy.seconds, "samples": copy.samples, "clock": copy.clock}
-                for moved, copy in copies.items()
-            ],
             "measurements": [each.record() for each in self.measurements],
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
         }
@@ -194,7 +182,7 @@ class Report:
         parts = [f' "{name}": {json.dumps(plain(value))}' for name, value in head.items()]
         for name, entries in lists.items():
             lines = ",\n".join(f"  {json.dumps(plain(entry))}" for entry in entries)
-            parts.append(f' "{name}": [\n{lines}\n ]' if lines else f' "{name}": []')
+            parts.append(f' "{name}": [\n{lines}\n ]')
         path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
         self._saved = time.monotonic()
 
@@ -203,24 +191,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def is_exhausted(error: BaseException) -> bool:
+    """Returns whether an error of Python, XLA, torch or CUDA means out of memory."""
+    return isinstance(error, MemoryError) or any(
+        message in str(error) for message in ("RESOURCE_EXHAUSTED", "out of memory", "can't allocate memory")
+    )
+
+
 def first_line(reason: str) -> str:
     return (reason.strip() or "no reason given").splitlines()[0]
-
-
-def operation_tables(of: Operation, rows: Rows) -> list[str]:
-    """Returns the printed tables of an operation: times with their bars, then all peers side by side for each clock.
-
-    The second part is omitted if the first table contains every measurement.
-    """
-    parts, is_whole = [], of.lines is not None and len(of.lines.chosen(rows)) == len(rows)
-    if of.lines and (found := of.lines.table(rows)):
-        note = f"{of.lines.note} By {tables.clocks(rows)}.{of.lines.bars(rows)}"
-        parts += [f"### {of.lines.title}", note.strip(), found]
-    for by_clock in () if is_whole else tables.grouped(rows, lambda m: m.clock).values():
-        parts += [f"### {tables.capitalized(of.name)}, by who does it", f"By {tables.clocks(by_clock)}."]
-        for case, some in tables.by_case(by_clock).items():
-            parts += [*filter(None, [case and f"{case}:"]), *tables.side_by_side(of, some)]
-    return parts
 
 
 class Program(absltest.TestCase):
@@ -240,8 +219,6 @@ class Program(absltest.TestCase):
 
     @classmethod
     def tearDownClass(cls) -> None:
-        if cuda.why_missing() is None:
-            cls.results.facts["cuda compiler"] = cuda.version()
         cls.results.finish()
         super().tearDownClass()
 

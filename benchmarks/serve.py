@@ -21,7 +21,7 @@ from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from kvjax import KVCacheDType
 
-PEER_NAMES = (OWN, serves_dense.NAME, serves_torch.STATIC, serves_torch.KVJAX_CACHE)
+PEER_NAMES = (OWN, serves_dense.NAME, *serves_torch.NAMES)
 DTYPES = output.define_dtypes(shapes.TIMED_DTYPES)
 ROWS = output.define_some(
     "rows",
@@ -45,17 +45,17 @@ class ServeBenchmark(output.Program):
         rate = reading_rate()
         if rate is not None:
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
-        self.measure(OWN, own, rate, served)
+        self.measure(OWN, own, rate, serving.serve)
         self.measure(serves_dense.NAME, dense, rate, lambda job: (serves_dense.serve(job), {}))
-        for name in (serves_torch.STATIC, serves_torch.KVJAX_CACHE):
-            if name in peers:
-                # These need memory that JAX released: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
-                if reason := serves_torch.why_missing():
-                    self.results.skip(name, reason, asked_for=True)
-                    continue
-                in_torch = [job for job in wanted if serves_torch.serves(name, job)]
-                self.measure(name, in_torch, rate, lambda job, name=name: (serves_torch.serve(name, job), {}))
-                serves_torch.free()
+        for name in serves_torch.NAMES:
+            if name not in peers:
+                continue
+            if reason := serves_torch.why_missing():
+                self.results.skip(name, reason, asked_for=True)
+                continue
+            in_torch = [job for job in wanted if serves_torch.serves(name, job)]
+            self.measure(name, in_torch, rate, functools.partial(serves_torch.serve, name))
+        serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:
         if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
@@ -81,16 +81,16 @@ class ServeBenchmark(output.Program):
             what = f"{name} ({job.dtype.value}, {job.num_seqs})"
             with self.subTest(**plain(job.subject)):
                 try:
-                    found = self.results.fitting(what, job.why_too_large(), functools.partial(serve, job))
+                    found = self.results.fitting(what, functools.partial(serve, job))
                 except Exception as error:
-                    if name != OWN:
+                    if name not in (OWN, *serves_torch.OWN_NAMES):
                         self.results.skip(what, f"{type(error).__name__}: {error}")
                         continue
                     error.add_note(traceback.format_exc())
                     raise error.with_traceback(None) from None  # its frames would keep caches alive
                 if found:
                     times, facts = found
-                    known = {"rows": job.rows, **facts}
+                    known = {"rows": job.rows, "tokens_a_second": round(job.num_seqs / times.seconds), **facts}
                     known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}
                     self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts=known))
 
@@ -118,15 +118,6 @@ def reading_rate() -> float | None:
     compiled = read.compiled(READ_BYTES)
     words = read.distinct_words(READ_BYTES, 2)
     return READ_BYTES / timing.measure_in_a_row(lambda number: compiled(words[number % 2])).seconds
-
-
-def served(job: ServeJob) -> Served:
-    """Times steps of kvjax. Checks the results first in the row that all dtypes share."""
-    facts = {"error": serving.check(job)} if job.num_seqs == job.of.same else {}
-    found = serving.serve(job)
-    nanoseconds = {"device_ns": found.device.seconds, "host_ns": found.host.seconds}
-    facts |= {name: max(round(seconds * 1e9), 1) for name, seconds in nanoseconds.items()}
-    return found.steps, {**facts, "layers": "separate", "temporary_bytes": found.temporary_bytes}
 
 
 if __name__ == "__main__":

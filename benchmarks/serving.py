@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks import memory, output, timing, workload
+from benchmarks import output, timing, workload
 from benchmarks.bars import MAX_SEQS, SAME_SEQS
-from benchmarks.peers.attention_inputs import compiling, filled_page_bytes, filled_pages, take_pages
+from benchmarks.peers.attention_inputs import compiling, filled_pages, take_pages
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
 from examples import llama
@@ -145,11 +145,6 @@ class ServeJob:
         pages = -(-(self.of.seq_len - self.of.tail // 2) // BLOCK_SIZE) * self.num_seqs
         return self.of.weight_bytes + self.of.config.num_hidden_layers * pages * self.spec.real_page_size_bytes
 
-    def why_too_large(self) -> str | None:
-        """Returns why memory is too small for the caches in addition to the loaded weights, or `None`."""
-        needed = self.num_seqs * self.of.bytes_a_sequence(self.dtype) + filled_page_bytes(self.spec)
-        return memory.why_too_large(needed)
-
 
 def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> list[ServeJob]:
     """Returns the jobs of the requested rows by dtype, fewest sequences first."""
@@ -253,22 +248,17 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     return engine, run
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """Times of serving."""
-
-    steps: Timing  # from one step's tokens to the next step's, in the engine
-    host: Timing  # host time per step, excluding waits
-    device: Timing  # back-to-back steps without an engine or synchronization
-    temporary_bytes: int  # of the program
-
-
-def serve(job: ServeJob) -> Served:
+def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     """Decodes until the sequences are full, then repeats the last step.
+
+    Returns:
+      Times from one step's tokens to the next step's, and facts: the error of a step where it is checked; nanoseconds
+      of the host in a step, excluding waits, and of a step without an engine or synchronization; bytes of the program.
 
     Raises:
       AssertionError: If a cache has moved, or a sequence has the wrong number of tokens.
     """
+    facts: dict[str, Any] = {"error": check(job)} if job.num_seqs == job.of.same else {}
     engine, run = full_engine(job)
     where = workload.pointers(engine.caches)
     ended, marks, waits = [], [time.perf_counter()], [0.0]
@@ -282,9 +272,12 @@ def serve(job: ServeJob) -> Served:
         raise AssertionError(f"{len(ended)} requests ended with {lengths} tokens")
     # The last call launches no step.
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
-    host = np.maximum(steps - np.diff(waits)[WARM_UP_STEPS:-1], 1e-9)
-    of_steps, of_host = (Timing(tuple(map(float, each)), Clock.HOST) for each in (steps, host))
-    return Served(of_steps, of_host, steps_in_a_row(run, engine), workload.temporary_bytes(run.programs[1]))
+    host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
+    seconds = {"device_ns": steps_in_a_row(run, engine).seconds, "host_ns": float(host)}
+    facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
+    return Timing(tuple(map(float, steps)), Clock.HOST), {
+        **facts, "temporary_bytes": workload.temporary_bytes(run.programs[1])
+    }  # fmt: skip
 
 
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:

@@ -96,15 +96,6 @@ def measure(
     return Timing(tuple(seconds_each), Clock.DEVICE, kernels)
 
 
-def kernel_seconds(call: Callable[[int], Any], *, wait: Callable[[Any], Any], calls: int) -> float | None:
-    """Returns the mean total kernel time per call, or `None` without device timestamps.
-
-    Calls may launch different kernels. `call` and `wait` are as in `measure`.
-    """
-    records = _kernel_records(call, wait, itertools.count(), calls)
-    return None if records is None else sum(milliseconds for _, milliseconds in records) / 1e3 / calls
-
-
 def _kernel_records(
     call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
 ) -> Sequence[tuple[str, float]] | None:

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from benchmarks import memory
 from benchmarks.shapes import BLOCK_SIZE, Case, Slots
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
@@ -97,13 +96,6 @@ class WriteJob:
         elements = self.spec.num_kv_heads * (self.spec.head_size + self.spec.head_size_v)
         slots = self.num_tokens * np.dtype(np.int32).itemsize
         return slots + written * (elements * INPUT_DTYPE.itemsize + self.spec.bytes_per_token)
-
-    def why_too_large(self, max_tokens: int) -> str | None:
-        """Returns why memory is too small for this job among jobs of up to `max_tokens` tokens, or `None`."""
-        # The expected cache, the written cache, and either their comparison or a peer's own two caches.
-        caches = 3 * (self.num_blocks or default_pages(self.case, max_tokens)) * self.spec.page_size_bytes
-        tokens = max(sizes().rotation_bytes, max_tokens * self.case.spec(KVCacheDType.BFLOAT16).bytes_per_token)
-        return memory.why_too_large(caches + 3 * tokens, tokens)
 
 
 def default_pages(case: Case, max_tokens: int) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from absl.testing import absltest
 
-from benchmarks import compare, output, shapes
-from benchmarks.peers import writes
-from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA
+from benchmarks import compare, output, shapes, workload
+from benchmarks.peers import in_torch, writes
+from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, NOT_DONATED, XLA_SCATTER
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
@@ -31,6 +31,9 @@ NUM_BLOCKS = output.define_numbers(
     "pages of the caches whose size is varied (default: 64 to 65,536)",
     least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
 )
+
+CACHE_SIZE_WRITERS = (KVJAX, NOT_DONATED, XLA_SCATTER, in_torch.INDEX_COPY, in_torch.INDEX_PUT, in_torch.KVJAX)
+"""Timed in caches of growing size on a CPU: writes in place do not slow down, writes that copy the cache do."""
 
 VARIANTS = (KVJAX_ANY_SLOTS, KVJAX_IN_XLA)
 """kvjax without unique slots or without its kernel, timed in one case only."""
@@ -94,7 +97,8 @@ class WriteBenchmark(output.Program):
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)
             for num_blocks, dtype in itertools.product(sizes, dtypes)
         ]
-        writes.measure(self, "write by cache size", wanted, compare.present(self.results, [KVJAX], None))
+        peers = [KVJAX] if workload.is_gpu() else CACHE_SIZE_WRITERS
+        writes.measure(self, "write by cache size", wanted, compare.present(self.results, peers, None))
 
     def test_token_counts(self) -> None:
         peers = compare.present(self.results, writes.PEERS, PEERS.value)

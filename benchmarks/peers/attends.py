@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -28,7 +27,7 @@ from benchmarks.peers.attention_inputs import (
     reference,
 )
 from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu, why_not_importable
+from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
 
@@ -95,33 +94,6 @@ def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
     return compiling(attend, query, dense, dense, jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32))
 
 
-@jax.jit
-def _by_head(pages: jax.Array) -> jax.Array:
-    return pages.transpose(2, 0, 1, 3)
-
-
-def triton_run(inputs: AttentionInputs, *, interpret: bool = False) -> Run:
-    """Runs JAX's paged attention in Triton, which expects one head per page and a scaled query."""
-    compiled = triton_attention(inputs.job, interpret).result()
-    query = (inputs.query[:, 0].astype(jnp.float32) / inputs.job.row.head_size**0.5).astype(inputs.query.dtype)
-    sets = [(query, *map(_by_head, inputs.token_pages()), inputs.table, inputs.seq_lens) for _ in inputs.caches]
-    return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
-
-
-@functools.cache
-def triton_attention(job: AttentionJob, interpret: bool) -> Future[Any]:
-    """Compiles JAX's Triton attention for a job: `(query, k_pages, v_pages, table, seq_lens)`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-    row = job.row
-    query = jax.ShapeDtypeStruct((row.num_seqs, row.num_heads, row.head_size), jnp.bfloat16)
-    pages = jax.ShapeDtypeStruct((row.num_kv_heads, row.num_blocks, BLOCK_SIZE, row.head_size), jnp.bfloat16)
-    table = jax.ShapeDtypeStruct((row.num_seqs, row.blocks_a_seq), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32)
-    return compiling(functools.partial(paged_attention, interpret=interpret), query, pages, pages, table, lengths)
-
-
 def sdpa_run(inputs: AttentionInputs) -> Run:
     """Gathers the pages of each sequence, then runs torch's attention."""
     import torch
@@ -154,9 +126,6 @@ def step_in_torch_run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
 
 
-TRITON_SPLITS = 16  # the kernel splits every sequence into this many equal parts
-
-
 def _is_dense(job: AttentionJob) -> bool:
     """Returns whether dense attention supports a job: bfloat16 in NHD, without a window or soft cap.
 
@@ -175,12 +144,6 @@ def _serves_torch(job: AttentionJob) -> bool:
     return job.dtype is KVCacheDType.BFLOAT16 and row.layout is CacheLayout.NHD and is_whole and is_causal
 
 
-def _why_no_triton() -> str | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return why_no_gpu() or why_not_importable("jax.experimental.pallas.ops.gpu.paged_attention")
-
-
 type AttentionPeer = Peer[AttentionJob, AttentionInputs]
 
 KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
@@ -188,13 +151,6 @@ KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPL
 READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
     "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
-)
-TRITON: AttentionPeer = Peer(
-    "JAX Triton",
-    triton_run,
-    serves=lambda job: _is_dense(job) and job.row.blocks_a_seq % TRITON_SPLITS == 0,
-    why_missing=_why_no_triton,
-    ahead=lambda job: [triton_attention(job, False)],
 )
 SDPA: AttentionPeer = Peer("torch sdpa", sdpa_run, serves=_serves_torch, why_missing=in_torch.why_missing)
 WITHOUT_CASCADE: AttentionPeer = Peer(
@@ -213,7 +169,7 @@ IN_TORCH: AttentionPeer = Peer(
 )
 
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
-PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, TRITON, SDPA, *BUILT)
+PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, SDPA, *BUILT)
 STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
 """The peers of attention in a server step."""
 
@@ -224,7 +180,7 @@ def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], 
     compile_ahead(jobs, peers)
     for is_built in (False, True):
         some = [peer for peer in peers if (peer in attends_flashinfer.KEYS) is is_built]
-        compare.compare_all(test, operation, jobs, some, AttentionInputs, AttentionJob.why_too_large, copies=False)
+        compare.compare_all(test, operation, jobs, some, AttentionInputs, copies=False)
 
 
 def compile_ahead(jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:

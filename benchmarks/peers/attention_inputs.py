@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks import memory, workload
+from benchmarks import workload
 from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
 from benchmarks.peers.gathers import random_tokens
@@ -93,13 +93,6 @@ class AttentionJob:
     def num_caches(self) -> int:
         """The number of caches that calls rotate through, so that the pages they read are not in L2."""
         return min(-(-workload.sizes().rotation_bytes // self.page_bytes), workload.MAX_BATCHES)
-
-    def why_too_large(self) -> str | None:
-        """Returns why memory is too small, or `None`. Counts caches, a peer's bfloat16 caches, and one in float32."""
-        tokens = self.row.num_blocks * BLOCK_SIZE
-        dense = tokens * self.row.spec(KVCacheDType.BFLOAT16).bytes_per_token
-        caches = self.num_caches * self.row.num_blocks * self.spec.page_size_bytes
-        return memory.why_too_large(caches + (self.num_caches + 4) * dense)
 
 
 class AttentionInputs:
@@ -207,10 +200,6 @@ def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
     slots = np.arange(DISTINCT_PAGES * BLOCK_SIZE, dtype=np.int32)
     scales = workload.scales() if scaled else {}
     return workload.write_in_xla(key, value, KVCache.allocate(spec, DISTINCT_PAGES), slots, **scales)
-
-
-def filled_page_bytes(spec: AttentionSpec) -> int:
-    return DISTINCT_PAGES * spec.page_size_bytes
 
 
 @jax.jit

@@ -48,15 +48,6 @@ def why_missing() -> str | None:
     return None
 
 
-def version() -> str:
-    """Returns the version that nvcc reports."""
-    compiler = nvcc()
-    if compiler is None:
-        return "none"
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return next((line.strip() for line in said.splitlines() if "release" in line), "unknown")
-
-
 def build(library: Path) -> None:
     """Compiles the kernels to a shared library.
 
@@ -66,16 +57,7 @@ def build(library: Path) -> None:
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc: got none in PATH, CUDA_HOME/bin or /usr/local/cuda/bin, expected CUDA's compiler")
-    command: list[str | Path] = [
-        compiler,
-        f"-arch={ARCHITECTURE}",
-        "-O3",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-o",
-        library,
-    ]
+    command = [compiler, f"-arch={ARCHITECTURE}", "-O3", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
     done = subprocess.run([*command, *SOURCES], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"nvcc failed:\n{done.stdout}{done.stderr}")

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from benchmarks import memory, workload
+from benchmarks import workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.in_jax import own_peers
 from benchmarks.peers.peer import Peer, Run, by_turns
@@ -66,11 +66,6 @@ class GatherJob:
     def num_tables(self) -> int:
         """The number of block tables that calls rotate through, so that the pages they read are not in L2."""
         return min(max(workload.sizes().rotation_bytes // self.dense_bytes, 1), workload.MAX_BATCHES)
-
-    def why_too_large(self) -> str | None:
-        """Returns why memory is too small, or `None`. Counts tokens, cache, and float32 results before rounding."""
-        tokens = self.num_tables * self.dense_bytes
-        return memory.why_too_large(3 * tokens + 6 * self.dense_bytes, 2 * tokens)
 
 
 class GatherInputs:

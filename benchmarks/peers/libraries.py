@@ -1,4 +1,4 @@
-"""Writes by vLLM and FlashInfer, if they are installed."""
+"""Writes by FlashInfer, if it is installed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,9 @@ from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
-from kvjax import KVCacheDType, KVQuantMode, nvfp4_split_views
+from kvjax import KVCacheDType, nvfp4_split_views
 
 NVFP4 = KVCacheDType.NVFP4
-
-
-def vllm_run(inputs: WriteInputs) -> Run:
-    from vllm import _custom_ops as ops
-
-    spec, cache = inputs.job.spec, inputs.poisoned()
-    dtype = "auto" if spec.quant_mode is KVQuantMode.NONE else spec.dtype.value
-    scales = [borrow(scale).reshape(1) for scale in workload.scales().values()]
-    pages = in_torch.token_pages(cache)
-    batches = [(key, value, *pages, slots.long(), dtype, *scales) for key, value, slots in borrowed(inputs.batches)]
-    return inputs.run(ops.reshape_and_cache_flash, batches, cache, in_torch.wait)
-
-
-VLLM = Peer[WriteJob, WriteInputs](
-    "vLLM",
-    vllm_run,
-    serves=lambda job: job.dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
-    why_missing=lambda: in_torch.why_no_library("vllm._custom_ops"),
-)
 
 
 def flashinfer_run(inputs: WriteInputs) -> Run:

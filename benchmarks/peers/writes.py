@@ -14,7 +14,7 @@ from benchmarks.peers import cuda
 from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
 from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.libraries import FLASHINFER, VLLM
+from benchmarks.peers.libraries import FLASHINFER
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.shapes import Case, Slots
 from benchmarks.workload import WriteJob
@@ -40,7 +40,7 @@ CUDA_FITTED = dataclasses.replace(
 )
 
 
-PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, VLLM, FLASHINFER)
+PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, FLASHINFER)
 
 
 def measure(
@@ -66,7 +66,4 @@ def measure(
     def make(job: WriteJob) -> WriteInputs:
         return WriteInputs(job, tokens(*shared(job)), batches(job.num_tokens, tokens(*shared(job))))
 
-    def why_too_large(job: WriteJob) -> str | None:
-        return job.why_too_large(most[shared(job)])
-
-    compare.compare_all(test, operation, jobs, peers, make, why_too_large)
+    compare.compare_all(test, operation, jobs, peers, make)
