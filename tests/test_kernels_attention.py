@@ -405,13 +405,15 @@ def test_states_that_warps_join_take_room_too():
 
 
 def test_a_call_that_is_not_traced_is_launched_for_its_device_too(monkeypatch):
-    seen = []
+    def choose(problem: Problem, target: Target) -> None:
+        raise ZeroDivisionError(target)
+
     monkeypatch.setattr(placement, "target_of", lambda array: SM_120)
-    monkeypatch.setattr(attention, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
+    monkeypatch.setattr(attention, "choose", choose)
     query, cache, table, lens = suite.build(Case("fp8_e4m3", lengths=(20,))).args
-    with interpret_mode():
-        jax.block_until_ready(paged_attention(query, cache, table, lens, implementation="mosaic"))
-    assert seen == [SM_120]
+    with interpret_mode(), pytest.raises(ZeroDivisionError) as chosen:
+        paged_attention(query, cache, table, lens, implementation="mosaic")
+    assert chosen.value.args == (SM_120,)
 
 
 def problem_of(spec: AttentionSpec, *, group: int = 1, num_seqs: int = 1, max_blocks: int, **changes: Any) -> Problem:
