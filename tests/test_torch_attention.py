@@ -38,8 +38,9 @@ import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError, kernels  # noqa: E402
 from kvjax.kernels import attention  # noqa: E402
 from kvjax_torch import calls, cuda, host, launch  # noqa: E402
-from kvjax_torch.arguments import attention_plan  # noqa: E402
+from kvjax_torch.attention_arguments import attention_plan  # noqa: E402
 from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
+from kvjax_torch.plan import Encoding, ReadTensors, Softmax  # noqa: E402
 
 
 def on(device: str, value: Any) -> Any:
@@ -219,7 +220,9 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     b200 = torch.device("cuda", 77)
     assert calls._target(b200) == kernels.Target(148, (10, 0), 99 * 1024)
-    plan = attention_plan(*arguments(query_dtype=torch.bfloat16).values(), "linear", None, None, None, None, False)
+    query, *caches, table, lengths, dtype, k_scale, v_scale = arguments(query_dtype=torch.bfloat16).values()
+    read = ReadTensors(*caches, table, lengths, k_scale, v_scale)
+    plan = attention_plan(query, read, Encoding(dtype), Softmax())
     devices = b200, torch.device("cpu")
     sizes = [calls.attention_kernels(plan, (16, 16), device, 1, 4).workspace[0] for device in devices]
     assert sizes == [2 * blocks * plan.num_heads * 64 for blocks in (148, 132)]

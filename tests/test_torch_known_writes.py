@@ -17,8 +17,9 @@ from torch_helpers import nested  # noqa: E402
 
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, launch, ops  # noqa: E402
-from kvjax_torch.plan import WriteTensors  # noqa: E402
+from kvjax_torch import calls, cuda, launch, scale_tensors  # noqa: E402
+from kvjax_torch.arguments import gather_plan  # noqa: E402
+from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -181,7 +182,8 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
     given = arguments()
     cuda.write(**given)
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    cuda.gather(given["key_cache"], given["value_cache"], table, lengths, "nvfp4", *scales(given), "linear", None)
+    read = ReadTensors(given["key_cache"], given["value_cache"], table, lengths, *scales(given))
+    cuda.gather(gather_plan(read, Encoding("nvfp4"), None), read)
     assert is_held == [True, True]
 
 
@@ -285,9 +287,10 @@ def test_without_the_launcher_calls_raise_and_name_the_tested_versions(monkeypat
     monkeypatch.setattr(launch, "compile_kernel", unavailable)
     call = arguments()
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    read = call["key_cache"], call["value_cache"], table, lengths, "nvfp4", *scales(call), "linear", None
+    read = ReadTensors(call["key_cache"], call["value_cache"], table, lengths, *scales(call))
+    plan = gather_plan(read, Encoding("nvfp4"), None)
     for _ in range(2):
-        for run in (lambda: cuda.write(**call), lambda: cuda.gather(*read)):
+        for run in (lambda: cuda.write(**call), lambda: cuda.gather(plan, read)):
             with pytest.raises(UnsupportedError, match=r"JAX 0\.99 lacks a part; tested with jax 0\.11\.1 to 0\.12"):
                 run()
     assert not cuda._known_writes
@@ -295,10 +298,10 @@ def test_without_the_launcher_calls_raise_and_name_the_tested_versions(monkeypat
 
 def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):
     """A graph may read it: it is never replaced."""
-    monkeypatch.setattr(ops, "_constants", {})
+    monkeypatch.setattr(scale_tensors, "_constants", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cache = mock.Mock(is_cuda=True, device=torch.device("cpu"), get_device=lambda: -1)
-    first = ops._as_tensor("k_scale", 1.0, cache)
+    first = scale_tensors.as_tensor("k_scale", 1.0, cache)
     for same in (1, np.float64(1), 1.0):
-        assert ops._as_tensor("k_scale", same, cache) is first
-    assert ops._as_tensor("k_scale", 2, cache).item() == 2
+        assert scale_tensors.as_tensor("k_scale", same, cache) is first
+    assert scale_tensors.as_tensor("k_scale", 2, cache).item() == 2

@@ -18,7 +18,7 @@ from torch_helpers import from_numpy, to_numpy  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax_torch.arguments import gather_plan, rope_plan, write_plan  # noqa: E402
 from kvjax_torch.calls import gather_call, rope_call, write_call  # noqa: E402
-from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = ("interleaved", "halves", "apart", "HND", "padded")
@@ -324,8 +324,8 @@ def test_kernels_are_told_of_scales_where_they_lie():
     assert addresses == [0, 68, 64, 68 + 48]
     assert call.kernel.written == (3, 4, 5, 6)
     table, lengths = torch.from_numpy(TABLE), torch.from_numpy(LENGTHS)
-    plan = gather_plan(*pages.tensors, table, lengths, *options, None)
-    read = gather_call(plan, ReadTensors(*pages.tensors, table, lengths, *pages.scales))
+    tensors = ReadTensors(*pages.tensors, table, lengths, *pages.scales)
+    read = gather_call(gather_plan(tensors, Encoding(options[0]), None), tensors)
     assert [tensor.data_ptr() for tensor in read.tensors[2:6]] == [
         tensor.data_ptr() for tensor in (*pages.scales, *pages.tensors)
     ]

@@ -37,8 +37,8 @@ from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, Uns
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
 from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors  # noqa: E402
-from kvjax_torch.ragged_arguments import buckets, ragged_plan  # noqa: E402
+from kvjax_torch.attention_arguments import buckets, ragged_plan  # noqa: E402
+from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, Limits, ReadTensors, Softmax  # noqa: E402
 
 
 def given(
@@ -137,7 +137,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs calls with CPU tensors as those of a GPU, with the host in place of kernels."""
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
     monkeypatch.setattr(cuda, "attend", host.attend)
-    monkeypatch.setattr(cuda, "gather_planned", host.gather)
+    monkeypatch.setattr(cuda, "gather", host.gather)
     monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 0)
     monkeypatch.setattr(prompts, "flash", flash_model)
     monkeypatch.setattr(dense, "product", product_model)
@@ -187,7 +187,7 @@ PIECES = [
 def test_prompts_without_flash_attention_are_served_over_pages(case, most, monkeypatch):
     """In pieces, of which the first of a prompt may have fewer rows; a window that holds the table is none."""
     use_stand_ins(monkeypatch)
-    monkeypatch.setattr(cuda, "gather_planned", None)
+    monkeypatch.setattr(cuda, "gather", None)
     monkeypatch.setattr(prompts, "attend", None)
     asked, strangers = [], []
 
@@ -271,11 +271,11 @@ def test_how_many_tokens_kernels_take_over_pages(options, most, monkeypatch):
     problem = ragged_suite.build(ragged((12,), (18,), cap=5.0, **options))
     rows, bounds = np.concatenate(problem.args[0]), np.int32([0, 12])
     call = given("cpu", rows, *problem.args[1:], bounds, **problem.options)
-    call.pop("return_lse")
-    defaults = {"batch_invariant": False, "max_q_len": None, "max_prompts": None, "decode_q_len": None}
-    attention = ragged_plan(**call | defaults).attention
     names = "key_cache", "value_cache", "block_table", "seq_lens", "k_scale", "v_scale"
     tensors = ReadTensors(*(call[name] for name in names))
+    softmax = Softmax(**{name: call[name] for name in Softmax._fields if name in call})
+    encoding = Encoding(call["kv_cache_dtype"], call["v_scale_layout"])
+    attention = ragged_plan(call["query"], tensors, call["cu_q_lens"], encoding, softmax, Limits()).attention
     plan = dataclasses.replace(attention, q_len=8)
     assert cuda.tokens_over_pages(plan, 3, tensors) == most
     assert compiled == ({most} if most else set())
@@ -344,7 +344,7 @@ def test_memory_is_bounded(case, monkeypatch):
         gathered.append(tuple(tensors.block_table.shape))
         return host.gather(plan, tensors)
 
-    monkeypatch.setattr(cuda, "gather_planned", gather)
+    monkeypatch.setattr(cuda, "gather", gather)
     monkeypatch.setattr(prompts, "DENSE_BYTES", 1)
     monkeypatch.setattr(prompts, "LOGITS_BYTES", 1)
     problem, attend = ragged_suite.build(case), attend_on("cpu", is_rounded=True)

@@ -16,7 +16,7 @@ import kvjax_torch  # noqa: E402
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402
 from kvjax_torch import calls, host, launch  # noqa: E402
 from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
-from kvjax_torch.plan import ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
 
 NUM_BLOCKS = 40
 
@@ -107,8 +107,8 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
         return calls.write_call(plan, WriteTensors(*rows, *halves, slots, one, one), unique_slots).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
-        plan = gather_plan(*halves, table, lengths, *stored_as, None)
-        return calls.gather_call(plan, ReadTensors(*halves, table, lengths, one, one)).kernel
+        read = ReadTensors(*halves, table, lengths, one, one)
+        return calls.gather_call(gather_plan(read, Encoding("nvfp4"), None), read).kernel
 
     slots = torch.arange(6)
     assert write_kernel(packed, slots) is write_kernel(apart, slots) is write_kernel(packed, slots[:3])

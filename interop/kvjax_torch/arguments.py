@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Mapping
 
 import jax
@@ -35,10 +34,7 @@ from kvjax_torch.dtypes import (
     resolve_cache_dtype,
     row_head_size,
 )
-from kvjax_torch.plan import AttentionPlan, GatherPlan, RopePlan, WritePlan
-
-MAX_WINDOW = 2**31 - 1
-"""The longest sequence; a larger window restricts nothing."""
+from kvjax_torch.plan import Encoding, GatherPlan, ReadTensors, RopePlan, WritePlan
 
 IndexFacts = tuple[torch.dtype, int]
 """Dtype and number of dimensions of a tensor of slots, blocks or lengths."""
@@ -83,7 +79,7 @@ def write_plan(
                 f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
                 f" {slot_mapping.shape[0]} slots"
             )
-    _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    check_addresses(tensors | ({} if plan.cache.scales is None else scales))
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     check_apart(caches | ({} if plan.cache.scales is None else scales), is_written=True)
     if plan.cache.scales is None:
@@ -127,7 +123,7 @@ def rope_plan(
             )
     if not cos_sin_cache.shape[0]:
         raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
-    _check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
+    check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
     if kvjax.is_checked():
         slots, rows = (on_host(*each).numpy() for each in (("slot_mapping", slot_mapping), ("positions", positions)))
         kvjax.check_positions(rows, slots, cos_sin_cache.shape[0])
@@ -135,14 +131,8 @@ def rope_plan(
 
 
 def gather_plan(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
+    tensors: ReadTensors,
+    encoding: Encoding,
     dtype: torch.dtype | None,
     last_tokens: int | torch.Tensor | None = None,
 ) -> GatherPlan:
@@ -154,26 +144,26 @@ def gather_plan(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    tensors = {"key_cache": key_cache, "value_cache": value_cache}
+    key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    check_devices(**tensors, block_table=block_table, seq_lens=seq_lens, **scales)
+    check_devices(**caches, block_table=block_table, seq_lens=seq_lens, **scales)
     plan = _gather_plan(
         Facts.of(key_cache),
         Facts.of(value_cache),
         (block_table.dtype, block_table.ndim),
         (seq_lens.dtype, seq_lens.ndim),
-        kv_cache_dtype,
+        encoding,
         _scale_facts(k_scale),
         _scale_facts(v_scale),
-        v_scale_layout,
         dtype,
     )
     if seq_lens.shape[0] != block_table.shape[0]:
         raise KVCacheValueError(
             f"seq_lens: got shape {tuple(seq_lens.shape)}, expected [num_seqs={block_table.shape[0]}]"
         )
-    _check_addresses(tensors | ({} if plan.cache.scales is None else scales))
-    check_apart(tensors, is_written=False)
+    check_addresses(caches | ({} if plan.cache.scales is None else scales))
+    check_apart(caches, is_written=False)
     if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
@@ -185,138 +175,6 @@ def gather_plan(
             blocks = blocks.masked_fill(lengths[:, None] - ends >= reach, -1)
         kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], block_size)
     return plan
-
-
-def attention_plan(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    sm_scale: float | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> AttentionPlan:
-    """The plan of a `paged_attention` call.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
-    """
-    check_devices(key_cache, query=query)
-    if query.ndim not in (3, 4):
-        raise KVCacheValueError(
-            f"query: got {query.ndim} dimensions, expected [num_seqs, num_heads, head_size] or [num_seqs, q_len,"
-            " num_heads, head_size]"
-        )
-    q_len = query.shape[1] if query.ndim == 4 else 1
-    sm_scale, window, cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
-    gathered = gather_plan(
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        v_scale_layout,
-        torch.float32,
-        last_tokens=None if window is None else window + q_len - 1,
-    )
-    spec = gathered.cache.spec
-    if query.shape[0] != block_table.shape[0] or query.shape[-1] != spec.head_size:
-        raise KVCacheValueError(
-            f"query: got shape {tuple(query.shape)}, expected num_seqs={block_table.shape[0]} and"
-            f" head_size={spec.head_size}"
-        )
-    return plan_of_query(gathered, query, q_len, sm_scale, window, cap, sinks, batch_invariant)
-
-
-def plan_of_query(
-    gathered: GatherPlan,
-    query: torch.Tensor,
-    q_len: int,
-    sm_scale: float | None,
-    window: int | None,
-    logits_soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    batch_invariant: bool,
-) -> AttentionPlan:
-    """The plan of attention with `query [..., num_heads, head_size]` over the cache of a gather's plan.
-
-    `sm_scale`, `window` and `logits_soft_cap` are as `attention_numbers` returns them.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError: an invalid query or sinks.
-    """
-    spec = gathered.cache.spec
-    num_heads, head_size = query.shape[-2:]
-    if query.dtype not in INPUT_DTYPES:
-        raise KVCacheTypeError(f"query: got dtype {query.dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
-    if num_heads % spec.num_kv_heads or not num_heads:
-        raise KVCacheValueError(
-            f"query: got num_heads={num_heads}, expected a multiple of num_kv_heads={spec.num_kv_heads}"
-        )
-    if sinks is not None:
-        if sinks.device != query.device:
-            raise KVCacheValueError(f"sinks: got device {sinks.device}, expected {query.device}, that of key_cache")
-        if sinks.dtype is not torch.float32:
-            raise KVCacheTypeError(f"sinks: got dtype {sinks.dtype}, expected torch.float32")
-        if sinks.shape != (num_heads,):
-            raise KVCacheValueError(f"sinks: got shape {tuple(sinks.shape)}, expected [num_heads={num_heads}]")
-    return AttentionPlan(
-        gathered.cache,
-        query.dtype,
-        num_heads,
-        q_len,
-        gathered.scale_sizes,
-        head_size**-0.5 if sm_scale is None else sm_scale,
-        window,
-        logits_soft_cap,
-        sinks is not None,
-        batch_invariant,
-    )
-
-
-def attention_numbers(
-    sm_scale: object, sliding_window: object, logits_soft_cap: object
-) -> tuple[float | None, int | None, float | None]:
-    """The numbers of a `paged_attention` call in the types of torch's dispatcher; None for a window over `MAX_WINDOW`.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError: a number of another type, not finite in float32, or not positive.
-    """
-    scale, cap = _as_float("sm_scale", sm_scale), _as_float("logits_soft_cap", logits_soft_cap)
-    if cap is not None and cap < torch.finfo(torch.float32).tiny:
-        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
-    if sliding_window is None:
-        return scale, None, cap
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, numbers.Integral):
-        kind = type(sliding_window).__name__
-        raise KVCacheTypeError(f"sliding_window: got {sliding_window!r} of type {kind}, expected an int or None")
-    window = int(sliding_window)
-    if window <= 0:
-        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
-    return scale, window if window <= MAX_WINDOW else None, cap
-
-
-def _as_float(what: str, number: object) -> float | None:
-    if number is None:
-        return None
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise KVCacheTypeError(f"{what}: got {number!r} of type {type(number).__name__}, expected a float or None")
-    try:
-        value = float(number)
-    except OverflowError:
-        value = math.inf
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise KVCacheValueError(f"{what}: got {number}, expected a number that is finite in float32")
-    return value
 
 
 def as_bool(name: str, value: object) -> bool:
@@ -436,16 +294,15 @@ def _gather_plan(
     value_cache: Facts,
     block_table: IndexFacts,
     seq_lens: IndexFacts,
-    kv_cache_dtype: str,
+    encoding: Encoding,
     k_scale: ScaleFacts,
     v_scale: ScaleFacts,
-    v_scale_layout: str,
     dtype: torch.dtype | None,
 ) -> GatherPlan:
     check_caches(key_cache, value_cache)
     check_index("block_table", block_table, ("num_seqs", "max_blocks"))
     check_index("seq_lens", seq_lens, ("num_seqs",))
-    cache_dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    cache_dtype = resolve_cache_dtype(encoding.kv_cache_dtype, key_cache.dtype)
     key_bytes, value_bytes = (cache.shape[3] * cache.dtype.itemsize for cache in (key_cache, value_cache))
     scale_tensors = _scale_tensors(k_scale, v_scale, cache_dtype)
     apart = scale_tensors is not None
@@ -454,7 +311,8 @@ def _gather_plan(
         row_head_size("value_cache", value_bytes, cache_dtype, scales_apart=apart),
     )
     num_heads = key_cache.shape[2]
-    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, cache_dtype, v_scale_layout, scale_tensors)
+    order = encoding.v_scale_layout
+    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, cache_dtype, order, scale_tensors)
     return GatherPlan(
         cache,
         gathered_dtype(dtype, cache_dtype),
@@ -522,7 +380,8 @@ def _scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) 
     return math.prod(k_scale.shape), math.prod(v_scale.shape)
 
 
-def _check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_addresses(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `KVCacheValueError` for tensors at addresses that their elements do not fit."""
     for name, tensor in tensors.items():
         if tensor.data_ptr() % tensor.element_size():
             raise KVCacheValueError(

@@ -145,17 +145,30 @@ def check_apart(tensors: Mapping[str, torch.Tensor], *, is_written: bool) -> Non
     Values that are only read may lie within the rows of keys, as in multi-head latent attention.
     """
     for (name, one), (other_name, other) in itertools.combinations(tensors.items(), 2):
-        facts, distance = (Facts.of(one), Facts.of(other)), other.data_ptr() - one.data_ptr()
-        if _share_memory(*facts, distance) and (is_written or not _lie_within(*facts, distance)):
+        if share_memory(one, other) and (is_written or not _lie_within(one, other)):
             accepted = "memory of its own" if is_written else "memory of its own or rows within its rows"
+            distance = other.data_ptr() - one.data_ptr()
             raise KVCacheValueError(
                 f"{other_name}: got memory that overlaps that of {name}, {distance} bytes after its start, expected"
                 f" {accepted}"
             )
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common."""
+    facts, distance = (Facts.of(one), Facts.of(other)), other.data_ptr() - one.data_ptr()
+    return -_reach(facts[1]) < distance < _reach(facts[0]) and _share_bytes(*facts, distance)
+
+
 @functools.lru_cache(maxsize=1024)
-def _share_memory(one: Facts, other: Facts, distance: int) -> bool:
+def _reach(facts: Facts) -> int:
+    """Bytes from a tensor's first one to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(facts.shape, facts.strides, strict=True))
+    return (last + 1) * facts.dtype.itemsize if all(facts.shape) else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_bytes(one: Facts, other: Facts, distance: int) -> bool:
     """Whether two tensors share a byte; the first element of `other` is `distance` bytes after that of `one`."""
     address = max(1, 1 - distance)
     try:
@@ -172,11 +185,11 @@ def _bytes_at(address: int, facts: Facts) -> np.ndarray:
     return np.asarray(types.SimpleNamespace(__array_interface__=fields))
 
 
-def _lie_within(keys: Facts, values: Facts, distance: int) -> bool:
+def _lie_within(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether each row of values lies within that of the keys of its token and head."""
-    size = keys.dtype.itemsize
+    distance, size = values.data_ptr() - keys.data_ptr(), keys.element_size()
     last = distance + values.shape[3] * size
-    return keys.strides[:3] == values.strides[:3] and distance >= 0 and last <= keys.shape[3] * size
+    return keys.stride()[:3] == values.stride()[:3] and distance >= 0 and last <= keys.shape[3] * size
 
 
 def _strided_rows(cache: Facts) -> BlockRows:

@@ -256,12 +256,17 @@ def _max_blocks(spec: AttentionSpec, width: int) -> int:
 
 
 def attention_calls(
-    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[Call, Call]:
     """The two kernel calls, in order, of a `paged_attention` call of one part that `plan` describes.
 
     The last two tensors of the second are the results: `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype
-    and float32 `[num_seqs, q_len, num_heads]`. Results and workspace are allocated on torch's current stream.
+    and float32 `[num_seqs, q_len, num_heads]`. Workspace and results are allocated on torch's current stream, except
+    for `out` if it is given: contiguous, of the results' shape and dtype.
     """
     key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
@@ -273,7 +278,7 @@ def attention_calls(
     table_stride = block_table.stride(0) if num_seqs > 1 else width
     if num_seqs * table_stride > INT32_MAX:
         block_table, table_stride = block_table.contiguous(), width
-    out = query.new_empty((*query.shape[:3], spec.head_size_v))
+    out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)

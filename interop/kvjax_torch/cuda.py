@@ -23,7 +23,7 @@ import kvjax
 from kvjax import UnsupportedError, kernels
 from kvjax_torch import calls, dense, launch
 from kvjax_torch.arguments import check_tensors, gather_plan, rope_plan, write_plan
-from kvjax_torch.plan import AttentionPlan, GatherPlan, ReadTensors, WritePlan, WriteTensors
+from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.rotation import rotate
 
 MIN_COMPUTE_CAPABILITY = 9
@@ -233,26 +233,9 @@ def rotate_and_write(
     return rotated
 
 
-def gather(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_kv` of CUDA tensors."""
-    _check_capability(key_cache.get_device())
-    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    plan = gather_plan(*tensors[:4], kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return gather_planned(plan, tensors)
-
-
-def gather_planned(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_kv` of CUDA tensors that `plan` describes."""
+    _check_capability(tensors.key_cache.get_device())
     with _one_at_a_time:
         call = calls.gather_call(plan, tensors)
     _run(call)
@@ -264,8 +247,7 @@ def compile_writes_and_gathers(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
     tensors: ReadTensors,
     slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    v_scale_layout: str,
+    encoding: Encoding,
     unique_slots: bool,
     dtype: torch.dtype | None,
 ) -> None:
@@ -276,17 +258,21 @@ def compile_writes_and_gathers(
     with _one_at_a_time:
         for key, value in rows:
             written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-            write_of = write_plan(*written[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+            write_of = write_plan(*written[:5], encoding.kv_cache_dtype, k_scale, v_scale, encoding.v_scale_layout)
             every.append(calls.write_call(write_of, written, unique_slots).kernel)
-        gather_of = gather_plan(*tensors[:4], kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
+        gather_of = gather_plan(tensors, encoding, dtype)
         every.append(calls.gather_call(gather_of, tensors).kernel)
     _compile_all(every, key_cache.device)
 
 
 def attend(
-    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` of CUDA tensors that `plan` describes.
+    """`paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
 
     Kernels attend to the pages if there are kernels for such a call. There are none for a float32 query, for example.
     Otherwise torch attends to gathered keys and values.
@@ -304,13 +290,13 @@ def attend(
                 f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
                 " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
             )
-        return _attend_to_gathered(plan, query, tensors, sinks)
+        return _attend_to_gathered(plan, query, tensors, sinks, out)
     _compile_parts(parts, tensors)
     if len(parts) == 1:
-        return _attend_to_pages(plan, query, tensors, sinks)
+        return _attend_to_pages(plan, query, tensors, sinks, out)
     # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
     spec = plan.cache.spec
-    out = query.new_empty((*query.shape[:3], spec.head_size_v))
+    out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
@@ -361,9 +347,13 @@ def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) 
 
 
 def _attend_to_pages(
-    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    decode, merge = calls.attention_calls(plan, query, tensors, sinks)
+    decode, merge = calls.attention_calls(plan, query, tensors, sinks, out)
     _run(decode)
     _run(merge)
     out, lse = merge.tensors[-2:]
@@ -371,11 +361,16 @@ def _attend_to_pages(
 
 
 def _attend_to_gathered(
-    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = (x.transpose(1, 2) for x in gather_planned(gathered, tensors))
-    return dense.attend(plan, query, keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, sinks)
+    keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
+    sequences = tensors.block_table, tensors.seq_lens, tensors.num_blocks
+    return dense.attend(plan, query, keys, values, *sequences, sinks, out=out)
 
 
 def _run(call: calls.Call) -> _Launcher | None:

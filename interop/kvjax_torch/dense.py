@@ -17,6 +17,7 @@ def attend(
     num_blocks: int,
     sinks: torch.Tensor | None,
     weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of a `paged_attention` call that `plan` describes, from gathered keys and values.
 
@@ -34,6 +35,7 @@ def attend(
       num_blocks: blocks of the cache.
       sinks: as in `paged_attention`.
       weight: float32 `[num_heads]` or `[1]`, a factor of the results.
+      out: memory for the first result; by default it is allocated.
 
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
@@ -80,7 +82,8 @@ def attend(
         return x.transpose(1, 2).flatten(2, 3)
 
     attended = by_token(attended)
-    out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
     torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
     return out, by_token(lse)[..., 0].contiguous()
 

@@ -12,6 +12,7 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    VScaleLayout,
     parse_kv_cache_dtype,
 )
 
@@ -69,6 +70,15 @@ def dtype_name(kv_cache_dtype: str | KVCacheDType) -> str:
       KVCacheTypeError: neither a string nor a `KVCacheDType`.
     """
     return kv_cache_dtype if type(kv_cache_dtype) is str else parse_kv_cache_dtype(kv_cache_dtype).value
+
+
+def order_name(v_scale_layout: str) -> str:
+    """`v_scale_layout` as torch's dispatcher takes it.
+
+    Raises:
+      KVCacheValueError: not a string, nor a `VScaleLayout`.
+    """
+    return v_scale_layout if type(v_scale_layout) is str else VScaleLayout.parse(v_scale_layout).value
 
 
 def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:

@@ -145,12 +145,18 @@ def _blocks(cache: torch.Tensor, tensors: ReadTensors) -> torch.Tensor:
 
 
 def attend(
-    plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: torch.Tensor | None
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` of CPU tensors that `plan` describes."""
+    """`paged_attention` of CPU tensors that `plan` describes, into `out` if it is given."""
     num_seqs, q_len = query.shape[:2]
     bounds = range(0, (num_seqs + 1) * q_len, q_len) if q_len else [0] * (num_seqs + 1)
-    out, lse = _attend_rows(plan, query.flatten(0, 1), tensors, bounds, sinks)
+    out, lse = _attend_rows(
+        plan, query.flatten(0, 1), tensors, bounds, sinks, None if out is None else out.flatten(0, 1)
+    )
     return out.unflatten(0, (num_seqs, q_len)), lse.unflatten(0, (num_seqs, q_len))
 
 
@@ -160,12 +166,13 @@ def attend_ragged(
     tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
     sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ragged_paged_attention` of CPU tensors that `plan` describes.
+    """`ragged_paged_attention` of CPU tensors that `plan` describes, into `out` if it is given.
 
     The host can read lengths here, so every row is served, whatever the call's limits.
     """
-    return _attend_rows(plan.attention, query, tensors, cu_q_lens.clamp(0, query.shape[0]).tolist(), sinks)
+    return _attend_rows(plan.attention, query, tensors, cu_q_lens.clamp(0, query.shape[0]).tolist(), sinks, out)
 
 
 def _attend_rows(
@@ -174,13 +181,14 @@ def _attend_rows(
     tensors: ReadTensors,
     bounds: Sequence[int],
     sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows `query[bounds[i]:bounds[i + 1]]`, one sequence after the other.
 
     So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums.
     """
     spec, (num_tokens, num_heads, _) = plan.cache.spec, query.shape
-    out = query.new_zeros((num_tokens, num_heads, spec.head_size_v))
+    out = query.new_zeros((num_tokens, num_heads, spec.head_size_v)) if out is None else out.zero_()
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
     if sinks is not None:
         lse.copy_(sinks)

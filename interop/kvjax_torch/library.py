@@ -7,72 +7,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from kvjax import KVCacheTypeError
-from kvjax_torch import cuda, host, ragged
-from kvjax_torch.arguments import (
-    attention_plan,
-    check_devices,
-    gather_plan,
-    refuse_gradient,
-    rope_plan,
-    write_plan,
-)
+from kvjax_torch import cuda, host, merge, ragged
+from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, rope_plan, write_plan
+from kvjax_torch.attention_arguments import attention_plan, check_out, ragged_plan
 from kvjax_torch.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
-from kvjax_torch.plan import ReadTensors, WriteTensors
-from kvjax_torch.ragged_arguments import ragged_plan
+from kvjax_torch.plan import Encoding, Limits, ReadTensors, Softmax, WriteTensors
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
-_LIBRARY.define(
-    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear',"
-    " bool unique_slots=False) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "reshape_and_cache_flash_per_token_head(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, str kv_cache_dtype, Tensor(c!) k_scale, Tensor(d!) v_scale, *, str v_scale_layout='linear',"
-    " bool unique_slots=False) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "rope_and_cache(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, str kv_cache_dtype, Tensor k_scale, Tensor v_scale,"
-    " *, str v_scale_layout='linear', bool is_neox=True, bool unique_slots=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "rope_and_cache_per_token_head(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache,"
-    " Tensor(b!) value_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, str kv_cache_dtype,"
-    " Tensor(c!) k_scale, Tensor(d!) v_scale, *, str v_scale_layout='linear', bool is_neox=True,"
-    " bool unique_slots=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "gather_kv(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens, str kv_cache_dtype,"
-    " Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', ScalarType? dtype=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,"
-    " str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear', float? sm_scale=None,"
-    " int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None, bool batch_invariant=False)"
-    " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "ragged_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor cu_q_lens, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear',"
-    " float? sm_scale=None, int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None,"
-    " bool batch_invariant=False, SymInt? max_q_len=None, SymInt? max_prompts=None, SymInt? decode_q_len=None)"
-    " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _with_given_scales(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,11 +101,9 @@ def _gather(
     v_scale_layout: str = "linear",
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = key_cache, value_cache, block_table, seq_lens
-    if key_cache.is_cuda:
-        return cuda.gather(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    plan = gather_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, dtype)
-    return host.gather(plan, ReadTensors(*tensors, k_scale, v_scale))
+    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    plan = gather_plan(tensors, Encoding(kv_cache_dtype, v_scale_layout), dtype)
+    return (cuda if key_cache.is_cuda else host).gather(plan, tensors)
 
 
 def _attend(
@@ -171,19 +117,17 @@ def _attend(
     v_scale: torch.Tensor,
     *,
     v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+    **softmax: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = query, key_cache, value_cache, block_table, seq_lens
-    numbers = sm_scale, sliding_window, logits_soft_cap
-    plan = attention_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, *numbers, sinks, batch_invariant)
-    rows = query if query.ndim == 4 else query[:, None]
-    serve = cuda.attend if key_cache.is_cuda else host.attend
-    out, lse = serve(plan, rows, ReadTensors(*tensors[1:], k_scale, v_scale), sinks)
-    return out.view(*query.shape[:-1], out.shape[-1]), lse.view(query.shape[:-1])
+    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    options = Softmax(**softmax)
+    plan = attention_plan(query, tensors, Encoding(kv_cache_dtype, v_scale_layout), options)
+    if out is not None:
+        check_out(out, query, plan, **tensors._asdict(), sinks=options.sinks)
+    rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (query, out))
+    results = (cuda if key_cache.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
+    return results[0].view(*query.shape[:-1], results[0].shape[-1]), results[1].view(query.shape[:-1])
 
 
 def _attend_ragged(
@@ -198,22 +142,34 @@ def _attend_ragged(
     v_scale: torch.Tensor,
     *,
     v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    **softmax: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = query, key_cache, value_cache, block_table, seq_lens, cu_q_lens
-    numbers = sm_scale, sliding_window, logits_soft_cap
-    options = v_scale_layout, *numbers, sinks, batch_invariant
-    plan = ragged_plan(*tensors, kv_cache_dtype, k_scale, v_scale, *options, max_q_len, max_prompts, decode_q_len)
+    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    options, limits = Softmax(**softmax), Limits(max_q_len, max_prompts, decode_q_len)
+    plan = ragged_plan(query, tensors, cu_q_lens, Encoding(kv_cache_dtype, v_scale_layout), options, limits)
+    if out is not None:
+        check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=options.sinks)
     serve = ragged.attend if key_cache.is_cuda else host.attend_ragged
-    read_tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    return serve(plan, query, read_tensors, cu_q_lens, sinks)
+    return serve(plan, query, tensors, cu_q_lens, options.sinks, out)
+
+
+def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    """Attention that stores its results in its first argument and returns the log-sum-exp."""
+
+    def run(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return attend(*args, **options, out=out)[1]
+
+    return run
+
+
+def _tensors(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among arguments by name, those of lists included."""
+    lists = {f"{name}[{i}]": x for name, each in given.items() if isinstance(each, list) for i, x in enumerate(each)}
+    return {name: x for name, x in {**given, **lists}.items() if isinstance(x, torch.Tensor)}
 
 
 def _without_gradient(operation: torch._ops.OpOverload, what: str) -> Callable[..., Any]:
@@ -223,21 +179,21 @@ def _without_gradient(operation: torch._ops.OpOverload, what: str) -> Callable[.
     def run(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options)
         if needs_gradient or forward_ad._current_level >= 0:
-            given = dict(zip(names, args, strict=False)) | options
-            refuse_gradient(what, **{name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
+            refuse_gradient(what, **_tensors(dict(zip(names, args, strict=False)) | options))
         with torch._C._AutoDispatchBelowAutograd():
             return operation.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
     return run
 
 
-def _fake_of(kernel: Callable[..., Any], results: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake of a kernel, which returns what `results` makes of the arguments by name. It refuses other devices."""
-    names = tuple(inspect.signature(kernel).parameters)
+def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake of an operation, which returns what `results` makes of its arguments. It refuses other devices."""
+    names = [argument.name for argument in operation._schema.arguments]
 
     def fake(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
-        check_devices(**{name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
+        if "key_cache" in given:
+            check_devices(**_tensors(given))
         return results(**given)
 
     return fake
@@ -289,18 +245,72 @@ def _attended(
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-_WRITE, _ATTENTION = "a write into a cache", "attention over a cache"
-for _name, _kernel, _what, _results in (
-    ("reshape_and_cache_flash", _with_given_scales("reshape_and_cache_flash", _write), _WRITE, _written),
-    ("reshape_and_cache_flash_per_token_head", _write, _WRITE, _written),
-    ("rope_and_cache", _with_given_scales("rope_and_cache", _rope), _WRITE, _rotated),
-    ("rope_and_cache_per_token_head", _rope, _WRITE, _rotated),
-    ("gather_kv", _gather, "a gather", _gathered),
-    ("paged_attention", _attend, _ATTENTION, _attended),
-    ("ragged_paged_attention", _attend_ragged, _ATTENTION, _attended),
-):
-    _LIBRARY.impl(_name, _kernel, "CPU")
-    _LIBRARY.impl(_name, _kernel, "CUDA")
-    _operation = getattr(torch.ops.kvjax, _name).default
-    _LIBRARY.impl(_name, _without_gradient(_operation, _what), "Autograd", with_keyset=True)
-    torch.library.register_fake(f"kvjax::{_name}", _fake_of(_kernel, _results), lib=_LIBRARY)
+def _attended_into(query: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Uninitialized log-sum-exp of attention that stores its results in `out`."""
+    return query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialized results of a merge."""
+    merge.check(outs, lses)
+    return torch.empty_like(outs[0], memory_format=torch.contiguous_format), lses[0].new_empty(lses[0].shape)
+
+
+def _register(
+    name: str, arguments: str, returns: str, kernel: Callable[..., Any], what: str, results: Callable[..., Any]
+) -> None:
+    """Registers an operation: its schema, its kernel on both devices, what refuses gradients, and its fake."""
+    _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    operation = getattr(torch.ops.kvjax, name).default
+    _LIBRARY.impl(name, kernel, "CPU")
+    _LIBRARY.impl(name, kernel, "CUDA")
+    _LIBRARY.impl(name, _without_gradient(operation, what), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"kvjax::{name}", _fake_of(operation, results), lib=_LIBRARY)
+
+
+_WRITTEN = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping"
+_READ = "Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens"
+_STORED = "str kv_cache_dtype, Tensor k_scale, Tensor v_scale, *, str v_scale_layout='linear'"
+_STORED_APART = "str kv_cache_dtype, Tensor(c!) k_scale, Tensor(d!) v_scale, *, str v_scale_layout='linear'"
+_SOFTMAX = (
+    "float? sm_scale=None, int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None,"
+    " bool batch_invariant=False"
+)
+_LIMITS = "SymInt? max_q_len=None, SymInt? max_prompts=None, SymInt? decode_q_len=None"
+_BOTH = "(Tensor, Tensor)"
+
+
+def _register_write(
+    name: str, before: str, after: str, returns: str, kernel: Callable[..., Any], results: Callable[..., Any]
+) -> None:
+    """Registers an operation that mutates caches, and that which mutates tensors of scales too."""
+    what = "a write into a cache"
+    given = _with_given_scales(name, kernel)
+    _register(name, f"{before}, {_STORED}, {after}", returns, given, what, results)
+    _register(f"{name}_per_token_head", f"{before}, {_STORED_APART}, {after}", returns, kernel, what, results)
+
+
+def _register_attention(name: str, arguments: str, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Registers attention, and that which stores its results in a given tensor."""
+    what = "attention over a cache"
+    _register(name, arguments, _BOTH, kernel, what, _attended)
+    _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, _attended_into)
+
+
+_register_write("reshape_and_cache_flash", _WRITTEN, "bool unique_slots=False", "()", _write, _written)
+_register_write(
+    "rope_and_cache",
+    f"Tensor query, {_WRITTEN}, Tensor positions, Tensor cos_sin_cache",
+    "bool is_neox=True, bool unique_slots=False",
+    "Tensor",
+    _rope,
+    _rotated,
+)
+_register("gather_kv", f"{_READ}, {_STORED}, ScalarType? dtype=None", _BOTH, _gather, "a gather", _gathered)
+_register_attention("paged_attention", f"Tensor query, {_READ}, {_STORED}, {_SOFTMAX}", _attend)
+_register_attention(
+    "ragged_paged_attention",
+    f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}",
+    _attend_ragged,
+)
+_register("merge_attention_states", "Tensor[] outs, Tensor[] lses", _BOTH, merge.merge, "a merge of states", _merged)

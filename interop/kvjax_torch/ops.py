@@ -1,4 +1,4 @@
-"""The operations on torch tensors: vLLM's write, the same with rotation, a gather, attention; and `warm_up`.
+"""Writes and reads of torch tensors: vLLM's write, the same with rotation, a gather; and `warm_up`.
 
 On CUDA they run on torch's current stream, and the host does not wait, with two exceptions: in `kvjax.checked()` every
 call reads values back, and the first use of a float scale on a device copies it there.
@@ -7,27 +7,17 @@ call reads values back, and the first use of a float scale on a device copies it
 from __future__ import annotations
 
 import functools
-from typing import Literal, overload
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
+from kvjax import KVCacheDType, KVCacheValueError
 from kvjax_torch import cuda, host
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import as_bool, attention_numbers, check_tensors
-from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors
-from kvjax_torch.plan import ReadTensors
-from kvjax_torch.ragged_arguments import as_count
-
-MAX_CONSTANTS = 1024
-_constants: dict[tuple[float, int], torch.Tensor] = {}
-
-Scale = float | np.float32 | torch.Tensor
-"""A decode scale from 2^-100 to 2^100: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`; or
-the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`. On a GPU prefer tensors: the host waits at
-the first use of a number on a device."""
+from kvjax_torch.arguments import as_bool, check_tensors
+from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
+from kvjax_torch.plan import Encoding, ReadTensors
+from kvjax_torch.scale_tensors import Scale, as_tensor, as_tensors
 
 
 def reshape_and_cache_flash(
@@ -84,9 +74,9 @@ def reshape_and_cache_flash(
     if unique_slots.__class__ is not bool:
         unique_slots = as_bool("unique_slots", unique_slots)
     if not isinstance(k_scale, torch.Tensor):
-        k_scale = _as_tensor("k_scale", k_scale, key_cache)
+        k_scale = as_tensor("k_scale", k_scale, key_cache)
     if not isinstance(v_scale, torch.Tensor):
-        v_scale = _as_tensor("v_scale", v_scale, key_cache)
+        v_scale = as_tensor("v_scale", v_scale, key_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping
     # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
@@ -98,7 +88,7 @@ def reshape_and_cache_flash(
         own_scales = has_scale_tensors(k_scale)
         written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head if own_scales else None
         write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
-        options = {"v_scale_layout": v_scale_layout, "unique_slots": unique_slots}
+        options = {"v_scale_layout": order_name(v_scale_layout), "unique_slots": unique_slots}
         write(*tensors, kv_cache_dtype, k_scale, v_scale, **options)
 
 
@@ -166,8 +156,7 @@ def rope_and_cache(
     """
     check_tensors(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_tensors(slot_mapping=slot_mapping, positions=positions, cos_sin_cache=cos_sin_cache)
-    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-    check_tensors(k_scale=k_scale, v_scale=v_scale)
+    k_scale, v_scale = as_tensors(k_scale, v_scale, key_cache)
     own_scales = has_scale_tensors(k_scale)  # as in `reshape_and_cache_flash`
     rotate = torch.ops.kvjax.rope_and_cache_per_token_head if own_scales else torch.ops.kvjax.rope_and_cache
     rotated: torch.Tensor = rotate.default(
@@ -182,7 +171,7 @@ def rope_and_cache(
         dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
-        v_scale_layout=v_scale_layout,
+        v_scale_layout=order_name(v_scale_layout),
         is_neox=as_bool("is_neox", is_neox),
         unique_slots=as_bool("unique_slots", unique_slots),
     )
@@ -225,8 +214,7 @@ def gather_kv(
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
     """
     check_tensors(key_cache=key_cache, value_cache=value_cache, block_table=block_table, seq_lens=seq_lens)
-    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-    check_tensors(k_scale=k_scale, v_scale=v_scale)
+    k_scale, v_scale = as_tensors(k_scale, v_scale, key_cache)
     check_dtype(dtype)
     keys, values = torch.ops.kvjax.gather_kv.default(
         key_cache,
@@ -236,275 +224,10 @@ def gather_kv(
         dtype_name(kv_cache_dtype),
         k_scale,
         v_scale,
-        v_scale_layout=v_scale_layout,
+        v_scale_layout=order_name(v_scale_layout),
         dtype=dtype,
     )
     return keys, values
-
-
-@overload
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = ...,
-    sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-) -> torch.Tensor: ...
-
-
-@overload
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = ...,
-    sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    return_lse: Literal[True],
-    batch_invariant: bool = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence over its cached tokens, as `kvjax.paged_attention` defines it.
-
-    `torch.ops.kvjax.paged_attention` is the same operation with scales as tensors on the caches' device, and always
-    returns both results. Neither has a gradient. On a GPU the kernels of `kvjax.paged_attention` run on torch's current
-    stream, for a float16 or bfloat16 query and a cache that they support; torch owns their workspace, and the first
-    call of a kind compiles for batches of every size. Otherwise whole sequences are gathered in float32 first.
-
-    Args:
-      query: `[num_seqs, num_heads, head_size]`, or `[num_seqs, q_len, num_heads, head_size]` for the last `q_len`
-        tokens of each sequence; float32, float16 or bfloat16, with any strides.
-      key_cache: as in `reshape_and_cache_flash`.
-      value_cache: as in `reshape_and_cache_flash`.
-      block_table: as in `gather_kv`; entries of blocks before a window may be anything too.
-      seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence, those of the query included.
-      kv_cache_dtype: as in `reshape_and_cache_flash`.
-      k_scale: the decode scale that the keys were written with.
-      v_scale: the decode scale that the values were written with.
-      v_scale_layout: the order that the V scales were written in.
-      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a query token sees, its own included; None for all.
-      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
-      sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
-      return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch, at a cost
-        (docs/attention.md); on a GPU only for calls that the kernels support.
-
-    Returns:
-      A tensor of the query's shape, but for `head_size_v`, and dtype. With `return_lse` also the natural logarithm of
-      each softmax's denominator: float32, of the same shape without `head_size_v`.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
-    """
-    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    check_tensors(**tensors, block_table=block_table, seq_lens=seq_lens)
-    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-    check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
-    return_lse = as_bool("return_lse", return_lse)
-    sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
-    out, lse = torch.ops.kvjax.paged_attention.default(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        dtype_name(kv_cache_dtype),
-        k_scale,
-        v_scale,
-        v_scale_layout=v_scale_layout,
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        batch_invariant=as_bool("batch_invariant", batch_invariant),
-    )
-    return (out, lse) if return_lse else out
-
-
-@overload
-def ragged_paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = ...,
-    sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    max_q_len: int | None = ...,
-    max_prompts: int | None = ...,
-    decode_q_len: int | None = ...,
-) -> torch.Tensor: ...
-
-
-@overload
-def ragged_paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = ...,
-    sm_scale: float | None = ...,
-    sliding_window: int | None = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    max_q_len: int | None = ...,
-    max_prompts: int | None = ...,
-    decode_q_len: int | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def ragged_paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = "linear",
-    sm_scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    batch_invariant: bool = False,
-    max_q_len: int | None = None,
-    max_prompts: int | None = None,
-    decode_q_len: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence, any number for each, as `kvjax.ragged_paged_attention` defines it.
-
-    Serves a step of a serving engine: prompts in chunks beside sequences that decode.
-    `torch.ops.kvjax.ragged_paged_attention` is the same operation with scales as tensors on the caches' device, and
-    always returns both results. Neither has a gradient.
-
-    On a GPU the host does not wait for lengths. The kernels of `paged_attention` serve sequences of at most
-    `decode_q_len` query tokens, torch's flash attention serves the others over gathered keys and values;
-    docs/attention.md says what serves calls that flash attention does not support. The last three arguments limit what
-    the call serves; their defaults serve every call, at a cost. A sequence beyond a limit has the results of one that
-    sees no token. On CPU tensors every sequence is served.
-
-    Args:
-      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. Sequence `i` has the
-        rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows from `cu_q_lens[-1]` on belong to no sequence, and see no token.
-      key_cache: as in `reshape_and_cache_flash`.
-      value_cache: as in `reshape_and_cache_flash`.
-      block_table: as in `gather_kv`; entries of blocks before a window may be anything too. On a GPU a prompt's keys
-        and values take memory for every entry of its row, so pass no more columns than the step needs.
-      seq_lens: int32 or int64 `[num_seqs]`: tokens of each sequence, those of the query included.
-      cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, then not decreasing.
-      kv_cache_dtype: as in `reshape_and_cache_flash`.
-      k_scale: the decode scale that the keys were written with.
-      v_scale: the decode scale that the values were written with.
-      v_scale_layout: the order that the V scales were written in.
-      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
-      sliding_window: tokens that a query token sees, its own included; None for all.
-      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
-      sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
-      return_lse: whether to return the log-sum-exp too.
-      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch, given the same
-        `max_q_len` and `decode_q_len`. On a GPU that requires `max_prompts=0`.
-      max_q_len: the most query tokens of a sequence, an int; by default `num_tokens`. 1 is decode.
-      max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
-        `num_tokens` allows.
-      decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
-        `max_q_len` if that is at most 8, else 1. With 0 none is, and a sequence of one query token counts towards
-        `max_prompts`.
-
-    Returns:
-      `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each
-      softmax's denominator: float32 `[num_tokens, num_heads]`.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `reshape_and_cache_flash`.
-    """
-    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table}
-    check_tensors(**tensors, seq_lens=seq_lens, cu_q_lens=cu_q_lens)
-    k_scale, v_scale = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-    check_tensors(k_scale=k_scale, v_scale=v_scale, **({} if sinks is None else {"sinks": sinks}))
-    return_lse = as_bool("return_lse", return_lse)
-    sm_scale, sliding_window, logits_soft_cap = attention_numbers(sm_scale, sliding_window, logits_soft_cap)
-    out, lse = torch.ops.kvjax.ragged_paged_attention.default(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        cu_q_lens,
-        dtype_name(kv_cache_dtype),
-        k_scale,
-        v_scale,
-        v_scale_layout=v_scale_layout,
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        batch_invariant=as_bool("batch_invariant", batch_invariant),
-        max_q_len=as_count("max_q_len", max_q_len, 1),
-        max_prompts=as_count("max_prompts", max_prompts, 0),
-        decode_q_len=as_count("decode_q_len", decode_q_len, 0),
-    )
-    return (out, lse) if return_lse else out
 
 
 def warm_up(
@@ -556,11 +279,9 @@ def warm_up(
     slots, table, lengths = slot_mapping.new_full((1,), -1), slot_mapping.new_zeros((1, 1)), slot_mapping.new_zeros(1)
     steps = [(key, value, slots, lengths), (one_key, one_value, slots, lengths)]
     if key_cache.is_cuda:
-        scales = _as_tensor("k_scale", k_scale, key_cache), _as_tensor("v_scale", v_scale, key_cache)
-        read = ReadTensors(key_cache, value_cache, table, lengths, *scales)
-        stored_in = dtype_name(kv_cache_dtype), v_scale_layout, unique_slots
-        rows = [(step[0], step[1]) for step in steps]
-        cuda.compile_writes_and_gathers(rows, read, slots, *stored_in, dtype)
+        read = ReadTensors(key_cache, value_cache, table, lengths, *as_tensors(k_scale, v_scale, key_cache))
+        rows, encoding = [(step[0], step[1]) for step in steps], Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
+        cuda.compile_writes_and_gathers(rows, read, slots, encoding, unique_slots, dtype)
     else:
         # A call without work compiles nothing, any memory will do, and few tokens and many are compiled apart.
         counts = 1, host.FEW_TOKENS + 1
@@ -581,37 +302,3 @@ def warm_up(
     for step_key, step_value, step_slots, step_lengths in steps:
         write(step_key, step_value, key_cache, value_cache, step_slots, *stored_as)
         gather_kv(key_cache, value_cache, table, step_lengths, *stored_as, v_scale_layout=v_scale_layout, dtype=dtype)
-
-
-def _as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
-    if type(scale) is float and not torch.compiler.is_compiling():  # as most are
-        constant = _constants.get((scale, cache.get_device()))
-        if constant is not None:
-            return constant
-    if isinstance(scale, torch.Tensor):
-        return scale
-    if isinstance(scale, (np.floating, np.integer)):  # of kvjax.load_kv_scales and kvjax.calibrate
-        scale = float(scale)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        hint = f": torch.as_tensor({what}, device=...)" if isinstance(scale, np.ndarray) else ""
-        raise KVCacheTypeError(
-            f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor{hint}"
-        )
-    if torch.compiler.is_compiling():
-        return torch.full((), scale, dtype=torch.float32, device=cache.device)
-    check_scale(what, scale)  # values on a GPU are not checked
-    if not cache.is_cuda:
-        return torch.full((), scale, dtype=torch.float32, device=cache.device)
-    constant = _constants.get((scale, cache.get_device()))
-    return _new_constant(scale, cache.device) if constant is None else constant
-
-
-def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
-    """A number on a GPU, copied there once; the host waits for the copy, so that every stream may read it."""
-    # During a capture the host must not wait, and memory of the graph's pool must not be kept. Constants are not freed
-    # or replaced, since graphs may read them.
-    if torch.cuda.is_current_stream_capturing() or len(_constants) >= MAX_CONSTANTS:
-        return torch.full((), scale, dtype=torch.float32, device=device)
-    constant = torch.tensor(scale, dtype=torch.float32, device=device)
-    _constants[scale, constant.get_device()] = constant
-    return constant

@@ -42,6 +42,50 @@ class ReadTensors(NamedTuple):
         return self.key_cache.shape[0]
 
 
+class Encoding(NamedTuple):
+    """How a cache's bytes are to be read, as the caller says it.
+
+    Attributes:
+      kv_cache_dtype: the name of a dtype.
+      v_scale_layout: the order of NVFP4's V scales.
+    """
+
+    kv_cache_dtype: str
+    v_scale_layout: str = "linear"
+
+
+class Softmax(NamedTuple):
+    """The options of attention, named as callers name them.
+
+    Attributes:
+      sm_scale: factor on the logits; None for the default.
+      sliding_window: tokens that a query token sees, its own included; None for all.
+      logits_soft_cap: bound on the magnitude of logits; None for no bound.
+      sinks: float32 `[num_heads]`, or None.
+      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
+    """
+
+    sm_scale: float | None = None
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    batch_invariant: bool = False
+
+
+class Limits(NamedTuple):
+    """What a `ragged_paged_attention` call serves at most; None for the default.
+
+    Attributes:
+      max_q_len: query tokens of a sequence.
+      max_prompts: sequences with more query tokens than `decode_q_len`.
+      decode_q_len: query tokens of a sequence that is served as one that decodes.
+    """
+
+    max_q_len: int | None = None
+    max_prompts: int | None = None
+    decode_q_len: int | None = None
+
+
 class BlockRows(NamedTuple):
     """The rows of a tensor's blocks: data, and scales if it holds any.
 

@@ -182,7 +182,7 @@ class _Lot:
         gathered = GatherPlan(self.plan.cache, self.dtype, self.plan.scale_sizes)
         key_cache, value_cache, *_ = self.call.tensors
         tensors = ReadTensors(key_cache, value_cache, self.own.table, self.own.lens, k_scale, v_scale)
-        return cuda.gather_planned(gathered, tensors)
+        return cuda.gather(gathered, tensors)
 
 
 class _Operands(NamedTuple):

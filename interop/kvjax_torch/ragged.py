@@ -16,8 +16,8 @@ import torch
 
 from kvjax import UnsupportedError
 from kvjax_torch import cuda, prompts
+from kvjax_torch.attention_arguments import MAX_DECODE_Q_LEN
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
-from kvjax_torch.ragged_arguments import MAX_DECODE_Q_LEN
 from kvjax_torch.ragged_rows import RaggedCall, Results, Sequences
 
 
@@ -27,8 +27,9 @@ def attend(
     tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
     sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ragged_paged_attention` of CUDA tensors that `plan` describes.
+    """`ragged_paged_attention` of CUDA tensors that `plan` describes. Results are copied into `out` if it is given.
 
     Raises:
       UnsupportedError: batch invariance is requested, and prompts may come.
@@ -47,7 +48,7 @@ def attend(
             _decode(plan.attention, call)
         if plan.max_prompts:
             _serve_prompts(plan, call)
-    return results.out[:-1], results.lse[:-1]
+    return results.out[:-1] if out is None else out.copy_(results.out[:-1]), results.lse[:-1]
 
 
 def _serve_prompts(plan: RaggedPlan, call: RaggedCall) -> None:

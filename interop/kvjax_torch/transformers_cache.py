@@ -25,7 +25,7 @@ from kvjax import (
 from kvjax_torch.arguments import check_scale_values
 from kvjax_torch.block_table import BlockTable
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.ops import Scale
+from kvjax_torch.scale_tensors import Scale
 from kvjax_torch.steps import Steps
 from kvjax_torch.transformers_attention import CACHE_ARGUMENT
 from kvjax_torch.transformers_layer import KvjaxLayer

@@ -22,9 +22,10 @@ from kvjax import (
     KVCacheWarning,
     UnsupportedError,
 )
+from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.block_table import BlockTable, Step
 from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.ops import gather_kv, paged_attention, ragged_paged_attention, reshape_and_cache_flash
+from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.steps import Steps
 from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
 

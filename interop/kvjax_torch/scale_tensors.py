@@ -1,0 +1,59 @@
+"""The scales of a call as tensors on the caches' device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvjax import KVCacheTypeError, check_scale
+from kvjax_torch.arguments import check_tensors
+
+MAX_CONSTANTS = 1024
+_constants: dict[tuple[float, int], torch.Tensor] = {}
+
+Scale = float | np.float32 | torch.Tensor
+"""A decode scale from 2^-100 to 2^100: a number, or a float32 tensor of one element or, for fp8, `[num_kv_heads]`; or
+the scales of each token and head, `[num_blocks, block_size, num_kv_heads]`. On a GPU prefer tensors: the host waits at
+the first use of a number on a device."""
+
+
+def as_tensors(k_scale: Scale, v_scale: Scale, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both scales as dense tensors."""
+    scales = as_tensor("k_scale", k_scale, cache), as_tensor("v_scale", v_scale, cache)
+    check_tensors(k_scale=scales[0], v_scale=scales[1])
+    return scales
+
+
+def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
+    """A scale as a tensor; a number on a GPU is copied there once."""
+    if type(scale) is float and not torch.compiler.is_compiling():  # as most are
+        constant = _constants.get((scale, cache.get_device()))
+        if constant is not None:
+            return constant
+    if isinstance(scale, torch.Tensor):
+        return scale
+    if isinstance(scale, (np.floating, np.integer)):  # of kvjax.load_kv_scales and kvjax.calibrate
+        scale = float(scale)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        hint = f": torch.as_tensor({what}, device=...)" if isinstance(scale, np.ndarray) else ""
+        raise KVCacheTypeError(
+            f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor{hint}"
+        )
+    if torch.compiler.is_compiling():
+        return torch.full((), scale, dtype=torch.float32, device=cache.device)
+    check_scale(what, scale)  # values on a GPU are not checked
+    if not cache.is_cuda:
+        return torch.full((), scale, dtype=torch.float32, device=cache.device)
+    constant = _constants.get((scale, cache.get_device()))
+    return _new_constant(scale, cache.device) if constant is None else constant
+
+
+def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
+    """A number on a GPU, copied there once; the host waits for the copy, so that every stream may read it."""
+    # During a capture the host must not wait, and memory of the graph's pool must not be kept. Constants are not freed
+    # or replaced, since graphs may read them.
+    if torch.cuda.is_current_stream_capturing() or len(_constants) >= MAX_CONSTANTS:
+        return torch.full((), scale, dtype=torch.float32, device=device)
+    constant = torch.tensor(scale, dtype=torch.float32, device=device)
+    _constants[scale, constant.get_device()] = constant
+    return constant
