@@ -111,7 +111,7 @@ class KvjaxCache(Cache):
                 + (": pass model.config" if of_model else "")
             )
         text_config = config.get_text_config(decoder=True)
-        if rank := getattr(text_config, "kv_lora_rank", None):
+        if rank := text_config.to_dict().get("kv_lora_rank"):
             raise KVCacheValueError(
                 f"config: got multi-head latent attention (kv_lora_rank={rank}), expected a model whose layers keep"
                 " keys and values of each KV head"
