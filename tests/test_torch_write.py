@@ -28,7 +28,7 @@ from kvjax import (  # noqa: E402
 )
 from kvjax_torch import arguments, calls, host  # noqa: E402
 from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
-from kvjax_torch.plan import ReadTensors  # noqa: E402
+from kvjax_torch.plan import Encoding, ReadTensors  # noqa: E402
 
 MAP_NORESERVE = 0x4000
 """Of Linux; Python names it from 3.13 on."""
@@ -695,8 +695,7 @@ def test_numbers_outside_the_cache_stay_outside_as_int32():
     spec = simple_spec(KVCacheDType.BFLOAT16)
     cache, lengths = torch_cache(random_pages(spec, 4), spec), torch.zeros(1, dtype=torch.int64)
     table = torch.tensor([[3, 4, -1, 2**32, 1 - 2**32, 2**63 - 1, -(2**63), 0]])
-    read, scales = (cache.key, cache.value, table, lengths), (torch.ones(1), torch.ones(1))
-    plan = arguments.gather_plan(*read, "bfloat16", *scales, "linear", None)
-    call = calls.gather_call(plan, ReadTensors(*read, *scales))
+    read = ReadTensors(cache.key, cache.value, table, lengths, torch.ones(1), torch.ones(1))
+    call = calls.gather_call(arguments.gather_plan(read, Encoding("bfloat16"), None), read)
     given, last_block = call.tensors[0], call.counts[-1]
     assert ((given >= 0) & (given <= last_block)).tolist() == [[True, *[False] * 6, True]]

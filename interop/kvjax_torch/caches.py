@@ -156,8 +156,11 @@ def check_apart(tensors: Mapping[str, torch.Tensor], *, is_written: bool) -> Non
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have a byte in common."""
-    facts, distance = (Facts.of(one), Facts.of(other)), other.data_ptr() - one.data_ptr()
-    return -_reach(facts[1]) < distance < _reach(facts[0]) and _share_bytes(*facts, distance)
+    facts, distance = Facts.of(one), other.data_ptr() - one.data_ptr()
+    if distance >= _reach(facts):
+        return False
+    others = Facts.of(other)
+    return -_reach(others) < distance and _share_bytes(facts, others, distance)
 
 
 @functools.lru_cache(maxsize=1024)
