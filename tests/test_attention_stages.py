@@ -15,6 +15,7 @@ from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.kernels.attention import stages
 from kvjax.kernels.attention.stages import TILE, Chunk, SharedRows, StagePlan
 from kvjax.kernels.memory import PageMemory
+from kvjax.pages import interleaved_regions
 from kvjax.spec import AttentionSpec
 
 BF16, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.NVFP4
@@ -22,9 +23,18 @@ BANKS = 128
 """Bytes that shared memory serves at once."""
 
 
-def page_memory(spec: AttentionSpec, *, one_memory: bool = True, alignment: int = 16) -> tuple[PageMemory, PageMemory]:
-    """Where keys and values lie: in one page, or each in one of its own, with nothing between rows that is theirs."""
+def page_memory(
+    spec: AttentionSpec, *, one_memory: bool = True, alignment: int = 16, beside: bool = False
+) -> tuple[PageMemory, PageMemory]:
+    """Where keys and values lie: in one page, or each in one of its own, with nothing between rows that is theirs.
+
+    With `beside` each value follows its key, as in vLLM's pages.
+    """
     k, v = spec.regions
+    if beside:
+        rows = k[0].row_bytes, v[0].row_bytes
+        regions = interleaved_regions(rows, spec.block_size, spec.num_kv_heads, spec.layout)
+        return tuple(PageMemory((region,), spec.page_size_bytes, alignment) for region in regions)
     if one_memory:
         return tuple(PageMemory(regions, spec.page_size_bytes, alignment) for regions in (k, v))
     half = spec.page_size_bytes // 2
@@ -118,6 +128,40 @@ def test_what_follows_in_page_and_tile_is_one_copy(dtype, layout, num_chunks):
     plan = plan_of(spec)
     assert len(plan.chunks) == num_chunks
     assert sum(chunk.size for chunk in plan.chunks) == spec.page_size_bytes
+
+
+@matrix(
+    {
+        "dtype": [BF16, KVCacheDType.FLOAT16, KVCacheDType.FLOAT32, KVCacheDType.FP8_E4M3],
+        "layout": ["NHD", "HND"],
+        "block_size": [16, 48],
+        "heads": [8, 2],
+        "head_size_v": [128, 64],
+    },
+    pairs=True,
+)
+def test_values_beside_their_keys_are_copied_with_them(dtype, layout, block_size, heads, head_size_v):
+    """Of all heads of two tokens together, or of all tokens of a head."""
+    shape = {"layout": layout, "block_size": block_size, "num_kv_heads": 8, "head_size": 128}
+    spec = simple_spec(dtype, head_size_v=head_size_v, **shape)
+    plan = plan_of(spec, heads, 2, beside=True)
+    assert_each_row_is_brought_once(plan, 8, one_memory=True)
+    by_token, by_head = 8 if heads == 8 else TILE, 1 if block_size == TILE else heads
+    assert len(plan.chunks) == {"NHD": by_token, "HND": by_head}[layout]
+    size = sum(chunk.size for chunk in plan.chunks)
+    assert size == TILE * heads * sum(rows.page.row_bytes for _, rows in kinds(plan))
+    assert plan.stage_bytes <= plan_of(simple_spec(dtype, **shape), heads, 2).stage_bytes
+
+
+def test_values_that_follow_no_key_are_rows_of_their_own():
+    spec = simple_spec(BF16, block_size=16, num_kv_heads=8, head_size=128)
+    keys, values = page_memory(spec, beside=True)
+    plans = [StagePlan.of(spec, (keys, values), 8, 1, one_memory=True)]
+    for change in ({"base": 272}, {"base": 0, "token_stride": 8 * 512 + 256}):
+        region = dataclasses.replace(values.regions[0], **change)
+        plans.append(StagePlan.of(spec, (keys, dataclasses.replace(values, regions=(region,))), 8, 1, one_memory=True))
+    plans.append(StagePlan.of(spec, (keys, values), 8, 1, one_memory=False))
+    assert [len(plan.chunks) for plan in plans] == [8, 256, 256, 256]
 
 
 def test_copies_are_joined_only_where_both_ends_follow():

@@ -37,6 +37,7 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError, kernels  # noqa: E402
 from kvjax.kernels import attention  # noqa: E402
+from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
 from kvjax_torch import calls, cuda, host, launch  # noqa: E402
 from kvjax_torch.attention_arguments import attention_plan  # noqa: E402
 from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
@@ -224,7 +225,8 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     read = ReadTensors(*caches, table, lengths, k_scale, v_scale)
     plan = attention_plan(query, read, Encoding(dtype), Softmax())
     devices = b200, torch.device("cpu")
-    sizes = [calls.attention_kernels(plan, (16, 16), device, 1, 4).workspace[0] for device in devices]
+    places = calls.PagePlaces((16, 16))
+    sizes = [calls.attention_kernels(plan, places, device, 1, 4).workspace[0] for device in devices]
     assert sizes == [2 * blocks * plan.num_heads * 64 for blocks in (148, 132)]
 
 
@@ -348,6 +350,11 @@ INTERPRETED = [
     (Case("nvfp4", lengths=(37,), v_scale_layout="swizzled", num_kv_heads=1), "two_tensors"),
     (Case("float16", lengths=(18,), num_kv_heads=1, group=17, q_len=2, sinks=True), "one_allocation"),
     (Case("fp8_e5m2", lengths=(9, 4), num_kv_heads=1, group=5, q_len=4, window=3), "one_allocation"),
+    (Case("fp8_e4m3", lengths=(37, 3), num_kv_heads=4, block_size=16, scales="per_head"), "beside"),
+    (Case("bfloat16", lengths=(20, 0), layout="HND", num_kv_heads=2, block_size=16), "beside"),
+    (Case("float16", lengths=(50,), num_kv_heads=4, block_size=32, window=20), "beside"),
+    (Case("bfloat16", lengths=(17, 2), block_size=16, head_size_v=32), "one_allocation"),
+    (Case("fp8_e4m3", lengths=(20,), block_size=8), "beside"),
 ]
 
 
@@ -358,6 +365,22 @@ def test_interpreted_with_what_a_launch_is_given(case, form, interpreter):
     suite.assert_right(problem, *problem.run(attend_on("cpu", form=form)))
     parts = {(17, 2): 3, (5, 4): 2}.get((case.group, case.q_len), 1)
     assert len(interpreter.calls) == 2 * parts
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["beside", "one_allocation", "two_tensors"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_views_of_one_allocation_are_one_memory(dtype, form, layout, recorder):
+    """A tile of pages of 16 tokens takes as few bulk copies as a page of kvjax's own."""
+    case = Case(dtype, lengths=(37, 3), layout=layout, num_kv_heads=8, head_size=128, block_size=16)
+    query, cache, *rest = suite.build(case).args
+    one = np.float32(1)
+    call = given("cpu", query, cache, *rest, form=form, k_scale=one, v_scale=one, sinks=None)
+    kvjax_torch.paged_attention(**call)
+    problem = recorder[0].kernel.origin.arguments["problem"]
+    assert problem.one_memory == (form != "two_tensors")
+    plan = StagePlan.of(problem.spec, problem.memory, 8, 1, one_memory=problem.one_memory)
+    assert len(plan.chunks) == {"NHD": 8, "HND": 1}[layout] + (form == "two_tensors")
 
 
 @pytest.fixture

@@ -107,7 +107,8 @@ def torch_cache(
 
     `form`: "one_allocation" holds them as they are, "padded_pages" with other bytes between them, "offset" after other
     bytes (`before` of them, in any form but the next); "two_tensors" holds keys and values apart, which halves them
-    byte for byte only where K and V have equal sizes.
+    byte for byte only where K and V have equal sizes; "beside" has each value, of equal size, after its key, as
+    vLLM, and other bytes between pages.
     """
     dtype = dtype or torch_dtype(spec.array_dtype)
     num_blocks, page_bytes = pages.shape
@@ -115,7 +116,11 @@ def torch_cache(
         key, value = (torch.from_numpy(half.copy()).to(device) for half in np.split(pages, 2, axis=1))
         views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
         return TorchCache(*views, lambda: torch.cat([key, value], dim=1).cpu().numpy().copy())
-    default, between = {"padded_pages": (0, 48), "offset": (80, 0)}.get(form, (0, 0))
+    beside = form == "beside" or (spec.is_diffkv and not spec.stores_scales)
+    if form == "beside":
+        row = sum(spec.dtype.info.row_bytes(spec.head_size))
+        pages = pages.reshape(num_blocks, 2, -1, row).swapaxes(1, 2).reshape(num_blocks, -1)
+    default, between = {"padded_pages": (0, 48), "offset": (80, 0), "beside": (0, 48)}.get(form, (0, 0))
     before = default if before is None else before
     memory = torch.full((before + num_blocks * (page_bytes + between),), 0xAB, dtype=torch.uint8, device=device)
     held = memory[before:].view(num_blocks, -1)
@@ -126,17 +131,18 @@ def torch_cache(
         assert (held[:, page_bytes:] == 0xAB).all()
         return held[:, :page_bytes].cpu().numpy().copy()
 
-    start = page_bytes // 2
-    if spec.is_diffkv:
-        bytes_k, bytes_v = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
-        start = page_bytes // (bytes_k + bytes_v) * bytes_k if spec.stores_scales else bytes_k
-    return TorchCache(_half(held, spec, dtype, 0, start), _half(held, spec, dtype, 1, start), read)
+    bytes_k, bytes_v = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
+    start = bytes_k if beside else page_bytes // (bytes_k + bytes_v) * bytes_k
+    key, value = (_half(held, spec, dtype, half, start, beside=beside) for half in range(2))
+    return TorchCache(key, value, read)
 
 
-def _half(held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int, value_start: int) -> torch.Tensor:
+def _half(
+    held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int, value_start: int, *, beside: bool = False
+) -> torch.Tensor:
     """`[num_blocks, block_size, num_kv_heads, row]` of the keys (`half` 0) or the values in rows of pages."""
     row, other = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v)[:: 1 - 2 * half])
-    step = row + other if spec.is_diffkv and not spec.stores_scales else row
+    step = row + other if beside else row
     strides = (spec.num_kv_heads * step, step) if spec.layout is CacheLayout.NHD else (step, spec.block_size * step)
     shape = (held.shape[0], spec.block_size, spec.num_kv_heads, row)
     view = held.as_strided(shape, (held.stride(0), *strides, 1), held.storage_offset() + half * value_start)

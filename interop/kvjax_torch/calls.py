@@ -223,17 +223,34 @@ class AttentionKernels(NamedTuple):
     workspace: tuple[int, int, int]
 
 
-def attention_alignments(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[int, int]:
-    """The alignments of pages that kernels are compiled for."""
-    return _page_alignment(key_cache), _page_alignment(value_cache)
+class PagePlaces(NamedTuple):
+    """Where pages are, as far as kernels that read them are compiled for it.
+
+    Attributes:
+      alignments: of the pages of keys and of those of values.
+      value_start: bytes from a page of keys to that of values where both have the same pages; None elsewhere.
+    """
+
+    alignments: tuple[int, int]
+    value_start: int | None = None
+
+
+def page_places(plan: CachePlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagePlaces:
+    """The places of a cache's pages.
+
+    Two views of pages that hold keys and values are one memory, of which a kernel copies the bytes of both together.
+    """
+    start = value_cache.data_ptr() - key_cache.data_ptr()
+    alignments = _page_alignment(key_cache), _page_alignment(value_cache)
+    return PagePlaces(alignments, start if 0 < start <= plan.last_value_start else None)
 
 
 @functools.lru_cache(maxsize=4096)
 def attention_kernels(
-    plan: AttentionPlan, alignments: tuple[int, int], device: torch.device, num_seqs: int, max_blocks: int
+    plan: AttentionPlan, places: PagePlaces, device: torch.device, num_seqs: int, max_blocks: int
 ) -> AttentionKernels:
     """The kernels of a call of one part; many numbers of sequences share the same ones."""
-    decode, merge, workspace = _attention_kernels(plan, alignments, _target(device)).of(num_seqs, max_blocks)
+    decode, merge, workspace = _attention_kernels(plan, places, _target(device)).of(num_seqs, max_blocks)
     partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
@@ -246,8 +263,8 @@ def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKerne
     """
     key_cache, value_cache, block_table, *_ = tensors
     num_seqs, width = block_table.shape
-    alignments = attention_alignments(key_cache, value_cache)
-    return attention_kernels(plan, alignments, key_cache.device, num_seqs, _max_blocks(plan.cache.spec, width))
+    places = page_places(plan.cache, key_cache, value_cache)
+    return attention_kernels(plan, places, key_cache.device, num_seqs, _max_blocks(plan.cache.spec, width))
 
 
 def _max_blocks(spec: AttentionSpec, width: int) -> int:
@@ -334,12 +351,14 @@ def _gather_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def _attention_kernels(
-    plan: AttentionPlan, page_alignments: tuple[int, int], target: kernels.Target
-) -> kernels.AnyBatch:
+def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
+    keys, values = _page_memory(plan.cache, places.alignments)
+    if (start := places.value_start) is not None:  # from the pages of keys on
+        regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
+        values = dataclasses.replace(keys, regions=regions)
     return kernels.attention_kernels(
         plan.cache.spec,
-        _page_memory(plan.cache, page_alignments),
+        (keys, values),
         numpy_dtype(plan.dtype),
         plan.scale_sizes,
         num_heads=plan.num_heads,
@@ -350,6 +369,7 @@ def _attention_kernels(
         has_sinks=plan.has_sinks,
         batch_invariant=plan.batch_invariant,
         target=target,
+        one_memory=places.value_start is not None,
     )
 
 

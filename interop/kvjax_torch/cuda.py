@@ -312,18 +312,18 @@ def attend(
 
 
 _attends: set[Any] = set()
-"""The plans, alignments and devices whose kernels are compiled."""
+"""The plans, places of pages and devices whose kernels are compiled."""
 
 
 def _compile_parts(parts: Sequence[calls.AttentionPart], tensors: ReadTensors) -> None:
     """Compiles the kernels of the parts of a call for batches of every size."""
     device = tensors.key_cache.device
-    alignments = calls.attention_alignments(tensors.key_cache, tensors.value_cache)
     for plan, _, _ in parts:
-        if (kind := (plan, alignments, device)) in _attends:
+        places = calls.page_places(plan.cache, tensors.key_cache, tensors.value_cache)
+        if (kind := (plan, places, device)) in _attends:
             continue
         with _one_at_a_time:
-            every = [calls.attention_kernels(plan, alignments, device, least, 1) for least in kernels.ATTENTION_BATCHES]
+            every = [calls.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
         _compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
         if len(_attends) >= _REMEMBERED:
             _attends.clear()

@@ -6,6 +6,7 @@ Plans hold no size that changes with the load: no number of tokens, sequences or
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,19 @@ class CachePlan:
     keys: BlockRows
     values: BlockRows
     scales: tuple[BlockRows, BlockRows] | None = None
+
+    @functools.cached_property
+    def last_value_start(self) -> int:
+        """The most bytes from a block's keys to its values at which both are in one block; -1 if in none."""
+        spec, stride = self.spec, self.values.block_stride
+        if self.keys.block_stride != stride:
+            return -1
+        last = spec.block_size - 1, spec.num_kv_heads - 1
+        ends = (
+            row.base + last[0] * row.token_stride + last[1] * row.head_stride + row.row_bytes
+            for row in self.values.regions
+        )
+        return stride - max(ends)
 
     def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.

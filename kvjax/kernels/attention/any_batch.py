@@ -80,8 +80,13 @@ def any_batch(
     has_sinks: bool,
     batch_invariant: bool,
     target: Target,
+    one_memory: bool = False,
 ) -> AnyBatch:
-    """The attention of one of `passes`, over pages given for keys and for values."""
+    """The attention of one of `passes`, over pages given for keys and for values.
+
+    With `one_memory`, values are in the pages of keys, and so are the positions of their rows; the kernel does not read
+    its argument for values.
+    """
     problem = Problem(
         spec=spec,
         memory=pages,
@@ -99,7 +104,7 @@ def any_batch(
         window=restricting(window, q_len),
         logits_soft_cap=logits_soft_cap,
         scale_sizes=scale_sizes,
-        one_memory=False,
+        one_memory=one_memory,
         has_sinks=has_sinks,
         batch_invariant=batch_invariant,
         converts_e2m1=target.converts_e2m1,
@@ -139,7 +144,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         )
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
-        run_decode(known, config, Refs(pages=(keys, values), **refs), *scratch)
+        run_decode(known, config, Refs(pages=(keys, keys if problem.one_memory else values), **refs), *scratch)
 
     return AnyCount(
         body,

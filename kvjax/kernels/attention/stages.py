@@ -4,6 +4,8 @@ A stage is `tiles` runs of 16 tokens of one sequence, for all KV heads of the th
 tiles are copied by bulk copies, one for each contiguous run of bytes; otherwise all threads copy together, up to 16
 bytes at a time. Bulk copies reach a higher memory rate: they bypass the caches, and one instruction copies kilobytes.
 
+Where pages hold each value beside its key, as vLLM's do, so do stages: the two are copied as one row.
+
 Rows are `pitch` bytes apart in shared memory. `ldmatrix` reads eight rows of 16 bytes at once; to avoid bank conflicts
 these should start at eight different multiples of 16 bytes modulo 128. Rows of values are padded to that where they are
 small, where padding costs least and conflicts would bound the kernel.
@@ -132,16 +134,21 @@ class StagePlan:
             return None
         values = memory[1].regions[0]
         interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
+        both = _beside(memory) if one_memory else None
         placed: list[SharedRows] = []
         chunks: list[Chunk] = []
         start = 0
         for number, half in enumerate(memory):
-            for region in half.regions:
-                pad = COPY_BYTES if interleaved and region is values else 0
+            for region in half.regions if both is None else (both,)[number:]:
+                pad = COPY_BYTES if interleaved and (region is values or region is both) else 0
                 rows, end = _in_order(region, half.page_stride, start, heads, pad, interleaved=interleaved)
                 chunks += _chunks(rows, heads, 0 if one_memory else number, interleaved=interleaved)
                 placed.append(rows)
                 start = end
+        if both is not None:
+            [rows] = placed
+            keys = dataclasses.replace(rows, page=memory[0].regions[0])
+            placed = [keys, dataclasses.replace(rows, page=values, start=rows.start + keys.page.row_bytes)]
         merged = _merged(chunks, across=spec.block_size == TILE and heads == spec.num_kv_heads)
         if not _are_aligned(merged, spec, memory, heads):
             return None
@@ -199,6 +206,18 @@ class StagePlan:
     def has_whole_tiles(self) -> bool:
         """Whether each tile lies in one page."""
         return self.block_size % TILE == 0
+
+
+def _beside(memory: Sequence[PageMemory]) -> PageRegion | None:
+    """The rows of keys and values of one array as one region, where each value follows its key; None elsewhere."""
+    if any(len(half.regions) > 1 for half in memory):
+        return None
+    [keys], [values] = (half.regions for half in memory)
+    if dataclasses.replace(values, base=keys.base, row_bytes=keys.row_bytes) != keys:
+        return None  # of other strides
+    follows = values.base == keys.base + keys.row_bytes
+    both = dataclasses.replace(keys, row_bytes=keys.row_bytes + values.row_bytes)
+    return both if follows and min(keys.token_stride, keys.head_stride) >= both.row_bytes else None
 
 
 def _divides_words(memory: Sequence[PageMemory]) -> bool:
