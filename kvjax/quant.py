@@ -255,11 +255,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, is_neox: bool) -> jax.A
     angles = [lax.broadcast_in_dim(each, first.shape, (0, 2)) for each in (cos, sin)]
     rotated = rotated_first(first, second, *angles), rotated_second(first, second, *angles)
     rounded = [with_canonical_nan(each) if x.dtype == np.float32 else cast(each, x.dtype) for each in rotated]
+    # As integers: on some CPUs XLA concatenates bfloat16 in float32, which changes NaN.
+    *rounded, rest = map(_bits, (*rounded, rest))
     if not is_neox:
         rounded = [
             lax.reshape(lax.concatenate([lax.expand_dims(each, [x.ndim]) for each in rounded], x.ndim), rotary.shape)
         ]
-    return lax.concatenate([*rounded, rest], last)
+    return lax.bitcast_convert_type(lax.concatenate([*rounded, rest], last), x.dtype)
 
 
 def rotated_first(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -543,16 +543,22 @@ WRONG = {
 }
 
 
-def on(device: str, argument: object) -> object:
-    """A tensor with the strides and the remainder of its address that it has on the host; all else as it is."""
+def on(device: str, argument: object, memories: dict[int, torch.Tensor] | None = None) -> object:
+    """A tensor with the strides and the remainder of its address that it has on the host; all else as it is.
+
+    Tensors of one storage share one there too, if `memories`, of storages that were moved before, is given.
+    """
     if not isinstance(argument, torch.Tensor) or device == "cpu" or argument.device.type == "meta":
         return argument
     if argument.layout is not torch.strided or argument.is_nested:
         return argument.to(device)
     storage = argument.untyped_storage()
     first, size = storage.data_ptr() % 16, storage.nbytes()
-    memory = torch.zeros(first + size, dtype=torch.uint8, device=device)
-    memory[first:] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    memories = {} if memories is None else memories
+    if storage.data_ptr() not in memories:
+        memories[storage.data_ptr()] = torch.zeros(first + size, dtype=torch.uint8, device=device)
+        memories[storage.data_ptr()][first:] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    memory = memories[storage.data_ptr()]
     part = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + first, memory.device, size)
     moved = torch.empty(0, dtype=argument.dtype, device=device)
     moved.set_(part, argument.storage_offset(), argument.shape, argument.stride())
@@ -567,12 +573,16 @@ def test_moving_a_tensor_to_another_device_keeps_what_is_wrong_with_it():
         assert moved.data_ptr() % 16 == tensor.data_ptr() % 16
         assert moved.stride() == tensor.stride()
         assert torch.equal(moved, tensor)
+    memories: dict[int, torch.Tensor] = {}
+    first, second = (on("cpu:0", tensor, memories) for tensor in (BYTES, BYTES[1:]))
+    assert second.data_ptr() - first.data_ptr() == BYTES.stride(0)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, device: str):
     changes, message = WRONG[case]
-    arguments = {name: on(device, argument) for name, argument in (valid_write() | changes).items()}
+    memories: dict[int, torch.Tensor] = {}
+    arguments = {name: on(device, argument, memories) for name, argument in (valid_write() | changes).items()}
     device = str(arguments["key_cache"].device)
     # Compared on the host: torch's kernels for a GPU fault at an address that its elements do not fit.
     caches = [cache.to("cpu", copy=True) for cache in (arguments["key_cache"], arguments["value_cache"])]
