@@ -19,7 +19,7 @@ from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.spec import AttentionSpec
 
-BF16, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.NVFP4
+BF16, FP8, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
 
 
 def registers(values: Any) -> jax.Array:
@@ -87,19 +87,21 @@ def filled(spec: AttentionSpec, heads: int, tiles: int, position: int, end: int,
 
 
 @pytest.mark.parametrize(
-    ("spec", "heads", "alignment", "in_bulk"),
+    ("spec", "heads", "memory", "in_bulk"),
     [
-        (simple_spec(NVFP4, block_size=16, num_kv_heads=4, v_scale_layout="swizzled"), 4, 16, True),
-        (simple_spec(BF16, block_size=32, num_kv_heads=4, head_size_v=32), 2, 16, True),
-        (simple_spec(NVFP4, block_size=16, num_kv_heads=4), 2, 4, False),
-        (simple_spec(NVFP4, block_size=24, num_kv_heads=4, layout="HND"), 2, 16, False),
-        (simple_spec(NVFP4, block_size=8, num_kv_heads=2, v_scale_layout="swizzled", head_size=80), 2, 16, False),
-        (simple_spec(KVCacheDType.FP8_E4M3, block_size=5, num_kv_heads=3), 3, 16, False),
+        (simple_spec(NVFP4, block_size=16, num_kv_heads=4, v_scale_layout="swizzled"), 4, {}, True),
+        (simple_spec(BF16, block_size=32, num_kv_heads=4, head_size_v=32), 2, {}, True),
+        (simple_spec(FP8, block_size=16, num_kv_heads=4), 4, {"beside": True}, True),
+        (simple_spec(BF16, block_size=32, num_kv_heads=4, layout="HND"), 2, {"beside": True}, True),
+        (simple_spec(NVFP4, block_size=16, num_kv_heads=4), 2, {"alignment": 4}, False),
+        (simple_spec(NVFP4, block_size=24, num_kv_heads=4, layout="HND"), 2, {}, False),
+        (simple_spec(NVFP4, block_size=8, num_kv_heads=2, v_scale_layout="swizzled", head_size=80), 2, {}, False),
+        (simple_spec(FP8, block_size=5, num_kv_heads=3), 3, {"beside": True}, False),
     ],
 )
-def test_a_stage_has_the_tokens_of_its_pages(spec, heads, alignment, in_bulk):
+def test_a_stage_has_the_tokens_of_its_pages(spec, heads, memory, in_bulk):
     tiles, position, end = 2, 32, 61
-    plan, pages, table, stage = filled(spec, heads, tiles, position, end, alignment=alignment)
+    plan, pages, table, stage = filled(spec, heads, tiles, position, end, **memory)
     assert bool(plan.chunks) == in_bulk
     for half, rows in kinds(plan):
         for tile, row, which, head in itertools.product(range(tiles), range(8), range(2), range(heads)):
