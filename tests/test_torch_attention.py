@@ -312,6 +312,7 @@ class Interpreter:
         monkeypatch.setattr(cuda, "_launcher", self.launcher)
         monkeypatch.setattr(cuda, "_run", self.run)
         monkeypatch.setattr(cuda, "_attends", set())
+        monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
 
     def launcher(self, kernel: kernels.AnyCount, device: torch.device) -> object:
         self.compiled += [] if kernel in self.compiled else [kernel]
@@ -392,6 +393,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[calls.Call]:
     monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: object())
     monkeypatch.setattr(cuda, "_run", ran.append)
     monkeypatch.setattr(cuda, "_attends", set())
+    monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
     return ran
 
 
