@@ -106,51 +106,58 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             return output.fill_(0)
         stored = self._stored(layer, kv_cache)
         if not self._serves_prompts and query.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._compile_for_prompts(query, stored)
+            self._compile_for_prompts(query, output, stored)
         if (decodes := attn_metadata.decodes) is not None:
-            rows = query[decodes.rows]
+            rows, out = query[decodes.rows], output[decodes.rows]
             if decodes.q_len:
-                out = self._decode(rows, stored, decodes).view(rows.shape[0], *output.shape[1:])
+                self._decode(rows, stored, decodes, out)
             else:  # drafts of different lengths
-                out = self._ragged(rows, stored, decodes, max_prompts=0, decode_q_len=decodes.max_q_len)
-            output[decodes.rows].copy_(out)
+                self._ragged(rows, stored, decodes, out, max_prompts=0, decode_q_len=decodes.max_q_len)
         if (prompts := attn_metadata.prompts) is not None:
-            rows = query[prompts.rows]
-            out = self._ragged(rows, stored, prompts, max_prompts=prompts.num_seqs, decode_q_len=0)
-            output[prompts.rows].copy_(out)
+            rows, out = query[prompts.rows], output[prompts.rows]
+            self._ragged(rows, stored, prompts, out, max_prompts=prompts.num_seqs, decode_q_len=0)
         return output
 
-    def _decode(self, rows: torch.Tensor, stored: Stored, of: Sequences) -> torch.Tensor:
-        rows = rows if of.q_len == 1 else rows.unflatten(0, (-1, of.q_len))
+    def _decode(self, rows: torch.Tensor, stored: Stored, of: Sequences, out: torch.Tensor) -> None:
+        if of.q_len > 1:
+            rows, out = (x.unflatten(0, (-1, of.q_len)) for x in (rows, out))
         (key_cache, value_cache), how = stored
-        return kvjax_torch.paged_attention(
-            rows, key_cache, value_cache, of.block_table, of.seq_lens, *how, **self._options
-        )
+        seqs = of.block_table, of.seq_lens
+        kvjax_torch.paged_attention(rows, key_cache, value_cache, *seqs, *how, **self._options, out=out)
 
     def _ragged(
-        self, rows: torch.Tensor, stored: Stored, of: Sequences, max_prompts: int, decode_q_len: int
-    ) -> torch.Tensor:
+        self,
+        rows: torch.Tensor,
+        stored: Stored,
+        of: Sequences,
+        out: torch.Tensor,
+        *,
+        max_prompts: int,
+        decode_q_len: int,
+    ) -> None:
         (key_cache, value_cache), how = stored
         seqs = of.block_table, of.seq_lens, of.cu_q_lens
-        return kvjax_torch.ragged_paged_attention(
+        kvjax_torch.ragged_paged_attention(
             rows,
             key_cache,
             value_cache,
             *seqs,
             *how,
             **self._options,
+            out=out,
             max_q_len=of.max_q_len,
             max_prompts=max_prompts,
             decode_q_len=decode_q_len,
         )
 
-    def _compile_for_prompts(self, query: torch.Tensor, stored: Stored) -> None:
+    def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: Stored) -> None:
         """Serves a prompt of two tokens of any contents: steps before vLLM is ready have none."""
         table, seq_lens, cu_q_lens = (query.new_zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,)))
         seq_lens += 2
         cu_q_lens[1:] += 2
         prompt = Sequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
-        self._ragged(query.new_zeros((2, *query.shape[1:])), stored, prompt, max_prompts=1, decode_q_len=0)
+        rows, out = query.new_zeros((2, *query.shape[1:])), output.new_empty((2, *output.shape[1:]))
+        self._ragged(rows, stored, prompt, out, max_prompts=1, decode_q_len=0)
         self._serves_prompts = True
 
     def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:

@@ -515,4 +515,5 @@ def test_prompts_can_be_compiled_before_any_comes():
         impl = BACKEND.get_impl_cls()(*shape, None, None, dtype)
         one = torch.tensor(1.0)
         stored = impl._stored(SimpleNamespace(_k_scale=one, _v_scale=one), views[0])
-        impl._compile_for_prompts(torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16), stored)
+        query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+        impl._compile_for_prompts(query, query.clone(), stored)
