@@ -130,7 +130,11 @@ class Engine:
         if done.returncode:
             lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
             raise FailedError((lines or ["no error"])[-1].strip() + f" (status {done.returncode})")
-        return json.loads(done.stdout.splitlines()[-1])
+        # Where it ends, vLLM may log more.
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not found:
+            raise FailedError("printed no result: " + repr(done.stdout[-200:]))
+        return json.loads(found[-1])
 
 
 class VllmBenchmark(output.Program):
