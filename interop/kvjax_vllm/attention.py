@@ -122,8 +122,9 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         if of.q_len > 1:
             rows, out = (x.unflatten(0, (-1, of.q_len)) for x in (rows, out))
         (key_cache, value_cache), how = stored
-        seqs = of.block_table, of.seq_lens
-        kvjax_torch.paged_attention(rows, key_cache, value_cache, *seqs, *how, **self._options, out=out)
+        kvjax_torch.paged_attention(
+            rows, key_cache, value_cache, of.block_table, of.seq_lens, *how, **self._options, out=out
+        )
 
     def _ragged(
         self,

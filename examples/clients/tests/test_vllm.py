@@ -203,9 +203,8 @@ def run(
     impl.forward(layer, query, key, key, kv_cache, metadata, output)
     assert (output[total:] == 7).all()
 
-    stored = impl._caches(layer, kv_cache)
-    lens = torch.tensor(step.seq_lens)
-    gathered = kvjax_torch.gather_kv(*stored[:2], table[:num_seqs], lens, *stored[2:], dtype=torch.float32)
+    stored, lens = impl._stored(layer, kv_cache), torch.tensor(step.seq_lens)
+    gathered = kvjax_torch.gather_kv(*stored.caches, table[:num_seqs], lens, *stored.how, dtype=torch.float32)
     for seq, length in enumerate(step.seq_lens):
         rows = slice(int(bounds[seq]), int(bounds[seq + 1]))
         own = (x[seq, :length] for x in gathered)

@@ -28,7 +28,9 @@ from examples.clients.tests import vllm_on_cpu
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
 ROOT = pathlib.Path(__file__).parents[3]
-VOCABULARY, NEW_TOKENS, TIME_LIMIT = 512, 16, 600
+RESULT = "RESULT "
+"""What the line of an engine's result begins with."""
+VOCABULARY, NEW_TOKENS, TIME_LIMIT = 512, 24, 600
 LENGTHS = 5, 40, 100, 17, 33, 90
 SHARED = 80
 """The last prompt has as many tokens of the third's."""
@@ -139,7 +141,8 @@ def serve(
         timeout=TIME_LIMIT,
     )
     assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    [result] = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]  # processes end after it
+    return json.loads(result.removeprefix(RESULT))
 
 
 def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any] | None) -> float:
@@ -175,13 +178,15 @@ def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4", "nvfp4_4over6"])
 def test_a_quantized_cache_gives_what_transformers_gives_over_the_same(saved: Any, tmp_path: pathlib.Path, dtype: str):
     model, folder = saved("llama")
-    served = serve(folder, "llama", tmp_path, kv_cache_dtype=dtype)
+    # One block is vLLM's own. Others hold the first four prompts, but not all that comes after them.
+    served = serve(folder, "llama", tmp_path, kv_cache_dtype=dtype, num_gpu_blocks_override=17, disable_log_stats=False)
+    assert served["preempted"] > 0
     error = compare(model, served, {"kv_cache_dtype": dtype, "k_scale": 1.0, "v_scale": 1.0})
     print(f"llama, {dtype}: log-probabilities deviate by {error:.1e}")
     assert error < 0.05
 
 
-def test_skipped_layers_scales_of_a_file_and_preemption(saved: Any, tmp_path: pathlib.Path):
+def test_skipped_layers_and_scales_of_a_file(saved: Any, tmp_path: pathlib.Path):
     model, folder = saved("llama")
     file = tmp_path / "scales.safetensors"
     scales = {f"model.layers.{layer}.self_attn.{kind}_scale": np.float32(0.01) for layer in (0, 1) for kind in "kv"}
@@ -192,11 +197,8 @@ def test_skipped_layers_scales_of_a_file_and_preemption(saved: Any, tmp_path: pa
         "llama",
         tmp_path,
         additional_config={"kvjax": {"scales": str(file)}},
-        num_gpu_blocks_override=18,
-        disable_log_stats=False,
         **options,
     )
-    assert served["preempted"] > 0
     cache = {"kv_cache_dtype": "nvfp4", "skip_layers": [0], "k_scale": 0.01, "v_scale": 0.01}
     error = compare(model, served, cache)
     print(f"llama, nvfp4 with scales: log-probabilities deviate by {error:.1e}")

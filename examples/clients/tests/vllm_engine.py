@@ -1,6 +1,6 @@
 """vLLM's engine over kvjax's pages on a CPU, in a process of its own.
 
-Reads what to run from stdin and writes what that gave as the last line of stdout, both as JSON.
+Reads what to run from stdin as JSON, and writes what that gave in a line of stdout: RESULT and JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         preempted += metric.value if metric.name == "vllm:num_preemptions" else 0
     import kvjax_vllm
 
-    print("\n" + json.dumps({"sequences": found, "preempted": preempted, "kvjax_vllm": kvjax_vllm.__file__}))
+    print("\nRESULT " + json.dumps({"sequences": found, "preempted": preempted, "kvjax_vllm": kvjax_vllm.__file__}))
 
 
 if __name__ == "__main__":
