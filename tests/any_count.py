@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import AttentionSpec, kernels
+from kvjax.pages import interleaved_regions
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -42,6 +43,14 @@ def interleaved_memory(spec: AttentionSpec) -> list[tuple[kernels.PageMemory, ke
     return [(keys, values) for keys, values in memory]
 
 
+def beside_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    """vLLM's pages, in which each value follows its key: both told from the page's first byte."""
+    rows = [size * spec.array_dtype.itemsize for size in (spec.head_size, spec.head_size_v)]
+    regions = interleaved_regions(rows, spec.block_size, spec.num_kv_heads, spec.layout)
+    keys, values = (kernels.PageMemory((region,), spec.page_size_bytes, 16) for region in regions)
+    return keys, values
+
+
 def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
@@ -67,4 +76,5 @@ def attention_kernels(
     known = {"sm_scale": 0.125, "window": None, "logits_soft_cap": None, "has_sinks": False} | options
     known = {"batch_invariant": False, "target": kernels.Target()} | known
     num_heads = group * spec.num_kv_heads
-    return kernels.attention_kernels(spec, page_memory(spec), dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)
+    memory = beside_memory(spec) if options.get("one_memory") else page_memory(spec)
+    return kernels.attention_kernels(spec, memory, dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)

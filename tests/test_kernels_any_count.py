@@ -160,6 +160,10 @@ ATTENTION = [
     ("decode", KVCacheDType.FP8_E4M3, {"layout": "HND", "window": 1024, "logits_soft_cap": 50.0}),
     ("decode", KVCacheDType.NVFP4, {"head_size": 256, "q_len": 2}),
     ("decode", KVCacheDType.FLOAT16, {"head_size": 80, "block_size": 8, "q_len": 4}),
+    ("decode", KVCacheDType.BFLOAT16, {"one_memory": True}),
+    ("decode", KVCacheDType.BFLOAT16, {"one_memory": True, "layout": "HND"}),
+    ("decode", KVCacheDType.FP8_E4M3, {"one_memory": True}),
+    ("decode", KVCacheDType.FP8_E4M3, {"one_memory": True, "layout": "HND", "block_size": 64}),
 ]
 
 
@@ -168,7 +172,7 @@ ATTENTION = [
 @pytest.mark.parametrize(
     ("operation", "dtype", "options"),
     # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
-    [pytest.param(*each, marks=() if i in (1, 4) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
+    [pytest.param(*each, marks=() if i in (1, 4, 8) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     launch = pytest.importorskip("kvjax_torch.launch")
@@ -179,6 +183,7 @@ def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, opti
     [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0
     num_unused = 0 if dtype.is_quantized or operation != "decode" else 2  # scales
+    num_unused += options.get("one_memory", False)  # the address of values
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
 
 
