@@ -51,7 +51,7 @@ def beside_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.Page
     return keys, values
 
 
-def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slots: bool = False) -> kernels.AnyCount:
+def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, **options: Any) -> kernels.AnyCount:
     rows = [
         kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
     ]
@@ -61,8 +61,8 @@ def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, *, unique_slo
         page_memory(spec),
         np.dtype(slot_dtype),
         (1, 1),
-        unique_slots=unique_slots,
         scale_pages=scale_memory(spec),
+        **{"unique_slots": False} | options,
     )
 
 

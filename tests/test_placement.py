@@ -16,6 +16,8 @@ from helpers import assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, 
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
 from kvjax.kernels import attention, memory, placement
+from kvjax.kernels.target import Target
+from kvjax.kernels.write import why_no_staging
 from kvjax.ops import select
 
 TABLE, LENS = np.array([[0, 1], [2, 3]], np.int32), np.array([5, 9], np.int32)
@@ -181,3 +183,20 @@ def test_a_dtype_without_kernels_is_served_by_xla(monkeypatch):
     for kernel in (write_kernel, gather_kernel):
         with pytest.raises(UnsupportedError, match="dtype: got 'fp8_e5m2', which no kernel"):
             kernel(spec)
+
+
+def test_a_write_whose_rows_fill_the_shared_memory_of_a_gpu_is_served_by_xla(monkeypatch):
+    """Of formats that stage a token's rows: known when the call is lowered."""
+    spec = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, num_kv_heads=64, head_size=1024)
+    small = Target(188, (12, 0), 99 * 1024)
+    reason = "a token's rows, 131584 bytes, do not fit in the 96256 bytes of shared memory"
+    assert why_no_staging(spec) is None
+    assert reason in (why_no_staging(spec, small) or "")
+    with pytest.raises(UnsupportedError, match=reason):
+        write_kernel(spec, target=small)
+    monkeypatch.setattr(placement, "_target", lambda: small)
+    rows, slots = jax.ShapeDtypeStruct((3, 64, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.int32)
+    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, 4))
+    assert "mosaic_gpu" not in lower(reshape_and_cache_flash, ("cuda",), rows, rows, cache, slots)
+    with pytest.raises(UnsupportedError, match=reason):
+        lower(functools.partial(reshape_and_cache_flash, implementation="mosaic"), ("cuda",), rows, rows, cache, slots)
