@@ -308,13 +308,14 @@ def test_weights_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str
     config = folder_with_scales(tmp_path, ["0.self_attn.kv_scale"])
     (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
     assert refusal(capsys, "--config", config).startswith(
-        f"argument --config: {str(tmp_path / 'model.safetensors')!r}: got a header that cannot be read"
+        f"argument --config: {str(tmp_path / 'model.safetensors')!r}: got a header of 8,680,820,740,569,200,760 bytes"
     )
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "missing.safetensors"}})
     )
     assert refusal(capsys, "--config", config) == (
-        f"argument --config: cannot read {str(tmp_path / 'missing.safetensors')!r}: No such file or directory"
+        f"argument --config: {str(tmp_path / 'model.safetensors.index.json')!r}: got 'missing.safetensors' for"
+        " 'model.layers.0.self_attn.k_scale', expected a file that exists"
     )
 
 
