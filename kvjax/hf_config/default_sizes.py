@@ -87,7 +87,6 @@ _SIZES = """
 80 40 5120: iquestcoder
 80 64 4096: hy_v3
 80 64 8192: qwen2_5_vl_text qwen2_vl_text
-128 12 1536: hrm_text
 """
 
 
