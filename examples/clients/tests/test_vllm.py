@@ -76,7 +76,7 @@ STEPS = {
 
 
 def cache_of(dtype: str, layout: KVCacheLayout, model_dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
-    """vLLM's spec and its views of the layers, full of poison but for unquantized dtypes, where that is no number."""
+    """vLLM's spec and its views of the layers, whose every byte is POISON."""
     stored = model_dtype if dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[dtype]
     mode = get_kv_quant_mode(dtype)
     spec = BACKEND.customize_spec(
