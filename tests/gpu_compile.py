@@ -25,6 +25,9 @@ from typing import IO, Any
 TARGETS = {path.stem: path for path in sorted(Path(__file__).with_name("targets").glob("*.txtpb"))}
 """Descriptions of the GPUs, as XLA's GpuTargetConfigProto."""
 
+HOPPER_AND_BLACKWELL = "h100", "b200"
+"""The targets of large matrices. On the third, which differs in shared memory and has no wgmma, fewer cases compile."""
+
 ARCHITECTURES = {"h100": "sm_90a", "b200": "sm_100a", "rtx6000pro": "sm_120a"}
 
 MOST_DEVICES = 8

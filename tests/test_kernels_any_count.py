@@ -19,7 +19,7 @@ from any_count import (
     interleaved_memory,
     write_kernel,
 )
-from gpu_compile import TARGETS, compile_for, why_not
+from gpu_compile import HOPPER_AND_BLACKWELL, compile_for, why_not
 from helpers import (
     KERNEL_DTYPES,
     assert_same_bytes,
@@ -54,7 +54,7 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
         "dtype": KERNEL_DTYPES,
         "operation": ["write", "write of unique slots", "gather"],
         "num_kv_heads": [1, 8],
-        "target": TARGETS,
+        "target": HOPPER_AND_BLACKWELL,
     },
     few={"dtype": [KVCacheDType.NVFP4], "target": ["h100"]},
     valid=lambda case: case["dtype"] is KVCacheDType.NVFP4 or (case["target"] == "h100") == (case["num_kv_heads"] == 1),
@@ -95,7 +95,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
     {
         "dtype": [dtype for dtype in KERNEL_DTYPES if dtype.info.quant_mode.is_per_token_head],
         "operation": ["write", "gather"],
-        "target": TARGETS,
+        "target": HOPPER_AND_BLACKWELL,
     },
     few={"dtype": [KVCacheDType.INT8_PER_TOKEN_HEAD], "operation": ["gather"], "target": ["h100"]},
 )
