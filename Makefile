@@ -10,6 +10,7 @@ DEV_ENV := .venv
 FUZZ_ENV := .venv-fuzz
 NEWEST_ENV := .venv-newest
 LOCK_ENV := .venv-lock
+OLDEST_ENV := .venv-oldest-transformers
 # pip takes them for what it installs and, by the second name, for what it builds kvjax with.
 LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 # What constraints.txt covers: each environment below has some of these extras.
@@ -26,6 +27,8 @@ CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a sou
   partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests \
   setproctitle uvicorn uvloop
 COMPAT_JAX := 0.11.1 0.12.0.1
+# The oldest transformers and torch supported; constraints.txt has the newest.
+OLDEST_TRANSFORMERS := transformers==5.17.0 torch==2.11.0
 
 comma := ,
 DEV_EXTRAS := test,torch,transformers,lint
@@ -61,7 +64,13 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop \
 	  $(PYTHON) -m pytest -n 8 --dist loadgroup -m gpu $(ARGS)
 
-test-compat: $(COMPAT_JAX:%=test-jax-%) ## the CPU tests on the oldest and the newest jax supported
+test-compat: $(COMPAT_JAX:%=test-jax-%) test-oldest-transformers
+test-compat: ## the CPU tests on the oldest and the newest jax, those of transformers on the oldest transformers and torch
+
+.PHONY: test-oldest-transformers
+test-oldest-transformers: $(OLDEST_ENV)/.installed
+	JAX_PLATFORMS=cpu $(OLDEST_ENV)/bin/python -m pytest -n 2 --dist worksteal \
+	  $(shell grep -l transformers tests/test_*.py) $(ARGS)
 
 # sglang-jax only where its source tree is named.
 test-clients: $(patsubst %,test-client-%,$(if $(SGLANG_JAX),$(CLIENTS),$(filter-out sglang_jax,$(CLIENTS))))
@@ -107,7 +116,7 @@ clean: ## remove what was built and every cache
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean ## clean, and remove the virtual environments
-	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(NEWEST_ENV) $(LOCK_ENV) $(COMPAT_JAX:%=.venv-jax-%) \
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(NEWEST_ENV) $(LOCK_ENV) $(OLDEST_ENV) $(COMPAT_JAX:%=.venv-jax-%) \
 	  $(CLIENTS:%=.venv-client-%)
 
 help: ## this list
@@ -135,6 +144,14 @@ $(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml c
 	@grep -v '^jax' constraints.txt >build/constraints-without-jax.txt
 	@PIP_CONSTRAINT=build/constraints-without-jax.txt tools/setup_env.sh .venv-jax-$* -e '.[test]' \
 	  jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+	@touch $@
+
+$(OLDEST_ENV)/.installed: pyproject.toml constraints.txt Makefile
+	@mkdir -p build
+	@grep -vE '^(torch|setuptools|triton|nvidia-|cuda-|transformers|tokenizers|huggingface-hub)' constraints.txt \
+	  >build/constraints-without-torch.txt
+	@PIP_CONSTRAINT=build/constraints-without-torch.txt tools/setup_env.sh $(OLDEST_ENV) \
+	  -e '.[test,transformers]' $(OLDEST_TRANSFORMERS)
 	@touch $@
 
 # On the GPU, if there is one. Their warnings are theirs; what a test prints is how far logits deviate.
