@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
-from kvjax.kernels import compat, decoding
+from kvjax.kernels import compat, decoding, tiles
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -157,17 +157,27 @@ class Piece:
         """`x`, which has these axes, along all of them."""
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
-    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array) -> None:
-        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on."""
-        index = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
-        is_valid = self.broadcast(index * self.token_step + self.first_token < num_valid, (0,))
+    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Any = None) -> None:
+        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
+        token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
+        token = token * self.token_step + self.first_token
+        is_valid = token < num_valid
+        if first_valid is not None:
+            is_valid &= token >= first_valid
+        is_valid = self.broadcast(is_valid, (0,))
         for dense, rows in zip(self.dense, decoded, strict=True):
-            compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
+            self._store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
 
     def store_zeros(self) -> None:
         """Stores zeros, for tokens past the end of a sequence or of a block that is not in the cache."""
         for dense in self.dense:
-            compat.store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+            self._store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+
+    def _store(self, dense: Any, rows: jax.Array) -> None:
+        if isinstance(dense, tiles.Places):
+            dense.store(rows, self.layout)
+        else:
+            compat.store(dense, rows)
 
 
 def gather(
