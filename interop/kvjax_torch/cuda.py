@@ -183,7 +183,7 @@ def _write_planned(
     """
     with _one_at_a_time:
         call = calls.write_call(plan, tensors, unique_slots)
-    launcher = _run(call)
+    launcher = run(call)
     # A kind does not say where the scales of each token and head are.
     is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
     has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
@@ -229,7 +229,7 @@ def rotate_and_write(
     with _one_at_a_time:
         write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
         call, rotated = calls.rope_call(plan, query, write_tensors, positions, cos_sin_cache, unique_slots)
-    _run(call)
+    run(call)
     return rotated
 
 
@@ -238,7 +238,7 @@ def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.
     _check_capability(tensors.key_cache.get_device())
     with _one_at_a_time:
         call = calls.gather_call(plan, tensors)
-    _run(call)
+    run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
@@ -354,8 +354,8 @@ def _attend_to_pages(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     decode, merge = calls.attention_calls(plan, query, tensors, sinks, out)
-    _run(decode)
-    _run(merge)
+    run(decode)
+    run(merge)
     out, lse = merge.tensors[-2:]
     return out, lse
 
@@ -373,7 +373,21 @@ def _attend_to_gathered(
     return dense.attend(plan, query, keys, values, *sequences, sinks, out=out)
 
 
-def _run(call: calls.Call) -> _Launcher | None:
+_compiled_together: set[Any] = set()
+"""The kernels, with devices, that `compile_once` compiled."""
+
+
+def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
+    """Compiles kernels, several at once, the first time that they are asked for together."""
+    if (kind := (every, device)) in _compiled_together:
+        return
+    _compile_all(every, device)
+    if len(_compiled_together) >= _REMEMBERED:
+        _compiled_together.clear()
+    _compiled_together.add(kind)
+
+
+def run(call: calls.Call) -> _Launcher | None:
     """Runs a call; returns what was launched, or None if there was nothing to launch."""
     if not call.amount:
         return None

@@ -143,8 +143,6 @@ class Places:
             base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
             origin = [arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))]
             element_strides = values.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(values.shape)))
-            # A thread's registers are in few rows, and neighbouring chunks of a row.
-            rows: dict[tuple[int, ...], Any] = {}
             for place in np.ndindex(values.registers.shape):
                 later = np.unravel_index(int(np.dot(place, element_strides[: len(place)])), values.shape)
                 index = [arith.addi(x, mgpu.c(int(y), i32)) for x, y in zip(origin, later, strict=True)]
@@ -169,10 +167,7 @@ class Places:
         plgpu.inline_mgpu(arg_types=types)(run)(self.ref, values, *numbers)
 
     def _store_interpreted(self, values: jax.Array) -> None:
-        if self.elements == 2:
-            values = lax.bitcast_convert_type(values, self.ref.dtype)
-        else:
-            values = values[..., None]
+        values = lax.bitcast_convert_type(values, self.ref.dtype) if self.elements == 2 else values[..., None]
         row, column = jnp.int32(self.row), jnp.int32(self.column)
         for i, axis in enumerate(self.axes):
             shape = [axis.size if i == j else 1 for j in range(len(self.axes))]
