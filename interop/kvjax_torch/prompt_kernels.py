@@ -53,7 +53,7 @@ def attend(plan: RaggedPlan, call: RaggedCall, out: torch.Tensor, lse: torch.Ten
       out: `[num_tokens, num_heads, head_size_v]`, contiguous, that results are stored in.
       lse: float32 `[num_tokens, num_heads]`, likewise. Before, rows of prompts have their sink, or -inf.
     """
-    attention, tensors, sequences = plan.attention, call.tensors, call.sequences
+    attention, tensors = plan.attention, call.tensors
     spec, device, num_rows = attention.cache.spec, call.query.device, call.query.shape[0]
     num_seqs, width = tensors.block_table.shape
     max_blocks = calls.most_blocks(spec, width)
@@ -74,9 +74,9 @@ def attend(plan: RaggedPlan, call: RaggedCall, out: torch.Tensor, lse: torch.Ten
             out.new_empty((segments * num_rows, *out.shape[1:])),
             lse.new_full((segments * num_rows, *lse.shape[1:]), -torch.inf),
         )
-    schedule, gather, attend_whole, attend_divided = _kernels(
-        attention, calls.page_places(attention.cache, tensors.key_cache, tensors.value_cache), query.stride(0), device
-    )
+    places = calls.page_places(attention.cache, tensors.key_cache, tensors.value_cache)
+    with cuda.one_at_a_time:
+        schedule, gather, attend_whole, attend_divided = _kernels(attention, places, query.stride(0), device)
     cuda.compile_once((schedule, gather, attend_whole, *attend_divided), device)
 
     empty = call.query.new_empty
@@ -89,8 +89,9 @@ def attend(plan: RaggedPlan, call: RaggedCall, out: torch.Tensor, lse: torch.Ten
     if num_seqs * table_stride > calls.INT32_MAX:
         table, table_stride = table.contiguous(), width
     bounds = calls.int32(call.cu_q_lens, 0, calls.INT32_MAX)
-    counts = (num_seqs, num_rows, max_blocks, table_stride, num_blocks, attention.q_len, plan.max_q_len)
-    cuda.run(calls.Call(schedule, (*counts, plan.max_prompts, num_lots), (table, lens, bounds, prompts, header), num_seqs))
+    limits = attention.q_len, plan.max_q_len, plan.max_prompts
+    counts = num_seqs, num_rows, max_blocks, table_stride, num_blocks, *limits, num_lots
+    cuda.run(calls.Call(schedule, counts, (table, lens, bounds, prompts, header), num_seqs))
 
     dtype = torch.float16 if spec.quant_mode is not KVQuantMode.NONE else attention.dtype
     rows = at_once * num_tokens * spec.num_kv_heads
@@ -162,9 +163,9 @@ def _kernels(
 
 
 def _rows(query: torch.Tensor) -> torch.Tensor:
-    """The query `[num_tokens, num_heads * head_size]`, of `PROMPT_ROWS` rows at least; a copy if threads cannot read it.
+    """The query `[num_tokens, num_heads * head_size]`, a copy if threads cannot read it.
 
-    Rows beyond `num_tokens` are zeros.
+    Rows of zeros follow where there are fewer than `PROMPT_ROWS`.
     """
     num_tokens, num_heads, head_size = query.shape
     if num_tokens < kernels.PROMPT_ROWS:

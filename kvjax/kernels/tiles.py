@@ -136,10 +136,10 @@ class Places:
             return
         columns = self.ref.shape[1]
 
-        def run(_: Any, ref: Any, values: Any, row: Any, *strides: Any) -> None:
+        def run(_: Any, ref: Any, values: Any, row: Any, *registers: Any) -> None:
             i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
             row = compat._scalar(row.registers.item())
-            strides = [compat._scalar(x.registers.item()) for x in strides]
+            strides = [compat._scalar(x.registers.item()) for x in registers]
             base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
             origin = [arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))]
             element_strides = values.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(values.shape)))

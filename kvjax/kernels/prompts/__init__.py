@@ -27,7 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.prompts.memory import ArrayMemory
 from kvjax.kernels.prompts.memory import Operands as Operands
-from kvjax.kernels.prompts.problem import ALIGNMENT, ROWS, WARPGROUPS, Problem, PromptConfig, block_shape
+from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
+from kvjax.kernels.prompts.problem import ROWS as ROWS
+from kvjax.kernels.prompts.problem import WARPGROUPS, block_shape
+from kvjax.kernels.prompts.problem import Problem as Problem
+from kvjax.kernels.prompts.problem import PromptConfig as PromptConfig
 from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from kvjax.kernels.prompts.problem import TOKENS as TOKENS
 from kvjax.kernels.prompts.problem import choose as choose

@@ -233,22 +233,22 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         k_scale, v_scale = (arrays[name] if is_quantized else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
         memory = CallerMemory(
-            kind.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.head_size_v,
-            jnp.int32(counts["num_rows"]),
-            jnp.int32(counts["num_tokens"]),
-            first,
-            jnp.minimum(arrays["header"][0] - first, counts["prompts_at_once"]),
-            jnp.int32(counts["lot"]),
-            kind.sm_scale,
-            *(arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")),
-            k_scale,
-            v_scale,
-            arrays["sinks"] if kind.has_sinks else None,
-            arrays["out"],
-            arrays["lse"],
+            num_heads=kind.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            num_rows=jnp.int32(counts["num_rows"]),
+            num_tokens=jnp.int32(counts["num_tokens"]),
+            first_prompt=first,
+            num_prompts=jnp.minimum(arrays["header"][0] - first, counts["prompts_at_once"]),
+            lot=jnp.int32(counts["lot"]),
+            sm_scale=kind.sm_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=arrays["sinks"] if kind.has_sinks else None,
+            out_ref=arrays["out"],
+            lse_ref=arrays["lse"],
+            **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
         )
         segments = jnp.int32(counts["segments"]) if kind.is_divided else 1
         run(problem, dataclasses.replace(config, segments=segments), memory, Scratch(*scratch))
