@@ -28,12 +28,12 @@ from kvjax.kernels import compat, tiles
 from kvjax.kernels.prompts.memory import ArrayMemory
 from kvjax.kernels.prompts.memory import Operands as Operands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
+from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from kvjax.kernels.prompts.problem import ROWS as ROWS
+from kvjax.kernels.prompts.problem import TOKENS as TOKENS
 from kvjax.kernels.prompts.problem import WARPGROUPS, block_shape
 from kvjax.kernels.prompts.problem import Problem as Problem
 from kvjax.kernels.prompts.problem import PromptConfig as PromptConfig
-from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
-from kvjax.kernels.prompts.problem import TOKENS as TOKENS
 from kvjax.kernels.prompts.problem import choose as choose
 from kvjax.kernels.prompts.problem import why_not as why_not
 from kvjax.kernels.prompts.queue import Claimed
