@@ -220,7 +220,7 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     b200 = torch.device("cuda", 77)
-    assert calls._target(b200) == kernels.Target(148, (10, 0), 99 * 1024)
+    assert calls.target_of(b200) == kernels.Target(148, (10, 0), 99 * 1024)
     query, *caches, table, lengths, dtype, k_scale, v_scale = arguments(query_dtype=torch.bfloat16).values()
     read = ReadTensors(*caches, table, lengths, k_scale, v_scale)
     plan = attention_plan(query, read, Encoding(dtype), Softmax())

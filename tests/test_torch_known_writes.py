@@ -174,7 +174,7 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
     for name, made in (("write_call", write_call), ("gather_call", gather_call)):
 
         def call(*args: Any, made: Any = made) -> Any:
-            is_held.append(cuda._one_at_a_time.locked())
+            is_held.append(cuda.one_at_a_time.locked())
             return made(*args)
 
         monkeypatch.setattr(calls, name, call)

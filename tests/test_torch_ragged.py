@@ -35,7 +35,7 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError  # noqa: E402
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
-from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
+from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
 from kvjax_torch.attention_arguments import buckets, ragged_plan  # noqa: E402
 from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, Limits, ReadTensors, Softmax  # noqa: E402
@@ -139,6 +139,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "gather", host.gather)
     monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 0)
+    monkeypatch.setattr(prompt_kernels, "serves", lambda *_: False)
     monkeypatch.setattr(prompts, "flash", flash_model)
     monkeypatch.setattr(dense, "product", product_model)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)

@@ -128,7 +128,7 @@ def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, turn
         _scale_alignments(plan.cache, scales),
         unique_slots,
         None if turned is None else turned.memory,
-        _target(key_cache.device),
+        target_of(key_cache.device),
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
     if num_tokens >= kernels.SEARCHED and not unique_slots:
@@ -163,7 +163,7 @@ def gather_call(plan: GatherPlan, tensors: ReadTensors) -> Call:
         for size in (spec.head_size, spec.head_size_v)
     )
     # Numbers out of range stay out of range: they are clipped to -1, or to one past the last block.
-    block_table, seq_lens = _int32(block_table, -1, last_block + 1), _int32(seq_lens, 0, max_len)
+    block_table, seq_lens = int32(block_table, -1, last_block + 1), int32(seq_lens, 0, max_len)
     alignments = _page_alignment(key_cache), _page_alignment(value_cache)
     scales = plan.cache.scale_tensors(tensors)
     scale_alignments = _scale_alignments(plan.cache, scales)
@@ -190,7 +190,7 @@ class AttentionPart(NamedTuple):
 def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[AttentionPart, ...]:
     """The parts of a call, in the order they run; none if no kernel supports such a cache or query on the device."""
     spec = plan.cache.spec
-    if plan.dtype is torch.float32 or kernels.why_no_attention(spec, target=_target(device)) is not None:
+    if plan.dtype is torch.float32 or kernels.why_no_attention(spec, target=target_of(device)) is not None:
         return ()
     parts = []
     for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
@@ -250,7 +250,7 @@ def attention_kernels(
     plan: AttentionPlan, places: PagePlaces, device: torch.device, num_seqs: int, max_blocks: int
 ) -> AttentionKernels:
     """The kernels of a call of one part; many numbers of sequences share the same ones."""
-    decode, merge, workspace = _attention_kernels(plan, places, _target(device)).of(num_seqs, max_blocks)
+    decode, merge, workspace = _attention_kernels(plan, places, target_of(device)).of(num_seqs, max_blocks)
     partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
@@ -264,10 +264,10 @@ def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKerne
     key_cache, value_cache, block_table, *_ = tensors
     num_seqs, width = block_table.shape
     places = page_places(plan.cache, key_cache, value_cache)
-    return attention_kernels(plan, places, key_cache.device, num_seqs, _max_blocks(plan.cache.spec, width))
+    return attention_kernels(plan, places, key_cache.device, num_seqs, most_blocks(plan.cache.spec, width))
 
 
-def _max_blocks(spec: AttentionSpec, width: int) -> int:
+def most_blocks(spec: AttentionSpec, width: int) -> int:
     """The entries of a block table of this width that lengths can reach."""
     return min(width, INT32_MAX // spec.block_size)
 
@@ -288,10 +288,10 @@ def attention_calls(
     key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
-    max_blocks = _max_blocks(spec, width)
+    max_blocks = most_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(query)
-    block_table, seq_lens = _int32(block_table, -1, num_blocks), _int32(seq_lens, 0, INT32_MAX)
+    block_table, seq_lens = int32(block_table, -1, num_blocks), int32(seq_lens, 0, INT32_MAX)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
     if num_seqs * table_stride > INT32_MAX:
         block_table, table_stride = block_table.contiguous(), width
@@ -328,7 +328,7 @@ def _write_kernel(
     return kernels.write_kernel(
         cache.spec,
         (rows[0], rows[1]),
-        _page_memory(cache, page_alignments),
+        page_memory(cache, page_alignments),
         numpy_dtype(slot_dtype),
         scale_sizes,
         unique_slots=unique_slots,
@@ -346,13 +346,13 @@ def _gather_kernel(
     page_alignments: tuple[int, int],
     scale_alignments: tuple[int, int] | None,
 ) -> kernels.AnyCount:
-    pages, scale_pages = _page_memory(cache, page_alignments), _scale_memory(cache, scale_alignments)
+    pages, scale_pages = page_memory(cache, page_alignments), _scale_memory(cache, scale_alignments)
     return kernels.gather_kernel(cache.spec, pages, numpy_dtype(dtype), scale_sizes, scale_pages)
 
 
 @functools.lru_cache(maxsize=1024)
 def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
-    keys, values = _page_memory(plan.cache, places.alignments)
+    keys, values = page_memory(plan.cache, places.alignments)
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
         values = dataclasses.replace(keys, regions=regions)
@@ -374,7 +374,8 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
 
 
 @functools.cache
-def _target(device: torch.device) -> kernels.Target:
+def target_of(device: torch.device) -> kernels.Target:
+    """The GPU that kernels for a device are made for."""
     if device.type != "cuda":
         return kernels.Target()
     properties: Any = torch.cuda.get_device_properties(device)  # not all versions declare all that they have
@@ -437,7 +438,8 @@ def _scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor
     return _page_alignment(k_scale), _page_alignment(v_scale)
 
 
-def _int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
+def int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Indices in int32, neighbours side by side; those of 64 bits are clipped."""
     if indices.dtype is not torch.int32:
         indices = indices.clamp(least, most).to(torch.int32)
     return indices if indices.stride(-1) == 1 else indices.contiguous()
@@ -448,7 +450,8 @@ def _page_alignment(cache: torch.Tensor) -> int:
     return places & -places
 
 
-def _page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    """The pages of keys and of values, without scales that are arrays of their own."""
     rows = cache.keys, cache.values
     if cache.spec.quant_mode.is_per_token_head:  # scales are arrays of their own
         rows = _part(cache.keys, 0), _part(cache.values, 0)

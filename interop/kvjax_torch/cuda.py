@@ -34,7 +34,7 @@ _PAGE_ALIGNMENT = calls.PAGE_ALIGNMENT
 _REMEMBERED = 4096
 """The most kinds of calls that are remembered; a model has a few, and one more for each size of cache."""
 
-_one_at_a_time = threading.Lock()
+one_at_a_time = threading.Lock()
 """Held by calls that choose a kernel, so that threads that make the same first call choose the same one."""
 
 _known_writes: dict[Any, _KnownWrite] = {}
@@ -181,9 +181,9 @@ def _write_planned(
 
     That holds if the kernel was launched on the caller's tensors themselves, none of them copied.
     """
-    with _one_at_a_time:
+    with one_at_a_time:
         call = calls.write_call(plan, tensors, unique_slots)
-    launcher = _run(call)
+    launcher = run(call)
     # A kind does not say where the scales of each token and head are.
     is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
     has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
@@ -226,19 +226,19 @@ def rotate_and_write(
         written = turned[1], value, key_cache, value_cache, slot_mapping
         write(*written, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
         return turned[0]
-    with _one_at_a_time:
+    with one_at_a_time:
         write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
         call, rotated = calls.rope_call(plan, query, write_tensors, positions, cos_sin_cache, unique_slots)
-    _run(call)
+    run(call)
     return rotated
 
 
 def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_kv` of CUDA tensors that `plan` describes."""
     _check_capability(tensors.key_cache.get_device())
-    with _one_at_a_time:
+    with one_at_a_time:
         call = calls.gather_call(plan, tensors)
-    _run(call)
+    run(call)
     keys, values = call.tensors[-2:]
     return keys, values
 
@@ -255,7 +255,7 @@ def compile_writes_and_gathers(
     key_cache, value_cache, _, _, k_scale, v_scale = tensors
     _check_capability(key_cache.get_device())
     every = []
-    with _one_at_a_time:
+    with one_at_a_time:
         for key, value in rows:
             written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
             write_of = write_plan(*written[:5], encoding.kv_cache_dtype, k_scale, v_scale, encoding.v_scale_layout)
@@ -281,7 +281,7 @@ def attend(
     serves = calls.has_attention(plan, query.shape[0], tensors.block_table)
     parts = calls.attention_parts(plan, query.device) if serves else ()
     if plan.batch_invariant:  # a workspace may be too large: raise before anything is compiled or run
-        with _one_at_a_time:
+        with one_at_a_time:
             for of_part, _, _ in parts:
                 calls.kernels_of_call(of_part, tensors)
     if not parts:
@@ -322,7 +322,7 @@ def _compile_parts(parts: Sequence[calls.AttentionPart], tensors: ReadTensors) -
         places = calls.page_places(plan.cache, tensors.key_cache, tensors.value_cache)
         if (kind := (plan, places, device)) in _attends:
             continue
-        with _one_at_a_time:
+        with one_at_a_time:
             every = [calls.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
         _compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
         if len(_attends) >= _REMEMBERED:
@@ -354,8 +354,8 @@ def _attend_to_pages(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     decode, merge = calls.attention_calls(plan, query, tensors, sinks, out)
-    _run(decode)
-    _run(merge)
+    run(decode)
+    run(merge)
     out, lse = merge.tensors[-2:]
     return out, lse
 
@@ -373,7 +373,21 @@ def _attend_to_gathered(
     return dense.attend(plan, query, keys, values, *sequences, sinks, out=out)
 
 
-def _run(call: calls.Call) -> _Launcher | None:
+_compiled_together: set[Any] = set()
+"""The kernels, with devices, that `compile_once` compiled."""
+
+
+def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
+    """Compiles kernels, several at once, the first time that they are asked for together."""
+    if (kind := (every, device)) in _compiled_together:
+        return
+    _compile_all(every, device)
+    if len(_compiled_together) >= _REMEMBERED:
+        _compiled_together.clear()
+    _compiled_together.add(kind)
+
+
+def run(call: calls.Call) -> _Launcher | None:
     """Runs a call; returns what was launched, or None if there was nothing to launch."""
     if not call.amount:
         return None

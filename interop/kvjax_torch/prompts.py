@@ -18,7 +18,7 @@ from kvjax import KVQuantMode
 from kvjax_torch import cuda, dense
 from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
-from kvjax_torch.ragged_rows import RaggedCall, Sequences
+from kvjax_torch.ragged_rows import RaggedCall, Sequences, blocks_reached
 
 DENSE_BYTES = 1 << 30
 """Limit on the dense keys and values of the sequences attended to at once; those of a single sequence may exceed it."""
@@ -44,7 +44,7 @@ def attend(plan: RaggedPlan, call: RaggedCall) -> None:
     chosen.scatter_(0, torch.where(is_served, num_prompts - 1, num_seqs), seq)
 
     dtype = _dense_dtype(attention)
-    num_blocks = _blocks_reached(attention, plan.max_q_len, sequences.table.shape[1])
+    num_blocks = blocks_reached(attention, plan.max_q_len, sequences.table.shape[1])
     elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
     at_once = max(1, min(plan.max_prompts, DENSE_BYTES // (elements * dtype.itemsize)))
     serve = _by_flash if can_flash(attention) else _by_softmax
@@ -93,14 +93,6 @@ def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
     return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 
-def _blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
-    """The number of blocks that hold all tokens a sequence's rows see, at any offset within the first block."""
-    if plan.window is None:
-        return max_blocks
-    size = plan.cache.spec.block_size
-    return min(-(-(plan.window - 1 + max_q_len + size - 1) // size), max_blocks)
-
-
 def _own_sequences(sequences: Sequences, chosen: torch.Tensor, block_size: int) -> Sequences:
     """The sequences with the indices `chosen`; an empty one for each index that is `num_seqs`."""
     num_seqs, max_blocks = sequences.table.shape
@@ -114,7 +106,7 @@ class _Reach(NamedTuple):
     """Sequences without the blocks that none of their rows sees.
 
     Attributes:
-      own: the sequences, of no more blocks than `_blocks_reached` returns; lengths are int64, and fit the table.
+      own: the sequences, of no more blocks than `blocks_reached` returns; lengths are int64, and fit the table.
       first_seen: int64 `[num_seqs]`, the first token that a row sees, a token of the first block.
       is_hole: bool, of the table's shape: whether an entry is not a block of the cache, so that it holds no tokens.
     """

@@ -15,7 +15,7 @@ import dataclasses
 import torch
 
 from kvjax import UnsupportedError
-from kvjax_torch import cuda, prompts
+from kvjax_torch import cuda, prompt_kernels, prompts
 from kvjax_torch.attention_arguments import MAX_DECODE_Q_LEN
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.ragged_rows import RaggedCall, Results, Sequences
@@ -34,20 +34,27 @@ def attend(
     Raises:
       UnsupportedError: batch invariance is requested, and prompts may come.
     """
-    if plan.attention.batch_invariant and plan.max_prompts:
+    by_kernels = plan.max_prompts > 0 and prompt_kernels.serves(plan.attention, query.device)
+    if plan.attention.batch_invariant and plan.max_prompts and not by_kernels:
         raise UnsupportedError(
             f"got batch_invariant=True and room for {plan.max_prompts} sequences of more than"
             f" decode_q_len={plan.attention.q_len} query tokens, for which torch's attention promises no bits; expected"
             " max_prompts=0, or CPU tensors"
         )
-    results = Results.of_nothing(query, plan.attention.cache.spec.head_size_v, sinks)
+    head_size_v = plan.attention.cache.spec.head_size_v
+    is_in_place = by_kernels and not plan.attention.q_len
+    results = Results.of_nothing(query, head_size_v, sinks, out if is_in_place else None, is_in_place=is_in_place)
     if query.numel() and tensors.block_table.numel():
         sequences = Sequences.of(query.shape[0], tensors, cu_q_lens)
-        call = RaggedCall(query, tensors, sequences, sinks, results)
+        call = RaggedCall(query, tensors, cu_q_lens, sequences, sinks, results)
         if plan.attention.q_len:
             _decode(plan.attention, call)
-        if plan.max_prompts:
+        if by_kernels:
+            prompt_kernels.attend(plan, call, *(x[: query.shape[0]] for x in results))
+        elif plan.max_prompts:
             _serve_prompts(plan, call)
+    if is_in_place:
+        return results.out, results.lse
     return results.out[:-1] if out is None else out.copy_(results.out[:-1]), results.lse[:-1]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax_torch.plan import ReadTensors
+from kvjax_torch.plan import AttentionPlan, ReadTensors
 
 
 class Sequences(NamedTuple):
@@ -49,13 +49,23 @@ class Results(NamedTuple):
     lse: torch.Tensor
 
     @classmethod
-    def of_nothing(cls, query: torch.Tensor, head_size_v: int, sinks: torch.Tensor | None) -> Results:
-        """The results of rows that see no token."""
+    def of_nothing(
+        cls,
+        query: torch.Tensor,
+        head_size_v: int,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        *,
+        is_in_place: bool = False,
+    ) -> Results:
+        """The results of rows that see no token; without the last row `is_in_place`, then in `out` if it is given."""
         num_tokens, num_heads, _ = query.shape
-        lse = query.new_full((num_tokens + 1, num_heads), -torch.inf, dtype=torch.float32)
+        num_tokens += not is_in_place
+        lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
         if sinks is not None:
             lse.copy_(sinks)
-        return cls(query.new_zeros((num_tokens + 1, num_heads, head_size_v)), lse)
+        out = query.new_empty((num_tokens, num_heads, head_size_v)) if out is None else out
+        return cls(out.zero_(), lse)
 
     def put(self, row: torch.Tensor, is_row: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Stores the results of some rows.
@@ -78,6 +88,7 @@ class RaggedCall:
     Attributes:
       query: `[num_tokens, num_heads, head_size]`.
       tensors: the cache, its scales, the block table and the lengths.
+      cu_q_lens: the bounds of their rows, int32 or int64 `[num_seqs + 1]`, any numbers.
       sequences: all sequences.
       sinks: float32 `[num_heads]`, or None.
       results: of all rows; a row that neither part serves keeps the results of one that sees no token.
@@ -85,6 +96,15 @@ class RaggedCall:
 
     query: torch.Tensor
     tensors: ReadTensors
+    cu_q_lens: torch.Tensor
     sequences: Sequences
     sinks: torch.Tensor | None
     results: Results
+
+
+def blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
+    """The number of blocks that hold all tokens a sequence's rows see, at any offset within the first block."""
+    if plan.window is None:
+        return max_blocks
+    size = plan.cache.spec.block_size
+    return min(-(-(plan.window - 1 + max_q_len + size - 1) // size), max_blocks)

@@ -13,6 +13,15 @@ from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
+from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
+from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
+from kvjax.kernels.prompts import why_not as why_no_prompts
+from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
+from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
+from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
+from kvjax.kernels.prompts.any_prompts import segments as prompt_segments
+from kvjax.kernels.prompts.memory import FIELDS as PROMPT_FIELDS
+from kvjax.kernels.prompts.schedule import any_schedule as prompt_schedule_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
@@ -24,11 +33,15 @@ from kvjax.pages import PageRegion as PageRegion
 __all__ = [
     "ATTENTION_BATCHES",
     "MAX_VECTOR_BYTES",
+    "PROMPT_FIELDS",
+    "PROMPT_ROWS",
+    "PROMPT_TOKENS",
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
     "PageMemory",
     "PageRegion",
+    "PromptKind",
     "RotatedMemory",
     "Rotation",
     "RowMemory",
@@ -37,6 +50,11 @@ __all__ = [
     "attention_passes",
     "gather_kernel",
     "packed",
+    "prompt_gather_kernel",
+    "prompt_kernel",
+    "prompt_schedule_kernel",
+    "prompt_segments",
     "why_no_attention",
+    "why_no_prompts",
     "write_kernel",
 ]

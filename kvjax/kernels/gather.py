@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
-from kvjax.kernels import compat, decoding
+from kvjax.kernels import compat, decoding, tiles
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -84,7 +84,7 @@ class KVOperand(NamedTuple):
 
     Attributes:
       pages: the pages to read.
-      scale: reference to their decode scale; None where each token and head has a scale.
+      scale: reference to their decode scale, or a scalar; None where each token and head has a scale.
       dense: the result, `ref[tokens, heads, ...]`.
       scale_pages: the pages of the scales of each token and head, where those are not in `pages`.
     """
@@ -157,17 +157,27 @@ class Piece:
         """`x`, which has these axes, along all of them."""
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
-    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array) -> None:
-        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on."""
-        index = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
-        is_valid = self.broadcast(index * self.token_step + self.first_token < num_valid, (0,))
+    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Any = None) -> None:
+        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
+        token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
+        token = token * self.token_step + self.first_token
+        is_valid = token < num_valid
+        if first_valid is not None:
+            is_valid &= token >= first_valid
+        is_valid = self.broadcast(is_valid, (0,))
         for dense, rows in zip(self.dense, decoded, strict=True):
-            compat.store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
+            self._store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
 
     def store_zeros(self) -> None:
         """Stores zeros, for tokens past the end of a sequence or of a block that is not in the cache."""
         for dense in self.dense:
-            compat.store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+            self._store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+
+    def _store(self, dense: Any, rows: jax.Array) -> None:
+        if isinstance(dense, tiles.Places):
+            dense.store(rows, self.layout)
+        else:
+            compat.store(dense, rows)
 
 
 def gather(
@@ -313,32 +323,55 @@ def _gather_tokens(
     position = chunk * config.tokens
     page, is_page = table.page(seq, index)
     num_valid = jnp.where(is_page, jnp.maximum(seq_lens[seq], 0) - position, 0)
-    token = part * config.tokens
+    first = seq * (table.max_blocks * spec.block_size) + position
+    operands = [each._replace(dense=each.dense.at[pl.ds(first, config.tokens)]) for each in operands]
+    decode_tokens(operands, page, part * config.tokens, num_valid, (None, None), spec, config.tokens, dtype)
 
-    pieces: list[tuple[Piece, Any]] = []
-    for pages, scale, dense, scale_pages in operands:
+
+def decode_tokens(
+    operands: Sequence[KVOperand],
+    page: jax.Array,
+    token: jax.Array,
+    num_valid: jax.Array,
+    first_valid: Sequence[Any],
+    spec: AttentionSpec,
+    num_tokens: int,
+    dtype: np.dtype[Any],
+) -> None:
+    """Stores a program's tokens.
+
+    Args:
+      operands: keys and values; `dense` are the places of these tokens alone.
+      page: the page that they are in.
+      token: the first of them in the page.
+      num_valid: how many of them to read, at most; the others are zeros.
+      first_valid: for keys and for values the first that is not zero, or None.
+      spec: of the pages.
+      num_tokens: their number.
+      dtype: of the elements.
+    """
+    pieces: list[tuple[Piece, Any, Any]] = []
+    for (pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
         data, *scales = pages.regions
-        stored = [_tokens_of_page(pages, page, token, spec, config.tokens, data)]
+        stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
         if spec.quant_mode.is_per_token_head:
             source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
-            stored.append(functools.partial(_load_token_scales, *source, page, token, spec, config.tokens))
+            stored.append(functools.partial(_load_token_scales, *source, page, token, spec, num_tokens))
         else:
-            stored += [_tokens_of_page(pages, page, token, spec, config.tokens, region) for region in scales]
-        first = seq * (table.max_blocks * spec.block_size) + position
-        dense_tokens = dense.at[pl.ds(first, config.tokens)]
-        decode_scale = scale if scale is None or scale.shape[0] > 1 else scale[0]
-        pieces += [(piece, decode_scale) for piece in _pieces(stored, dense_tokens, pages)]
+            stored += [_tokens_of_page(pages, page, token, spec, num_tokens, region) for region in scales]
+        is_one = scale is not None and scale.shape == (1,)
+        pieces += [(piece, scale[0] if is_one else scale, first) for piece in _pieces(stored, dense, pages)]
 
     @pl.when(num_valid > 0)
     def _() -> None:
         for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
-            loaded = [piece.load() for piece, _ in batch]
-            for (piece, scale), stored in zip(batch, loaded, strict=True):
-                piece.store(_decode(stored, scale, piece, spec, dtype), num_valid)
+            loaded = [piece.load() for piece, _, _ in batch]
+            for (piece, scale, first), stored in zip(batch, loaded, strict=True):
+                piece.store(_decode(stored, scale, piece, spec, dtype), num_valid, first)
 
     @pl.when(num_valid <= 0)
     def _() -> None:
-        for piece, _ in pieces:
+        for piece, _, _ in pieces:
             piece.store_zeros()
 
 

@@ -596,10 +596,17 @@ def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
     _with_barrier(ref, index, code, parity)
 
 
-def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: Any, copies: Sequence[Copy]) -> None:
+def copy_bulk(
+    destination: Any,
+    sources: Sequence[Any],
+    barriers: Any,
+    index: Any,
+    copies: Sequence[Copy],
+    transforms: tuple[Any, ...] = (),
+) -> None:
     """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
-    All threads of a warp pass the same copies.
+    All threads of a warp pass the same copies. `transforms` are those of the destination.
     """
     if compat.interpreting():
         for copy in copies:
@@ -641,7 +648,7 @@ def copy_bulk(destination: Any, sources: Sequence[Any], barriers: Any, index: An
     for copy in copies:
         registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
     registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
-    types = *((plgpu.RefType(),) * 4), *((LAYOUT,) * len(registers))
+    types = plgpu.RefType(transforms), *((plgpu.RefType(),) * 3), *((LAYOUT,) * len(registers))
     plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)
 
 

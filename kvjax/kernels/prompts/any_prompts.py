@@ -1,0 +1,277 @@
+"""The prompt kernel over caller-owned memory, for any number of prompts, tokens and blocks.
+
+Three kernels run one after another: `schedule` finds the prompts, the gather makes their pages tiles, and the prompt
+kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited amount of memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
+from kvjax.kernels import compat, tiles
+from kvjax.kernels.attention import lanes
+from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
+from kvjax.kernels.memory import (
+    ANY_LENGTH,
+    PAGES,
+    SCALES,
+    AnyCount,
+    Argument,
+    Number,
+    PageMemory,
+    RowMemory,
+    check_dtype,
+    scale_argument,
+    with_origin,
+)
+from kvjax.kernels.prompts import kernel_of
+from kvjax.kernels.prompts.memory import FIELDS, CallerMemory
+from kvjax.kernels.prompts.problem import TOKENS, Problem, choose
+from kvjax.kernels.prompts.rows import Scratch, run
+from kvjax.kernels.target import Target, tracing_for
+from kvjax.spec import AttentionSpec
+
+_NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
+
+
+def dense_dtype(spec: AttentionSpec) -> np.dtype[Any]:
+    """The dtype of tiles, which holds what is stored, but for the scale of the whole or of a head."""
+    return np.dtype(np.float16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
+
+
+@functools.cache
+@with_origin
+def any_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyCount:
+    """The gather of a lot's pages to tiles, without the scales of the whole or of a head.
+
+    The arguments are the block table, the schedule's results, the keys' and the values' pages, and the results: tiles
+    of keys and of values, and the bias, as in `CallerMemory`. Tiles of which no token is present are not stored, but
+    for the first of a prompt. The counts are as in `schedule`, and `num_tokens` and `first_prompt` as in
+    `CallerMemory`. The amount is the number of the tiles' tokens.
+    """
+    check_dtype(spec)
+    dtype = dense_dtype(spec)
+    tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
+    results = "keys", "values", "bias"
+
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
+        _gather(spec, pages, tokens, counts, arrays)
+
+    def kernel(body: Callable[..., None], grid: int = ANY_LENGTH) -> Callable[..., Any]:
+        made: Callable[..., Any] = plgpu.kernel(
+            compat.named("gather_prompts", body),
+            out_type=(),
+            grid=(grid,),
+            grid_names=("program",),
+            compiler_params=compat.COMPILER_PARAMS,
+        )
+        return made
+
+    arguments = (
+        Argument("block_table", _NUMBERS),
+        Argument("prompts", _NUMBERS),
+        Argument("header", _NUMBERS),
+        *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+        *_tile_arguments(spec),
+    )
+    return AnyCount(
+        body,
+        kernel,
+        ("first_prompt", "num_tokens", "max_blocks", "table_stride", "last_block"),
+        arguments,
+        writes=results,
+        num_programs=lambda num_tokens: num_tokens // tokens,
+    )
+
+
+def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
+    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
+
+
+def _tile_arguments(spec: AttentionSpec) -> tuple[Argument, ...]:
+    dtype = dense_dtype(spec)
+    return (
+        Argument("keys", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size), dtype)),
+        Argument("values", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size_v), dtype)),
+        Argument("bias", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32)),
+    )
+
+
+def _gather(
+    spec: AttentionSpec,
+    pages: tuple[PageMemory, PageMemory],
+    tokens: int,
+    counts: Mapping[str, Number],
+    arrays: Mapping[str, Any],
+) -> None:
+    num_tokens = jnp.int32(counts["num_tokens"])
+    size = jnp.int32(spec.block_size)
+    chunks = lax.div(num_tokens, jnp.int32(tokens))
+    program = lax.axis_index("program")
+    prompt = lax.div(program, chunks)
+    position = lax.rem(program, chunks) * tokens
+    number = counts["first_prompt"] + prompt
+
+    def field(name: str) -> jax.Array:
+        value: jax.Array = arrays["prompts"][number * len(FIELDS) + FIELDS.index(name)]
+        return value
+
+    @pl.when(number < arrays["header"][0])
+    def store() -> None:
+        end = field("end")
+        stored = jnp.maximum(lax.div(end + (TOKENS - 1), jnp.int32(TOKENS)), 1) * TOKENS
+
+        @pl.when(position < stored)
+        def store_tokens() -> None:
+            column = field("first_block") + lax.div(position, size)
+            is_entry = column < counts["max_blocks"]
+            column = jnp.minimum(column, counts["max_blocks"] - 1)
+            entry = arrays["block_table"][field("seq") * counts["table_stride"] + column]
+            is_page = is_entry & (entry >= 0) & (entry <= counts["last_block"])
+            num_valid = jnp.where(is_page, end - position, 0)
+            thread = lanes.thread_index()
+            bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
+            lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
+            operands = [
+                KVOperand(
+                    memory.pages(arrays[name]),
+                    jnp.float32(1.0),
+                    _places(spec, arrays[dense], columns, tokens, prompt, position, num_tokens),
+                )
+                for memory, name, dense, columns in zip(
+                    pages, PAGES, ("keys", "values"), (spec.head_size, spec.head_size_v), strict=True
+                )
+            ]
+            # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
+            first = None, field("first_seen") - position
+            token = lax.rem(position, size)
+            decode_tokens(operands, entry, token, num_valid, first, spec, tokens, dense_dtype(spec))
+
+
+def _places(
+    spec: AttentionSpec, ref: Any, columns: int, tokens: int, prompt: Any, position: Any, num_tokens: Any
+) -> tiles.Places:
+    """Where tokens of all heads belong; for NVFP4 in words, as its bytes are decoded."""
+    row = prompt * spec.num_kv_heads * num_tokens + position
+    axes = tiles.Axis(tokens, 1, 0), tiles.Axis(spec.num_kv_heads, num_tokens, 0)
+    if spec.quant_mode is not KVQuantMode.NVFP4:
+        return tiles.Places(ref, (*axes, tiles.Axis(columns, 0, 1)), row)
+    blocks = tiles.Axis(columns // NVFP4_BLOCK_SIZE, 0, NVFP4_BLOCK_SIZE), tiles.Axis(NVFP4_BLOCK_SIZE // 2, 0, 2)
+    return tiles.Places(ref, (*axes, *blocks), row, elements=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptKind:
+    """What a prompt kernel over caller-owned memory is compiled for.
+
+    Attributes:
+      spec: the cache's; where pages are does not matter.
+      query: the query's rows.
+      num_heads: its heads.
+      scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
+      sm_scale: factor of the logits, positive.
+      window: tokens that a row sees, its own included; None for all.
+      logits_soft_cap: or None.
+      has_sinks: whether heads have sinks.
+      is_divided: whether there are several segments, without sinks.
+    """
+
+    spec: AttentionSpec
+    query: RowMemory
+    num_heads: int
+    scale_sizes: tuple[int, int]
+    sm_scale: float
+    window: int | None
+    logits_soft_cap: float | None
+    has_sinks: bool
+    is_divided: bool
+
+
+def segments(
+    spec: AttentionSpec,
+    target: Target,
+    *,
+    num_prompts: int,
+    max_q_len: int,
+    num_heads: int,
+    num_tokens: int,
+    max_segments: int,
+) -> int:
+    """The segments of a call of at most `num_prompts` prompts of `max_q_len` rows and `num_tokens` tokens."""
+    with tracing_for(target):
+        return int(choose(spec, num_prompts, max_q_len, num_heads, num_tokens, max_segments).segments)
+
+
+@functools.cache
+@with_origin
+def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
+    """The prompt kernel.
+
+    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (where the cache is
+    quantized), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query, at least
+    `ROWS`; `prompts_at_once` are those of a lot.
+    """
+    spec, dtype = kind.spec, dense_dtype(kind.spec)
+    with tracing_for(target):
+        config = choose(spec, 1, 1, kind.num_heads, 0, 1)
+    is_quantized = spec.quant_mode is not KVQuantMode.NONE
+    problem = Problem(0, kind.window, kind.logits_soft_cap)
+
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
+        k_scale, v_scale = (arrays[name] if is_quantized else None for name in SCALES)
+        first = jnp.int32(counts["first_prompt"])
+        memory = CallerMemory(
+            num_heads=kind.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            num_rows=jnp.int32(counts["num_rows"]),
+            num_tokens=jnp.int32(counts["num_tokens"]),
+            first_prompt=first,
+            num_prompts=jnp.minimum(arrays["header"][0] - first, counts["prompts_at_once"]),
+            lot=jnp.int32(counts["lot"]),
+            sm_scale=kind.sm_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=arrays["sinks"] if kind.has_sinks else None,
+            out_ref=arrays["out"],
+            lse_ref=arrays["lse"],
+            **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
+        )
+        segments = jnp.int32(counts["segments"]) if kind.is_divided else 1
+        run(problem, dataclasses.replace(config, segments=segments), memory, Scratch(*scratch))
+
+    def kernel(body: Callable[..., None], **_: Any) -> Callable[..., Any]:
+        sizes = spec.head_size, spec.head_size_v, dtype
+        return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
+
+    heads = ANY_LENGTH, kind.num_heads
+    results = {
+        "out": jax.ShapeDtypeStruct((*heads, spec.head_size_v), kind.query.dtype),
+        "lse": jax.ShapeDtypeStruct(heads, jnp.float32),
+    }
+    arguments = (
+        Argument("prompts", _NUMBERS),
+        Argument("header", _NUMBERS),
+        kind.query.argument("query", lambda rows: rows),
+        *_tile_arguments(spec),
+        *(scale_argument(*each) for each in zip(SCALES, kind.scale_sizes, strict=True) if is_quantized),
+        *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
+        *(Argument(name, array) for name, array in results.items()),
+    )
+    counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "segments"
+    return AnyCount(
+        body, kernel, counts, arguments, writes=("header", *results), num_programs=lambda _: target.multiprocessors
+    )

@@ -1,0 +1,326 @@
+"""The arrays of the prompt kernel: those of JAX, or caller-owned memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import compat, tiles
+from kvjax.kernels.memory import Number
+from kvjax.kernels.prompts.problem import ROWS
+
+
+class Operands(NamedTuple):
+    """Arrays, or references to them.
+
+    Attributes:
+      query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`, at least `ROWS` tokens.
+      keys: float16 or bfloat16 `[num_prompts, num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple
+        of `ALIGNMENT`, at least a tile. Queries are converted to their dtype.
+      values: of their dtype, `[.., head_size_v]`; finite also where no row looks.
+      q_starts: int32 `[num_prompts]`, the first row of each sequence.
+      q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
+      positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
+      bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
+      first_absent: int32 `[num_prompts]`: all tokens before this one are present.
+      ends: int32 `[num_prompts]`: no token from this one on is present.
+      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for
+        none. With several segments there must be none: each would count it.
+    """
+
+    query: Any
+    keys: Any
+    values: Any
+    q_starts: Any
+    q_lens: Any
+    positions: Any
+    bias: Any
+    first_absent: Any
+    ends: Any
+    heads: Any
+
+
+class Memory(Protocol):
+    """What the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+
+    @property
+    def head_size_v(self) -> int:
+        """Columns of values."""
+
+    @property
+    def num_prompts(self) -> Number:
+        """Prompts, those without rows included."""
+
+    @property
+    def num_rows(self) -> Number:
+        """Rows of the query, at least `ROWS`."""
+
+    @property
+    def claims(self) -> Any:
+        """Reference to an int32 scalar."""
+
+    def q_start(self, prompt: Any) -> jax.Array:
+        """As in `Operands`, here and below."""
+
+    def q_len(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+
+    def position(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+
+    def first_absent(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+
+    def end(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+
+    def factor(self, head: Any, kv_head: Any) -> Any:
+        """The factor of the logits."""
+
+    def weight(self, head: Any, kv_head: Any) -> Any:
+        """The factor of the results."""
+
+    def sink(self, head: Any) -> Any: ...  # noqa: D102
+
+    def load_query(self, first: Any, head: Any) -> jax.Array:
+        """`ROWS` rows of a head."""
+
+    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:
+        """0, or -inf for absent tokens, for `count` tokens: the columns of `plgpu.Layout.WGMMA`."""
+
+    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:
+        """References to a head's results and log-sum-exp, and the row of theirs that is row 0 of the query."""
+
+    def first_token(self, tile: Any, size: int) -> Any:
+        """The first token that is copied of a tile."""
+
+    def start(self, start: Any, end: Any, size: int) -> Any:
+        """The first tile of a span, given the first that a window reaches, and the end of the tokens present."""
+
+    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:
+        """Starts the copy of a tile of keys or values to a slot of shared memory."""
+
+    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:
+        """Waits for the copy to a slot, which was filled `times()` times before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayMemory:
+    """JAX's arrays: shapes are known, and copies have descriptors."""
+
+    operands: Operands
+    out_ref: Any
+    lse_ref: Any
+    claims_ref: Any
+
+    @property
+    def num_heads(self) -> int:  # noqa: D102
+        size: int = self.operands.query.shape[1]
+        return size
+
+    @property
+    def num_kv_heads(self) -> int:  # noqa: D102
+        size: int = self.operands.keys.shape[2]
+        return size
+
+    @property
+    def head_size_v(self) -> int:  # noqa: D102
+        size: int = self.operands.values.shape[3]
+        return size
+
+    @property
+    def num_prompts(self) -> int:  # noqa: D102
+        size: int = self.operands.keys.shape[0]
+        return size
+
+    @property
+    def num_rows(self) -> int:  # noqa: D102
+        size: int = self.operands.query.shape[0]
+        return size
+
+    @property
+    def claims(self) -> Any:  # noqa: D102
+        return self.claims_ref.at[0]
+
+    def q_start(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self.operands.q_starts[prompt]
+
+    def q_len(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self.operands.q_lens[prompt]
+
+    def position(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self.operands.positions[prompt]
+
+    def first_absent(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self.operands.first_absent[prompt]
+
+    def end(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self.operands.ends[prompt]
+
+    def factor(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+        return self.operands.heads[0, head]
+
+    def weight(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+        return self.operands.heads[1, head]
+
+    def sink(self, head: Any) -> Any:  # noqa: D102
+        return self.operands.heads[2, head]
+
+    def load_query(self, first: Any, head: Any) -> jax.Array:  # noqa: D102
+        return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
+
+    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:  # noqa: D102
+        return compat.load(self.operands.bias.at[prompt, pl.ds(first, count)], plgpu.Layout.WGMMA.reduce(0))
+
+    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
+        return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
+
+    def first_token(self, tile: Any, size: int) -> Any:
+        """The last tile starts earlier, to end with the dense tokens.
+
+        What it shares with the tile before is masked.
+        """
+        return jnp.minimum(tile * size, self.operands.keys.shape[1] - size)
+
+    def start(self, start: Any, end: Any, size: int) -> Any:  # noqa: D102
+        return start
+
+    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
+        source = self.operands.values if values else self.operands.keys
+        tokens = pl.ds(first, buffer.shape[1])
+        plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
+
+    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:  # noqa: D102
+        plgpu.barrier_wait(ready.at[slot])
+
+
+FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
+"""What is known of a prompt: a row of int32 numbers.
+
+`seq` is its sequence, `q_start` to `end` are as in `Operands`, counted from the first token of block `first_block` of
+its row of the block table on. `first_seen` is the first token that a row sees.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallerMemory:
+    """Caller-owned memory, with keys and values in tiles.
+
+    Attributes:
+      num_heads: as in `Memory`.
+      num_kv_heads: likewise.
+      head_size: columns of keys.
+      head_size_v: columns of values.
+      num_rows: rows of the query, at least `ROWS`.
+      num_tokens: tokens of each prompt's tiles.
+      first_prompt: the first prompt that there are tiles of.
+      num_prompts: prompts from there on.
+      lot: the index of the claims of these prompts.
+      sm_scale: factor of the logits.
+      prompts: reference to int32 `[8 * num_prompts]`, for each the `FIELDS`.
+      header: reference to int32, the number of prompts, and the claims of each lot.
+      query: `[num_rows, stride]`.
+      keys: `[num_prompts * num_kv_heads * num_tokens, head_size]`.
+      values: `[num_prompts * num_kv_heads * num_tokens, head_size_v]`.
+      bias: float32 `[num_prompts * num_tokens]`.
+      k_scale: float32 `[1]` or `[num_kv_heads]`; None for 1.
+      v_scale: likewise.
+      sinks: float32 `[num_heads]`, or None.
+      out_ref: `[num_segments * num_rows, num_heads, head_size_v]`.
+      lse_ref: `[num_segments * num_rows, num_heads]`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    num_rows: Any
+    num_tokens: Any
+    first_prompt: Any
+    num_prompts: Any
+    lot: Any
+    sm_scale: float
+    prompts: Any
+    header: Any
+    query: Any
+    keys: Any
+    values: Any
+    bias: Any
+    k_scale: Any
+    v_scale: Any
+    sinks: Any
+    out_ref: Any
+    lse_ref: Any
+
+    @property
+    def claims(self) -> Any:  # noqa: D102
+        return self.header.at[1 + self.lot]
+
+    def _field(self, prompt: Any, name: str) -> jax.Array:
+        return self.prompts[(self.first_prompt + prompt) * len(FIELDS) + FIELDS.index(name)]
+
+    def q_start(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self._field(prompt, "q_start")
+
+    def q_len(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self._field(prompt, "q_len")
+
+    def position(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self._field(prompt, "position")
+
+    def first_absent(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self._field(prompt, "first_absent")
+
+    def end(self, prompt: Any) -> jax.Array:  # noqa: D102
+        return self._field(prompt, "end")
+
+    def factor(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+        return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale)
+
+    def weight(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+        return _scale(self.v_scale, kv_head)
+
+    def sink(self, head: Any) -> Any:  # noqa: D102
+        return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
+
+    def load_query(self, first: Any, head: Any) -> jax.Array:  # noqa: D102
+        columns = pl.ds(head * self.head_size, self.head_size)
+        return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
+
+    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:  # noqa: D102
+        return compat.load(self.bias.at[pl.ds(prompt * self.num_tokens + first, count)], plgpu.Layout.WGMMA.reduce(0))
+
+    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
+        return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows
+
+    def first_token(self, tile: Any, size: int) -> Any:  # noqa: D102
+        return tile * size
+
+    def start(self, start: Any, end: Any, size: int) -> Any:
+        """There are no tiles from the end of the tokens on, but for one where there are none."""
+        return jnp.minimum(start, jnp.maximum(lax.div(end + (size - 1), jnp.int32(size)) - 1, 0))
+
+    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
+        row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
+        tiles.copy(self.values if values else self.keys, row, buffer, slot, ready)
+
+    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:  # noqa: D102
+        tiles.wait(ready, slot, times())
+
+
+def _scale(scale: Any, kv_head: Any) -> Any:
+    if scale is None:
+        return jnp.float32(1.0)
+    return scale[0] if scale.shape[0] == 1 else scale[kv_head]

@@ -1,0 +1,85 @@
+"""What the prompt kernel is compiled for, and how it is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from kvjax.kernels.memory import Number
+from kvjax.kernels.target import Target, current
+from kvjax.spec import AttentionSpec
+
+ROWS = 64
+"""Query rows of a warpgroup: the rows of one `wgmma`."""
+
+MAX_HEAD_SIZE = 256
+"""More do not fit in registers."""
+
+TOKENS = 128
+"""Most tokens of a tile."""
+
+MIN_SEGMENT = 512
+"""Least tokens of a segment of the longest sequence: fewer are sooner read than merged."""
+
+ALIGNMENT = 8
+"""Tokens at whose multiples a copy to the layout of `wgmma` may start; others would be copied to wrong places."""
+
+WARPGROUPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptConfig:
+    """How the kernel is launched.
+
+    Attributes:
+      tokens: keys and values of a tile.
+      stages: tiles in shared memory, at least 2.
+      segments: parts that a row's tiles are divided into, each with results of its own; known in the kernel only where
+        memory is the caller's.
+    """
+
+    tokens: int
+    stages: int
+    segments: Number = 1
+
+
+class Problem(NamedTuple):
+    """What a kernel is compiled for, besides the shapes of its arrays.
+
+    Attributes:
+      max_q_len: most rows of a sequence.
+      window: tokens that a row sees, its own included.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+    """
+
+    max_q_len: int
+    window: int | None
+    logits_soft_cap: float | None
+
+
+def why_not(spec: AttentionSpec, target: Target) -> str | None:
+    """Why the kernel cannot attend with caches of a spec on a GPU; None if it can."""
+    if target.compute_capability[0] != 9:
+        return f"`wgmma` is of compute capability 9; got {target.compute_capability}"
+    if odd := [size for size in (spec.head_size, spec.head_size_v) if size % 16 or size > MAX_HEAD_SIZE]:
+        return f"its head sizes are multiples of 16 up to {MAX_HEAD_SIZE}; got {odd[0]}"
+    return None
+
+
+def block_shape(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Heads and rows of a thread block."""
+    return (WARPGROUPS, ROWS) if num_heads // num_kv_heads % WARPGROUPS == 0 else (1, ROWS * WARPGROUPS)
+
+
+def choose(
+    spec: AttentionSpec, num_prompts: int, max_q_len: int, num_heads: int, num_tokens: int, max_segments: int
+) -> PromptConfig:
+    """The configuration for a call; few rows that see many tokens are divided, so that all multiprocessors have work.
+
+    `num_tokens` are the most tokens of a sequence.
+    """
+    heads, rows = block_shape(num_heads, spec.num_kv_heads)
+    blocks = num_prompts * -(-max_q_len // rows) * (num_heads // heads)
+    segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT, max_segments))
+    # Registers hold the results and the logits of 64 rows.
+    return PromptConfig(TOKENS if max(spec.head_size, spec.head_size_v) <= 128 else TOKENS // 2, 2, segments)

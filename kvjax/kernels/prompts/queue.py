@@ -1,0 +1,198 @@
+"""The work of the prompt kernel: items, which thread blocks take one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.kernels.memory import Number
+from kvjax.kernels.prompts.memory import Memory
+from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig, block_shape
+
+
+class Claimed(NamedTuple):
+    """The item that a thread block has claimed, int32 numbers in its shared memory.
+
+    Items are numbered prompt by prompt, in a prompt from the last rows on, which see most tokens.
+
+    Attributes:
+      index: its number.
+      prompt: the prompt that it belongs to; after the last item the number of prompts.
+      before: items of all prompts before.
+      count: items of the prompt; after the last item of the last prompt.
+      kv_head: the head whose keys and values it reads.
+      start: its first tile of tokens.
+      stop: the tile after the last.
+    """
+
+    index: Any
+    prompt: Any
+    before: Any
+    count: Any
+    kv_head: Any
+    start: Any
+    stop: Any
+
+
+class Span(NamedTuple):
+    """The tiles of tokens that a thread block's rows see.
+
+    Attributes:
+      start: the first tile.
+      stop: the tile after the last.
+      plain_start: the first tile that all rows see as a whole.
+      plain_stop: the tile after the last such.
+    """
+
+    start: jax.Array
+    stop: jax.Array
+    plain_start: jax.Array
+    plain_stop: jax.Array
+
+
+def _span(
+    problem: Problem,
+    config: PromptConfig,
+    memory: Memory,
+    segment: Any,
+    first: Any,
+    last: Any,
+    first_absent: Any,
+    end: Any,
+) -> Span:
+    """The tiles for rows at the positions `first` to `last`.
+
+    Where no row sees a token it is one tile, which is masked.
+    """
+    size = config.tokens
+    ends = jnp.clip(last + 1, 0, end)
+    begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
+    start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
+    if problem.window is not None:
+        start = memory.start(start, end, size)
+    stop = jnp.maximum(start, stop)
+    plain_stop = lax.div(jnp.clip(first + 1, 0, first_absent), jnp.int32(size))
+    plain_start = jnp.int32(0)
+    if problem.window is not None:
+        plain_start = lax.div(jnp.maximum(last - (problem.window - 1), 0) + (size - 1), jnp.int32(size))
+    if not (isinstance(config.segments, int) and config.segments == 1):
+        per = lax.div(stop - start + (config.segments - 1), jnp.int32(config.segments))
+        start = jnp.minimum(start + segment * per, stop)
+        stop = jnp.minimum(start + per, stop)
+    stop = jnp.maximum(stop, start + 1)
+    plain_start = jnp.clip(plain_start, start, stop)
+    return Span(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
+
+
+class Item(NamedTuple):
+    """What a warpgroup computes at a time: `ROWS` rows of a head, with the tokens of a segment.
+
+    Attributes:
+      prompt: as in `Claimed`.
+      segment: the segment of its tokens.
+      head: the query head.
+      kv_head: the head of its keys and values.
+      base: the first row of the query.
+      q_start: row 0 of the sequence.
+      q_end: the row after its last.
+      position: the position of row 0.
+      span: the tiles of its tokens.
+    """
+
+    prompt: jax.Array
+    segment: jax.Array
+    head: jax.Array
+    kv_head: jax.Array
+    base: jax.Array
+    q_start: jax.Array
+    q_end: jax.Array
+    position: jax.Array
+    span: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """The items of a call."""
+
+    problem: Problem
+    config: PromptConfig
+    memory: Memory
+
+    @property
+    def num_prompts(self) -> Number:
+        """Prompts, those without rows included."""
+        return self.memory.num_prompts
+
+    @property
+    def _last_prompt(self) -> Any:
+        return self.num_prompts - 1 if isinstance(self.num_prompts, int) else jnp.maximum(self.num_prompts - 1, 0)
+
+    @property
+    def _group(self) -> int:
+        """Query heads of a KV head."""
+        return self.memory.num_heads // self.memory.num_kv_heads
+
+    @property
+    def _block_shape(self) -> tuple[int, int]:
+        return block_shape(self.memory.num_heads, self.memory.num_kv_heads)
+
+    @property
+    def _items_of_rows(self) -> Number:
+        """Items of the same rows."""
+        return self.memory.num_heads // self._block_shape[0] * self.config.segments
+
+    def _count(self, prompt: Any) -> Any:
+        """Items of a prompt; of the last one, if there is no such."""
+        rows = self._block_shape[1]
+        q_len = self.memory.q_len(jnp.minimum(prompt, self._last_prompt))
+        return lax.div(jnp.maximum(q_len, 0) + (rows - 1), jnp.int32(rows)) * self._items_of_rows
+
+    def first(self, index: Any) -> Claimed:
+        """The item of an index, from the first prompt on."""
+        zero = jnp.int32(0)
+        return self.seek(Claimed(index, zero, zero, self._count(zero), zero, zero, zero))
+
+    def seek(self, claimed: Claimed) -> Claimed:
+        """The item of `claimed.index`, which is not before the item that the other fields describe."""
+        index = claimed.index
+
+        def is_later(at: Any) -> Any:
+            prompt, before, count = at
+            return (prompt < self.num_prompts) & (index - before >= count)
+
+        def next_prompt(at: Any) -> Any:
+            prompt, before, count = at
+            return prompt + 1, before + count, self._count(prompt + 1)
+
+        prompt, before, count = lax.while_loop(is_later, next_prompt, claimed[1:4])
+        found = claimed._replace(prompt=prompt, before=before, count=count)
+        item = self.item(found, 0)
+        start, stop = item.span.start, item.span.stop
+        stop = jnp.where(prompt < self.num_prompts, stop, start)
+        return found._replace(kv_head=item.kv_head, start=start, stop=stop)
+
+    def item(self, claimed: Claimed, warpgroup: Any) -> Item:
+        """A warpgroup's part of an item; if there is none, one that no row belongs to, of the last prompt."""
+        memory, (heads, rows) = self.memory, self._block_shape
+        prompt = jnp.minimum(claimed.prompt, self._last_prompt)
+        groups = memory.num_heads // heads
+        number = claimed.index - claimed.before
+        head = lax.rem(number, jnp.int32(groups)) * heads
+        number = lax.div(number, jnp.int32(groups))
+        segment = lax.rem(number, jnp.int32(self.config.segments))
+        tile = lax.div(claimed.count, jnp.int32(self._items_of_rows)) - 1
+        tile -= lax.div(number, jnp.int32(self.config.segments))
+        q_start, position = memory.q_start(prompt), memory.position(prompt)
+        q_end = q_start + memory.q_len(prompt)
+        base = q_start + tile * rows
+        first = base - q_start + position
+        last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
+        present = memory.first_absent(prompt), memory.end(prompt)
+        span = _span(self.problem, self.config, memory, segment, first, last, *present)
+        own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
+        kv_head = lax.div(head, jnp.int32(self._group))
+        return Item(claimed.prompt, segment, own_head, kv_head, own_base, q_start, q_end, position, span)

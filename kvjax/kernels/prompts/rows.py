@@ -1,0 +1,295 @@
+"""The body of the prompt kernel: a warpgroup attends with the rows of an item."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import compat
+from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
+from kvjax.kernels.prompts.memory import Memory
+from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
+from kvjax.kernels.prompts.queue import Claimed, Item, Queue
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a thread block.
+
+    Attributes:
+      query: rows of each warpgroup, of the keys' dtype.
+      keys: a ring of tiles.
+      values: likewise.
+      claimed: int32, the fields of `Claimed`.
+      key_ready: barriers, one for each tile of the ring.
+      value_ready: likewise.
+      turn: a barrier of the warpgroups.
+    """
+
+    query: Any
+    keys: Any
+    values: Any
+    claimed: Any
+    key_ready: Any
+    value_ready: Any
+    turn: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A warpgroup that attends with the rows of an item.
+
+    Whenever it begins with an item, these copies have been issued: of the item's first tiles, the keys of `stages` and
+    the values of one less.
+
+    Attributes:
+      step: tiles of all items before.
+    """
+
+    problem: Problem
+    config: PromptConfig
+    memory: Memory
+    scratch: Scratch
+    queue: Queue
+    warpgroup: Any
+    item: Item
+    step: Any
+
+    def begin(self, claimed: Claimed) -> None:
+        """What the second warpgroup does before a thread block's first item."""
+        compat.store_numbers(self.scratch.claimed, *claimed)
+        compat.barrier()
+        span = self.item.span
+        for ahead in range(self.config.stages):
+
+            @pl.when(span.start + ahead < span.stop)
+            def copy(ahead: int = ahead) -> None:
+                self._copy_keys(span.start + ahead)
+                if ahead < self.config.stages - 1:
+                    self._copy_values(span.start + ahead)
+
+        plgpu.barrier_arrive(self.scratch.turn)
+
+    def run(self) -> tuple[Item, Any]:
+        """Attends, and stores the results.
+
+        Returns:
+          The next item and its step; its query rows are in shared memory.
+        """
+        memory, scratch, warpgroup, item = self.memory, self.scratch, self.warpgroup, self.item
+        size_v, span, stages = memory.head_size_v, item.span, self.config.stages
+        own_query = scratch.query.at[warpgroup]
+        factor = memory.factor(item.head, item.kv_head) * LOG2_E
+        # A row's logarithms are binary, those of `exp2`.
+        largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
+        self._wait(scratch.key_ready, span.start)
+
+        @pl.when(warpgroup == 1)
+        def follow() -> None:
+            plgpu.barrier_wait(scratch.turn)
+            # Of a short item the loop does not copy all that the next one begins with.
+            pl.when(span.stop - span.start <= stages)(self._claim)
+            for ahead in range(1, stages):
+
+                @pl.when(span.start + ahead >= span.stop)
+                def copy(ahead: int = ahead) -> None:
+                    self._copy_keys(span.start + ahead)
+                    if ahead < stages - 1:
+                        self._copy_values(span.start + ahead)
+
+        masked = functools.partial(self._tile, own_query, factor, True)
+        plain = functools.partial(self._tile, own_query, factor, False)
+        state = acc, largest, total
+        if self.problem.window is not None:
+            state = lax.fori_loop(span.start, span.plain_start, masked, state)
+        state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
+        acc, largest, total = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        plgpu.barrier_arrive(scratch.turn)
+
+        following = self.queue.item(self._claimed(), warpgroup)
+        next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
+        loaded = next_rows.load_query()
+        sink = memory.sink(item.head) * LOG2_E
+        whole = jnp.maximum(largest, sink)
+        shift = jnp.where(whole == -jnp.inf, 0.0, whole)
+        shrink = jnp.exp2(largest - shift)
+        total = total * shrink + jnp.exp2(sink - shift)
+        weight = jnp.where(total > 0, shrink / total, 0.0) * memory.weight(item.head, item.kv_head)
+        acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
+        lse = (shift + jnp.log2(total)) / LOG2_E
+        # Only rows that are the sequence's and not another tile's.
+        base = self._copied_base
+        start = item.base - base
+        stop = jnp.minimum(item.base + ROWS, item.q_end) - base
+        out_ref, lse_ref, first = memory.out(item.segment, item.head)
+        stored = first + base, start, stop
+        compat.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
+        compat.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
+        is_next = following.prompt < self.queue.num_prompts
+        pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
+
+        @pl.when(warpgroup == 0)
+        def lead() -> None:
+            plgpu.barrier_wait(scratch.turn)
+
+        return following, next_rows.step
+
+    @property
+    def _copied_base(self) -> Any:
+        """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
+        return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
+
+    def load_query(self) -> jax.Array:
+        """The item's rows, in registers."""
+        return self.memory.load_query(self._copied_base, self.item.head)
+
+    def store_query(self, rows: jax.Array) -> None:
+        """Stores rows where `wgmma` reads them, in the dtype of the keys."""
+        own_query = self.scratch.query.at[self.warpgroup]
+        most = float(jnp.finfo(own_query.dtype).max)
+        own_query[...] = jnp.clip(rows.astype(jnp.float32), -most, most).astype(own_query.dtype)
+        plgpu.commit_smem()
+
+    def _claim(self) -> None:
+        """Claims the next item of the queue, and describes it in shared memory."""
+        compat.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
+        compat.barrier()
+        claimed = self._claimed()
+        # The first items are those of the thread blocks' indices.
+        found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
+        compat.barrier()
+        compat.store_numbers(self.scratch.claimed, *found)
+        compat.barrier()
+
+    def _claimed(self) -> Claimed:
+        return Claimed(*(self.scratch.claimed[i] for i in range(len(Claimed._fields))))
+
+    def _slot(self, tile: Any) -> Any:
+        """The stage of a tile."""
+        return lax.rem(self.step + tile - self.item.span.start, jnp.int32(self.config.stages))
+
+    def _wait(self, ready: Any, tile: Any) -> None:
+        number = self.step + tile - self.item.span.start
+        self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
+
+    def _copy_keys(self, tile: Any) -> None:
+        self._copy(tile, False, self.scratch.keys, self.scratch.key_ready)
+
+    def _copy_values(self, tile: Any) -> None:
+        self._copy(tile, True, self.scratch.values, self.scratch.value_ready)
+
+    def _copy(self, tile: Any, values: bool, buffer: Any, ready: Any) -> None:
+        """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
+        item = self.item
+
+        def own() -> Any:
+            return item.prompt, item.kv_head, tile, item.span.stop
+
+        def following() -> Any:
+            claimed = self._claimed()
+            return claimed.prompt, claimed.kv_head, claimed.start + tile - item.span.stop, claimed.stop
+
+        prompt, kv_head, copied, stop = lax.cond(tile < item.span.stop, own, following)
+
+        @pl.when(copied < stop)
+        def _() -> None:
+            first = self.memory.first_token(copied, self.config.tokens)
+            self.memory.copy(values, prompt, kv_head, first, buffer, self._slot(tile), ready)
+
+    def _take_turn(self) -> None:
+        plgpu.barrier_arrive(self.scratch.turn)
+        plgpu.barrier_wait(self.scratch.turn)
+
+    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Any, state: Any) -> Any:
+        """One tile of keys and values; `factor` is that of the logits."""
+        _, keys, values, _, key_ready, value_ready, turn = self.scratch
+        acc, largest, total = state
+        config, span = self.config, self.item.span
+        slot = self._slot(tile)
+
+        def multiplying_keys() -> None:
+            self._take_turn()
+            pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
+
+        shape = ROWS, config.tokens
+        logits = compat.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
+        if self.problem.logits_soft_cap is not None:
+            logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
+            factor = jnp.float32(1.0)
+        if is_masked:
+            logits = self._masked(logits, tile)
+        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor + margin(keys.dtype))
+        shift = jnp.where(raised == -jnp.inf, 0.0, raised)
+        shrink = jnp.exp2(largest - shift)
+        weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))
+        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+        total *= shrink
+        operand = weights.astype(keys.dtype)
+        total += jnp.sum(weights, axis=1)
+        acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
+        plgpu.barrier_arrive(turn)
+        self._wait(value_ready, tile)
+        plgpu.barrier_wait(turn)
+
+        def multiplying_values() -> None:
+            @pl.when(self.warpgroup == 1)
+            def copy() -> None:
+                # Late, so that the block that is done first takes it, but before its first tile is copied.
+                pl.when(tile == span.stop - config.stages - 1)(self._claim)
+                self._copy_keys(tile + config.stages)
+
+            @pl.when(tile + 1 < span.stop)
+            def wait() -> None:
+                self._wait(key_ready, tile + 1)
+
+        acc = compat.product(operand, values.at[slot], multiplying_values, acc)
+        return acc, raised, total
+
+    def _masked(self, logits: jax.Array, tile: Any) -> jax.Array:
+        """Logits, -inf for the tokens that a row does not see."""
+        first = self._copied_base - self.item.q_start + self.item.position
+        config = self.config
+        first_token = self.memory.first_token(tile, config.tokens)
+        shape = logits.shape
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
+        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_token
+        sees = (token <= row) & (token >= tile * config.tokens)
+        if self.problem.window is not None:
+            sees &= token > row - self.problem.window
+        bias = self.memory.load_bias(self.item.prompt, first_token, config.tokens)
+        sees &= lax.broadcast_in_dim(bias, shape, [1]) == 0
+        return jnp.where(sees, logits, -jnp.inf)
+
+
+def run(problem: Problem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
+    """The body of the kernel."""
+    queue = Queue(problem, config, memory)
+    warpgroup = lax.axis_index("warpgroup")
+    claimed = queue.first(lax.axis_index("block"))
+    first = queue.item(claimed, warpgroup)
+
+    def rows(item: Item, step: Any) -> Rows:
+        return Rows(problem, config, memory, scratch, queue, warpgroup, item, step)
+
+    @pl.when(first.prompt < queue.num_prompts)
+    def run_items() -> None:
+        zero = jnp.int32(0)
+        first_rows = rows(first, zero)
+        pl.when(warpgroup == 1)(functools.partial(first_rows.begin, claimed))
+        first_rows.store_query(first_rows.load_query())
+
+        def is_item(state: Any) -> Any:
+            return state[0].prompt < queue.num_prompts
+
+        lax.while_loop(is_item, lambda state: rows(*state).run(), (first, zero))
+        # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
+        pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
+        plgpu.barrier_wait(scratch.turn)

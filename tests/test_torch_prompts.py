@@ -1,0 +1,155 @@
+"""Prompts from torch by kvjax's prompt kernel: its kernels run interpreted on CPU tensors, and compiled for H100."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_count import BFLOAT16, page_memory
+from gpu_compile import compile_for, why_not
+from helpers import simple_spec
+from interpret_mode import interpret_mode
+
+torch = pytest.importorskip("torch")
+
+from attention_suite import Case  # noqa: E402
+from test_ragged_attention import ragged  # noqa: E402
+from test_torch_ragged import attend_on  # noqa: E402
+
+import test_ragged_attention as ragged_suite  # noqa: E402  # isort: skip
+from kvjax import KVCacheDType, kernels  # noqa: E402
+from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
+from kvjax.kernels.tiles import CHUNK, offset, swizzle_of  # noqa: E402
+from kvjax_torch import calls, cuda, host, launch, prompt_kernels  # noqa: E402
+from kvjax_torch import ragged as on_gpu  # noqa: E402
+
+
+def run_interpreted(call: calls.Call) -> None:
+    """`cuda.run`, on the memory of CPU tensors from their first element on."""
+    memory, arrays = [], []
+    for argument, tensor in zip(call.kernel.arguments, call.tensors, strict=True):
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        held = whole[tensor.storage_offset() * tensor.element_size() :].numpy()
+        (count, *rest), dtype = argument.array.shape, np.dtype(argument.array.dtype)
+        row = int(np.prod(rest, dtype=int)) * dtype.itemsize
+        held = held if count == ANY_LENGTH else held[: count * row]
+        padded = np.zeros(-(-held.size // row) * row, np.uint8)
+        padded[: held.size] = held
+        memory.append(held)
+        arrays.append(jnp.asarray(padded.view(dtype).reshape(-1, *rest)))
+    with interpret_mode():
+        written = jax.block_until_ready(call.kernel.with_counts(call.counts, call.amount, *arrays))
+    for index, array in zip(call.kernel.written, written, strict=True):
+        memory[index][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)[: memory[index].size]
+
+
+def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs calls with CPU tensors as those of a GPU, decodes on the host; returns the names of kernels that run."""
+    ran: list[str] = []
+
+    def run(call: calls.Call) -> None:
+        assert call.kernel.origin is not None
+        ran.append(call.kernel.origin.function.split(":")[1])
+        run_interpreted(call)
+
+    prompt_kernels.serves.cache_clear()
+    prompt_kernels._kernels.cache_clear()
+    monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
+    monkeypatch.setattr(cuda, "attend", host.attend)
+    monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
+    monkeypatch.setattr(cuda, "run", run)
+    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(multiprocessors=2))
+    return ran
+
+
+CASES = [
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            ragged((20, 1, 0), (40, 17, 0), dtype="nvfp4", head_size=32, scales="scalar"),
+            ragged((70, 2, 13), (150, 17, 40), dtype="bfloat16", head_size=32, cap=5.0, window=9, sinks=True),
+            ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=80, head_size_v=48, scales="per_head"),
+            ragged((40,), (300,), dtype="nvfp4", head_size=64, window=64, block_size=48),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.MonkeyPatch):
+    ran = interpret_kernels(monkeypatch)
+    ragged_suite.check(case, attend_on("cpu", is_rounded=True))
+    assert {*ran} == {"any_schedule", "any_gather", "any_prompts"}
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 96, 128, 256])
+def test_rows_of_tiles_share_their_bytes(columns: int):
+    """Eight rows fill their bytes once; chunks of a column of one run lie in as many places as rows have."""
+    places = np.array([[offset(row, column, columns) for column in range(columns)] for row in range(8)])
+    assert sorted(places.flatten()) == list(range(0, 16 * columns, 2))
+    swizzle = swizzle_of(columns)
+    assert len({*(places[:, 0] % 128 // CHUNK)}) == 128 // CHUNK
+    assert (places[0, : swizzle // 2] == 2 * np.arange(swizzle // 2)).all()
+
+
+def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.AnyCount:
+    spec = simple_spec(KVCacheDType(dtype), num_kv_heads=8, head_size=head_size)
+    if kernel == "schedule":
+        return kernels.prompt_schedule_kernel(spec.block_size, options.get("window"))
+    if kernel == "gather":
+        return kernels.prompt_gather_kernel(spec, page_memory(spec))
+    query = kernels.RowMemory(BFLOAT16, 32 * head_size + 64, 4)
+    known = {"window": None, "logits_soft_cap": None, "has_sinks": False, "is_divided": False} | options
+    return kernels.prompt_kernel(kernels.PromptKind(spec, query, 32, (1, 1), 0.1, **known), kernels.Target())
+
+
+def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: jax.Array) -> list[jax.Array]:
+    return make(*made, **options).function(*arrays)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (("schedule", "nvfp4", 128), {}),
+        (("gather", "nvfp4", 128), {}),
+        (("prompts", "nvfp4", 128), {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (("schedule", "nvfp4", 128), {"window": 100}),
+                (("gather", "bfloat16", 80), {}),
+                (("gather", "fp8_e4m3", 256), {}),
+                (("prompts", "bfloat16", 64), {}),
+                (("prompts", "nvfp4", 256), {}),
+                (("prompts", "nvfp4", 128), {"window": 1024, "is_divided": True}),
+                (("prompts", "fp8_e4m3", 128), {"logits_soft_cap": 30.0}),
+            )
+        ),
+    ],
+)
+def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
+    args = make(*made, **options).args
+    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    function = functools.partial(call_kernel, made, options)
+    [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
+    num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
+    assert kernel.spill_bytes == 0
+    assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
+    if made[0] == "prompts":
+        assert "wgmma" in kernel.ptx
+        assert "cp.async.bulk.tensor" not in kernel.ptx  # which takes a descriptor
+        assert "serialized" not in kernel.ptxas_log
+
+
+def test_other_gpus_and_dtypes_are_not_served():
+    spec = simple_spec(KVCacheDType.NVFP4, head_size=64)
+    assert kernels.why_no_prompts(spec, kernels.Target()) is None
+    for capability in ((10, 0), (12, 0)):
+        assert "compute capability 9" in str(
+            kernels.why_no_prompts(spec, kernels.Target(compute_capability=capability))
+        )
