@@ -251,7 +251,9 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
         )
         segments = jnp.int32(counts["segments"]) if kind.is_divided else 1
-        run(problem, dataclasses.replace(config, segments=segments), memory, Scratch(*scratch))
+        shared = Scratch(*scratch)
+        tiles.begin((shared.key_ready, shared.value_ready), lax.axis_index("warpgroup"))
+        run(problem, dataclasses.replace(config, segments=segments), memory, shared)
 
     def kernel(body: Callable[..., None], **_: Any) -> Callable[..., Any]:
         sizes = spec.head_size, spec.head_size_v, dtype
