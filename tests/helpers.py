@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -149,7 +148,7 @@ def covering(
     axes: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool], strength: int
 ) -> list[dict[str, Any]]:
     """Few combinations that together hold every valid combination of values of any `strength` axes."""
-    rng = random.Random(0)
+    rng = np.random.default_rng(0)
     names, values = list(axes), list(axes.values())
     sizes = [len(some) for some in values]
     # Combinations are numbered: of the axes `some`, `base + indices @ strides` is that of the values at `indices`.
@@ -165,17 +164,11 @@ def covering(
     bases = np.array([base for _, base, _ in tables])
     is_todo = np.ones(len(todo), bool)
 
-    def draw(size: int) -> int:  # as `rng.randrange(size)` does, in a third of its time
-        bits = size.bit_length()
-        while (drawn := rng.getrandbits(bits)) >= size:
-            pass
-        return drawn
-
     cases = []
     for wanted in sorted(todo, key=repr):
         if not is_todo[todo[wanted]]:
             continue
-        drawn = np.array([[draw(size) for size in sizes] for _ in range(200)])
+        drawn = rng.integers(sizes, size=(200, len(sizes)))
         for name, value in wanted:
             drawn[:, names.index(name)] = axes[name].index(value)
         held = bases + drawn @ strides
