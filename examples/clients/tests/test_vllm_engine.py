@@ -56,6 +56,17 @@ def llama() -> transformers.PreTrainedModel:
     )
 
 
+def repeating() -> transformers.PreTrainedModel:
+    """A Llama that likes to say a token again, which drafts of n-grams find: each layer adds little to it."""
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
+    )
+    for layer in model.model.layers:
+        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            added.weight.data *= 0.2
+    return model
+
+
 def gemma3() -> transformers.PreTrainedModel:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     return transformers.Gemma3ForCausalLM(
@@ -88,7 +99,7 @@ def gpt_oss() -> transformers.PreTrainedModel:
     return model
 
 
-MODELS = {"llama": llama, "gemma3": gemma3, "gpt_oss": gpt_oss}
+MODELS = {"llama": llama, "repeating": repeating, "gemma3": gemma3, "gpt_oss": gpt_oss}
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +191,7 @@ def differences(
     return worst, gap
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
 def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: pathlib.Path, model_type: str):
     model, folder = saved(model_type)
     served = serve(folder, model_type, tmp_path)
@@ -245,18 +256,18 @@ def test_ranks_of_tensor_parallelism_take_their_heads_scales(saved: Any, tmp_pat
 
 
 def test_drafts_of_different_lengths_give_what_transformers_gives(saved: Any, tmp_path: pathlib.Path):
-    model, folder = saved("llama")
+    model, folder = saved("repeating")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    served = serve(folder, "llama", tmp_path, speculative_config=drafts, disable_log_stats=False)
+    served = serve(folder, "repeating", tmp_path, speculative_config=drafts, disable_log_stats=False)
     error = compare(model, served, None)
     drafted, accepted = (served["counts"][f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
-    print(f"llama, {drafted} drafts, {accepted} tokens accepted: log-probabilities deviate by {error:.1e}")
+    print(f"{drafted} drafts, {accepted} tokens accepted: log-probabilities deviate by {error:.1e}")
     assert error < 1e-3
     assert accepted > 0
     assert "unequal drafts" in served["kinds"]
 
 
-def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp_path: pathlib.Path):
+def test_an_installed_wheel_serves_in_processes_that_vllm_starts_and_leaves_nothing(saved: Any, tmp_path: pathlib.Path):
     """A fresh environment: kvjax comes from its wheel alone, everything else from this one."""
     model, folder = saved("llama")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -265,7 +276,8 @@ def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp
     venv.create(fresh, with_pip=False)
     [packages] = fresh.glob("lib/python*/site-packages")
     [wheel] = tmp_path.glob("kvjax-*.whl")
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", packages, wheel], check=True)
+    into = [*pip, "--python", fresh / "bin/python"]
+    subprocess.run([*into, "install", "-q", "--no-deps", wheel], check=True)
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     programs = tmp_path / "programs/examples/clients/tests"
     programs.mkdir(parents=True)
@@ -274,3 +286,5 @@ def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp
     served = serve(folder, "llama", tmp_path, fresh / "bin/python", (tmp_path / "programs",), several_processes=True)
     assert pathlib.Path(served["kvjax_vllm"]).is_relative_to(packages)
     assert compare(model, served, None) < 1e-3
+    subprocess.run([*into, "uninstall", "-q", "-y", "kvjax"], check=True)
+    assert [path.name for path in packages.iterdir()] == ["others.pth"]
