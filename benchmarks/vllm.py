@@ -7,10 +7,12 @@ of its own, so an error or a time limit ends that row alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,24 +121,50 @@ class Engine:
         """
         sizes = {**SIZES, **(SMALL if output.SMOKE.value else {}), "num_hidden_layers": self.layers}
         job = {"config": sizes, "vocabulary": sizes["vocab_size"], "random": self.is_random}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.peers.serves_vllm"],
-                input=json.dumps({**job, "options": options, "runs": runs}),
-                env={**os.environ, **(environment or {})},
-                capture_output=True,
-                text=True,
-                timeout=LIMIT.value,
+        job |= {"options": options, "runs": runs}
+        status, text = run_alone("benchmarks.peers.serves_vllm", job, environment or {})
+        if status is None:
+            raise FailedError(
+                f"took more than {LIMIT.value} seconds; the last line was {text.strip().splitlines()[-1:]}"
             )
-        except subprocess.TimeoutExpired:
-            raise FailedError(f"took more than {LIMIT.value} seconds") from None
-        if done.returncode:
-            raise FailedError(f"{error_of(done.stderr + done.stdout)} (status {done.returncode})")
+        if status:
+            raise FailedError(f"{error_of(text)} (status {status})")
         # Where it ends, vLLM may log more.
-        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found = [line for line in text.splitlines() if line.startswith("{")]
         if not found:
-            raise FailedError("printed no result: " + repr(done.stdout[-200:]))
+            raise FailedError("printed no result: " + repr(text[-200:]))
         return json.loads(found[-1])
+
+
+def run_alone(module: str, job: Any, environment: dict[str, str]) -> tuple[int | None, str]:
+    """Runs a module that reads a job: its status, None after the time limit, and what it printed.
+
+    Processes that it leaves behind are killed, whose memory on the GPU the next one needs.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        command = [sys.executable, "-m", module]
+        environment = {**os.environ, **environment}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=printed,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(job), timeout=LIMIT.value)
+        except subprocess.TimeoutExpired:
+            status = None
+        else:
+            status = process.returncode
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        return status, printed.read()
 
 
 def error_of(text: str) -> str:
