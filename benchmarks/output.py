@@ -135,7 +135,7 @@ class Report:
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        _say(f"[{len(self.measurements)}] {measurement}: {measurement.seconds * 1e6:,.2f} us")
+        say(f"[{len(self.measurements)}] {measurement}: {measurement.seconds * 1e6:,.2f} us")
         if JSON.value and time.monotonic() - self._saved > SAVE_SECONDS:
             self.save(Path(JSON.value))
 
@@ -146,12 +146,12 @@ class Report:
             self.missing.append(f"{what}: {line}")
         if what not in self.skipped:
             self.skipped[what] = reason
-            _say(f"skipped {what}: {line}")
+            say(f"skipped {what}: {line}")
 
     def check(self, what: str, holds: bool | None, text: str) -> None:
         """Reports whether something holds, `None` if that could not be tried, in a line."""
         self.checks.append({"what": what, "holds": holds, "text": text})
-        _say(f"{VERDICTS[holds]} {what}: {text}")
+        say(f"{VERDICTS[holds]} {what}: {text}")
 
     def fitting[Value](self, what: str, make: Callable[[], Value]) -> Value | None:
         """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
@@ -199,7 +199,7 @@ class Report:
         self._saved = time.monotonic()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

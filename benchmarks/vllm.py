@@ -245,7 +245,7 @@ class VllmBenchmark(output.Program):
             environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
             return engine.run(engine.options(**options), environment, **jobs)
 
-        found, failed = vllm_checks.run_all(runs, run, FailedError, at_once=AT_ONCE.value)
+        found, failed = vllm_checks.run_all(runs, run, FailedError, at_once=AT_ONCE.value, say=output.say)
         for check in vllm_checks.judge(found, failed, requests=requests, is_small=output.SMOKE.value):
             with self.subTest(check.name):
                 self.results.check(check.name, check.holds, check.text)

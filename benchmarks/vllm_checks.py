@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 KVJAX, FLASH = "KVJAX", "FLASH_ATTN"
@@ -71,20 +71,36 @@ def plan(*, requests: int, longest: int, is_small: bool) -> Runs:
 
 
 def run_all(
-    runs: Runs, run: Callable[[Key, dict[str, Any], dict[str, Any]], Any], error: type[Exception], *, at_once: int
+    runs: Runs,
+    run: Callable[[Key, dict[str, Any], dict[str, Any]], Any],
+    error: type[Exception],
+    *,
+    at_once: int,
+    say: Callable[[str], None],
 ) -> tuple[dict[Key, Any], dict[Key, str]]:
-    """The results of all processes, and the errors of those that failed."""
+    """The results of all processes, and the errors of those that failed; says in a line when each has ended."""
     found, failed = {}, {}
     with ThreadPoolExecutor(at_once) as pool:
         # The longest first.
         order = sorted(runs, key=lambda key: "requests" not in runs[key][1])
-        futures = {key: pool.submit(run, key, *runs[key]) for key in order}
-        for key, future in futures.items():
+        futures = {pool.submit(run, key, *runs[key]): key for key in order}
+        for future in as_completed(futures):
+            key = futures[future]
             try:
                 found[key] = future.result()
             except error as reason:
                 failed[key] = str(reason)
+            say(f"[{len(found) + len(failed)}/{len(runs)}] {key}: {failed.get(key) or _seconds(found[key])}")
     return found, failed
+
+
+def _seconds(result: Any) -> str:
+    jobs = {name: part for name, part in result.items() if isinstance(part, dict)}
+    parts = [
+        f"{result['ready']:.0f} s to start",
+        *(f"{part['seconds']:.0f} s of {name}" for name, part in jobs.items()),
+    ]
+    return ", ".join(parts)
 
 
 def judge(found: dict[Key, Any], failed: dict[Key, str], *, requests: int, is_small: bool) -> Iterator[Check]:
@@ -111,14 +127,6 @@ def judge(found: dict[Key, Any], failed: dict[Key, str], *, requests: int, is_sm
     name = "random requests deviate from one at a time as FLASH_ATTN's do"
     yield attempt(name, [own, of], _deviates_as)
     yield attempt("sleep keeps the tokens", [Key("nvfp4", KVJAX, "asleep")], _sleeps)
-    seconds = {str(key): f"{each['ready']:.0f} s to start" for key, each in found.items()}
-    for key, each in found.items():
-        seconds[str(key)] += "".join(f", {part['seconds']:.0f} {name}" for name, part in each.items() if _is_job(part))
-    yield Check("every process ran", None if failed else True, "; ".join(f"{key}: {of}" for key, of in seconds.items()))
-
-
-def _is_job(part: Any) -> bool:
-    return isinstance(part, dict) and "seconds" in part
 
 
 def _same_tokens(name: str, graphs: Any, eager: Any) -> Check:
