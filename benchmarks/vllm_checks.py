@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 KVJAX, FLASH = "KVJAX", "FLASH_ATTN"
 DTYPES = "nvfp4", "fp8", "auto"
 NEW_TOKENS, ALONE = 64, 32
+BLOCK_SIZE = 16
 NEAR = 0.05
 """Two tokens whose log-probabilities differ by less are as likely, in bfloat16."""
 
@@ -47,9 +48,10 @@ def plan(*, requests: int, longest: int, is_small: bool) -> Runs:
     count = 6 if is_small else 24
     lengths = [min(65 + 331 * number, longest) for number in range(count)]
     generated = {"lengths": lengths, "new_tokens": 8 if is_small else NEW_TOKENS}
-    teacher = {"lengths": lengths, "at_once": 6}
+    teacher = {"lengths": lengths, "at_once": 6, "block_size": BLOCK_SIZE}
     random = {"requests": requests, "max_len": longest, "seed": 0, "alone": 4 if is_small else ALONE}
     options = {
+        "block_size": BLOCK_SIZE,
         "max_model_len": longest + 128,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 64 if is_small else 4_096,
@@ -57,7 +59,7 @@ def plan(*, requests: int, longest: int, is_small: bool) -> Runs:
         # Processes that start at the same time do not measure what is free.
         "kv_cache_memory_bytes": 2 << 30,
         "gpu_memory_utilization": 0.05,
-        "num_gpu_blocks_override": 8 * -(-(longest + 128) // 16),
+        "num_gpu_blocks_override": 8 * -(-(longest + 128) // BLOCK_SIZE),
     }
     runs: Runs = {}
     for dtype in DTYPES:

@@ -55,6 +55,11 @@ class Engine:
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
+    def fitting(self, seq_len: int) -> int:
+        """Sequences that fit into the cache: vLLM keeps a block, and reserves tokens of a step ahead."""
+        cache = self.engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks - 1) // -(-(seq_len + 1 + NUM_DRAFTS) // cache.block_size)
+
     def add(self, prompt: list[int], **how: Any) -> str:
         from vllm import SamplingParams
 
@@ -104,7 +109,7 @@ def times(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     ahead = 4 + round(1.1 * num_seqs * prompt_len / job["options"]["max_num_batched_tokens"])
     num_new = (1 + (NUM_DRAFTS if job["drafts"] else 0)) * (ahead + job["new_tokens"])
     if not job["num_seqs"]:
-        num_seqs = engine.kv_tokens // (-(-(prompt_len + num_new) // 16) * 16)
+        num_seqs = engine.fitting(prompt_len + num_new)
     prompts = [tokens(seq, prompt_len, job["vocabulary"]) for seq in range(num_seqs)]
     engine.run(prompts[:2], max_tokens=4)  # compiles
     found: dict[str, Any] = {"num_seqs": num_seqs}
@@ -147,7 +152,8 @@ def logprobs(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
             known = zip(prompt[1:], each.prompt_logprobs[1:], strict=True)
             of_prompts.append([(token, at[token].logprob) for token, at in known])
         # One token behind whole blocks, which are cached now, is a step of the decode kernel.
-        cut = [prompt[: (len(prompt) - 1) // 16 * 16 + 1 - 16 * back] for prompt in lot for back in range(4)]
+        block = job["block_size"]
+        cut = [prompt[: ((len(prompt) - 1) // block - back) * block + 1] for prompt in lot for back in range(4)]
         behind = engine.run(cut, max_tokens=1, logprobs=20)
         uncached += sum(each.num_cached_tokens != len(prompt) - 1 for prompt, each in zip(cut, behind, strict=True))
         tops += [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in behind]
