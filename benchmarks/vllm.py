@@ -74,7 +74,8 @@ SMALL = {
 SMALL |= {"vocab_size": 512}
 DRAFTS = {"method": "custom_class", "model": "benchmarks.peers.serves_vllm.Drafts", "num_speculative_tokens": 3}
 MAX_BATCHED_TOKENS = 8_192
-ERROR = re.compile(r"\b[\w.]*(?:Error|Exception|Exit|Interrupt)\b: \S.*")
+# Pydantic tells in a line of its own what is wrong.
+ERROR = re.compile(r"\b[\w.]*(?:Error|Exception|Exit|Interrupt)\b: \S.*|\b(?:Value|Assertion) error, \S.*")
 ECHOES = "Engine core", "EngineCore", "WorkerProc", "root cause"
 """What a process says of the error of another."""
 

@@ -54,6 +54,8 @@ def test_log_probabilities_are_compared_token_by_token():
         ("Traceback\nKeyError: 'a'\nkvjax.errors.UnsupportedError: vllm: got 1\nbye\n",
          "kvjax.errors.UnsupportedError: vllm: got 1"),
         ("RuntimeError: Engine core initialization failed.\n", "RuntimeError: Engine core initialization failed."),
+        ("pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no sleep [type=value_error]\n",
+         "Value error, no sleep [type=value_error]"),
         ("Killed\n\n", "Killed"),
         ("", "no error"),
     ],
