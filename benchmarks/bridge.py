@@ -24,7 +24,7 @@ from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
-from kvjax import KVCacheDType
+from kvjax import CacheLayout, KVCacheDType
 
 if reason := why_not_importable("torch", "kvjax_torch"):
     raise SystemExit(f"benchmarks.bridge measures calls from torch (pip install 'kvjax[torch]'): {reason}")
@@ -42,6 +42,7 @@ FIRST_CASE = shapes.Case("small", 1, 64)
 
 DECODE_TOKENS = 64  # tokens per call where the number does not vary
 EAGER_DTYPE, EAGER_BLOCKS = KVCacheDType.NVFP4, 1024
+QUERY_HEADS = 32
 
 GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
 A_WHILE = 20_000_000  # GPU cycles to sleep, about 10 ms, so that calls queue up without blocking the host
@@ -109,6 +110,40 @@ def eager_calls() -> dict[str, Call]:
         "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
         "kvjax under jit": jitted_write(),
     }
+
+
+def attention_calls() -> dict[str, Call]:
+    """Returns eager steps of `DECODE_TOKENS` short sequences, whose host time is measured, and into given memory."""
+    _, _, key_cache, value_cache, _ = new_write(CASE, EAGER_DTYPE)
+    query = torch.randn((DECODE_TOKENS, QUERY_HEADS, CASE.head_size), device=device()).to(torch.bfloat16)
+    out = torch.empty_like(query)
+    table = torch.arange(2 * DECODE_TOKENS, dtype=torch.int32, device=device()).view(DECODE_TOKENS, 2)
+    seq_lens = torch.full((DECODE_TOKENS,), 2 * shapes.BLOCK_SIZE, dtype=torch.int32, device=device())
+    cu_q_lens = torch.arange(DECODE_TOKENS + 1, dtype=torch.int32, device=device())
+    cache, stored = (query, key_cache, value_cache), (EAGER_DTYPE.value, *scale_tensors())
+    decode = functools.partial(kvjax_torch.paged_attention, *cache, table, seq_lens, *stored)
+    ragged = functools.partial(
+        kvjax_torch.ragged_paged_attention,
+        *(*cache, table, seq_lens, cu_q_lens, *stored),
+        max_q_len=1,
+        max_prompts=0,
+        decode_q_len=1,
+    )
+    return {
+        "paged_attention": decode,
+        "paged_attention, out=": functools.partial(decode, out=out),
+        "ragged_paged_attention": ragged,
+        "ragged_paged_attention, out=": functools.partial(ragged, out=out),
+    }
+
+
+def time_attention_calls(calls: Mapping[str, Call]) -> list[Measurement]:
+    subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
+    times = host_times(calls)
+    return [
+        Measurement("bridge host attention", subject, name, times[name], facts={"waits": host_waits(call)})
+        for name, call in calls.items()
+    ]
 
 
 def jitted_write() -> Call:
@@ -242,6 +277,10 @@ class TorchBenchmark(output.Program):
 
     def test_eager_calls(self) -> None:
         for each in time_eager_calls(eager_calls()):
+            self.results.add(each)
+
+    def test_eager_attention(self) -> None:
+        for each in time_attention_calls(attention_calls()):
             self.results.add(each)
 
     def test_graphs(self) -> None:

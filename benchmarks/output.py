@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 from absl import flags
@@ -37,6 +37,8 @@ COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is
 ROOT = Path(__file__).parents[1]
 LOADED = {"jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "vllm": "vllm", "flashinfer": "flashinfer-python"}
 """Modules whose versions the environment reports if they are loaded, mapped to their distributions."""
+
+VERDICTS = {True: "holds", False: "FAILED", None: "not tried"}
 
 SAVE_SECONDS = 10.0
 """Interval at which a running program saves the JSON file, so that an interrupted run keeps its results."""
@@ -127,12 +129,13 @@ class Report:
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)
+    checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     _saved: float = dataclasses.field(default_factory=time.monotonic)
 
     def add(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        _say(f"[{len(self.measurements)}] {measurement}: {measurement.seconds * 1e6:,.2f} us")
+        say(f"[{len(self.measurements)}] {measurement}: {measurement.seconds * 1e6:,.2f} us")
         if JSON.value and time.monotonic() - self._saved > SAVE_SECONDS:
             self.save(Path(JSON.value))
 
@@ -143,7 +146,12 @@ class Report:
             self.missing.append(f"{what}: {line}")
         if what not in self.skipped:
             self.skipped[what] = reason
-            _say(f"skipped {what}: {line}")
+            say(f"skipped {what}: {line}")
+
+    def check(self, what: str, holds: bool | None, text: str) -> None:
+        """Reports whether something holds, `None` if that could not be tried, in a line."""
+        self.checks.append({"what": what, "holds": holds, "text": text})
+        say(f"{VERDICTS[holds]} {what}: {text}")
 
     def fitting[Value](self, what: str, make: Callable[[], Value]) -> Value | None:
         """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
@@ -161,6 +169,9 @@ class Report:
         facts = ", ".join(f"{name} {text}" for name, text in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
         parts += tables.of_operations(self.measurements)
+        if self.checks:
+            lines = [f"- {VERDICTS[each['holds']]}: {each['what']}: {each['text']}" for each in self.checks]
+            parts.append("\n".join(["Checks:", "", *lines]))
         if self.skipped:
             lines = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
             parts.append("\n".join(["Skipped:", "", *lines]))
@@ -176,6 +187,7 @@ class Report:
         lists = {
             "measurements": [each.record() for each in self.measurements],
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
+            **({"checks": self.checks} if self.checks else {}),
         }
         where = {**environment(self.program), **self.facts}
         head = {"schema": SCHEMA, "program": self.program, "environment": where}
@@ -187,7 +199,7 @@ class Report:
         self._saved = time.monotonic()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

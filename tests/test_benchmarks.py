@@ -50,6 +50,7 @@ EXPECTED = {
         ("bridge kernel", ["kvjax", "kvjax_torch"], DTYPES),
         ("bridge first call", ["kvjax_torch"], DTYPES),
         ("bridge host", ["kvjax under jit", "kvjax_torch, scales as floats", "torch index_copy_"], ["nvfp4"]),
+        ("bridge host attention", ["paged_attention", "paged_attention, out="], ["nvfp4"]),
     ],
     "copies": [("copy", ["copy"], [None])],
     "sharded": [(f"sharded {what}", ["one device", "2 devices"], DTYPES) for what in ("write", "gather")],

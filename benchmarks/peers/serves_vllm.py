@@ -1,14 +1,16 @@
 """vLLM's engine in a process of its own: reads a job from stdin, and prints what it found as the last line, in JSON.
 
-A job names the model's sizes, vLLM's options, and what to run: a function of `JOBS` and its arguments. Weights are
-random; they are written once for each model, or vLLM makes them up where only times matter (`load_format="dummy"`).
+A job names the model's sizes, vLLM's options, and what to run: functions of `JOBS` and their arguments. Weights are
+vLLM's dummy ones, or of normal distributions where results matter.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,11 @@ class Engine:
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
+    def fitting(self, seq_len: int) -> int:
+        """Sequences that fit into the cache: vLLM keeps a block, and reserves tokens of a step ahead."""
+        cache = self.engine.vllm_config.cache_config
+        return (cache.num_gpu_blocks - 1) // -(-(seq_len + 1 + NUM_DRAFTS) // cache.block_size)
+
     def add(self, prompt: list[int], **how: Any) -> str:
         from vllm import SamplingParams
 
@@ -76,6 +83,10 @@ class Engine:
             done |= {each.request_id: each for each in found if each.finished}
         return [done[name] for name in names]
 
+    def forget(self) -> bool:
+        """Empties the cache of prefixes; False while blocks are in use."""
+        return bool(self.engine.reset_prefix_cache())
+
     def count(self, metric: str) -> int:
         found = [each.value for each in self.engine.get_metrics() if each.name == f"vllm:{metric}"]
         return int(sum(found))
@@ -98,7 +109,7 @@ def times(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     ahead = 4 + round(1.1 * num_seqs * prompt_len / job["options"]["max_num_batched_tokens"])
     num_new = (1 + (NUM_DRAFTS if job["drafts"] else 0)) * (ahead + job["new_tokens"])
     if not job["num_seqs"]:
-        num_seqs = engine.kv_tokens // (-(-(prompt_len + num_new) // 16) * 16)
+        num_seqs = engine.fitting(prompt_len + num_new)
     prompts = [tokens(seq, prompt_len, job["vocabulary"]) for seq in range(num_seqs)]
     engine.run(prompts[:2], max_tokens=4)  # compiles
     found: dict[str, Any] = {"num_seqs": num_seqs}
@@ -133,30 +144,46 @@ def times(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
 def logprobs(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     """Teacher-forced log-probabilities: of prompts in one pass, and of single tokens behind a cached prefix."""
     prompts = [tokens(seq, length, job["vocabulary"]) for seq, length in enumerate(job["lengths"])]
-    whole = engine.run(prompts, max_tokens=1, prompt_logprobs=1)
-    of_prompts = [
-        [(token, at[token].logprob) for token, at in zip(prompt[1:], each.prompt_logprobs[1:], strict=True)]
-        for prompt, each in zip(prompts, whole, strict=True)
-    ]
-    # One token behind whole blocks, which are cached now, is a step of the decode kernel.
-    cut = [prompt[: (len(prompt) - 1) // 16 * 16 + 1 - 16 * back] for prompt in prompts for back in range(4)]
-    behind = engine.run(cut, max_tokens=1, logprobs=20)
-    tops = [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in behind]
-    return {"prompts": of_prompts, "tops": tops}
+    of_prompts, tops, uncached = [], [], 0
+    for first in range(0, len(prompts), job["at_once"]):
+        lot = prompts[first : first + job["at_once"]]
+        engine.forget()
+        for prompt, each in zip(lot, engine.run(lot, max_tokens=1, prompt_logprobs=1), strict=True):
+            known = zip(prompt[1:], each.prompt_logprobs[1:], strict=True)
+            of_prompts.append([(token, at[token].logprob) for token, at in known])
+        # One token behind whole blocks, which are cached now, is a step of the decode kernel.
+        block = job["block_size"]
+        cut = [prompt[: ((len(prompt) - 1) // block - back) * block + 1] for prompt in lot for back in range(4)]
+        behind = engine.run(cut, max_tokens=1, logprobs=20)
+        uncached += sum(each.num_cached_tokens != len(prompt) - 1 for prompt, each in zip(cut, behind, strict=True))
+        tops += [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in behind]
+    return {"prompts": of_prompts, "tops": tops, "uncached": uncached}
 
 
 def generated(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
-    """The tokens that prompts go on with."""
+    """The tokens that prompts go on with, and the log-probabilities of the two likeliest at each."""
     prompts = [tokens(seq, length, job["vocabulary"]) for seq, length in enumerate(job["lengths"])]
-    done = engine.run(prompts, max_tokens=job["new_tokens"])
-    return {"tokens": [[*each.outputs[0].token_ids] for each in done]}
+    engine.forget()
+    done = [each.outputs[0] for each in engine.run(prompts, max_tokens=job["new_tokens"], logprobs=2)]
+    tops = [[{token: of.logprob for token, of in at.items()} for at in each.logprobs] for each in done]
+    return {"tokens": [[*each.token_ids] for each in done], "tops": tops}
+
+
+def asleep(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    """The tokens that prompts go on with, before and after vLLM's sleep, and the memory that it freed."""
+    import torch
+
+    before = generated(engine, job)["tokens"]
+    free = torch.cuda.mem_get_info()[0]
+    engine.llm.sleep(level=1)
+    freed = torch.cuda.mem_get_info()[0] - free
+    engine.llm.wake_up()
+    return {"same": generated(engine, job)["tokens"] == before, "freed": freed}
 
 
 def requests(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     """Random requests with shared prefixes and aborts, then some of them one at a time; and what is left behind."""
     import random
-
-    import torch
 
     rng = random.Random(job["seed"])
     shared = [tokens(1_000 + of, job["max_len"], job["vocabulary"]) for of in range(8)]
@@ -166,74 +193,80 @@ def requests(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
         own = tokens(number, length, job["vocabulary"])
         head = rng.randint(0, length) if rng.random() < 0.5 else 0
         waiting.append([*rng.choice(shared)[:head], *own[head:]])
+    engine.forget()
+    preempted = engine.count("num_preemptions")
     prompts: dict[str, list[int]] = {}
     done: dict[str, Any] = {}
     aborted: set[str] = set()
-    first_memory = 0
+    first_memory = None
     while waiting or engine.engine.has_unfinished_requests():
         for prompt in waiting[: rng.randint(0, 4)]:
             prompts[engine.add(prompt, max_tokens=rng.randint(1, 64), logprobs=1)] = waiting.pop(0)
         for each in engine.engine.step():
             if each.finished:
                 done[each.request_id] = each
-        running = [*prompts.keys() - done.keys() - aborted]
+        running = [name for name in prompts if name not in done and name not in aborted]
         if running and rng.random() < 0.02:
             aborted.add(gone := rng.choice(running))
             engine.engine.abort_request([gone])
-        if len(done) == job["requests"] // 4:
-            first_memory = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        if first_memory is None and len(done) >= job["requests"] // 4:
+            first_memory = _allocated()
+    is_empty = engine.forget()
     served = [name for name in prompts if name in done and name not in aborted]
-    chosen, errors = rng.sample(served, min(job["alone"], len(served))), []
-    engine.engine.reset_prefix_cache()
-    for name in chosen:
+    errors = []
+    for name in rng.sample(served, min(job["alone"], len(served))):
         made = [*done[name].outputs[0].token_ids]
         mine = [at[token].logprob for at, token in zip(done[name].outputs[0].logprobs, made, strict=True)]
         [alone] = engine.run([[*prompts[name], *made]], max_tokens=1, prompt_logprobs=1)
         theirs = [at[token].logprob for at, token in zip(alone.prompt_logprobs[-len(made) :], made, strict=True)]
         errors += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
-    is_empty = engine.engine.reset_prefix_cache()  # refused while blocks are in use
-    last_memory = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     return {
         "ended": len(done.keys() | aborted),
         "aborted": len(aborted),
-        "preempted": engine.count("num_preemptions"),
-        "blocks_free": bool(is_empty),
-        "memory_grew": last_memory - first_memory,
+        "preempted": engine.count("num_preemptions") - preempted,
+        "blocks_free": is_empty and engine.forget(),
+        "memory_grew": _allocated() - (first_memory or 0),
         "errors": errors,
     }
 
 
-JOBS = {each.__name__: each for each in (start, times, logprobs, generated, requests)}
+def _allocated() -> int:
+    """Bytes of the GPU that torch's tensors hold."""
+    import torch
+
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def write_model(folder: Path, config: dict[str, Any], *, with_weights: bool) -> None:
-    """Writes a `config.json`, and random weights of normal distributions unless they are to be made up."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").exists():
-        return
-    if with_weights:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+def randomize(model: Any) -> None:
+    """Gives matrices normal numbers, the same in every process, and norms ones."""
+    import torch
 
-        torch.manual_seed(0)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with torch.device(device):
-            model: Any = LlamaForCausalLM(LlamaConfig(**config))
-        model.to(torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
-        return
-    (folder / "config.json").write_text(json.dumps(config))
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            weight.data.fill_(1)
+            continue
+        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+        weight.data.normal_(0, 1.3 * weight.shape[-1] ** -0.5, generator=generator)
+
+
+JOBS = {each.__name__: each for each in (start, times, logprobs, generated, asleep, requests)}
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    write_model(Path(job["model"]), job["config"], with_weights=job["options"].get("load_format") != "dummy")
     global STARTED
-    STARTED = time.perf_counter()
-    engine = Engine(job["model"], job["options"])
-    found = {"ready": engine.ready, "imported": engine.imported, "kv_tokens": engine.kv_tokens}
-    print("\n" + json.dumps(found | JOBS[job["run"]](engine, job)), flush=True)
+    job = json.load(sys.stdin)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(job["config"]))
+        STARTED = time.perf_counter()
+        engine = Engine(folder, job["options"])
+        if job["random"]:
+            engine.llm.apply_model(randomize)
+        found: dict[str, Any] = {"ready": engine.ready, "imported": engine.imported, "kv_tokens": engine.kv_tokens}
+        for name, arguments in job["runs"].items():
+            before = time.perf_counter()
+            found[name] = JOBS[name](engine, {**job, **arguments})
+            found[name]["seconds"] = time.perf_counter() - before
+    print("\n" + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -516,3 +516,17 @@ def test_prompts_can_be_compiled_before_any_comes():
         stored = impl._stored(SimpleNamespace(_k_scale=one, _v_scale=one), views[0])
         query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
         impl._compile_for_prompts(query, query.clone(), stored)
+
+
+def test_sinks_are_copied_in_place_when_weights_are_loaded_again():
+    """vLLM's sleep discards them, and graphs read the copy where it was."""
+    sinks = torch.linspace(-1, 1, HEADS).bfloat16()
+    impl = BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, sinks=sinks)
+    impl.process_weights_after_loading(torch.bfloat16)
+    copy = impl._options["sinks"]
+    at = copy.data_ptr()
+    copy.fill_(torch.nan)
+    sinks.mul_(2)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl._options["sinks"].data_ptr() == at
+    assert torch.equal(copy, sinks.float())

@@ -56,6 +56,17 @@ def llama() -> transformers.PreTrainedModel:
     )
 
 
+def repeating() -> transformers.PreTrainedModel:
+    """A Llama that likes to say a token again, which drafts of n-grams find: each layer adds little to it."""
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
+    )
+    for layer in model.model.layers:
+        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            added.weight.data *= 0.2
+    return model
+
+
 def gemma3() -> transformers.PreTrainedModel:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     return transformers.Gemma3ForCausalLM(
@@ -88,7 +99,7 @@ def gpt_oss() -> transformers.PreTrainedModel:
     return model
 
 
-MODELS = {"llama": llama, "gemma3": gemma3, "gpt_oss": gpt_oss}
+MODELS = {"llama": llama, "repeating": repeating, "gemma3": gemma3, "gpt_oss": gpt_oss}
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +132,7 @@ def serve(
     several_processes: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Runs an engine on all prompts."""
+    """Runs an engine on all prompts. In one process the result names the kinds of steps."""
     plugin = tmp_path / "plugin"
     vllm_on_cpu.entry_point(plugin)
     job = {
@@ -130,6 +141,7 @@ def serve(
         "options": options,
         "prompts": prompts(),
         "new_tokens": NEW_TOKENS,
+        "kinds": not several_processes,
     }
     done = subprocess.run(
         [python, "-m", "examples.clients.tests.vllm_engine"],
@@ -147,7 +159,21 @@ def serve(
 
 def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any] | None) -> float:
     """The largest difference of a generated token's log-probability; each token must be transformers' likeliest."""
-    worst = 0.0
+    worst, gap = differences(model, served, cache_options)
+    assert gap <= 2 * worst + 1e-6  # likeliest, or as likely
+    return worst
+
+
+def deviation(model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any]) -> float:
+    """The largest difference from a model that need not be the one that was served."""
+    return differences(model, served, cache_options)[0]
+
+
+def differences(
+    model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any] | None
+) -> tuple[float, float]:
+    """The largest difference of a log-probability, and how much likelier transformers finds another token at most."""
+    worst = gap = 0.0
     for prompt, sequence in zip(prompts(), served["sequences"], strict=True):
         tokens = sequence["tokens"]
         assert len(tokens) == NEW_TOKENS
@@ -161,11 +187,11 @@ def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_o
         own = expected[range(NEW_TOKENS), tokens]
         found = torch.tensor(sequence["logprobs"], dtype=torch.float64)
         worst = max(worst, (own - found).abs().max().item())
-        assert (expected.max(-1).values - own).max() <= 2 * worst + 1e-6  # likeliest, or as likely
-    return worst
+        gap = max(gap, (expected.max(-1).values - own).max().item())
+    return worst, gap
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
 def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: pathlib.Path, model_type: str):
     model, folder = saved(model_type)
     served = serve(folder, model_type, tmp_path)
@@ -180,32 +206,68 @@ def test_a_quantized_cache_gives_what_transformers_gives_over_the_same(saved: An
     model, folder = saved("llama")
     # One block is vLLM's own. Others hold the first four prompts, but not all that comes after them.
     served = serve(folder, "llama", tmp_path, kv_cache_dtype=dtype, num_gpu_blocks_override=17, disable_log_stats=False)
-    assert served["preempted"] > 0
+    assert served["counts"]["num_preemptions"] > 0
+    assert {"prompts", "decodes", "prompts beside decodes"} <= {*served["kinds"]}
     error = compare(model, served, {"kv_cache_dtype": dtype, "k_scale": 1.0, "v_scale": 1.0})
     print(f"llama, {dtype}: log-probabilities deviate by {error:.1e}")
     assert error < 0.05
 
 
+def write_scales(tmp_path: pathlib.Path, scales: dict[str, list[Any]]) -> dict[str, Any]:
+    """Writes a file of the scales of each layer, by `k_scale` and `v_scale`: the setting that names it."""
+    file = tmp_path / "scales.safetensors"
+    named = {f"model.layers.{at}.self_attn.{kind}": each for kind, of in scales.items() for at, each in enumerate(of)}
+    save_file({name: np.array(scale, np.float32) for name, scale in named.items()}, file)
+    return {"kvjax": {"scales": str(file)}}
+
+
 def test_skipped_layers_and_scales_of_a_file(saved: Any, tmp_path: pathlib.Path):
     model, folder = saved("llama")
-    file = tmp_path / "scales.safetensors"
-    scales = {f"model.layers.{layer}.self_attn.{kind}_scale": np.float32(0.01) for layer in (0, 1) for kind in "kv"}
-    save_file({name: np.array(scale) for name, scale in scales.items()}, file)
+    scales = {"k_scale": [0.01, 0.02], "v_scale": [0.01, 0.005]}
     options = {"kv_cache_dtype": "nvfp4", "kv_cache_dtype_skip_layers": ["0"]}
+    served = serve(folder, "llama", tmp_path, additional_config=write_scales(tmp_path, scales), **options)
+    error = compare(model, served, {"kv_cache_dtype": "nvfp4", "skip_layers": [0], **scales})
+    print(f"llama, nvfp4 with scales: log-probabilities deviate by {error:.1e}")
+    assert error < 0.05
+    # It is the file's scales, of the layer that is not skipped.
+    others = {"k_scale": [0.01, 1.0], "v_scale": [0.01, 1.0]}
+    assert deviation(model, served, {"kv_cache_dtype": "nvfp4", "skip_layers": [0], **others}) > 4 * error
+    assert deviation(model, served, {"kv_cache_dtype": "nvfp4", **scales}) > 4 * error
+
+
+def test_ranks_of_tensor_parallelism_take_their_heads_scales(saved: Any, tmp_path: pathlib.Path):
+    model, folder = saved("llama")
+    scales: dict[str, Any] = {"k_scale": [[0.01, 0.04], [0.02, 0.01]], "v_scale": [[0.02, 0.005], [0.01, 0.03]]}
     served = serve(
         folder,
         "llama",
         tmp_path,
-        additional_config={"kvjax": {"scales": str(file)}},
-        **options,
+        several_processes=True,
+        additional_config=write_scales(tmp_path, scales),
+        kv_cache_dtype="fp8",
+        tensor_parallel_size=2,
     )
-    cache = {"kv_cache_dtype": "nvfp4", "skip_layers": [0], "k_scale": 0.01, "v_scale": 0.01}
-    error = compare(model, served, cache)
-    print(f"llama, nvfp4 with scales: log-probabilities deviate by {error:.1e}")
+    tensors = {kind: [torch.tensor(scale) for scale in of] for kind, of in scales.items()}
+    error = compare(model, served, {"kv_cache_dtype": "fp8", **tensors})
+    print(f"llama, fp8 on two ranks: log-probabilities deviate by {error:.1e}")
     assert error < 0.05
+    swapped = {kind: [scale.flip(0) for scale in of] for kind, of in tensors.items()}
+    assert deviation(model, served, {"kv_cache_dtype": "fp8", **swapped}) > error
 
 
-def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp_path: pathlib.Path):
+def test_drafts_of_different_lengths_give_what_transformers_gives(saved: Any, tmp_path: pathlib.Path):
+    model, folder = saved("repeating")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    served = serve(folder, "repeating", tmp_path, speculative_config=drafts, disable_log_stats=False)
+    error = compare(model, served, None)
+    drafted, accepted = (served["counts"][f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
+    print(f"{drafted} drafts, {accepted} tokens accepted: log-probabilities deviate by {error:.1e}")
+    assert error < 1e-3
+    assert accepted > 0
+    assert "unequal drafts" in served["kinds"]
+
+
+def test_an_installed_wheel_serves_in_processes_that_vllm_starts_and_leaves_nothing(saved: Any, tmp_path: pathlib.Path):
     """A fresh environment: kvjax comes from its wheel alone, everything else from this one."""
     model, folder = saved("llama")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -214,7 +276,8 @@ def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp
     venv.create(fresh, with_pip=False)
     [packages] = fresh.glob("lib/python*/site-packages")
     [wheel] = tmp_path.glob("kvjax-*.whl")
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", packages, wheel], check=True)
+    into = [*pip, "--python", fresh / "bin/python"]
+    subprocess.run([*into, "install", "-q", "--no-deps", wheel], check=True)
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     programs = tmp_path / "programs/examples/clients/tests"
     programs.mkdir(parents=True)
@@ -223,3 +286,5 @@ def test_an_installed_wheel_serves_in_processes_that_vllm_starts(saved: Any, tmp
     served = serve(folder, "llama", tmp_path, fresh / "bin/python", (tmp_path / "programs",), several_processes=True)
     assert pathlib.Path(served["kvjax_vllm"]).is_relative_to(packages)
     assert compare(model, served, None) < 1e-3
+    subprocess.run([*into, "uninstall", "-q", "-y", "kvjax"], check=True)
+    assert [path.name for path in packages.iterdir()] == ["others.pth"]

@@ -37,6 +37,7 @@ def main() -> None:
         gpt_oss.TransformerBlock.mlp_cls = Dense
     from vllm import LLM, SamplingParams
 
+    kinds = _kinds_of_steps() if job["kinds"] else set()
     engine = LLM(job["model"], **OPTIONS | job["options"])
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     how = SamplingParams(temperature=0, max_tokens=job["new_tokens"], logprobs=1, ignore_eos=True, detokenize=False)
@@ -46,12 +47,31 @@ def main() -> None:
         [made] = each.outputs
         logprobs = [of[token].logprob for of, token in zip(made.logprobs, made.token_ids, strict=True)]
         found.append({"tokens": [*made.token_ids], "logprobs": logprobs, "cached": each.num_cached_tokens})
-    preempted = 0
-    for metric in [] if job["options"].get("disable_log_stats", True) else engine.get_metrics():
-        preempted += metric.value if metric.name == "vllm:num_preemptions" else 0
+    metrics = [] if job["options"].get("disable_log_stats", True) else engine.get_metrics()
+    counts = {each.name.removeprefix("vllm:"): each.value for each in metrics if hasattr(each, "value")}
     import kvjax_vllm
 
-    print("\nRESULT " + json.dumps({"sequences": found, "preempted": preempted, "kvjax_vllm": kvjax_vllm.__file__}))
+    facts = {"counts": counts, "kinds": sorted(kinds), "kvjax_vllm": kvjax_vllm.__file__}
+    print("\nRESULT " + json.dumps({"sequences": found, **facts}))
+
+
+def _kinds_of_steps() -> set[str]:
+    """The kinds of steps that the backend will have divided batches into, in this process."""
+    from kvjax_vllm.step import KvjaxMetadataBuilder
+
+    kinds: set[str] = set()
+    build = KvjaxMetadataBuilder.build
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        step = build(*args, **kwargs)
+        if (of := step.decodes) is not None:
+            kinds.add("unequal drafts" if not of.q_len else "drafts" if of.q_len > 1 else "decodes")
+        if step.prompts is not None:
+            kinds.add("prompts" if step.decodes is None else "prompts beside decodes")
+        return step
+
+    KvjaxMetadataBuilder.build = noted
+    return kinds
 
 
 if __name__ == "__main__":

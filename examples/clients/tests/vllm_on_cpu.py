@@ -50,6 +50,11 @@ def patch() -> None:
             " int size) -> ()",
             _slot_mapping,
         ),
+        (
+            "rejection_greedy_sample_kernel_impl(Tensor(a!) accepted, Tensor bounds, Tensor drafts, Tensor likeliest,"
+            " Tensor bonus, Tensor? is_greedy, int most) -> ()",
+            _accept_greedily,
+        ),
     ):
         _library.define(signature)
         _library.impl(signature.split("(")[0], implementation, "CompositeExplicitAutograd")
@@ -65,6 +70,25 @@ def _slot_mapping(
     seq = torch.searchsorted(bounds[1:].long().contiguous(), torch.arange(num_tokens), right=True)
     at = positions[:num_tokens].long()
     slots[:num_tokens] = table[seq, at // size].long() * size + at % size
+
+
+def _accept_greedily(
+    accepted: torch.Tensor,
+    bounds: torch.Tensor,
+    drafts: torch.Tensor,
+    likeliest: torch.Tensor,
+    bonus: torch.Tensor,
+    is_greedy: torch.Tensor | None,
+    most: int,
+) -> None:
+    """Of each sequence the likeliest tokens until a draft is another one, and one more if none is."""
+    first = 0
+    for seq, end in enumerate(bounds.tolist()):
+        own = likeliest[first:end]
+        agree = (own == drafts[first:end]).long().cumprod(0).sum().item()
+        of_seq = torch.cat([own, bonus.flatten()[seq : seq + 1]])[: agree + 1]
+        accepted[seq, : len(of_seq)] = of_seq
+        first = end
 
 
 class DenseMLP(torch.nn.Module):
