@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 from any_count import BFLOAT16, page_memory
 from gpu_compile import compile_for, why_not
-from helpers import simple_spec
+from helpers import assert_same_bytes, simple_spec
 from interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
 
 from attention_suite import Case  # noqa: E402
 from test_ragged_attention import ragged  # noqa: E402
-from test_torch_ragged import attend_on, place_model, schedule_model  # noqa: E402
+from test_torch_ragged import attend_on, on_cuda, place_model, schedule_model  # noqa: E402
+from torch_helpers import assert_same, capture  # noqa: E402
 
+import attention_suite as suite  # noqa: E402  # isort: skip
 import test_ragged_attention as ragged_suite  # noqa: E402  # isort: skip
+import kvjax_torch  # noqa: E402  # isort: skip
 from kvjax import KVCacheDType, kernels  # noqa: E402
 from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of  # noqa: E402
@@ -222,3 +225,78 @@ def test_other_gpus_and_dtypes_are_not_served():
         assert "compute capability 9" in str(
             kernels.why_no_prompts((64, 64), kernels.Target(compute_capability=capability))
         )
+
+
+GPU_CASES = [
+    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), head_size=128, group=4, **options)
+    for options in (
+        {"dtype": "bfloat16"},
+        {"dtype": "nvfp4", "scales": "scalar"},
+        {"dtype": "nvfp4", "v_scale_layout": "swizzled", "cap": 20.0, "sinks": True},
+    )
+] + [
+    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), **options)
+    for options in (
+        {"dtype": "fp8_e4m3", "scales": "per_head"},
+        {"dtype": "fp8_e5m2", "head_size": 80, "head_size_v": 48, "group": 3},
+        {"dtype": "nvfp4", "head_size": 256, "window": 100},
+        {"dtype": "bfloat16", "head_size": 32, "head_size_v": 16, "window": 33, "block_size": 48},
+        {"dtype": "float16", "query_dtype": "float16", "num_kv_heads": 1, "group": 3},
+    )
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_q_len", [0, 1, 8])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_a_serving_step_on_a_gpu(case: Case, decode_q_len: int):
+    ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=decode_q_len))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [3, 40, 70])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_few_rows_behind_many_tokens_are_attended_to_in_segments(q_len: int, sinks: bool):
+    """With other rows, which segments do not touch; fewer than 64 in all are padded."""
+    for q_lens, lens in (((q_len,), (5000,)), ((q_len, 1, 0), (5000, 100, 0))):
+        case = ragged(q_lens, lens, dtype="nvfp4", head_size=128, group=4, sinks=sinks)
+        ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"dtype": "nvfp4"}, {"dtype": "bfloat16", "window": 50}], ids=str)
+def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(options: dict[str, Any]):
+    problem = ragged_suite.build(
+        ragged((90, 7, 200, 64), (4000, 30, 350, 64), head_size=128, group=4, sinks=True, **options)
+    )
+    attend = attend_on("cuda", is_rounded=True, batch_invariant=True, max_q_len=512)
+    whole = ragged_suite.run(problem, attend)
+    suite.assert_right(problem, *whole, **ragged_suite.slack(problem.case, attend))
+    for order in ([0], [1], [2], [3, 0], [2, 2, 1]):
+        for got, expected in zip(ragged_suite.rows_in_turn(problem, order, attend), whole, strict=True):
+            for seq, rows in zip(order, got, strict=True):
+                assert_same_bytes(rows, expected[seq])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_q_len", [0, 1])
+def test_a_graph_stores_all_rows_in_memory_of_the_caller(decode_q_len: int):
+    """Whatever it held, and however long sequences are when the graph is replayed."""
+    lens = (1000,) * 6
+    call = on_cuda(ragged((5, 0, 200, 1, 33, 129), lens, dtype="nvfp4", head_size=128, group=4, sinks=True))
+    call["query"].nan_to_num_()
+    out = torch.empty_like(call["query"])
+    call |= {"max_q_len": 300, "max_prompts": 6, "decode_q_len": decode_q_len}
+    kvjax_torch.ragged_paged_attention(**call, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        _, lse = kvjax_torch.ragged_paged_attention(**call, out=out)
+    for q_lens in ((5, 0, 200, 1, 33, 129), (100, 100, 100, 1, 1, 2), (0, 0, 0, 0, 0, 300), (0,) * 6):
+        call["cu_q_lens"].copy_(torch.tensor(np.cumsum([0, *q_lens])))
+        expected = kvjax_torch.ragged_paged_attention(**call)
+        for result in (out, lse):
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_same((out, lse), expected)
+        assert not out[sum(q_lens) :].any()
+        assert (lse[sum(q_lens) :] == call["sinks"]).all()
