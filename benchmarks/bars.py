@@ -16,8 +16,9 @@ READ, DYNAMIC, PAGED = "read", "transformers DynamicCache", "transformers KvjaxC
 """Peers: a read-only kernel for attention; in serving, transformers' own cache, and attention over pages."""
 
 MAX_SEQS, SAME_SEQS = "as many as fit", "the same number"  # serving rows that have bars, as named in files
-NO_CASCADE, FLASHINFER = "kvjax without cascade", "FlashInfer FA2"
-"""Peers of attention in a step: kvjax without reading a shared prefix only once, and FlashInfer for every dtype."""
+NO_CASCADE, FLASHINFER, IN_TORCH = "kvjax without cascade", "FlashInfer FA2", "kvjax_torch"
+"""Peers of attention in a step: kvjax without reading a shared prefix only once, FlashInfer for every dtype, and kvjax
+on torch's stream."""
 
 
 type Other = Callable[[Measurement, Rows], Measurement | None]  # selects a baseline
@@ -95,6 +96,8 @@ OF_READING = speed("of reading", by(READ), "{:.1%}")
 TIMES_BFLOAT16 = speed("times as fast as bf16", fastest_bfloat16)
 X_WINDOW = multiple("x the window's length", _base_row)
 X_ONE_TOKEN = multiple("x 1 token", _base_row)
+X_JAX = multiple("x JAX", by(OWN))
+X_FA3 = multiple("x FlashInfer FA3 bf16", by("FlashInfer FA3", dtype=BFLOAT16))
 X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
 X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, at_least=True)
@@ -156,6 +159,9 @@ _SMALL: Where = {"num_kv_heads": (8,), "head_size": (128,), "num_tokens": range(
 """Small writes are latency-bound, so they are compared with CUDA instead of a copy."""
 
 _PROMPTS, _LLAMA = ("chunk", "chunks", "whole"), (shapes.LLAMA_8B.name,)
+_WITH_PROMPT_KERNEL = (
+    *_PROMPTS, "late-chunk", "chunk-soft-cap", "chunk-window-1024", "chunk-heads-of-64", "chunk-heads-of-256",
+)  # fmt: skip
 GATHER_SIZE = (64, 2_048)  # sequences, tokens per sequence
 BARS = (
     Bar("write", X_NHD, 1.15, {**_SCATTERED, "layout": ("HND",)}),
@@ -184,6 +190,10 @@ BARS = (
     Bar("ragged attention", X_FLASHINFER, 0.5, {"case": (*_PROMPTS, "speculative"), "dtype": (NVFP4,)}),
     Bar("ragged attention", TIMES_BFLOAT16, 0.91, {"case": _PROMPTS, "dtype": (NVFP4,)}),
     Bar("ragged attention", X_FLASHINFER, 0.35, {"case": ("mixed",), "dtype": (NVFP4,)}),
+    Bar("ragged attention", X_JAX, 1.05, {"case": _WITH_PROMPT_KERNEL}, IN_TORCH),
+    Bar("ragged attention", X_JAX, 1.1, {"case": ("mixed",)}, IN_TORCH),
+    Bar("ragged attention", X_FA3, 1.05, {"case": _PROMPTS, "dtype": (NVFP4,)}, IN_TORCH),
+    Bar("ragged attention", X_FA3, 1.1, {"case": _PROMPTS, "dtype": (BFLOAT16,)}, IN_TORCH),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
     *(
         dataclasses.replace(bar, applies=_serves(SAME_SEQS))

@@ -182,6 +182,7 @@ RAGGED_ROWS = (
     Step("chunk", 1, 8_192, q_len=2_048),
     Step("chunks", 8, 4_096, q_len=512),
     Step("whole", 1, 8_192, q_len=8_192),
+    Step("late-chunk", 1, 31_744, q_len=512),
     Step("mixed", 64, 4_096, q_len=1_024, num_prompts=1),
     Step("speculative", 64, 4_096, q_len=4),
     Step("shared-prefix", 64, 8_448, prefix_len=8_192),

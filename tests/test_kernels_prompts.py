@@ -247,8 +247,7 @@ def test_segments_occupy_a_gpu():
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
     def why(*sizes: int, capability: tuple[int, int] = (9, 0)) -> str | None:
-        spec = FullAttentionSpec(16, 1, sizes[0], head_size_v=sizes[1], dtype=KVCacheDType.BFLOAT16)
-        return prompts.why_not(spec, Target(compute_capability=capability))
+        return prompts.why_not((sizes[0], sizes[1]), Target(compute_capability=capability))
 
     assert why(80, 64) is None
     for capability in ((10, 0), (12, 0)):

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax import KVCache, KVCacheDType, ragged_paged_attention
 from kvjax.kernels.target import Target
-from kvjax.ops import prompt_kernel
+from kvjax.ops import ragged
 
 STATIC = ragged_suite.STATIC
 
@@ -110,7 +110,7 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 @pytest.mark.full
 def test_under_vmap_no_call_is_repeated(axes, window, capability, monkeypatch):
-    monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
+    monkeypatch.setattr(ragged, "current", lambda: Target(compute_capability=capability))
     jax.clear_caches()  # of what was traced for another target
 
     def batched(x: Any, axis: int | None) -> Any:

@@ -29,6 +29,7 @@ from kvjax import (
     paged_attention,
     ragged_paged_attention,
 )
+from kvjax.kernels.prompts import problem as prompt_problem
 from kvjax.kernels.target import Target
 from kvjax.ops import prompt_kernel, prompts
 from kvjax.ops import ragged as ragged_module
@@ -123,7 +124,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if by_stand_ins:
         monkeypatch.setattr(prompt_kernel.kernel, "attend", prompt_model.attend)
         capability = (9, 0) if request.param == "hopper" else (10, 0)
-        monkeypatch.setattr(prompt_kernel, "current", lambda: Target(compute_capability=capability))
+        monkeypatch.setattr(ragged_module, "current", lambda: Target(compute_capability=capability))
         monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
         monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
         choose = ragged_module.select.choose
@@ -149,6 +150,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         return jax.jit(functools.partial(ragged_paged_attention, **dict(static)))
 
     attend.by_kernels = request.param != "xla"
+    attend.has_invariant_prompts = not by_stand_ins  # XLA's bits for the model depend on shapes
     attend.has_prompt_kernel = request.param not in ("xla", "blackwell")
     return attend
 
@@ -182,7 +184,7 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
 
 
 def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
-    monkeypatch.setattr(prompt_kernel.kernel, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(prompt_problem, "MIN_SEGMENT", 32)
     segments: list[int] = []
     attend_in_place = prompt_kernel.kernel.attend
 
@@ -515,8 +517,8 @@ def rows_in_turn(problem: suite.Problem, order: Sequence[int], attend: Attend) -
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"window": 9, "cap": 4.0}, marks=pytest.mark.full)], ids=len)
 def test_batch_invariant(options, attend):
-    """A sequence that decodes has the same bits alone and in any order of a batch; in XLA every sequence has."""
-    q_lens = (1, 3, 2, 0, 1) if attend.by_kernels else (1, 33, 2, 0, 70)
+    """A sequence has the same bits alone and in any order of a batch."""
+    q_lens = (1, 33, 2, 0, 70) if attend.has_invariant_prompts else (1, 3, 2, 0, 1)
     problem = build(ragged(q_lens, (40, 70, 2, 5, 1100), dtype="nvfp4", **options))
     numbers = {"max_q_len": max(q_lens), "decode_q_len": 4, "batch_invariant": True}
     invariant = functools.partial(attend, **numbers)
@@ -536,8 +538,26 @@ def test_a_step_without_tokens_gives_no_rows(batch_invariant):
     assert ragged_paged_attention(**call).shape == (0, 4, 64)
 
 
-def test_prompts_of_the_kernels_are_not_batch_invariant():
-    problem = build(ragged((9,), (20,)))
+def test_batch_invariant_prompts_are_not_divided_into_segments(attend, monkeypatch):
+    """Of which there are more the fewer rows a batch has; and their tiles are those of any table."""
+    if not attend.has_prompt_kernel:
+        pytest.skip("another implementation")
+    monkeypatch.setattr(prompt_problem, "MIN_SEGMENT", 32)
+    attend_in_place, seen = prompt_kernel.kernel.attend, []
+
+    def recorded(operands: Any, *args: Any) -> None:
+        seen.append((args[-1].segments, operands.keys.shape[1] % prompt_kernel.kernel.TOKENS))
+        attend_in_place(operands, *args)
+
+    monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded)
+    problem = build(ragged((20, 9, 12), (190, 130, 12), dtype="nvfp4", sinks=True))
+    invariant = functools.partial(attend, batch_invariant=True, max_q_len=20)
+    suite.assert_right(problem, *run(problem, invariant), **slack(problem.case, attend))
+    assert set(seen) == {(1, 0)}
+
+
+def test_prompts_without_the_prompt_kernel_are_not_batch_invariant():
+    problem = build(ragged((9,), (20,), head_size=272))
     asked = {"implementation": "mosaic", "batch_invariant": True}
     with pytest.raises(UnsupportedError, match="depend on the batch; batch_invariant=True needs max_prompts=0"):
         run(problem, functools.partial(_run, **asked))

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_torch_ragged import use_stand_ins  # noqa: E402
 from torch_helpers import assert_same, capture  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax_torch import calls, cuda, host, ragged  # noqa: E402
+from kvjax_torch import calls, cuda, host  # noqa: E402
 
 HEADS, SIZE, SIZE_V = 4, 32, 16
 
@@ -75,10 +76,7 @@ def test_results_are_stored_there_and_returned(operation: str, dtype: torch.dtyp
 def test_results_of_a_ragged_call_for_a_gpu_are_stored_there(monkeypatch):
     call = call_of("ragged_paged_attention", dtype=torch.float32)
     expected = kvjax_torch.ragged_paged_attention(**call)
-    monkeypatch.setattr(host, "attend_ragged", ragged.attend)
-    monkeypatch.setattr(cuda, "attend", host.attend)
-    monkeypatch.setattr(cuda, "gather", host.gather)
-    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 0)
+    use_stand_ins(monkeypatch)
     out = poisoned(call)
     assert kvjax_torch.ragged_paged_attention(**call, out=out) is out
     torch.testing.assert_close(out, expected)
@@ -91,7 +89,7 @@ def test_kernels_store_there_without_a_copy(num_heads: int, monkeypatch):
     monkeypatch.setattr(host, "attend", cuda.attend)
     monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
     monkeypatch.setattr(cuda, "_compile_parts", lambda parts, tensors: None)
-    monkeypatch.setattr(cuda, "_run", ran.append)
+    monkeypatch.setattr(cuda, "run", ran.append)
     call = arguments()
     call["query"] = call["query"].repeat(1, num_heads // HEADS, 1)
     out = poisoned(call)

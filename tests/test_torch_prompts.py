@@ -11,21 +11,27 @@ import numpy as np
 import pytest
 from any_count import BFLOAT16, page_memory
 from gpu_compile import compile_for, why_not
-from helpers import simple_spec
+from helpers import assert_same_bytes, simple_spec
 from interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
 
 from attention_suite import Case  # noqa: E402
 from test_ragged_attention import ragged  # noqa: E402
-from test_torch_ragged import attend_on  # noqa: E402
+from test_torch_ragged import attend_on, on_cuda, place_model, schedule_model  # noqa: E402
+from torch_helpers import assert_same, capture  # noqa: E402
 
+import attention_suite as suite  # noqa: E402  # isort: skip
 import test_ragged_attention as ragged_suite  # noqa: E402  # isort: skip
+import kvjax_torch  # noqa: E402  # isort: skip
 from kvjax import KVCacheDType, kernels  # noqa: E402
 from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of  # noqa: E402
-from kvjax_torch import calls, cuda, host, launch, prompt_kernels  # noqa: E402
+from kvjax_torch import calls, cuda, host, launch, prompt_kernels, ragged_step  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
+from kvjax_torch.arguments import gather_plan  # noqa: E402
+from kvjax_torch.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
+from kvjax_torch.ragged_step import Packed, Step  # noqa: E402
 
 
 def run_interpreted(call: calls.Call) -> None:
@@ -83,7 +89,65 @@ CASES = [
 def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.MonkeyPatch):
     ran = interpret_kernels(monkeypatch)
     ragged_suite.check(case, attend_on("cpu", is_rounded=True))
-    assert {*ran} == {"any_schedule", "any_gather", "any_prompts"}
+    assert {*ran} == {"any_schedule", "any_placement", "any_gather", "any_prompts"}
+
+
+def make_step(dtype: torch.dtype, bounds: tuple[int, ...], *, window: int | None = None, sinks: bool = False) -> Step:
+    """A step of random rows over 3 blocks for each sequence, whose results are poisoned."""
+    num_seqs, generator = len(bounds) - 1, torch.Generator().manual_seed(0)
+    cache = torch.zeros((4, 8, 1, 16), dtype=torch.bfloat16)
+    query = torch.randn((bounds[-1] + 3, 4, 16), generator=generator).to(dtype)[:, :2]
+    table = torch.arange(3 * num_seqs, dtype=torch.int32).view(num_seqs, 3) % 6
+    lens = torch.arange(num_seqs) * 5 - 1
+    one = torch.ones(1)
+    num_rows, num_heads, size = query.shape
+    return Step(
+        query,
+        ragged_step.runs(query, 1),
+        ReadTensors(cache, cache.clone(), table, lens, one, one),
+        torch.tensor(bounds),
+        torch.arange(num_heads) * 0.5 if sinks else None,
+        torch.full((num_rows, num_heads, size), torch.nan, dtype=dtype),
+        torch.full((num_rows, num_heads), torch.nan),
+    )
+
+
+def plan_of(step: Step, decode_q_len: int, window: int | None, **limits: int) -> RaggedPlan:
+    gathered = gather_plan(step.tensors, Encoding("auto", "linear"), torch.float32)
+    heads, has_sinks = step.query.shape[1], step.sinks is not None
+    plan = AttentionPlan(gathered.cache, step.query.dtype, heads, decode_q_len, (1, 1), 1.0, window, None, has_sinks)
+    return RaggedPlan(plan, **{"max_q_len": 20, "max_prompts": 3} | limits)
+
+
+@pytest.mark.parametrize(
+    ("decode_q_len", "window", "sinks", "dtype", "limits"),
+    [
+        (1, None, True, torch.bfloat16, {}),
+        (3, 9, False, torch.float32, {"max_prompts": 1}),
+        (0, None, True, torch.float16, {"max_q_len": 4}),
+        (3, None, False, torch.bfloat16, {"max_prompts": 0}),
+    ],
+)
+def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, dtype, limits, monkeypatch):
+    """Rows that decode are packed and placed again; rows that nothing attends with have results, and no others."""
+    monkeypatch.setattr(cuda, "run", run_interpreted)
+    made = [make_step(dtype, (2, 3, 3, 8, 10, 25, 26, 29), sinks=sinks) for _ in range(2)]
+    plan = plan_of(made[0], decode_q_len, window, **limits)
+    step_kernels = ragged_step.kernels_of(plan.attention, made[0], window)
+    schedule, place = ragged_step.schedule, ragged_step.place
+    got = schedule(plan, made[0], step_kernels.schedule, 2)
+    expected = schedule_model(plan, made[1], step_kernels.schedule, 2)
+    assert got.header.tolist()[1:] == [0, 0]
+    assert (got.packed is None) == (decode_q_len == 0)
+    if got.packed is not None and expected.packed is not None:
+        for name, mine, wanted in zip(Packed._fields, got.packed, expected.packed, strict=True):
+            torch.testing.assert_close(mine, wanted.to(mine.dtype), rtol=0, atol=0, msg=name)
+        rows = got.packed.rows.flatten(0, 1)
+        results = rows + 1, rows.sum(-1).float()
+        place(made[0], step_kernels.place, got.packed.places, *results)
+        place_model(made[1], step_kernels.place, got.packed.places, *results)
+    for mine, wanted in ((made[0].out, made[1].out), (made[0].lse, made[1].lse)):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("columns", [16, 32, 48, 64, 96, 128, 256])
@@ -99,7 +163,13 @@ def test_rows_of_tiles_share_their_bytes(columns: int):
 def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.AnyCount:
     spec = simple_spec(KVCacheDType(dtype), num_kv_heads=8, head_size=head_size)
     if kernel == "schedule":
-        return kernels.prompt_schedule_kernel(spec.block_size, options.get("window"))
+        units = kernels.Units.of(32 * head_size, BFLOAT16)
+        known = {"window": None, "decode_q_len": 1, "rows_alone": False, "has_sinks": False} | options
+        return kernels.step_schedule_kernel(
+            kernels.StepKind(spec.block_size, query=units, results=units, num_heads=32, **known)
+        )
+    if kernel == "place":
+        return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16), 32)
     if kernel == "gather":
         return kernels.prompt_gather_kernel(spec, page_memory(spec))
     query = kernels.RowMemory(BFLOAT16, 32 * head_size + 64, 4)
@@ -116,12 +186,13 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
     ("made", "options"),
     [
         (("schedule", "nvfp4", 128), {}),
+        (("place", "nvfp4", 128), {}),
         (("gather", "nvfp4", 128), {}),
         (("prompts", "nvfp4", 128), {}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (("schedule", "nvfp4", 128), {"window": 100}),
+                (("schedule", "nvfp4", 128), {"window": 100, "decode_q_len": 4, "rows_alone": True, "has_sinks": True}),
                 (("gather", "bfloat16", 80), {}),
                 (("gather", "fp8_e4m3", 256), {}),
                 (("prompts", "bfloat16", 64), {}),
@@ -149,9 +220,83 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
 
 
 def test_other_gpus_and_dtypes_are_not_served():
-    spec = simple_spec(KVCacheDType.NVFP4, head_size=64)
-    assert kernels.why_no_prompts(spec, kernels.Target()) is None
+    assert kernels.why_no_prompts((64, 64), kernels.Target()) is None
     for capability in ((10, 0), (12, 0)):
         assert "compute capability 9" in str(
-            kernels.why_no_prompts(spec, kernels.Target(compute_capability=capability))
+            kernels.why_no_prompts((64, 64), kernels.Target(compute_capability=capability))
         )
+
+
+GPU_CASES = [
+    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), head_size=128, group=4, **options)
+    for options in (
+        {"dtype": "bfloat16"},
+        {"dtype": "nvfp4", "scales": "scalar"},
+        {"dtype": "nvfp4", "v_scale_layout": "swizzled", "cap": 20.0, "sinks": True},
+    )
+] + [
+    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), **options)
+    for options in (
+        {"dtype": "fp8_e4m3", "scales": "per_head"},
+        {"dtype": "fp8_e5m2", "head_size": 80, "head_size_v": 48, "group": 3},
+        {"dtype": "nvfp4", "head_size": 256, "window": 100},
+        {"dtype": "bfloat16", "head_size": 32, "head_size_v": 16, "window": 33, "block_size": 48},
+        {"dtype": "float16", "query_dtype": "float16", "num_kv_heads": 1, "group": 3},
+    )
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_q_len", [0, 1, 8])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_a_serving_step_on_a_gpu(case: Case, decode_q_len: int):
+    ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=decode_q_len))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [3, 40, 70])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_few_rows_behind_many_tokens_are_attended_to_in_segments(q_len: int, sinks: bool):
+    """With other rows, which segments do not touch; fewer than 64 in all are padded."""
+    for q_lens, lens in (((q_len,), (5000,)), ((q_len, 1, 0), (5000, 100, 0))):
+        case = ragged(q_lens, lens, dtype="nvfp4", head_size=128, group=4, sinks=sinks)
+        ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"dtype": "nvfp4"}, {"dtype": "bfloat16", "window": 50}], ids=str)
+def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(options: dict[str, Any]):
+    problem = ragged_suite.build(
+        ragged((90, 7, 200, 64), (4000, 30, 350, 64), head_size=128, group=4, sinks=True, **options)
+    )
+    attend = attend_on("cuda", is_rounded=True, batch_invariant=True, max_q_len=512)
+    whole = ragged_suite.run(problem, attend)
+    suite.assert_right(problem, *whole, **ragged_suite.slack(problem.case, attend))
+    for order in ([0], [1], [2], [3, 0], [2, 2, 1]):
+        for got, expected in zip(ragged_suite.rows_in_turn(problem, order, attend), whole, strict=True):
+            for seq, rows in zip(order, got, strict=True):
+                assert_same_bytes(rows, expected[seq])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_q_len", [0, 1])
+def test_a_graph_stores_all_rows_in_memory_of_the_caller(decode_q_len: int):
+    """Whatever it held, and however long sequences are when the graph is replayed."""
+    lens = (1000,) * 6
+    call = on_cuda(ragged((5, 0, 200, 1, 33, 129), lens, dtype="nvfp4", head_size=128, group=4, sinks=True))
+    call["query"].nan_to_num_()
+    out = torch.empty_like(call["query"])
+    call |= {"max_q_len": 300, "max_prompts": 6, "decode_q_len": decode_q_len}
+    kvjax_torch.ragged_paged_attention(**call, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        _, lse = kvjax_torch.ragged_paged_attention(**call, out=out)
+    for q_lens in ((5, 0, 200, 1, 33, 129), (100, 100, 100, 1, 1, 2), (0, 0, 0, 0, 0, 300), (0,) * 6):
+        call["cu_q_lens"].copy_(torch.tensor(np.cumsum([0, *q_lens])))
+        expected = kvjax_torch.ragged_paged_attention(**call)
+        for result in (out, lse):
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_same((out, lse), expected)
+        assert not out[sum(q_lens) :].any()
+        assert (lse[sum(q_lens) :] == call["sinks"]).all()

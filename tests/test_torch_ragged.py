@@ -35,10 +35,11 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError  # noqa: E402
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
-from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts  # noqa: E402
+from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts, ragged_step  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.attention_arguments import buckets, ragged_plan  # noqa: E402
-from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, Limits, ReadTensors, Softmax  # noqa: E402
+from kvjax_torch.attention_arguments import buckets  # noqa: E402
+from kvjax_torch.plan import GatherPlan, RaggedPlan, ReadTensors  # noqa: E402
+from kvjax_torch.ragged_step import Packed, Schedule, Step  # noqa: E402
 
 
 def given(
@@ -82,48 +83,39 @@ def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
     return run
 
 
-def flash_model(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bounds: torch.Tensor,
-    starts: torch.Tensor,
-    num_keys: torch.Tensor,
-    *,
-    max_q_len: int,
-    max_len: int,
-    sm_scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`prompts.flash`, with NaN for all that it leaves undefined."""
-    assert query.dtype == keys.dtype == values.dtype
-    assert query.dtype in (torch.float16, torch.bfloat16)
-    assert all(x.dtype is torch.int32 and x.is_contiguous() for x in (bounds, starts, num_keys))
-    for x in (query, keys, values):
-        assert x.stride(-1) == 1
-        assert not any(2 * stride % 16 for stride in x.stride()[:-1])
-    assert not query.data_ptr() % 16
-    assert query.shape[-1] % 8 == 0
-    assert max_q_len > 1
-    assert sm_scale > 0
-    group = query.shape[1] // keys.shape[1]
-    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan)
-    for seq, length in enumerate(num_keys.tolist()):
-        assert 0 <= length <= max_len
-        start, end = bounds[seq : seq + 2].tolist()
-        rows = slice(start, min(end, start + max_q_len))
-        key, value = (x[starts[seq] :][:length].repeat_interleave(group, dim=1).float() for x in (keys, values))
-        assert len(key) == length
-        position = length - (end - torch.arange(rows.start, rows.stop))
-        age = position[:, None] - torch.arange(length)
-        seen = (age >= 0) & (age < (window or length + 1))
-        logits = torch.einsum("qhd,thd->hqt", query[rows].float(), key) * sm_scale
-        logits = logits.masked_fill(~seen, -torch.inf)
-        sees = seen.any(dim=1)
-        lse[rows] = torch.where(sees, torch.logsumexp(logits, dim=-1), torch.inf).t()
-        weights = torch.exp(logits - lse[rows].t()[..., None]).nan_to_num(0.0).to(query.dtype).float()
-        out[rows] = torch.where(sees[:, None, None], torch.einsum("hqt,thd->qhd", weights, value), 0.0).to(query.dtype)
-    return out, lse
+def schedule_model(plan: RaggedPlan, step: Step, kernel: Any, num_lots: int) -> Schedule:
+    """`ragged_step.schedule` on the host; what it leaves to others is NaN."""
+    most, (num_rows, *row) = plan.attention.q_len, step.query.shape
+    bounds = step.cu_q_lens.clamp(0, num_rows).tolist()
+    step.out.fill_(torch.nan)
+    step.lse.fill_(torch.nan)
+    rows = step.query.new_zeros(len(bounds) - 1, most, *row)
+    places, lens = torch.full(rows.shape[:2], -1, dtype=torch.int32), torch.zeros(rows.shape[:2], dtype=torch.int32)
+    sees, found = torch.zeros(num_rows, dtype=torch.bool), 0
+    for seq, (start, end) in enumerate(itertools.pairwise(bounds)):
+        q_len = end - start
+        is_prompt = most < q_len <= plan.max_q_len and found < plan.max_prompts
+        found += is_prompt
+        sees[start:end] = q_len <= most or is_prompt
+        for row in range(start, end) if q_len <= most else ():
+            place = most - (end - row)
+            rows[seq, place], places[seq, place] = step.query[row], row
+            lens[seq, place] = (step.tensors.seq_lens[seq] - (end - 1 - row)).clamp(0, 2**31 - 1)
+    step.out[~sees] = 0
+    step.lse[~sees] = -torch.inf if step.sinks is None else step.sinks
+    lens = lens.flatten() if ragged_step.are_alone(plan.attention) else lens[:, -1] if most else None
+    none = torch.zeros(0, dtype=torch.int32)
+    return Schedule(none, none, Packed(rows, places.flatten(), lens) if most else None)
+
+
+def place_model(step: Step, kernel: Any, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
+    """`ragged_step.place` on the host."""
+    assert places.dtype is torch.int32
+    assert all(x.is_contiguous() for x in (places, rows, lses))
+    is_any = places >= 0
+    assert len({*places[is_any].tolist()}) == int(is_any.sum())
+    step.out[places[is_any].long()] = rows[is_any]
+    step.lse[places[is_any].long()] = lses[is_any]
 
 
 def product_model(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -138,11 +130,11 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "gather", host.gather)
-    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 0)
+    monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
+    monkeypatch.setattr(ragged_step, "schedule", schedule_model)
+    monkeypatch.setattr(ragged_step, "place", place_model)
     monkeypatch.setattr(prompt_kernels, "serves", lambda *_: False)
-    monkeypatch.setattr(prompts, "flash", flash_model)
     monkeypatch.setattr(dense, "product", product_model)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
 @pytest.fixture(params=["cpu", "stand-ins", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -174,7 +166,7 @@ def test_a_serving_step(attend, case):
     ragged_suite.check(case, attend)
 
 
-PIECES = [
+OTHERS = [
     ragged((12, 1, 0, 9), (18, 17, 0, 9), dtype="nvfp4", scales="scalar", cap=5.0, sinks=True),
     ragged((12, 2, 13), (18, 17, 40), dtype="bfloat16", cap=5.0, window=9),
     ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=128, head_size_v=64, window=64),
@@ -183,53 +175,21 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("case", PIECES, ids=str)
-@pytest.mark.parametrize("most", [3, 8, *(pytest.param(x, marks=pytest.mark.full) for x in (1, 4))])
-def test_prompts_without_flash_attention_are_served_over_pages(case, most, monkeypatch):
-    """In pieces, of which the first of a prompt may have fewer rows; a window that holds the table is none."""
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_prompts_without_a_kernel_are_served_in_16_bits(case, monkeypatch):
+    """Which hold what is stored, but for a cache of another dtype than the query's."""
     use_stand_ins(monkeypatch)
-    monkeypatch.setattr(cuda, "gather", None)
-    monkeypatch.setattr(prompts, "attend", None)
-    asked, strangers = [], []
+    dtypes = set()
 
-    def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
-        asked.append(plan.q_len)
-        return min(most, plan.q_len)
+    def product(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        dtypes.add(a.dtype)
+        return product_model(a, b, factor)
 
-    def attend_to_pages(plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: Any) -> Any:
-        row = torch.arange(plan.q_len) - plan.q_len + tensors.seq_lens[:, None]
-        strangers.append(query[row < 0])
-        return host.attend(plan, query, tensors, sinks)
-
-    monkeypatch.setattr(cuda, "tokens_over_pages", tokens_over_pages)
-    monkeypatch.setattr(cuda, "attend", attend_to_pages)
-    ragged_suite.check(case, attend_on("cpu"))
-    assert {*asked} == {1 if case.window == 9 else 8}
-    if (1 if case.window == 9 else most) > 1:
-        assert sum(len(rows) for rows in strangers)
-    # A kernel may scale the rows of a piece by their largest element, so they must not be rows of other sequences.
-    assert not any(rows.any() for rows in strangers)
-
-
-def test_copies_of_block_tables_are_bounded(monkeypatch):
-    use_stand_ins(monkeypatch)
-    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 3)
-    tables = []
-
-    def attend_to_pages(plan: AttentionPlan, query: torch.Tensor, tensors: ReadTensors, sinks: Any) -> Any:
-        tables.append(len(tensors.block_table))
-        return host.attend(plan, query, tensors, sinks)
-
-    monkeypatch.setattr(cuda, "attend", attend_to_pages)
-    case = PIECES[0]
-    num_pieces = sum(case.q_lens) + ragged_suite.PADDING
-    for limit, most in ((1 << 20, num_pieces), (8, len(case.q_lens))):
-        tables.clear()
-        monkeypatch.setattr(prompts, "DENSE_BYTES", limit)
-        attend = attend_on("cpu", is_rounded=True)
-        ragged_suite.check(case, attend)
-        assert (max(tables) > len(case.q_lens)) == (limit > 8)
-        assert max(tables) <= most
+    monkeypatch.setattr(dense, "product", product)
+    monkeypatch.setattr(cuda, "attend", None)  # nothing decodes
+    ragged_suite.check(case, attend_on("cpu", is_rounded=True, decode_q_len=0))
+    exact = torch.bfloat16 if case.dtype == "bfloat16" else torch.float16
+    assert dtypes == {torch.float32 if case.dtype == "float16" else exact}
 
 
 def test_a_large_sink_does_not_round_weights_to_zero(monkeypatch):
@@ -243,58 +203,6 @@ def test_a_large_sink_does_not_round_weights_to_zero(monkeypatch):
     np.testing.assert_allclose(log, np.logaddexp(lse, 20.0), rtol=1e-6)
     expected = np.float32(out) * np.exp(lse - log)[..., None]
     np.testing.assert_allclose(np.float32(with_sinks), expected, rtol=2**-6, atol=2**-7 * np.abs(expected).max())
-
-
-def test_prompts_of_large_heads_are_not_served_over_pages(monkeypatch):
-    use_stand_ins(monkeypatch)
-    monkeypatch.setattr(cuda, "tokens_over_pages", None)
-    case = ragged((12, 1), (18, 17), dtype="nvfp4", head_size=272, scales="scalar")
-    attend = attend_on("cpu", is_rounded=True)
-    ragged_suite.check(case, attend)
-
-
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        ({"group": 4}, 4),
-        ({"group": 1}, 8),
-        ({"group": 32}, 1),
-        ({"group": 4, "head_size": 256}, 2),
-        ({"head_size": 72}, 0),
-        ({"dtype": "float32", "query_dtype": "float32"}, 0),
-        ({"dtype": "int8_per_token_head"}, 0),
-    ],
-    ids=str,
-)
-def test_how_many_tokens_kernels_take_over_pages(options, most, monkeypatch):
-    compiled: set[int] = set()
-    monkeypatch.setattr(cuda, "_compile_parts", lambda parts, _: compiled.update(part.plan.q_len for part in parts))
-    problem = ragged_suite.build(ragged((12,), (18,), cap=5.0, **options))
-    rows, bounds = np.concatenate(problem.args[0]), np.int32([0, 12])
-    call = given("cpu", rows, *problem.args[1:], bounds, **problem.options)
-    names = "key_cache", "value_cache", "block_table", "seq_lens", "k_scale", "v_scale"
-    tensors = ReadTensors(*(call[name] for name in names))
-    softmax = Softmax(**{name: call[name] for name in Softmax._fields if name in call})
-    encoding = Encoding(call["kv_cache_dtype"], call["v_scale_layout"])
-    attention = ragged_plan(call["query"], tensors, call["cu_q_lens"], encoding, softmax, Limits()).attention
-    plan = dataclasses.replace(attention, q_len=8)
-    assert cuda.tokens_over_pages(plan, 3, tensors) == most
-    assert compiled == ({most} if most else set())
-    assert cuda.tokens_over_pages(plan, 2**31, tensors) == 0
-
-
-@pytest.mark.parametrize("limits", [{"max_q_len": 11}, {"max_prompts": 1}], ids=str)
-def test_pieces_are_of_prompts_within_the_limits(limits, monkeypatch):
-    problem = ragged_suite.build(ragged((4, 1, 12), (20, 9, 40), dtype="nvfp4", sinks=True, cap=5.0))
-    attend = functools.partial(attend_on("cpu"), decode_q_len=1, **limits)
-    whole = ragged_suite.run(problem, attend)
-    use_stand_ins(monkeypatch)
-    monkeypatch.setattr(cuda, "tokens_over_pages", lambda *_: 3)
-    outs, lses = ragged_suite.run(problem, attend)
-    for seq in (0, 1):
-        np.testing.assert_allclose(np.float32(outs[seq]), np.float32(whole[0][seq]), rtol=1e-2, atol=1e-3)
-    assert not outs[2].astype(np.float32).any()
-    np.testing.assert_array_equal(lses[2], np.broadcast_to(problem.options["sinks"], lses[2].shape))
 
 
 def numbers(q_lens: tuple[int, ...], decode_q_len: int) -> dict[str, int]:
@@ -337,7 +245,7 @@ def test_a_sequence_beyond_the_numbers_sees_nothing(limits, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_memory_is_bounded(case, monkeypatch):
-    """A prompt at a time, and without flash attention a row at a time, comes to the same."""
+    """A prompt at a time, and a row at a time, comes to the same."""
     use_stand_ins(monkeypatch)
     gathered = []
 
@@ -346,7 +254,7 @@ def test_memory_is_bounded(case, monkeypatch):
         return host.gather(plan, tensors)
 
     monkeypatch.setattr(cuda, "gather", gather)
-    monkeypatch.setattr(prompts, "DENSE_BYTES", 1)
+    monkeypatch.setattr(ragged_step, "DENSE_BYTES", 1)
     monkeypatch.setattr(prompts, "LOGITS_BYTES", 1)
     problem, attend = ragged_suite.build(case), attend_on("cpu", is_rounded=True)
     most = numbers(case.q_lens, 1)
@@ -362,7 +270,6 @@ def test_memory_is_bounded(case, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 @pytest.mark.parametrize("strides", ["offset", "heads last", "every second"])
 def test_a_query_may_be_strided_in_any_way(strides, dtype, device, monkeypatch):
-    """Flash attention reads 16 bytes at a time."""
     if device == "cpu":
         use_stand_ins(monkeypatch)
     problem = ragged_suite.build(ragged((12, 1), (18, 17), dtype=dtype))
@@ -627,7 +534,7 @@ def test_pages_may_lie_anywhere(form, layout, dtype):
 
 @pytest.mark.gpu
 @matrix({"window": [None, 200], "head_size": [64, 80, 96, 112, 128, 192, 256], "group": [1, 5, 16]}, pairs=True)
-def test_heads_that_flash_attention_takes(window, head_size, group):
+def test_heads_of_any_size(window, head_size, group):
     case = dataclasses.replace(STEP, dtype="nvfp4", window=window, head_size=head_size, group=group)
     ragged_suite.check(case, attend_on("cuda", is_rounded=True))
 

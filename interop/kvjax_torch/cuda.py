@@ -11,7 +11,6 @@ back, and the first use of a float scale on a device copies it there (`ops`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -328,22 +327,6 @@ def _compile_parts(parts: Sequence[calls.AttentionPart], tensors: ReadTensors) -
         if len(_attends) >= _REMEMBERED:
             _attends.clear()
         _attends.add(kind)
-
-
-def tokens_over_pages(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> int:
-    """How many of `plan.q_len` query tokens of `num_seqs` sequences one pass of the kernels over their pages serves.
-
-    Returns 0 where `attend` would not use kernels. Compiles kernels for as many tokens, as `attend` does.
-    """
-    device = tensors.key_cache.device
-    if not calls.has_attention(plan, num_seqs, tensors.block_table):
-        return 0
-    if not (parts := calls.attention_parts(plan, device)):
-        return 0
-    q_len = parts[0].tokens.stop
-    parts = calls.attention_parts(dataclasses.replace(plan, q_len=q_len), device)
-    _compile_parts(parts, tensors)
-    return q_len
 
 
 def _attend_to_pages(

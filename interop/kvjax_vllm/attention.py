@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import kvjax_torch
 from kvjax import UnsupportedError
-from kvjax_torch.prompts import DENSE_BYTES
+from kvjax_torch import prompt_kernels, prompts, ragged_step
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences
@@ -179,16 +179,20 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         return self._scales or (layer._k_scale, layer._v_scale)
 
     def _take_memory_of_prompts(self, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Allocates and frees what a step of prompts takes at most: their dense keys and values, and copies of rows."""
+        """Allocates and frees what a step of prompts takes at most: their dense keys and values, and more."""
         config = self._vllm_config
         if config is None:
             return
         longest = config.model_config.max_model_len
         if (window := self._options["sliding_window"]) is not None:
             longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
+        sizes = self.head_size, output.shape[-1]
         is_exact = self.kv_cache_dtype not in OTHER_DTYPES or OTHER_DTYPES[self.kv_cache_dtype] is query.dtype
-        itemsize = 2 if is_exact and not self.kv_quant_mode.is_per_token_head else 4
-        each = longest * self.num_kv_heads * (self.head_size + output.shape[-1]) * itemsize
-        dense = max(each, min(DENSE_BYTES, each * config.scheduler_config.max_num_seqs))
-        rows = 4 * max(query.nbytes, output.nbytes)
-        torch.empty(dense + rows, dtype=torch.uint8, device=query.device)
+        is_exact = is_exact and not self.kv_quant_mode.is_per_token_head
+        each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, 2 if is_exact else 4)
+        dense = each * ragged_step.prompts_at_once(each, config.scheduler_config.max_num_seqs)
+        if is_exact and prompt_kernels.is_for(query.device, sizes):
+            more = prompt_kernels.SEGMENT_BYTES + output.nbytes
+        else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
+            more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
+        torch.empty(dense + more, dtype=torch.uint8, device=query.device)

@@ -21,7 +21,11 @@ from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
 from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
 from kvjax.kernels.prompts.any_prompts import segments as prompt_segments
 from kvjax.kernels.prompts.memory import FIELDS as PROMPT_FIELDS
-from kvjax.kernels.prompts.schedule import any_schedule as prompt_schedule_kernel
+from kvjax.kernels.prompts.schedule import StepKind as StepKind
+from kvjax.kernels.prompts.schedule import any_schedule as step_schedule_kernel
+from kvjax.kernels.prompts.schedule import num_programs as step_schedule_programs
+from kvjax.kernels.prompts.transfer import Units as Units
+from kvjax.kernels.prompts.transfer import any_placement as placement_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
@@ -45,15 +49,19 @@ __all__ = [
     "RotatedMemory",
     "Rotation",
     "RowMemory",
+    "StepKind",
     "Target",
+    "Units",
     "attention_kernels",
     "attention_passes",
     "gather_kernel",
     "packed",
+    "placement_kernel",
     "prompt_gather_kernel",
     "prompt_kernel",
-    "prompt_schedule_kernel",
     "prompt_segments",
+    "step_schedule_kernel",
+    "step_schedule_programs",
     "why_no_attention",
     "why_no_prompts",
     "write_kernel",

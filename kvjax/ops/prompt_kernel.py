@@ -17,7 +17,7 @@ from jax import lax
 from kvjax.cache import KVCache
 from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import prompts as kernel
-from kvjax.kernels.target import current
+from kvjax.kernels.target import Target
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.prompts import (
@@ -35,13 +35,13 @@ SEGMENT_BYTES = 64 << 20
 """Limit on the results of all segments."""
 
 
-def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float) -> bool:
-    """Returns whether the kernel attends with queries of a dtype over pages of a spec on the current target.
+def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float, target: Target) -> bool:
+    """Returns whether the kernel attends with queries of a dtype over pages of a spec on a target.
 
     It takes the maximum of a row before it multiplies by `sm_scale`, which has to be positive.
     """
     is_dense = spec.quant_mode is not KVQuantMode.NONE or spec.storage_dtype == dtype
-    return is_dense and sm_scale > 0 and kernel.why_not(spec, current()) is None
+    return is_dense and sm_scale > 0 and kernel.why_not((spec.head_size, spec.head_size_v), target) is None
 
 
 def attend(
@@ -57,12 +57,14 @@ def attend(
     sm_scale: float,
     window: int | None,
     logits_soft_cap: float | None,
+    batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the rows of some sequences, as many at once as `DENSE_BYTES` hold.
 
-    Args are those of `prompts.attend`. `results` are those of other rows, and for these rows those of rows that attend
-    to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp,
-    float32 `[num_tokens, num_heads]`.
+    Args are those of `prompts.attend`. With `batch_invariant`, rows are not divided into segments, whose number depends
+    on the batch, and tiles of tokens begin where they would in any table. `results` are those of other rows, and for
+    these rows those of rows that attend to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the
+    query's dtype, and the log-sum-exp, float32 `[num_tokens, num_heads]`.
 
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
@@ -83,15 +85,18 @@ def attend(
     at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
     # Each segment has results for all rows.
     segment_bytes = query.shape[0] * query.shape[1] * (spec.head_size_v * query.dtype.itemsize + 4)
-    max_segments = SEGMENT_BYTES // max(1, segment_bytes)
+    max_segments = 1 if batch_invariant else SEGMENT_BYTES // max(1, segment_bytes)
+    alignment = kernel.TOKENS if batch_invariant else kernel.ALIGNMENT
     config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached, max_segments)
 
     def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
         dense = Dense.of(cache, query, batch, k_scale)
         if config.segments == 1:
-            return _in_place(_operands(dense, rows, v_scale, sinks, problem, sm_scale), results, problem, config)
+            return _in_place(
+                _operands(dense, rows, v_scale, sinks, problem, sm_scale, alignment), results, problem, config
+            )
         # Rows that attend to nothing are one more part, with the sinks.
-        operands = _operands(dense, rows, v_scale, None, problem, sm_scale)
+        operands = _operands(dense, rows, v_scale, None, problem, sm_scale, alignment)
         out, lse = results
         parts = (
             lax.empty((config.segments, *out.shape[1:]), out.dtype),
@@ -117,6 +122,7 @@ def _operands(
     sinks: jax.Array | None,
     problem: kernel.Problem,
     sm_scale: float,
+    alignment: int,
 ) -> kernel.Operands:
     cache, sequences = dense.cache, dense.sequences
     spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
@@ -128,8 +134,8 @@ def _operands(
         table, start = reached_blocks(sequences, problem.max_q_len, problem.window, size)
         skipped = start // size * size
         lens = lens - skipped
-    # A tile of tokens, and a multiple of `ALIGNMENT`.
-    step = kernel.ALIGNMENT // math.gcd(kernel.ALIGNMENT, size)
+    # A tile of tokens, and a multiple of the alignment.
+    step = alignment // math.gcd(alignment, size)
     columns = max(table.shape[1], -(-kernel.TOKENS // size))
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
     keys, values = dense.gather(table, lens)

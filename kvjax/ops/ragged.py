@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.kernels.memory import why_not_pages
-from kvjax.kernels.target import Target
+from kvjax.kernels.target import Target, current
 from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -146,7 +146,7 @@ def ragged_paged_attention(
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch, for the same
-        `max_q_len` and `decode_q_len`. The kernels guarantee it only for decodes.
+        `max_q_len` and `decode_q_len`. Where no prompt kernel serves prompts, XLA then serves the call.
       max_q_len: most query tokens of a sequence, a Python int; default `num_tokens`. 1 is decode.
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
         `num_tokens` can hold.
@@ -190,13 +190,14 @@ def ragged_paged_attention(
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
     decode = buckets["decode_q_len"]
-    prompts_vary = batch_invariant and buckets["max_prompts"] > 0
+    sm_scale = as_sm_scale(sm_scale, spec)
+    scale_of_prompts = sm_scale if batch_invariant and buckets["max_prompts"] else None
     sizes = None
     if batch_invariant:
         # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         sizes = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, prompts_vary, sizes)
+    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, scale_of_prompts, sizes)
     serve = select.choose("ragged_paged_attention", implementation, candidates, cache)
     attended, lse = serve(
         cache,
@@ -208,7 +209,7 @@ def ragged_paged_attention(
         sinks,
         window_array,
         **buckets,
-        sm_scale=as_sm_scale(sm_scale, spec),
+        sm_scale=sm_scale,
         window=window,
         logits_soft_cap=as_soft_cap(logits_soft_cap),
         batch_invariant=batch_invariant,
@@ -408,10 +409,11 @@ def _ragged_mosaic(
         q_lens.at[chosen].get(mode="fill", fill_value=0),
     )
     numbers = {name: static[name] for name in ("sm_scale", "window", "logits_soft_cap")}
-    if prompt_kernel.serves(cache.spec, query.dtype, numbers["sm_scale"]):
+    if prompt_kernel.serves(cache.spec, query.dtype, numbers["sm_scale"], current()):
         out, lse = prompt_kernel.attend(
-            cache, query, sequences, k_scale, v_scale, sinks, short, max_q_len=max_q_len, **numbers
-        )
+            cache, query, sequences, k_scale, v_scale, sinks, short,
+            max_q_len=max_q_len, batch_invariant=static["batch_invariant"], **numbers,
+        )  # fmt: skip
         return out[None], lse[None]
     found = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
     rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - from_end
@@ -461,29 +463,35 @@ def _attended(*args: Any, **static: Any) -> Any:
 def _why_not_mosaic(
     query_dtype: np.dtype[Any],
     is_window_static: bool,
-    prompts_vary: bool,
+    scale_of_prompts: float | None,
     sizes: kernel.BatchSizes | None,
     spec: AttentionSpec,
     target: Target | None,
 ) -> str | None:
-    if prompts_vary:
+    """Returns why the kernels cannot serve a call; `scale_of_prompts` is None if their bits may vary."""
+    if scale_of_prompts is not None and not prompt_kernel.serves(
+        spec, query_dtype, scale_of_prompts, target or Target()
+    ):
         return (
-            "results of sequences with more than decode_q_len query tokens depend on the batch; batch_invariant=True"
-            " needs max_prompts=0"
+            "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"
+            " batch; batch_invariant=True needs max_prompts=0"
         )
     return why_not_mosaic(query_dtype, is_window_static, sizes, spec, target) or why_not_pages(spec)
 
 
 @functools.lru_cache(maxsize=1024)
 def _candidates(
-    query_dtype: np.dtype[Any], is_window_static: bool, prompts_vary: bool, sizes: kernel.BatchSizes | None
+    query_dtype: np.dtype[Any],
+    is_window_static: bool,
+    scale_of_prompts: float | None,
+    sizes: kernel.BatchSizes | None,
 ) -> select.Candidates:
     sequences = ("sequences blocks_in_order", "sequences", "sequences", "sequences")
     return select.Candidates(
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,
-        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, prompts_vary, sizes),
+        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, scale_of_prompts, sizes),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),

@@ -463,14 +463,14 @@ def prefetch_global(ref: Any, index: jax.Array, condition: jax.Array) -> None:
 def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
     """Stores `value`, converted to the type of a one-dimensional reference, at element `index` where `condition` holds.
 
-    `value` is float32 for references to floats, int32 for int32.
+    `value` is float32 for references to floats, int32 for int32 and for uint16, of which the lower half is stored.
     """
     dtype = np.dtype(ref.dtype)
     if compat.interpreting():
         data = ref[...]
         ref[...] = data.at[jnp.where(condition, index, data.shape[0])].set(value.astype(dtype), mode="drop")
         return
-    if dtype.itemsize == 2:
+    if dtype.itemsize == 2 and dtype != np.uint16:
         value = half2(value, value, dtype)
     value = bits(value, jnp.uint32)
 

@@ -57,11 +57,11 @@ class Problem(NamedTuple):
     logits_soft_cap: float | None
 
 
-def why_not(spec: AttentionSpec, target: Target) -> str | None:
-    """Why the kernel cannot attend with caches of a spec on a GPU; None if it can."""
+def why_not(head_sizes: tuple[int, int], target: Target) -> str | None:
+    """Why the kernel cannot attend with heads of such keys and values on a GPU; None if it can."""
     if target.compute_capability[0] != 9:
         return f"`wgmma` is of compute capability 9; got {target.compute_capability}"
-    if odd := [size for size in (spec.head_size, spec.head_size_v) if size % 16 or size > MAX_HEAD_SIZE]:
+    if odd := [size for size in head_sizes if size % 16 or size > MAX_HEAD_SIZE]:
         return f"its head sizes are multiples of 16 up to {MAX_HEAD_SIZE}; got {odd[0]}"
     return None
 

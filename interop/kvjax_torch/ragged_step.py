@@ -1,0 +1,209 @@
+"""A `ragged_paged_attention` call on a GPU: its arrays, how it is divided, and where its results go.
+
+One kernel packs the rows of sequences that decode, finds the prompts, and stores the results of rows that are neither.
+Another places packed results among those of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from kvjax import kernels
+from kvjax_torch import calls, cuda
+from kvjax_torch.dtypes import numpy_dtype
+from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
+
+DENSE_BYTES = 1 << 30
+"""Limit on the dense keys and values of the sequences attended to at once; those of a single sequence may exceed it."""
+
+
+def prompts_at_once(bytes_of_each: int, max_prompts: int) -> int:
+    """The prompts whose dense keys and values are in memory at once."""
+    return max(1, min(max_prompts, DENSE_BYTES // bytes_of_each))
+
+
+def blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
+    """The number of blocks that hold all tokens a sequence's rows see, at any offset within the first block."""
+    if plan.window is None:
+        return max_blocks
+    size = plan.cache.spec.block_size
+    return min(-(-(plan.window - 1 + max_q_len + size - 1) // size), max_blocks)
+
+
+class Packed(NamedTuple):
+    """The rows of sequences that decode.
+
+    Attributes:
+      rows: `[num_seqs, decode_q_len, num_heads, head_size]`, the last ones of each sequence; zeros for those that a
+        sequence does not have, or that do not decode: rows of others would affect the rounding of its own.
+      places: int32 `[num_seqs * decode_q_len]`, the row of the query that each is, or -1.
+      lens: int32 `[num_seqs]`, the tokens of each, 0 for a sequence that does not decode; with a window and several
+        rows, `[num_seqs * decode_q_len]`, of each row.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    lens: torch.Tensor
+
+
+class Schedule(NamedTuple):
+    """How a step is divided.
+
+    Attributes:
+      prompts: int32, `kernels.PROMPT_FIELDS` of each prompt.
+      header: int32, the number of prompts, and zeros that the prompt kernel counts with.
+      packed: the rows that decode; None if none do.
+    """
+
+    prompts: torch.Tensor
+    header: torch.Tensor
+    packed: Packed | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call's arrays and results.
+
+    Attributes:
+      query: `[num_tokens, num_heads, head_size]`.
+      rows: the same as kernels read it, `[num_tokens, num_heads * head_size]`, or more rows.
+      tensors: the cache, its scales, the block table and the lengths.
+      cu_q_lens: the bounds of their rows, int32 or int64 `[num_seqs + 1]`, any numbers.
+      sinks: float32 `[num_heads]`, or None.
+      out: `[num_tokens, num_heads, head_size_v]` of the query's dtype, contiguous; results are stored here.
+      lse: float32 `[num_tokens, num_heads]`, likewise.
+    """
+
+    query: torch.Tensor
+    rows: torch.Tensor
+    tensors: ReadTensors
+    cu_q_lens: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def table(self) -> tuple[torch.Tensor, int]:
+        """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
+        num_seqs, width = self.tensors.block_table.shape
+        table = calls.int32(self.tensors.block_table, -1, self.num_blocks)
+        stride = table.stride(0) if num_seqs > 1 else width
+        if num_seqs * stride > calls.INT32_MAX:
+            table, stride = table.contiguous(), width
+        return table, stride
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return min(self.tensors.num_blocks, calls.INT32_MAX)
+
+
+def are_alone(plan: AttentionPlan) -> bool:
+    """Whether each row that decodes becomes a sequence of its own.
+
+    The window of a row that a sequence does not have would reach before those of its rows, where memory may hold NaN.
+    """
+    return plan.window is not None and plan.q_len > 1
+
+
+def runs(query: torch.Tensor, least: int) -> torch.Tensor:
+    """The query as kernels read it, a copy if its heads are not contiguous or rows not aligned.
+
+    Zeros follow where there are fewer than `least` rows.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    if num_tokens < least:
+        padded = query.new_zeros((least, num_heads * head_size))
+        padded[:num_tokens].unflatten(1, (num_heads, head_size)).copy_(query)
+        return padded
+    token_stride, head_stride, stride = query.stride()
+    is_run = (stride == 1 or head_size == 1) and (head_stride == head_size or num_heads == 1)
+    places = query.data_ptr() | token_stride * query.element_size()
+    is_near = num_heads * head_size <= token_stride <= calls.INT32_MAX // num_tokens
+    if not (is_run and is_near) or places % _units(query).size:
+        query = query.clone(memory_format=torch.contiguous_format)
+        token_stride = num_heads * head_size
+    return query.as_strided((num_tokens, num_heads * head_size), (token_stride, 1))
+
+
+def _units(query: torch.Tensor) -> kernels.Units:
+    return kernels.Units.of(query.shape[1] * query.shape[2], numpy_dtype(query.dtype))
+
+
+class StepKernels(NamedTuple):
+    """The kernels of `schedule` and `place`."""
+
+    schedule: kernels.AnyCount
+    place: kernels.AnyCount
+
+
+def kernels_of(plan: AttentionPlan, step: Step, window: int | None) -> StepKernels:
+    """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all."""
+    is_aligned = step.out.data_ptr() % 4 == 0
+    results = kernels.Units.of(plan.num_heads * plan.cache.spec.head_size_v, numpy_dtype(plan.dtype), is_aligned)
+    kind = kernels.StepKind(
+        plan.cache.spec.block_size,
+        window,
+        plan.q_len,
+        are_alone(plan),
+        _units(step.query),
+        results,
+        plan.num_heads,
+        plan.has_sinks,
+    )
+    return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
+
+
+def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: int) -> Schedule:
+    """Divides a step, and stores the results of rows that see nothing: of no sequence, or of one that is not served.
+
+    Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` of at most
+    `plan.max_q_len` rows are prompts.
+
+    Args:
+      plan: of the call.
+      step: the call.
+      kernel: that of `kernels_of`.
+      num_lots: zeros of the header.
+    """
+    attention, query, most = plan.attention, step.query, plan.attention.q_len
+    num_rows, num_heads, head_size = query.shape
+    num_seqs, width = step.tensors.block_table.shape
+    table, table_stride = step.table()
+    lens, bounds = (calls.int32(x, 0, calls.INT32_MAX) for x in (step.tensors.seq_lens, step.cu_q_lens))
+
+    def empty(*shape: int) -> torch.Tensor:
+        return query.new_empty(shape, dtype=torch.int32)
+
+    prompts, header = empty(max(plan.max_prompts, 1) * len(kernels.PROMPT_FIELDS)), empty(1 + num_lots)
+    packed: Packed | None = None
+    rows: tuple[torch.Tensor, ...] = ()
+    stride = 0
+    if most:
+        rows = (step.rows,)
+        stride = step.rows.stride(0) * query.element_size() // _units(query).size
+        packed_rows = query.new_empty((num_seqs, most, num_heads, head_size))
+        num_lens = num_seqs * most if are_alone(attention) else num_seqs
+        packed = Packed(packed_rows, empty(num_seqs * most), empty(num_lens))
+    sinks = () if step.sinks is None else (step.sinks.contiguous(),)
+    max_blocks = calls.most_blocks(attention.cache.spec, width)
+    limits = plan.max_q_len, plan.max_prompts, num_lots
+    counts = num_seqs, num_rows, max_blocks, table_stride, step.num_blocks, *limits, stride
+    arrays = table, lens, bounds, *rows, *sinks, prompts, header, step.out, step.lse, *(packed or ())
+    cuda.run(calls.Call(kernel, counts, arrays, kernels.step_schedule_programs(num_seqs, num_rows)))
+    return Schedule(prompts, header, packed)
+
+
+def place(step: Step, kernel: kernels.AnyCount, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
+    """Stores results where they belong.
+
+    Args:
+      step: the call.
+      kernel: that of `kernels_of`.
+      places: int32 `[n]`, the row of each result, or -1 for one that belongs to none.
+      rows: `[n, num_heads, head_size_v]` of the query's dtype, contiguous.
+      lses: float32 `[n, num_heads]`, contiguous.
+    """
+    cuda.run(calls.Call(kernel, (), (places, rows, lses, step.out, step.lse), places.shape[0]))
