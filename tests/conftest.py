@@ -44,6 +44,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Set before torch is imported. Several processes with as many threads of torch's as there are cores wait for each
     # other: on two cores, three take ten times as long as with one thread each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The tests' processes compile side by side already; each that a call would begin imports jax anew.
+    os.environ.setdefault("KVJAX_COMPILE_PROCESSES", "0")
 
 # The first call of a jitted function compiles; a deadline would measure that.
 hypothesis.settings.register_profile("kvjax", deadline=None)
