@@ -310,7 +310,7 @@ class Interpreter:
         monkeypatch.setattr(host, "attend", cuda.attend)
         monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
         monkeypatch.setattr(cuda, "_launcher", self.launcher)
-        monkeypatch.setattr(cuda, "_run", self.run)
+        monkeypatch.setattr(cuda, "run", self.run)
         monkeypatch.setattr(cuda, "_attends", set())
         monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
 
@@ -391,7 +391,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[calls.Call]:
     monkeypatch.setattr(host, "attend", cuda.attend)
     monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
     monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: object())
-    monkeypatch.setattr(cuda, "_run", ran.append)
+    monkeypatch.setattr(cuda, "run", ran.append)
     monkeypatch.setattr(cuda, "_attends", set())
     monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
     return ran
