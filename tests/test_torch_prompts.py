@@ -209,7 +209,8 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     function = functools.partial(call_kernel, made, options)
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
-    assert kernel.spill_bytes == 0
+    # A soft cap takes four registers more than there are; JAX's kernel, which has no tiles to address, takes fewer.
+    assert kernel.spill_bytes <= (32 if "logits_soft_cap" in options else 0)
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
     if made[0] == "prompts":
         assert "wgmma" in kernel.ptx

@@ -82,20 +82,13 @@ def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int]
 
 
 def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
-    """The kernels of `attend`, to be compiled together with others."""
-    gather, attend_whole, attend_divided = _kernels_of(plan, step)
-    return gather, attend_whole, *attend_divided
-
-
-def _kernels_of(
-    plan: RaggedPlan, step: Step
-) -> tuple[kernels.AnyCount, kernels.AnyCount, tuple[kernels.AnyCount, ...]]:
+    """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
     places = calls.page_places(plan.attention.cache, step.tensors.key_cache, step.tensors.value_cache)
     with cuda.one_at_a_time:
         return _kernels(plan.attention, places, step.rows.stride(0), step.query.device)
 
 
-def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots) -> None:
+def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tuple[kernels.AnyCount, ...]) -> None:
     """Serves the prompts of a step, and stores their results in place.
 
     In several segments, their rows must before hold the results of rows that see nothing.
@@ -105,6 +98,7 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots) -> None
       step: the call.
       schedule: its division.
       lots: that of its prompts.
+      own: the kernels of `kernels_of`.
     """
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse
     spec, num_rows = attention.cache.spec, step.query.shape[0]
@@ -126,8 +120,8 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots) -> None
     if spec.quant_mode is not KVQuantMode.NONE:
         scales = tensors.k_scale.contiguous(), tensors.v_scale.contiguous()
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
-    gather, attend_whole, attend_divided = _kernels_of(plan, step)
-    [kernel] = (attend_whole,) if segments == 1 else attend_divided
+    gather, *attends = own
+    kernel = attends[segments > 1]
     (table, table_stride), found = step.table(), (schedule.prompts, schedule.header)
     max_blocks = calls.most_blocks(spec, tensors.block_table.shape[1])
     for lot in range(num_lots):
@@ -167,8 +161,7 @@ def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _kernels(
     plan: AttentionPlan, places: calls.PagePlaces, token_stride: int, device: torch.device
-) -> tuple[kernels.AnyCount, kernels.AnyCount, tuple[kernels.AnyCount, ...]]:
-    """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
+) -> tuple[kernels.AnyCount, ...]:
     spec, target = plan.cache.spec, calls.target_of(device)
     kind = kernels.PromptKind(
         spec,
@@ -185,5 +178,5 @@ def _kernels(
     return (
         kernels.prompt_gather_kernel(spec, calls.page_memory(plan.cache, places.alignments)),
         kernels.prompt_kernel(kind, target),
-        () if plan.batch_invariant else (kernels.prompt_kernel(divided, target),),
+        *(() if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)),
     )

@@ -58,7 +58,7 @@ def attend(
         decoded = _decode(attention, step, schedule.packed)
         ragged_step.place(step, step_kernels.place, schedule.packed.places, *decoded)
     if lots is not None:
-        prompt_kernels.attend(of_prompts, step, schedule, lots)
+        prompt_kernels.attend(of_prompts, step, schedule, lots, own)
     elif plan.max_prompts:
         prompts.attend(of_prompts, step, step_kernels.place)
     return out, lse

@@ -153,7 +153,8 @@ def kernels_of(plan: AttentionPlan, step: Step, window: int | None) -> StepKerne
         plan.num_heads,
         plan.has_sinks,
     )
-    return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
+    with cuda.one_at_a_time:
+        return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
 
 
 def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: int) -> Schedule:
