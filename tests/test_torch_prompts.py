@@ -169,7 +169,7 @@ def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.Any
             kernels.StepKind(spec.block_size, query=units, results=units, num_heads=32, **known)
         )
     if kernel == "place":
-        return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16), 32)
+        return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16, **options), 32)
     if kernel == "gather":
         return kernels.prompt_gather_kernel(spec, page_memory(spec))
     query = kernels.RowMemory(BFLOAT16, 32 * head_size + 64, 4)
@@ -192,6 +192,7 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                (("place", "nvfp4", 128), {"is_aligned": False}),
                 (("schedule", "nvfp4", 128), {"window": 100, "decode_q_len": 4, "rows_alone": True, "has_sinks": True}),
                 (("gather", "bfloat16", 80), {}),
                 (("gather", "fp8_e4m3", 256), {}),
