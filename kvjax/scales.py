@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.checkpoint import read_declared_kv_cache
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
+from kvjax.dtypes import KVCacheDType
 from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
@@ -206,7 +206,7 @@ def _read_scale(
         )
     check_scale(name, scale)
     scale = scale.reshape(-1) * factor
-    if scale.size > 1 and dtype.info.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+    if dtype.info.takes_head_scales and scale.size > 1:
         return scale
     return scale.max()  # covers every head
 
@@ -289,15 +289,15 @@ def _warn(layers: Sequence[int], dtype: KVCacheDType, message: str) -> None:
 
 
 def _lost_with_one(dtype: KVCacheDType) -> str:
-    if dtype.info.quant_mode is KVQuantMode.NVFP4:
+    if block := dtype.info.elements_per_scale:
         # A block scale of amax / 6 that is at most half of float8_e4m3fn's smallest is stored as 0.
-        return f"blocks of {NVFP4_BLOCK_SIZE} with no magnitude above {6 * 2.0**-10:.2g} read as zero"
+        return f"blocks of {block} with no magnitude above {6 * 2.0**-10:.2g} read as zero"
     least = float(ml_dtypes.finfo(dtype.info.storage_dtype).smallest_subnormal) / 2
     return f"those up to {least:.2g} read as zero"
 
 
 def _cost_of_a_wrong_divisor(dtype: KVCacheDType) -> str:
-    if dtype.info.quant_mode is KVQuantMode.NVFP4:
+    if dtype.info.elements_per_scale:
         return (
             "if it is 448, the unchanged block scales use a sixth of their range, so small blocks lose precision sooner"
         )

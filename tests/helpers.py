@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, KVQuantMode
-from kvjax.kernels import memory
+from kvjax.kernels import codecs
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
 SPECIALS = (
@@ -25,7 +25,7 @@ SPECIALS = (
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
 
-KERNEL_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype in memory.DTYPES)
+KERNEL_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES)
 """Those that kernels write and gather."""
 
 FP8_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode is KVQuantMode.FP8_PER_TENSOR)

@@ -254,8 +254,8 @@ def test_what_names_no_stored_dtype_is_refused(dtype, error, message):
             lambda: full(NVFP4, 6, 8, 128, v_scale_layout="swizzled"),
             "block_size: got 6, expected a multiple of 4 for v_scale_layout='swizzled'",
         ),
-        (lambda: full(NVFP4, 16, 8, 72), "head_size: got 72, expected a multiple of 16 for NVFP4"),
-        (lambda: full(NVFP4, 16, 8, 64, 72), "head_size_v: got 72, expected a multiple of 16 for NVFP4"),
+        (lambda: full(NVFP4, 16, 8, 72), "head_size: got 72, expected a multiple of 16 for 'nvfp4'"),
+        (lambda: full(NVFP4, 16, 8, 64, 72), "head_size_v: got 72, expected a multiple of 16 for 'nvfp4'"),
         (
             lambda: full(NVFP4, page_size_padded=18431),
             "page_size_padded: got 18431, expected at least 18432, the bytes of one page of this spec",

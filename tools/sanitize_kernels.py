@@ -49,7 +49,7 @@ from kvjax import (
     ragged_paged_attention,
     reshape_and_cache_flash,
 )
-from kvjax.kernels import memory
+from kvjax.kernels import codecs
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
@@ -158,7 +158,7 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in memory.DTYPES]
+    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="KV cache dtypes")
     parser.add_argument(
         "--num-tokens",

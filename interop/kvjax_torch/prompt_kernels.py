@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax import KVQuantMode, kernels
+from kvjax import kernels
 from kvjax_torch import calls, cuda, merge, ragged_step
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
 from kvjax_torch.plan import AttentionPlan, RaggedPlan
@@ -33,11 +33,11 @@ def serves(plan: AttentionPlan, device: torch.device) -> bool:
     """
     spec = plan.cache.spec
     sizes = spec.head_size, spec.head_size_v
-    is_dense = spec.quant_mode is not KVQuantMode.NONE or torch_dtype(spec.storage_dtype) is plan.dtype
+    is_dense = spec.dtype.is_quantized or torch_dtype(spec.storage_dtype) is plan.dtype
     return (
         plan.dtype.itemsize == 2
         and is_dense
-        and not spec.quant_mode.is_per_token_head
+        and not spec.dtype.is_per_token_head
         and plan.sm_scale > 0
         and is_for(device, sizes)
     )
@@ -118,12 +118,12 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots) -> None
         )
 
     empty = step.query.new_empty
-    dtype = torch.float16 if spec.quant_mode is not KVQuantMode.NONE else attention.dtype
+    dtype = torch.float16 if spec.dtype.is_quantized else attention.dtype
     tile_rows = at_once * num_tokens * spec.num_kv_heads
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)
     scales: tuple[torch.Tensor, ...] = ()
-    if spec.quant_mode is not KVQuantMode.NONE:
+    if spec.dtype.is_quantized:
         scales = tensors.k_scale.contiguous(), tensors.v_scale.contiguous()
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
     gather, attend_whole, attend_divided = _kernels_of(plan, step)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
-from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target, current
 from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import (

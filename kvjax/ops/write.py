@@ -13,10 +13,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of, with_array
-from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
-from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -189,7 +188,7 @@ def write_xla(
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
     for kv_index, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        pages = scatter_rows(pages, kv_index, encode_rows(x, spec, scale), page, token)
+        pages = scatter_rows(pages, kv_index, encode_rows(x, spec.dtype.parts[kv_index], scale), page, token)
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
@@ -214,7 +213,7 @@ def write_mosaic(
     config = kernel.WriteConfig.choose(spec, key.shape[0], rotates=rotated is not None)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     pages = flat_pages(cache)
-    if spec.quant_mode is KVQuantMode.NONE:
+    if not spec.dtype.is_quantized:
         pages = from_array_dtype(pages, spec.storage_dtype)
     written = kernel.write(
         pages,

@@ -28,10 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import KVCacheDType
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
+from kvjax.kernels.attention.formats import DECODED
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
 from kvjax.kernels.attention.problem import COLUMNS, MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
@@ -43,17 +44,9 @@ from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
 DTYPES = frozenset(
-    {
-        KVCacheDType.FLOAT32,
-        KVCacheDType.FLOAT16,
-        KVCacheDType.BFLOAT16,
-        KVCacheDType.FP8_E4M3,
-        KVCacheDType.FP8_E5M2,
-        KVCacheDType.NVFP4,
-        KVCacheDType.NVFP4_4OVER6,
-    }
+    dtype for dtype in STORED_KV_CACHE_DTYPES if all(part.byte_format in DECODED for part in dtype.parts)
 )
-"""Dtypes that `formats` decodes. XLA attends to caches of any other."""
+"""Dtypes of caches that the kernel reads. XLA attends to caches of any other."""
 
 WIDE = 256
 """Above this `head_size + head_size_v`, registers hold the output of one tile of query rows only."""

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.dtypes import KVCacheDType, KVQuantMode
+from kvjax.dtypes import KVCacheDType
 from kvjax.kernels.attention import lanes
 
 NVFP4_FACTOR = 2.0**14
@@ -52,6 +52,14 @@ _CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
 
 CONVERTED_FACTOR = 2.0**-8
 """Factor of these words relative to the others."""
+
+DECODED = frozenset(
+    {
+        *(KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16),
+        *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4),
+    }
+)
+"""Byte formats of keys and of values that become operands here."""
 
 KEY_TERMS, VALUE_TERMS = 3, 2
 """Number of terms of a float32 element."""
@@ -79,13 +87,12 @@ class Format:
         dtype = dtype.byte_format
         is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32)
         operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
-        bits = 4 if dtype is KVCacheDType.NVFP4 else 8 * dtype.info.storage_dtype.itemsize
-        return cls(dtype, operand, bits, converts_e2m1)
+        return cls(dtype, operand, dtype.info.bits, converts_e2m1)
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether each run of 16 elements has a scale."""
-        return self.dtype.info.quant_mode is KVQuantMode.NVFP4
+        """Whether each block of elements has a scale."""
+        return self.dtype.info.elements_per_scale is not None
 
     @property
     def factor(self) -> float:

@@ -46,11 +46,11 @@ class Keys:
         sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.units):
             pairs = []
-            scales = self.scales(slot, tile, i) if self.problem.format.has_block_scales else [[], []]
+            scales = self.scales(slot, tile, i) if self.problem.key_format.has_block_scales else [[], []]
             for half in range(2):
                 step = tile * data.tile_stride + half * data.half_pitch
                 words = lanes.load_shared(self.buffer, start, unit, step + 4 * i * unit)
-                pairs.append(self.problem.format.key_terms(words, unit, scales[half]))
+                pairs.append(self.problem.key_format.key_terms(words, unit, scales[half]))
             for number, (upper, lower) in enumerate(zip(*pairs, strict=True)):
                 for step in range(0, len(upper), 2):
                     operand = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
@@ -58,7 +58,7 @@ class Keys:
                     for rows_tile, terms in enumerate(query):
                         for term in terms[: KEY_TERMS - number]:  # the other products are below float32's last bit
                             sums[rows_tile] = lanes.mma(
-                                sums[rows_tile], operand, term[at : at + 2], self.problem.format.operand
+                                sums[rows_tile], operand, term[at : at + 2], self.problem.key_format.operand
                             )
         return [x for each in sums for x in each]
 

@@ -132,9 +132,14 @@ class Problem:
     converts_e2m1: bool = False
 
     @property
-    def format(self) -> Format:
-        """How stored bytes become operands."""
-        return Format.of(self.spec.dtype, converts_e2m1=self.converts_e2m1)
+    def key_format(self) -> Format:
+        """How stored bytes of keys become operands."""
+        return Format.of(self.spec.dtype.parts[0], converts_e2m1=self.converts_e2m1)
+
+    @property
+    def value_format(self) -> Format:
+        """How stored bytes of values become operands."""
+        return Format.of(self.spec.dtype.parts[1], converts_e2m1=self.converts_e2m1)
 
     @property
     def rows(self) -> int:
