@@ -70,6 +70,12 @@ class KVCacheDType(enum.Enum):
         return any(part.info.layer_scale is not None for part in self.parts)
 
     @property
+    def exact_in(self) -> np.dtype | None:
+        """The 16-bit dtype that holds stored keys and values exactly, without the layer's scales; None without one."""
+        keys, values = (part.info.exact_in for part in self.parts)
+        return keys if keys == values else None
+
+    @property
     def is_per_token_head(self) -> bool:
         """Whether each token and head has a scale, of its key and of its value."""
         return all(part.info.block == "row" for part in self.parts)
@@ -103,7 +109,8 @@ class DTypeInfo:
       block: elements that share a scale in the page: a number of them, a whole "row", or None without such scales.
       scale_dtype: dtype of these scales.
       layer_scale: scales that a call gives: one for the "layer", which may be one for each "head", or None.
-      exact_in: the 16-bit dtype that holds all that is stored, without the layer's scale; None if there is none.
+      exact_in: of a quantized dtype, the 16-bit one that holds all that is stored, without the layer's scale; None if
+        there is none.
     """
 
     aliases: tuple[str, ...]
@@ -160,8 +167,8 @@ _NVFP4 = DTypeInfo(
 _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
     {
         KVCacheDType.FLOAT32: _float(np.float32, KVQuantMode.NONE, "float"),
-        KVCacheDType.FLOAT16: _float(np.float16, KVQuantMode.NONE, "half", exact_in=_HALF),
-        KVCacheDType.BFLOAT16: _float(ml_dtypes.bfloat16, KVQuantMode.NONE, exact_in=np.dtype(ml_dtypes.bfloat16)),
+        KVCacheDType.FLOAT16: _float(np.float16, KVQuantMode.NONE, "half"),
+        KVCacheDType.BFLOAT16: _float(ml_dtypes.bfloat16, KVQuantMode.NONE),
         KVCacheDType.FP8_E4M3: _float(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, "fp8", **_IN_FLOAT8),
         KVCacheDType.FP8_E5M2: _float(ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR, **_IN_FLOAT8),
         KVCacheDType.FP8_PER_TOKEN_HEAD: _float(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TOKEN_HEAD, **_IN_ROWS),

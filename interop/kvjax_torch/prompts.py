@@ -70,10 +70,10 @@ def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
     It holds codes exactly, but not codes times scales that differ among tokens.
     """
     spec = plan.cache.spec
-    if plan.dtype is torch.float32 or spec.dtype.is_per_token_head:
+    if plan.dtype is torch.float32:
         return torch.float32
     if spec.dtype.is_quantized:
-        return torch.float16
+        return torch.float32 if (exact := spec.dtype.exact_in) is None else torch_dtype(exact)
     return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 

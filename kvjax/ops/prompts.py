@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
+from kvjax.errors import UnsupportedError
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.spec import AttentionSpec
@@ -164,7 +165,9 @@ class Dense(NamedTuple):
     def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
         """Returns the dtype of dense rows, keys and values."""
         if cache.spec.dtype.is_quantized:
-            return np.dtype(np.float16)
+            if (exact := cache.spec.dtype.exact_in) is None:
+                raise UnsupportedError(f"dtype: got {cache.spec.dtype.value!r}, which no 16-bit dtype holds exactly")
+            return exact
         return query.dtype if cache.spec.storage_dtype == query.dtype else np.dtype(np.float32)
 
     def rows(self, first: jax.Array, num_rows: int) -> jax.Array:

@@ -64,14 +64,14 @@ class Keys:
 
     def scales(self, slot: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
-        rows, size = self.plan.keys[1], self.unit
+        rows, size, block = self.plan.keys[1], self.unit, self.problem.key_format.block_bytes
         steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
         base = self.warp.offset(self.plan, slot, rows)
-        if size == 16:  # two blocks
+        if size == 2 * block:
             start = base + rows.offset(self.warp.row) + 2 * self.warp.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]
             pairs = [formats.scale_pairs(pair)[0] for pair in pairs]
             return [[lanes.both_halves(pair, half) for half in range(2)] for pair in pairs]
-        start = base + rows.offset(self.warp.row) + ((4 * unit + self.warp.column) * size) // 8
+        start = base + rows.offset(self.warp.row) + ((4 * unit + self.warp.column) * size) // block
         found = [lanes.load_shared(self.buffer, start, 1, step)[0] for step in steps]
         return [[formats.scale_pairs(byte | byte << 8)[0]] for byte in found]
