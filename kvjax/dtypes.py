@@ -35,10 +35,19 @@ class KVCacheDType(enum.Enum):
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"
     NVFP4 = "nvfp4"
     NVFP4_4OVER6 = "nvfp4_4over6"
+    FP8_K_NVFP4_V = "fp8_k_nvfp4_v"
 
     @property
     def info(self) -> DTypeInfo:
-        """This dtype's row of the table; `KVCacheValueError` for `AUTO`, which must be resolved first."""
+        """This dtype's row of the table.
+
+        Raises:
+          KVCacheValueError: `AUTO`, which must be resolved first, or a dtype whose `parts` have a row each.
+        """
+        if self in _MIXED:
+            raise KVCacheValueError(
+                f"KVCacheDType.{self.name} stores keys and values in different dtypes: ask its parts"
+            )
         if self is KVCacheDType.AUTO:
             raise KVCacheValueError("KVCacheDType.AUTO has no storage: resolve it with resolve_kv_cache_dtype first")
         return _TABLE[self]
@@ -180,7 +189,9 @@ _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
     }
 )
 
-_MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyType({})
+_MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyType(
+    {KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)}
+)
 """The dtypes whose keys and values differ, and the dtypes of these."""
 
 _BY_NAME: Mapping[str, KVCacheDType] = MappingProxyType(

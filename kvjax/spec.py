@@ -100,7 +100,11 @@ class AttentionSpec:
 
     @property
     def quant_mode(self) -> KVQuantMode:
-        """The granularity of this layer's scales; `NONE` for an unquantized layer."""
+        """The granularity of this layer's scales; `NONE` for an unquantized layer.
+
+        Raises:
+          KVCacheValueError: keys and values have dtypes of their own, `dtype.parts`.
+        """
         return self.dtype.info.quant_mode
 
     @property

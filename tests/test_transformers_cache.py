@@ -108,14 +108,15 @@ class RoundedCache(DynamicCache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         spec, scales = self.specs[layer_idx], self.scales[layer_idx]
-        rounded = [round_trip(x, spec, scale) for x, scale in zip((key_states, value_states), scales, strict=True)]
+        parts = spec.dtype.parts
+        rounded = [round_trip(*each) for each in zip((key_states, value_states), parts, scales, strict=True)]
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-def round_trip(states: torch.Tensor, spec: AttentionSpec, scale: Any) -> torch.Tensor:
+def round_trip(states: torch.Tensor, part: KVCacheDType, scale: Any) -> torch.Tensor:
     dtype, rows = numpy_dtype(states.dtype), states.transpose(1, 2)
     tokens = to_numpy(rows.cpu(), dtype).reshape(-1, *rows.shape[2:])
-    decoded = reference.decode(reference.encode(tokens, spec, np.asarray(scale, np.float32)), spec, scale)
+    decoded = reference.decode(reference.encode(tokens, part, np.asarray(scale, np.float32)), part, scale)
     return from_numpy(reference.cast(decoded, dtype)).view(rows.shape).transpose(1, 2).to(states.device)
 
 

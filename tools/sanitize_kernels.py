@@ -41,7 +41,6 @@ from kvjax import (
     FullAttentionSpec,
     KVCache,
     KVCacheDType,
-    KVQuantMode,
     VScaleLayout,
     gather_kv,
     kernels,
@@ -67,12 +66,12 @@ def kinds(
 ) -> Iterator[tuple[FullAttentionSpec, tuple[int, ...]]]:
     """Yields every spec that has kernels of its own, and the shape of its scales."""
     for dtype, layout, v_scale_layout in itertools.product(dtypes, CacheLayout, VScaleLayout):
-        if v_scale_layout is VScaleLayout.SWIZZLED and dtype.byte_format is not KVCacheDType.NVFP4:
+        if v_scale_layout is VScaleLayout.SWIZZLED and not dtype.parts[1].info.elements_per_scale:
             continue
         choices = {"dtype": dtype, "layout": layout, "v_scale_layout": v_scale_layout}
         spec = FullAttentionSpec(16, num_kv_heads, head_size, **choices)
         yield spec, ()
-        if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        if spec.dtype in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2):
             yield spec, (num_kv_heads,)
 
 
