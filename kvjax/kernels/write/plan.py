@@ -30,6 +30,12 @@ def max_elements(spec: AttentionSpec) -> int:
     return min(codec.elements for codec in codecs_of(spec))
 
 
+def has_to_split(spec: AttentionSpec) -> bool:
+    """Whether keys and values are written in different ways, each by programs of its own."""
+    keys, values = codecs_of(spec)
+    return keys.is_staged != values.is_staged
+
+
 @dataclasses.dataclass(frozen=True)
 class WriteConfig:
     """How the write is launched.
@@ -53,11 +59,12 @@ class WriteConfig:
 
         A program takes up to `max_elements` if the launch still has `PROGRAMS` programs. For few tokens, writes
         that compute scales or rotate split keys and values: one would come after the other, and no other work hides the
-        latency.
+        latency. So does every write of keys and values of which one alone goes through shared memory.
         """
         max_tokens = max_elements(spec) // elements_per_token(spec)
         smallest = cls(1, split_kv=spec.stores_scales or rotates)
-        larger = [cls(1 << i) for i in range(1, max(1, max_tokens).bit_length())] or [cls(1)]
+        sizes = [1 << i for i in range(1, max(1, max_tokens).bit_length())] or [1]
+        larger = [cls(size, split_kv=has_to_split(spec)) for size in sizes]
         return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
 
     @classmethod
