@@ -81,8 +81,8 @@ def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
     """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
     if not dtype.is_quantized:
         return (torch_dtype(dtype.info.storage_dtype),)
-    own = getattr(torch, dtype.info.storage_dtype.name, torch.uint8)  # torch may lack the dtype
-    return (torch.uint8,) if own is torch.uint8 else (torch.uint8, own)
+    own = {getattr(torch, part.info.storage_dtype.name, torch.uint8) for part in dtype.parts}  # torch may lack some
+    return (torch.uint8, *own) if len(own) == 1 and torch.uint8 not in own else (torch.uint8,)
 
 
 def has_scale_tensors(scale: torch.Tensor) -> bool:
