@@ -33,11 +33,13 @@ def serves(plan: AttentionPlan, device: torch.device) -> bool:
     """
     spec = plan.cache.spec
     sizes = spec.head_size, spec.head_size_v
-    is_dense = spec.dtype.is_quantized or torch_dtype(spec.storage_dtype) is plan.dtype
+    if spec.dtype.is_quantized:
+        is_dense = spec.dtype.exact_in is not None
+    else:
+        is_dense = torch_dtype(spec.storage_dtype) is plan.dtype
     return (
         plan.dtype.itemsize == 2
         and is_dense
-        and not spec.dtype.is_per_token_head
         and plan.sm_scale > 0
         and is_for(device, sizes)
     )
@@ -118,7 +120,8 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots) -> None
         )
 
     empty = step.query.new_empty
-    dtype = torch.float16 if spec.dtype.is_quantized else attention.dtype
+    exact = spec.dtype.exact_in
+    dtype = attention.dtype if exact is None else torch_dtype(exact)
     tile_rows = at_once * num_tokens * spec.num_kv_heads
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)

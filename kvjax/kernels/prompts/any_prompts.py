@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.codecs import codecs_of
@@ -48,7 +49,10 @@ _NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 def dense_dtype(spec: AttentionSpec) -> np.dtype[Any]:
     """The dtype of tiles, which holds what is stored, but for the scale of the whole or of a head."""
-    return np.dtype(np.float16) if spec.dtype.is_quantized else spec.storage_dtype
+    exact = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
+    if exact is None:
+        raise UnsupportedError(f"dtype: got {spec.dtype.value!r}, which no 16-bit dtype holds exactly")
+    return exact
 
 
 @functools.cache
