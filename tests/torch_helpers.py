@@ -113,8 +113,9 @@ def torch_cache(
     dtype = dtype or torch_dtype(spec.array_dtype)
     num_blocks, page_bytes = pages.shape
     if form == "two_tensors":
-        key, value = (torch.from_numpy(half.copy()).to(device) for half in np.split(pages, 2, axis=1))
-        views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
+        split = spec.regions.v[0].base if spec.stores_scales else page_bytes // 2
+        key, value = (torch.from_numpy(part.copy()).to(device) for part in np.split(pages, [split], axis=1))
+        views = [_half(part, spec, dtype, half, 0) for half, part in enumerate((key, value))]
         return TorchCache(*views, lambda: torch.cat([key, value], dim=1).cpu().numpy().copy())
     beside = form == "beside" or (spec.is_diffkv and not spec.stores_scales)
     if form == "beside":
