@@ -138,8 +138,12 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
 
     key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = map(copied, arrays)
     scales = k_scale, v_scale
-    caches = kv[:, 0], kv[:, 1]
-    if spec.layout is CacheLayout.HND:
+    is_hnd, pages = spec.layout is CacheLayout.HND, kv.flatten(1)
+    sizes = [sum(row) // kv.element_size() for row in spec.row_bytes]
+    halves = pages.split([spec.block_size * spec.num_kv_heads * size for size in sizes], dim=1)
+    inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
+    caches = tuple(half.unflatten(1, (*inner, size)) for half, size in zip(halves, sizes, strict=True))
+    if is_hnd:
         caches = tuple(cache.transpose(1, 2) for cache in caches)
     dtype, layout = spec.dtype.value, {"v_scale_layout": spec.v_scale_layout.value}
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
