@@ -157,8 +157,8 @@ class DTypeInfo:
         own = self.row_bytes(1)[1] if self.block == "row" else 0
         unit = self.elements_per_scale or 1
         unit_bytes = sum(self.row_bytes(unit)) - own
-        head_size, rest = divmod((row_bytes - own) * unit, unit_bytes)
-        return head_size if head_size > 0 and not rest else None
+        elements = (row_bytes - own) * unit  # times `unit_bytes`; maybe torch's symbolic int, which has no divmod
+        return elements // unit_bytes if elements > 0 and elements % unit_bytes == 0 else None
 
 
 def _float(scalar: type, quant_mode: KVQuantMode, *aliases: str, **fields: Any) -> DTypeInfo:

@@ -37,12 +37,7 @@ def serves(plan: AttentionPlan, device: torch.device) -> bool:
         is_dense = spec.dtype.exact_in is not None
     else:
         is_dense = torch_dtype(spec.storage_dtype) is plan.dtype
-    return (
-        plan.dtype.itemsize == 2
-        and is_dense
-        and plan.sm_scale > 0
-        and is_for(device, sizes)
-    )
+    return plan.dtype.itemsize == 2 and is_dense and plan.sm_scale > 0 and is_for(device, sizes)
 
 
 def is_for(device: torch.device, head_sizes: tuple[int, int]) -> bool:
