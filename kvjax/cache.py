@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, S
 from jax.typing import ArrayLike
 
 from kvjax import partition
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
+from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
 from kvjax.layouts import CacheLayout
 from kvjax.memory import zeroed_pages
@@ -342,19 +342,20 @@ def _as_sharding(sharding: Any) -> Sharding | None:
     raise KVCacheTypeError(message)
 
 
-def _scale_shapes(spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
-    """Returns the valid shapes of a scale of a cache, each with its name for messages."""
+def _scale_shapes(part: KVCacheDType, spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
+    """Returns the valid shapes of a scale of keys or of values, each with its name for messages."""
     layers = () if num_layers is None else (num_layers,)
     names = [] if num_layers is None else [f"num_layers={num_layers}"]
     shapes: dict[tuple[int, ...], str] = {(): "a scalar"} | ({layers: f"[{names[0]}]"} if names else {})
-    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+    if part.info.takes_head_scales:
         shapes[*layers, spec.num_kv_heads] = f"[{', '.join([*names, f'num_kv_heads={spec.num_kv_heads}'])}]"
     return shapes
 
 
 def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None = None) -> None:
-    """Raises `KVCacheValueError` if a scale has an invalid shape."""
-    if np.shape(scale) not in (shapes := _scale_shapes(spec, num_layers)):
+    """Raises `KVCacheValueError` if a scale has an invalid shape; `what` ends in "k_scale" or "v_scale"."""
+    part = spec.dtype.parts[SCALES.index(what.rpartition(".")[2])]
+    if np.shape(scale) not in (shapes := _scale_shapes(part, spec, num_layers)):
         raise KVCacheValueError(
             f"{what}: got shape {np.shape(scale)}, expected {' or '.join(shapes.values())} for dtype"
             f" {spec.dtype.value!r}"
@@ -380,7 +381,7 @@ def nvfp4_kv_cache_full_dim(head_size: int) -> int:
     """
     if head_size <= 0 or head_size % NVFP4_BLOCK_SIZE:
         raise KVCacheValueError(f"head_size: got {head_size}, expected a positive multiple of {NVFP4_BLOCK_SIZE}")
-    return head_size // 2 + head_size // NVFP4_BLOCK_SIZE
+    return sum(KVCacheDType.NVFP4.info.row_bytes(head_size))
 
 
 def nvfp4_split_views(
@@ -398,7 +399,7 @@ def nvfp4_split_views(
     """
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"cache: got {kind_of(cache)}, expected a KVCache")
-    if cache.spec.quant_mode is not KVQuantMode.NVFP4:
+    if cache.spec.dtype.byte_format is not KVCacheDType.NVFP4:
         raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
     cache.check()
     cache = local_view(cache)

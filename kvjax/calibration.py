@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.dtypes import KVQuantMode
+from kvjax.dtypes import KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown
 from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
@@ -82,7 +82,7 @@ def calibrate(
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
     if not 0 < percentile <= 100:
         raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected above 0 and at most 100")
-    if per_head and not any(_has_scale_per_head(spec) for spec in specs):
+    if per_head and not any(part.info.takes_head_scales for spec in specs for part in spec.dtype.parts):
         raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     if method == CalibrationMethod.MSE and not callable(samples) and iter(samples) is samples:
         raise KVCacheTypeError(
@@ -90,10 +90,10 @@ def calibrate(
             " a function that returns the batches"
         )
     tensors = [
-        _Tensor(layer, kv_index, spec, per_head and _has_scale_per_head(spec))
+        _Tensor(layer, kv_index, spec, per_head and part.info.takes_head_scales)
         for layer, spec in enumerate(specs)
-        if spec.dtype.takes_scale
-        for kv_index in (0, 1)
+        for kv_index, part in enumerate(spec.dtype.parts)
+        if part.takes_scale
     ]
     read = functools.partial(_read, tensors, specs, samples)
     scales = _from_percentile(read, percentile) if method == CalibrationMethod.PERCENTILE else _from_largest(read)
@@ -121,20 +121,20 @@ class _Tensor(NamedTuple):
     @property
     def row(self) -> tuple[int, int]:
         """Shape of one token's keys or values."""
-        return self.spec.num_kv_heads, (self.spec.head_size, self.spec.head_size_v)[self.kv_index]
+        return self.spec.num_kv_heads, self.spec.head_sizes[self.kv_index]
+
+    @property
+    def dtype(self) -> KVCacheDType:
+        return self.spec.dtype.parts[self.kv_index]
 
     def __str__(self) -> str:
         return f"{('keys', 'values')[self.kv_index]} of layer {self.layer}"
 
 
 type _State = tuple[jax.Array, ...]
-type _Update = Callable[[jax.Array, _State, AttentionSpec, bool], _State]
+type _Update = Callable[[jax.Array, _State, KVCacheDType, bool], _State]
 type _Reader = Callable[[Callable[[_Tensor], _State], _Update], dict[_Tensor, tuple[np.ndarray, ...]]]
 """`(initial state of a tensor, update with a batch) -> final states`."""
-
-
-def _has_scale_per_head(spec: AttentionSpec) -> bool:
-    return spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
 
 
 def _read(
@@ -152,7 +152,7 @@ def _read(
         for tensor, state in states.items():
             x = layers[tensor.layer][tensor.kv_index]
             _check(f"samples[{number}], {tensor}", x, tensor.row)
-            states[tensor] = update(jnp.asarray(x), state, tensor.spec, tensor.per_head)
+            states[tensor] = update(jnp.asarray(x), state, tensor.dtype, tensor.per_head)
     if number < 0:
         raise KVCacheValueError("samples: got no batch, expected at least one")
     return {tensor: jax.device_get(state) for tensor, state in states.items()}
@@ -200,12 +200,12 @@ def _scales(tensor: _Tensor, magnitudes: np.ndarray, amax: np.ndarray) -> np.nda
             KVCacheWarning,
             skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
-    scales = magnitudes / np.float32(tensor.spec.dtype.info.max)
+    scales = magnitudes / np.float32(tensor.dtype.info.max)
     return np.where(amax == 0, np.float32(1), np.clip(scales, np.float32(MIN_SCALE), np.float32(MAX_SCALE)))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _largest(x: jax.Array, state: _State, spec: AttentionSpec, per_head: bool) -> _State:
+def _largest(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool) -> _State:
     (amax,) = state
     return (jnp.maximum(amax, jnp.max(_by_scale(_magnitudes(x), per_head), axis=1)),)
 
@@ -245,7 +245,7 @@ def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarr
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _count(x: jax.Array, state: _State, spec: AttentionSpec, per_head: bool) -> _State:
+def _count(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool) -> _State:
     amax, (low, high) = state
     magnitudes = _by_scale(_magnitudes(x), per_head)
     bits = lax.bitcast_convert_type(magnitudes, jnp.int32) >> _BIN_SHIFT
@@ -281,14 +281,14 @@ def _with_least_error(read: _Reader, scales: Mapping[_Tensor, np.ndarray]) -> di
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _add_errors(x: jax.Array, state: _State, spec: AttentionSpec, per_head: bool) -> _State:
+def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool) -> _State:
     errors, tried = state
 
     def squared_error(scale: jax.Array) -> jax.Array:
         scale = scale[:, None] if per_head else scale[0]
         # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
-        stored = lax.optimization_barrier(encode_rows(x, spec, scale))
-        read = decode_rows(stored, spec, scale, np.dtype(np.float32))
+        stored = lax.optimization_barrier(encode_rows(x, dtype, scale))
+        read = decode_rows(stored, dtype, scale, np.dtype(np.float32))
         error = jnp.where(jnp.isnan(x), 0.0, read - x.astype(jnp.float32))
         return jnp.sum(_by_scale(error * error, per_head), axis=1)
 

@@ -133,14 +133,11 @@ def _read_algorithm(what: str, algorithm: object, warn: bool) -> KVCacheDType | 
         case "nvfp4":
             return KVCacheDType.NVFP4
         case "fp8_k_nvfp4_v":
-            raise KVCacheValueError(
-                f"{what}: got {algorithm!r}, which stores keys and values in different dtypes; expected FP8 or NVFP4;"
-                f" {_OVERRIDE}"
-            )
+            return KVCacheDType.FP8_K_NVFP4_V
     if warn:
         warnings.warn(
-            f"{what}: unknown ModelOpt KV cache algorithm {shown(algorithm)} (known are FP8, NVFP4 and, with"
-            f" {_LAYERS}, MIXED_PRECISION): the KV cache keeps the model dtype; pass a kv_cache_dtype to choose"
+            f"{what}: unknown ModelOpt KV cache algorithm {shown(algorithm)} (known are FP8, NVFP4, FP8_K_NVFP4_V and,"
+            f" with {_LAYERS}, MIXED_PRECISION): the KV cache keeps the model dtype; pass a kv_cache_dtype to choose"
             " another",
             KVCacheWarning,
             skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line

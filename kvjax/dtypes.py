@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -34,10 +35,19 @@ class KVCacheDType(enum.Enum):
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"
     NVFP4 = "nvfp4"
     NVFP4_4OVER6 = "nvfp4_4over6"
+    FP8_K_NVFP4_V = "fp8_k_nvfp4_v"
 
     @property
     def info(self) -> DTypeInfo:
-        """This dtype's row of the table; `KVCacheValueError` for `AUTO`, which must be resolved first."""
+        """This dtype's row of the table.
+
+        Raises:
+          KVCacheValueError: `AUTO`, which must be resolved first, or a dtype whose `parts` have a row each.
+        """
+        if self in _MIXED:
+            raise KVCacheValueError(
+                f"KVCacheDType.{self.name} stores keys and values in different dtypes: ask its parts"
+            )
         if self is KVCacheDType.AUTO:
             raise KVCacheValueError("KVCacheDType.AUTO has no storage: resolve it with resolve_kv_cache_dtype first")
         return _TABLE[self]
@@ -51,9 +61,14 @@ class KVCacheDType(enum.Enum):
         return KVCacheDType.NVFP4 if self is KVCacheDType.NVFP4_4OVER6 else self
 
     @property
+    def parts(self) -> tuple[KVCacheDType, KVCacheDType]:
+        """The dtypes that keys and values are stored in, each with a row of the table of its own."""
+        return _MIXED.get(self, (self, self))
+
+    @property
     def is_quantized(self) -> bool:
         """Whether elements are stored with scales."""
-        return self.info.quant_mode is not KVQuantMode.NONE
+        return any(part.info.quant_mode is not KVQuantMode.NONE for part in self.parts)
 
     @property
     def takes_scale(self) -> bool:
@@ -61,7 +76,18 @@ class KVCacheDType(enum.Enum):
 
         False for unquantized dtypes and for those with a scale per token and head.
         """
-        return self.is_quantized and not self.info.quant_mode.is_per_token_head
+        return any(part.info.layer_scale is not None for part in self.parts)
+
+    @property
+    def exact_in(self) -> np.dtype | None:
+        """The 16-bit dtype that holds stored keys and values exactly, without the layer's scales; None without one."""
+        keys, values = (part.info.exact_in for part in self.parts)
+        return keys if keys == values else None
+
+    @property
+    def is_per_token_head(self) -> bool:
+        """Whether each token and head has a scale, of its key and of its value."""
+        return all(part.info.block == "row" for part in self.parts)
 
 
 class KVQuantMode(enum.IntEnum):
@@ -81,48 +107,92 @@ class KVQuantMode(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class DTypeInfo:
-    """One row of the table.
+    """One row of the table: how keys or values are stored.
 
-    `aliases`: other strings for the dtype. `storage_dtype`: dtype of the stored elements. `max`: largest finite value
-    that an element decodes to before its scales. `scale_dtype`: dtype of the scales stored in pages; None without.
+    Attributes:
+      aliases: other strings for the dtype.
+      storage_dtype: dtype of the stored elements, or of the bytes that hold several.
+      quant_mode: what vLLM calls the granularity of its scales.
+      max: largest finite value that an element decodes to before the layer's scale.
+      bits: of an element.
+      block: elements that share a scale in the page: a number of them, a whole "row", or None without such scales.
+      scale_dtype: dtype of these scales.
+      layer_scale: scales that a call gives: one for the "layer", which may be one for each "head", or None.
+      exact_in: of a quantized dtype, the 16-bit one that holds all that is stored, without the layer's scale; None if
+        there is none.
     """
 
     aliases: tuple[str, ...]
     storage_dtype: np.dtype
     quant_mode: KVQuantMode
     max: float
+    bits: int
+    block: int | Literal["row"] | None = None
     scale_dtype: np.dtype | None = None
+    layer_scale: Literal["layer", "head"] | None = None
+    exact_in: np.dtype | None = None
+
+    @property
+    def elements_per_scale(self) -> int | None:
+        """Elements that share a scale where rows are divided into blocks, else None."""
+        return self.block if isinstance(self.block, int) else None
+
+    @property
+    def takes_head_scales(self) -> bool:
+        """Whether the layer's scale may be one for each KV head."""
+        return self.layer_scale == "head"
+
+    @property
+    def region_dtypes(self) -> tuple[np.dtype, ...]:
+        """Dtypes of what a page's regions hold: elements, and scales if there are any."""
+        return (self.storage_dtype,) if self.scale_dtype is None else (self.storage_dtype, self.scale_dtype)
 
     def row_bytes(self, head_size: int) -> tuple[int, int]:
         """Returns the bytes of one head of one token: (data, stored scales)."""
-        if self.quant_mode is KVQuantMode.NVFP4:
-            return head_size // 2, head_size // NVFP4_BLOCK_SIZE
-        return head_size * self.storage_dtype.itemsize, 0 if self.scale_dtype is None else self.scale_dtype.itemsize
+        scales = 1 if self.block == "row" else head_size // self.block if self.block else 0
+        return head_size * self.bits // 8, scales * (self.scale_dtype.itemsize if self.scale_dtype else 0)
+
+    def head_size_of(self, row_bytes: int) -> int | None:
+        """Returns the head size whose rows have `row_bytes`, data and stored scales; None if there is none."""
+        own = self.row_bytes(1)[1] if self.block == "row" else 0
+        unit = self.elements_per_scale or 1
+        unit_bytes = sum(self.row_bytes(unit)) - own
+        elements = (row_bytes - own) * unit  # times `unit_bytes`; maybe torch's symbolic int, which has no divmod
+        return elements // unit_bytes if elements > 0 and elements % unit_bytes == 0 else None
 
 
-def _row(scalar: type, quant_mode: KVQuantMode, *aliases: str) -> DTypeInfo:
-    return DTypeInfo(aliases, np.dtype(scalar), quant_mode, float(ml_dtypes.finfo(scalar).max))
+def _float(scalar: type, quant_mode: KVQuantMode, *aliases: str, **fields: Any) -> DTypeInfo:
+    dtype = np.dtype(scalar)
+    return DTypeInfo(aliases, dtype, quant_mode, float(ml_dtypes.finfo(scalar).max), 8 * dtype.itemsize, **fields)
 
 
-_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3, _HALF = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
+_IN_FLOAT8: Mapping[str, Any] = {"layer_scale": "head", "exact_in": _HALF}
+_IN_ROWS: Mapping[str, Any] = {"block": "row", "scale_dtype": np.dtype(np.float32)}
+_NVFP4 = DTypeInfo(
+    (), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, 4, NVFP4_BLOCK_SIZE, _E4M3, "layer", exact_in=_HALF
+)
 
 _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
     {
-        KVCacheDType.FLOAT32: _row(np.float32, KVQuantMode.NONE, "float"),
-        KVCacheDType.FLOAT16: _row(np.float16, KVQuantMode.NONE, "half"),
-        KVCacheDType.BFLOAT16: _row(ml_dtypes.bfloat16, KVQuantMode.NONE),
-        KVCacheDType.FP8_E4M3: _row(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, "fp8"),
-        KVCacheDType.FP8_E5M2: _row(ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR),
-        KVCacheDType.FP8_PER_TOKEN_HEAD: DTypeInfo(
-            (), _E4M3, KVQuantMode.FP8_PER_TOKEN_HEAD, float(ml_dtypes.finfo(_E4M3).max), np.dtype(np.float32)
-        ),
+        KVCacheDType.FLOAT32: _float(np.float32, KVQuantMode.NONE, "float"),
+        KVCacheDType.FLOAT16: _float(np.float16, KVQuantMode.NONE, "half"),
+        KVCacheDType.BFLOAT16: _float(ml_dtypes.bfloat16, KVQuantMode.NONE),
+        KVCacheDType.FP8_E4M3: _float(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, "fp8", **_IN_FLOAT8),
+        KVCacheDType.FP8_E5M2: _float(ml_dtypes.float8_e5m2, KVQuantMode.FP8_PER_TENSOR, **_IN_FLOAT8),
+        KVCacheDType.FP8_PER_TOKEN_HEAD: _float(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TOKEN_HEAD, **_IN_ROWS),
         KVCacheDType.INT8_PER_TOKEN_HEAD: DTypeInfo(
-            (), np.dtype(np.int8), KVQuantMode.INT8_PER_TOKEN_HEAD, 127.0, np.dtype(np.float32)
+            (), np.dtype(np.int8), KVQuantMode.INT8_PER_TOKEN_HEAD, 127.0, 8, **_IN_ROWS
         ),
-        KVCacheDType.NVFP4: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, _E4M3),
-        KVCacheDType.NVFP4_4OVER6: DTypeInfo((), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, _E4M3),
+        KVCacheDType.NVFP4: _NVFP4,
+        KVCacheDType.NVFP4_4OVER6: _NVFP4,
     }
 )
+
+_MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyType(
+    {KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)}
+)
+"""The dtypes whose keys and values differ, and the dtypes of these."""
 
 _BY_NAME: Mapping[str, KVCacheDType] = MappingProxyType(
     {dtype.value: dtype for dtype in KVCacheDType}
@@ -134,7 +204,7 @@ _KERAS_POLICIES: Mapping[str, str] = MappingProxyType({"mixed_bfloat16": "bfloat
 ACCEPTED_KV_CACHE_DTYPES: tuple[str, ...] = tuple(_BY_NAME)
 """Every string that names a KV cache dtype, canonical names first."""
 
-STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(_TABLE)
+STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = (*_TABLE, *_MIXED)
 """Every dtype that a cache can have: all but `AUTO`."""
 
 

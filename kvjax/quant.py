@@ -10,6 +10,7 @@ Scales are *decode* scales: `value = stored * scale`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
+from kvjax.errors import UnsupportedError
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the eight magnitudes of a four-bit code; bit 3 is the sign."""
@@ -76,6 +78,38 @@ def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def with_canonical_nan(x: jax.Array) -> jax.Array:
     """Returns `x` (float32) with every NaN replaced by the canonical one."""
     return lax.bitcast_convert_type(_where(_is_nan(x), canonical_nan_bits(x.dtype), _bits(x)), x.dtype)
+
+
+def encode(x: jax.Array, dtype: KVCacheDType, scale: jax.Array) -> tuple[jax.Array, ...]:
+    """Encodes `x` `[..., head_size]` as stored rows: data and, where pages hold them, scales.
+
+    `dtype` is that of the keys or of the values (`KVCacheDType.parts`); `scale` is ignored where it takes none.
+    """
+    match dtype:
+        case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
+            return (cast(x, dtype.info.storage_dtype),)
+        case KVCacheDType.FP8_E4M3 | KVCacheDType.FP8_E5M2:
+            return (encode_fp8(x, scale, dtype),)
+        case KVCacheDType.FP8_PER_TOKEN_HEAD | KVCacheDType.INT8_PER_TOKEN_HEAD:
+            return encode_per_token_head(x, dtype)
+        case KVCacheDType.NVFP4 | KVCacheDType.NVFP4_4OVER6:
+            return encode_nvfp4(x, scale, dtype)
+    raise UnsupportedError(f"dtype: got {dtype.value!r}, which kvjax.quant does not encode")
+
+
+def decode(rows: Sequence[jax.Array], dtype: KVCacheDType, scale: jax.Array) -> jax.Array:
+    """Decodes rows that `encode` made: to float32, or unquantized ones unchanged."""
+    match dtype.byte_format:
+        case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
+            return rows[0]
+        case KVCacheDType.FP8_E4M3 | KVCacheDType.FP8_E5M2:
+            return decode_fp8(rows[0], scale)
+        case KVCacheDType.FP8_PER_TOKEN_HEAD | KVCacheDType.INT8_PER_TOKEN_HEAD:
+            return decode_per_token_head(*rows)
+        case KVCacheDType.NVFP4:
+            data, block_scales = rows
+            return decode_nvfp4(data, block_scales, scale)
+    raise UnsupportedError(f"dtype: got {dtype.value!r}, which kvjax.quant does not decode")
 
 
 def encode_fp8(x: jax.Array, scale: ArrayLike, dtype: KVCacheDType) -> jax.Array:

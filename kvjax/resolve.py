@@ -149,15 +149,15 @@ def resolve_layer_specs(
 ) -> tuple[AttentionSpec, ...]:
     """Returns one spec for each of `model.layers`, with the dtype that `resolve_layer_dtypes` resolves.
 
-    `layout` applies to every layer, `v_scale_layout` to the NVFP4 layers.
+    `layout` applies to every layer, `v_scale_layout` to those whose values are NVFP4.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `resolve_layer_dtypes`; also an invalid spec, such as a head size that
         NVFP4 cannot store.
     """
     dtypes = [resolved.dtype for resolved in resolve_layer_dtypes(model, requested, skip_layers=skip_layers)]
-    # A skipped layer beside NVFP4 layers has no V scales: linear. If no layer has any, the spec raises for "swizzled".
-    has_block_scales = [dtype.byte_format is KVCacheDType.NVFP4 for dtype in dtypes]
+    # A skipped layer beside such layers has no V scales: linear. If no layer has any, the spec raises for "swizzled".
+    has_block_scales = [dtype.parts[1].info.elements_per_scale is not None for dtype in dtypes]
     without_scales = VScaleLayout.LINEAR if any(has_block_scales) else v_scale_layout
     return tuple(
         _layer_spec(

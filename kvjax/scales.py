@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.checkpoint import read_declared_kv_cache
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode
+from kvjax.dtypes import KVCacheDType
 from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheValueError, KVCacheWarning, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
@@ -47,18 +47,21 @@ class KVScales(NamedTuple):
         return cls(*(np.stack(np.broadcast_arrays(*of_layers)) for of_layers in zip(*layers, strict=True)))
 
 
+type Divisors = tuple[float | None, float | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerScales:
     """What a checkpoint holds for a layer.
 
     `dtype`: that of the layer's cache. `names`: the tensors that the scales of keys and of values come from, None if
-    missing. `divisor`: what the exporter divided the largest magnitude by, None if unknown.
+    missing. `divisors`: what the exporter divided the largest key and the largest value by, None if unknown.
     """
 
     scales: KVScales
     dtype: KVCacheDType
     names: tuple[str | None, str | None] = (None, None)
-    divisor: float | None = None
+    divisors: Divisors = (None, None)
 
 
 # vLLM's names and those that it maps to them (`maybe_remap_kv_scale_name`, `get_cache_scale_mapper`), after the layer's
@@ -170,32 +173,35 @@ def read_layer_scales(
     """Loads scales as `load_kv_scales` does, with their tensor names and divisors."""
     divisor = _as_divisor(amax_divisor)
     dtypes = [resolved.dtype for resolved in resolve_layer_dtypes(model, requested, skip_layers=skip_layers)]
-    divisors = [divisor or declared for declared in _declared_divisors(model)]
+    divisors: list[Divisors] = [
+        (divisor or of_keys, divisor or of_values) for of_keys, of_values in _declared_divisors(model)
+    ]
     names = _names_of_scales(tensors)
     layers = [
-        _layer_scales(tensors, names.get(index, {}), layer, dtype, divisor)
-        for index, layer, dtype, divisor in zip(model.layer_indices, model.layers, dtypes, divisors, strict=True)
+        _layer_scales(tensors, names.get(index, {}), layer, dtype, of_layer)
+        for index, layer, dtype, of_layer in zip(model.layer_indices, model.layers, dtypes, divisors, strict=True)
     ]
     _warn_of_assumptions(dict(zip(model.layer_indices, layers, strict=True)))
     return tuple(layers)
 
 
 def _layer_scales(
-    tensors: Tensors, names: Mapping[str, str], layer: LayerKVConfig, dtype: KVCacheDType, divisor: float | None
+    tensors: Tensors, names: Mapping[str, str], layer: LayerKVConfig, dtype: KVCacheDType, divisors: Divisors
 ) -> LayerScales:
     of_both = names.get("k"), names.get("v")
     if not dtype.takes_scale or of_both == (None, None):
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
-    factor = np.float32(1.0 if divisor is None else divisor / dtype.info.max)
+    # Where one is missing, the other's is read for both.
+    found = [(name, divisor) for name, divisor in zip(of_both, divisors, strict=True) if name is not None]
     k_scale, v_scale = (
-        _read_scale(name or other or "", tensors, layer.num_kv_heads, dtype, factor)
-        for name, other in (of_both, of_both[::-1])
+        _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
+        for (name, divisor), part in zip((found[0], found[-1]), dtype.parts, strict=True)
     )
-    return LayerScales(KVScales(k_scale, v_scale), dtype, of_both, divisor)
+    return LayerScales(KVScales(k_scale, v_scale), dtype, of_both, divisors)
 
 
 def _read_scale(
-    name: str, tensors: Tensors, num_kv_heads: int, dtype: KVCacheDType, factor: np.float32
+    name: str, tensors: Tensors, num_kv_heads: int, part: KVCacheDType, divisor: float | None
 ) -> np.ndarray | np.float32:
     scale = tensors[name]()
     name = name if name.isprintable() and len(name) <= MAX_SHOWN else shown(name)
@@ -205,8 +211,8 @@ def _read_scale(
             f" ({num_kv_heads})"
         )
     check_scale(name, scale)
-    scale = scale.reshape(-1) * factor
-    if scale.size > 1 and dtype.info.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+    scale = scale.reshape(-1) * np.float32(1.0 if divisor is None else divisor / part.info.max)
+    if part.info.takes_head_scales and scale.size > 1:
         return scale
     return scale.max()  # covers every head
 
@@ -243,14 +249,19 @@ def _as_divisor(amax_divisor: float | None) -> float | None:
     return float(amax_divisor)
 
 
-def _declared_divisors(model: ModelKVConfig) -> list[float | None]:
-    """Returns each layer's divisor where the checkpoint's declaration determines it."""
+def _declared_divisors(model: ModelKVConfig) -> list[Divisors]:
+    """Returns each layer's divisors where the checkpoint's declaration determines it."""
     try:
         declared = read_declared_kv_cache(model.quantization_config, warn=False)
     except KVCacheError:  # otherwise resolve_layer_dtypes had raised it: the user requested another dtype
         declared = None
     dtypes = [declared and declared.of_layer(index) for index in model.layer_indices]
-    return [FP8_DIVISOR if dtype is KVCacheDType.FP8_E4M3 else None for dtype in dtypes]
+
+    def of(part: KVCacheDType) -> float | None:
+        return FP8_DIVISOR if part is KVCacheDType.FP8_E4M3 else None
+
+    parts = [dtype.parts if dtype else (KVCacheDType.AUTO,) * 2 for dtype in dtypes]
+    return [(of(keys), of(values)) for keys, values in parts]
 
 
 def _warn_of_assumptions(layers: Mapping[int, LayerScales]) -> None:
@@ -260,9 +271,8 @@ def _warn_of_assumptions(layers: Mapping[int, LayerScales]) -> None:
         _warn(
             [index for index in of_dtype if index not in found],
             dtype,
-            "the checkpoint holds no scale, so 1 is used: magnitudes above"
-            f" {dtype.info.max:g} are clamped and {_lost_with_one(dtype)}. This is right only for ModelOpt's *_cast"
-            " recipes: otherwise calibrate (kvjax.calibrate), or pass k_scale and v_scale",
+            f"the checkpoint holds no scale, so 1 is used: {_of_parts(dtype, _lost_with_one)}. This is right only for"
+            " ModelOpt's *_cast recipes: otherwise calibrate (kvjax.calibrate), or pass k_scale and v_scale",
         )
         _warn(
             [index for index, layer in found.items() if None in layer.names],
@@ -271,11 +281,11 @@ def _warn_of_assumptions(layers: Mapping[int, LayerScales]) -> None:
             " larger, it is clamped",
         )
         _warn(
-            [index for index, layer in found.items() if layer.divisor is None],
+            [index for index, layer in found.items() if None in layer.divisors],
             dtype,
             "the divisor of the scales is unknown, so they are used unchanged. Exporters of fp8 caches and ModelOpt's"
             " Hugging Face export divide the largest magnitude by 448 (amax_divisor=448), ModelOpt's Megatron export"
-            f" and auto-round for NVFP4 by 2688 (amax_divisor=2688); {_cost_of_a_wrong_divisor(dtype)}",
+            f" and auto-round for NVFP4 by 2688 (amax_divisor=2688); {_of_parts(dtype, _cost_of_a_wrong_divisor)}",
         )
 
 
@@ -288,16 +298,23 @@ def _warn(layers: Sequence[int], dtype: KVCacheDType, message: str) -> None:
         )
 
 
-def _lost_with_one(dtype: KVCacheDType) -> str:
-    if dtype.info.quant_mode is KVQuantMode.NVFP4:
+def _of_parts(dtype: KVCacheDType, text: Callable[[KVCacheDType], str]) -> str:
+    keys, values = map(text, dtype.parts)
+    return keys if keys == values else f"keys: {keys}; values: {values}"
+
+
+def _lost_with_one(part: KVCacheDType) -> str:
+    if block := part.info.elements_per_scale:
         # A block scale of amax / 6 that is at most half of float8_e4m3fn's smallest is stored as 0.
-        return f"blocks of {NVFP4_BLOCK_SIZE} with no magnitude above {6 * 2.0**-10:.2g} read as zero"
-    least = float(ml_dtypes.finfo(dtype.info.storage_dtype).smallest_subnormal) / 2
-    return f"those up to {least:.2g} read as zero"
+        lost = f"blocks of {block} with no magnitude above {6 * 2.0**-10:.2g} read as zero"
+    else:
+        least = float(ml_dtypes.finfo(part.info.storage_dtype).smallest_subnormal) / 2
+        lost = f"those up to {least:.2g} read as zero"
+    return f"magnitudes above {part.info.max:g} are clamped and {lost}"
 
 
-def _cost_of_a_wrong_divisor(dtype: KVCacheDType) -> str:
-    if dtype.info.quant_mode is KVQuantMode.NVFP4:
+def _cost_of_a_wrong_divisor(part: KVCacheDType) -> str:
+    if part.info.elements_per_scale:
         return (
             "if it is 448, the unchanged block scales use a sixth of their range, so small blocks lose precision sooner"
         )

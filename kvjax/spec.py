@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType, KVQuantMode, parse_dtype_of, parse_model_dtype
+from kvjax.dtypes import KVCacheDType, KVQuantMode, parse_dtype_of, parse_model_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown, type_name
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
@@ -70,7 +70,7 @@ class AttentionSpec:
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
         object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))
         object.__setattr__(self, "is_latent", as_bool(f"{type(self).__name__}.is_latent", self.is_latent))
-        self._check_nvfp4()
+        self._check_blocks()
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise KVCacheValueError(
                 f"page_size_padded: got {self.page_size_padded}, expected at least {self.real_page_size_bytes},"
@@ -81,31 +81,37 @@ class AttentionSpec:
         names = ["block_size", "num_kv_heads", "head_size", "head_size_v"]
         return names + [name for name in ("sliding_window", "page_size_padded") if getattr(self, name) is not None]
 
-    def _check_nvfp4(self) -> None:
-        if self.quant_mode is KVQuantMode.NVFP4:
-            for name in ("head_size", "head_size_v"):
-                if (size := getattr(self, name)) % NVFP4_BLOCK_SIZE:
-                    raise KVCacheValueError(f"{name}: got {size}, expected a multiple of {NVFP4_BLOCK_SIZE} for NVFP4")
-            if self.is_swizzled and self.block_size % SWIZZLE_TOKENS:
-                raise KVCacheValueError(
-                    f"block_size: got {self.block_size}, expected a multiple of {SWIZZLE_TOKENS}"
-                    " for v_scale_layout='swizzled'"
-                )
-        elif self.is_swizzled:
+    def _check_blocks(self) -> None:
+        for name, size, part in zip(("head_size", "head_size_v"), self.head_sizes, self.dtype.parts, strict=True):
+            if size % (block := part.info.elements_per_scale or 1):
+                raise KVCacheValueError(f"{name}: got {size}, expected a multiple of {block} for {part.value!r}")
+        if not self.is_swizzled:
+            return
+        if self.dtype.parts[1].info.elements_per_scale is None:
             raise KVCacheValueError(
                 f"v_scale_layout: got 'swizzled' with dtype {self.dtype.value!r}, which has no block scales;"
                 " expected 'linear'"
             )
+        if self.block_size % SWIZZLE_TOKENS:
+            raise KVCacheValueError(
+                f"block_size: got {self.block_size}, expected a multiple of {SWIZZLE_TOKENS}"
+                " for v_scale_layout='swizzled'"
+            )
 
     @property
     def quant_mode(self) -> KVQuantMode:
-        """The granularity of this layer's scales; `NONE` for an unquantized layer."""
+        """The granularity of this layer's scales; `NONE` for an unquantized layer.
+
+        Raises:
+          KVCacheValueError: keys and values have dtypes of their own, `dtype.parts`.
+        """
         return self.dtype.info.quant_mode
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """Dtype of a stored element; uint8, which holds two codes, for NVFP4."""
-        return self.dtype.info.storage_dtype
+        """Dtype of a stored element; uint8 where a byte holds two codes, or keys and values differ."""
+        keys, values = (part.info.storage_dtype for part in self.dtype.parts)
+        return keys if keys == values else np.dtype(np.uint8)
 
     @property
     def is_diffkv(self) -> bool:
@@ -127,14 +133,13 @@ class AttentionSpec:
 
     @property
     def stores_scales(self) -> bool:
-        """Whether pages hold scales beside the data: one per NVFP4 block, or per token and head."""
-        return self.dtype.info.scale_dtype is not None
+        """Whether pages hold scales beside the data: one per block of elements, or per token and head."""
+        return any(part.info.scale_dtype is not None for part in self.dtype.parts)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys, values and stored scales in this layer, without padding."""
-        info = self.dtype.info
-        return self.num_kv_heads * (sum(info.row_bytes(self.head_size)) + sum(info.row_bytes(self.head_size_v)))
+        return self.num_kv_heads * sum(map(sum, self.row_bytes))
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -162,12 +167,11 @@ class AttentionSpec:
         pages = (num_blocks,) if num_layers is None else (num_blocks, num_layers)
         if self.page_size_padded is not None:
             return (*pages, self.page_size_padded)
-        info = self.dtype.info
-        row, row_v = (sum(info.row_bytes(size)) // info.storage_dtype.itemsize for size in self._head_sizes)
+        row, row_v = (sum(row) // self.storage_dtype.itemsize for row in self.row_bytes)
         inner = (self.block_size, self.num_kv_heads)
         if self.layout is CacheLayout.HND:
             inner = inner[::-1]
-        return (*pages, *inner, row + row_v) if self.is_diffkv else (*pages, 2, *inner, row)
+        return (*pages, *inner, row + row_v) if self.is_diffkv or row != row_v else (*pages, 2, *inner, row)
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
@@ -176,25 +180,31 @@ class AttentionSpec:
         XLA on CPU widens a float8 array to float16 and back in every operation, which copies the cache in each write
         and changes NaNs in slots that were not written. Integers are unaffected.
         """
-        in_bytes = self.quant_mode is not KVQuantMode.NONE or self.page_size_padded is not None
+        in_bytes = self.dtype.is_quantized or self.page_size_padded is not None
         return np.dtype(np.uint8) if in_bytes else self.storage_dtype
 
     @property
     def regions(self) -> PageRegions:
         """Where a page's keys, values and stored scales are, in bytes."""
-        info = self.dtype.info
-        (k_data, k_scale), (v_data, v_scale) = (info.row_bytes(size) for size in self._head_sizes)
-        dims = (self.block_size, self.num_kv_heads, self.layout)
-        if self.stores_scales:
-            k, k_scales, v, v_scales = separate_regions([k_data, k_scale, v_data, v_scale], *dims)
-            return PageRegions((k, k_scales), (v, dataclasses.replace(v_scales, swizzled=self.is_swizzled)))
-        make_regions = interleaved_regions if self.is_diffkv else separate_regions
-        k, v = make_regions([k_data, v_data], *dims)
-        return PageRegions((k,), (v,))
+        rows = [size for row in self.row_bytes for size in row if size]
+        is_interleaved = self.is_diffkv and not self.stores_scales
+        make_regions = interleaved_regions if is_interleaved else separate_regions
+        regions = make_regions(rows, self.block_size, self.num_kv_heads, self.layout)
+        if self.is_swizzled:
+            regions[-1] = dataclasses.replace(regions[-1], swizzled=True)
+        count = len(self.dtype.parts[0].info.region_dtypes)
+        return PageRegions(tuple(regions[:count]), tuple(regions[count:]))
 
     @property
-    def _head_sizes(self) -> tuple[int, int]:
+    def head_sizes(self) -> tuple[int, int]:
+        """Elements of a head's key and of its value."""
         return self.head_size, self.head_size_v
+
+    @property
+    def row_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes of one head of one token: data and stored scales, of its key and of its value."""
+        keys, values = (part.info.row_bytes(size) for part, size in zip(self.dtype.parts, self.head_sizes, strict=True))
+        return keys, values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,14 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
     """Of data, and of the scales that are not given by themselves."""
-    count = 1 if spec.quant_mode.is_per_token_head else None
+    count = 1 if spec.dtype.is_per_token_head else None
     keys, values = (kernels.PageMemory(tuple(regions[:count]), spec.page_size_bytes, 16) for regions in spec.regions)
     return keys, values
 
 
 def scale_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
     """Of the scales of each token and head, in the same pages."""
-    if not spec.quant_mode.is_per_token_head:
+    if not spec.dtype.is_per_token_head:
         return None
     keys, values = (kernels.PageMemory(tuple(regions[1:]), spec.page_size_bytes, 16) for regions in spec.regions)
     return keys, values

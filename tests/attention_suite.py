@@ -110,7 +110,7 @@ def check_large_values(attend: Attend, dtype: str, num_tokens: int, num_seqs: in
 
 def is_valid(case: dict[str, Any]) -> bool:
     """Whether there is such a cache, and it does not take minutes."""
-    can_swizzle, takes_per_head = case["dtype"].startswith("nvfp4"), case["dtype"] in FP8_NAMES
+    can_swizzle, takes_per_head = "nvfp4" in case["dtype"], case["dtype"] in FP8_NAMES
     swizzles = case["v_scale_layout"] == "swizzled"
     if (swizzles and not (can_swizzle and case["block_size"] % 4 == 0)) or (
         case["scales"] == "per_head" and not takes_per_head
@@ -204,11 +204,11 @@ def build(
         block, token = block_table[seq, position // spec.block_size], position % spec.block_size
         for half, size in enumerate((spec.head_size, spec.head_size_v)):
             x = rng.standard_normal((len(position), spec.num_kv_heads, size)).astype(np.float32)
-            rows = reference.encode(x, spec, scales[half])
-            for at, part in zip(cache_model.offsets(spec, half), rows, strict=True):
-                pages[block[:, None, None], at[token]] = part
+            rows = reference.encode(x, reference.part(spec, half), scales[half])
+            for at, stored in zip(cache_model.offsets(spec, half), rows, strict=True):
+                pages[block[:, None, None], at[token]] = stored
             decoded = np.zeros((end, spec.num_kv_heads, size), np.float32)
-            decoded[start:] = reference.decode(rows, spec, scales[half])
+            decoded[start:] = reference.decode(rows, reference.part(spec, half), scales[half])
             dense[half].append(decoded)
 
     shape = (len(seq_lens), case.q_len, case.num_kv_heads * case.group, case.head_size)

@@ -15,7 +15,7 @@ from reference import KEYS, VALUES
 from kvjax import AttentionSpec
 
 Rows = tuple[list[np.ndarray], list[np.ndarray]]
-"""Of one token, its keys and its values: data and, for NVFP4, block scales, each `[num_kv_heads, bytes]`."""
+"""Of one token, its keys and its values: data and, where there are some, scales, each `[num_kv_heads, bytes]`."""
 
 Scales = tuple[np.ndarray | float, np.ndarray | float]
 
@@ -32,7 +32,9 @@ def offsets(spec: AttentionSpec, half: int) -> list[np.ndarray]:
 
 def encode(spec: AttentionSpec, key: np.ndarray, value: np.ndarray, scales: Scales) -> list[Rows]:
     """The rows that each token is stored as."""
-    keys, values = (reference.encode(x, spec, scale) for x, scale in zip((key, value), scales, strict=True))
+    keys, values = (
+        reference.encode(x, reference.part(spec, half), scales[half]) for half, x in ((KEYS, key), (VALUES, value))
+    )
     return [([part[i] for part in keys], [part[i] for part in values]) for i in range(len(key))]
 
 
@@ -104,7 +106,9 @@ class CacheModel:
                 if not 0 <= (block := int(table[seq, index])) < len(self):
                     continue
                 rows = self._rows(spec, half, block, token)
-                dense[seq, index, token] = reference.cast(reference.decode(rows, spec, scale), dtype)
+                dense[seq, index, token] = reference.cast(
+                    reference.decode(rows, reference.part(spec, half), scale), dtype
+                )
         return dense.reshape(table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads, size)
 
     def _rows(self, spec: AttentionSpec, half: int, block: int, token: int) -> list[np.ndarray]:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, KVQuantMode
-from kvjax.kernels import memory
+from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+from kvjax.kernels import codecs
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
 SPECIALS = (
@@ -25,10 +25,10 @@ SPECIALS = (
     *(6.5e4, -6.5e4, 3e38, -3e38),  # fp8 and float16 saturate, or are infinite
 )
 
-KERNEL_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype in memory.DTYPES)
+KERNEL_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES)
 """Those that kernels write and gather."""
 
-FP8_DTYPES = tuple(dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode is KVQuantMode.FP8_PER_TENSOR)
+FP8_DTYPES = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
 """Those that take a scale per KV head as well as one per tensor."""
 
 FP8_NAMES = tuple(dtype.value for dtype in FP8_DTYPES)
@@ -66,7 +66,7 @@ def raise_scales(pages: np.ndarray, spec: AttentionSpec) -> None:
 
     XLA on CPU flushes those; no write stores a scale below 1e-6.
     """
-    if spec.quant_mode.is_per_token_head:
+    if spec.dtype.is_per_token_head:
         for _, region in spec.regions:
             tops = pages[:, region.base + 3 : region.base + 4 * spec.block_size * spec.num_kv_heads : 4]
             tops |= 0x30  # the exponent's highest bits but one

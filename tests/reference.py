@@ -30,6 +30,9 @@ ELEMENT = {
     KVCacheDType.FP8_PER_TOKEN_HEAD: np.dtype(E4M3),
     KVCacheDType.INT8_PER_TOKEN_HEAD: np.dtype(np.int8),
 }
+PARTS = {KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)}
+"""Of a dtype whose keys and values differ, the dtypes of these."""
+
 FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
 PER_TOKEN_HEAD = (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)
 NVFP4 = (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
@@ -154,29 +157,34 @@ def fused(x: np.ndarray, square: np.ndarray) -> np.ndarray:
     return np.where(total < 2.0**-126, np.float32(0), total)
 
 
-def encode(x: np.ndarray, spec: AttentionSpec, scale: np.ndarray) -> list[np.ndarray]:
+def part(spec: AttentionSpec, half: int) -> KVCacheDType:
+    """The dtype of a layer's keys or values."""
+    return PARTS.get(spec.dtype, (spec.dtype, spec.dtype))[half]
+
+
+def encode(x: np.ndarray, dtype: KVCacheDType, scale: np.ndarray) -> list[np.ndarray]:
     """The bytes that each head of each token is stored as: its data and, where there are some, its scales."""
-    if spec.dtype in PER_TOKEN_HEAD:
-        return [np.ascontiguousarray(stored).view(np.uint8) for stored in encode_per_token_head(x, spec.dtype)]
-    if spec.dtype in NVFP4:
-        encode_blocks = encode_nvfp4 if spec.dtype is KVCacheDType.NVFP4 else encode_nvfp4_4over6
+    if dtype in PER_TOKEN_HEAD:
+        return [np.ascontiguousarray(stored).view(np.uint8) for stored in encode_per_token_head(x, dtype)]
+    if dtype in NVFP4:
+        encode_blocks = encode_nvfp4 if dtype is KVCacheDType.NVFP4 else encode_nvfp4_4over6
         return list(encode_blocks(x, scale))
-    stored = encode_fp8(x, per_head(scale), spec.dtype) if spec.dtype in FP8 else cast(x, ELEMENT[spec.dtype])
+    stored = encode_fp8(x, per_head(scale), dtype) if dtype in FP8 else cast(x, ELEMENT[dtype])
     return [np.ascontiguousarray(stored).view(np.uint8)]
 
 
-def decode(rows: list[np.ndarray], spec: AttentionSpec, scale: np.ndarray) -> np.ndarray:
+def decode(rows: list[np.ndarray], dtype: KVCacheDType, scale: np.ndarray) -> np.ndarray:
     """What those bytes stand for: float32, with one NaN, where the layer is quantized, else its own dtype."""
-    if spec.dtype in NVFP4:
+    if dtype in NVFP4:
         data, block_scales = rows
         codes = np.stack([data % 16, data // 16], axis=-1).reshape(*block_scales.shape, 16)
         values = E2M1_VALUES[codes] * block_scales.view(E4M3).astype(np.float32)[..., None] * np.float32(scale)
         return one_nan(values.reshape(*data.shape[:-1], 2 * data.shape[-1]))
-    stored = rows[0].view(ELEMENT[spec.dtype])
-    if spec.dtype in PER_TOKEN_HEAD:
+    stored = rows[0].view(ELEMENT[dtype])
+    if dtype in PER_TOKEN_HEAD:
         with np.errstate(all="ignore"):
             return one_nan(stored.astype(np.float32) * np.ascontiguousarray(rows[1]).view(np.float32))
-    return one_nan(stored.astype(np.float32) * per_head(scale)) if spec.dtype in FP8 else stored
+    return one_nan(stored.astype(np.float32) * per_head(scale)) if dtype in FP8 else stored
 
 
 def one_nan(x: np.ndarray) -> np.ndarray:
@@ -196,17 +204,19 @@ def byte_offsets(spec: AttentionSpec, half: int, token: int, head: int) -> list[
     def row(token: np.ndarray | int) -> np.ndarray | int:
         return token * num_heads + head if spec.layout is CacheLayout.NHD else head * block_size + token
 
-    if spec.dtype in NVFP4:
-        region = block_size * num_heads
+    region = block_size * num_heads
+    if spec.dtype in PARTS and half == KEYS:
+        return [row(token) * sizes[KEYS] + np.arange(sizes[KEYS])]
+    if spec.dtype in NVFP4 or spec.dtype in PARTS:
         data, scales = sizes[half] // 2, sizes[half] // 16
-        start = 0 if half == KEYS else region * (sizes[KEYS] // 2 + sizes[KEYS] // 16)
+        of_keys = sizes[KEYS] if spec.dtype in PARTS else sizes[KEYS] // 2 + sizes[KEYS] // 16
+        start = 0 if half == KEYS else region * of_keys
         in_tile = token * scales + np.arange(scales)
         if half == VALUES and spec.v_scale_layout is VScaleLayout.SWIZZLED:
             in_tile = (token // 4) * 4 * scales + 4 * np.arange(scales) + token % 4
         scale_bytes = start + region * data + row(in_tile // scales) * scales + in_tile % scales
         return [start + row(token) * data + np.arange(data), scale_bytes]
     if spec.dtype in PER_TOKEN_HEAD:
-        region = block_size * num_heads
         start = 0 if half == KEYS else region * (sizes[KEYS] + 4)
         scale = start + region * sizes[half] + row(token) * 4
         return [start + row(token) * sizes[half] + np.arange(sizes[half]), scale + np.arange(4)]
@@ -230,7 +240,7 @@ def write(
     """A copy of the bytes `[num_blocks, page_size_bytes]` with the tokens in their slots."""
     pages = pages.copy()
     for half, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        rows = encode(x, spec, scale)
+        rows = encode(x, part(spec, half), scale)
         for i, slot in enumerate(slots):
             if 0 <= slot < len(pages) * spec.block_size:
                 block, token = divmod(int(slot), spec.block_size)
@@ -261,6 +271,6 @@ def read(
             if not 0 <= block < len(pages):
                 continue
             heads = [byte_offsets(spec, half, token, head) for head in range(spec.num_kv_heads)]
-            rows = [np.stack([pages[block, offsets] for offsets in part]) for part in zip(*heads, strict=True)]
-            dense[seq, position] = cast(decode(rows, spec, scale), dtype)
+            rows = [np.stack([pages[block, offsets] for offsets in each]) for each in zip(*heads, strict=True)]
+            dense[seq, position] = cast(decode(rows, part(spec, half), scale), dtype)
     return dense

@@ -48,7 +48,7 @@ SPECS = [
     {"dtype": dtype, "array": name}
     for dtype in STORED_KV_CACHE_DTYPES
     for name, changes in ARRAYS.items()
-    if (dtype.byte_format is NVFP4 if name == "swizzled" else dtype in FEW_DTYPES or not changes)
+    if (dtype.parts[1].info.elements_per_scale if name == "swizzled" else dtype in FEW_DTYPES or not changes)
 ]
 EACH_SPEC = each_case(SPECS, argument="spec", make=lambda case: simple_spec(case["dtype"], **ARRAYS[case["array"]]))
 EACH_KIND = pytest.mark.parametrize(

@@ -533,7 +533,7 @@ def test_files_that_are_no_json_are_named(capsys, tmp_path, content):
         (
             {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 72, "dtype": "bfloat16"},
             ["--kv-cache-dtype", "nvfp4"],
-            "head_size: got 72, expected a multiple of 16 for NVFP4",
+            "head_size: got 72, expected a multiple of 16 for 'nvfp4'",
         ),
         (
             json.loads(Path(LLAMA).read_text())

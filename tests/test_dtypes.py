@@ -35,7 +35,9 @@ NAMES = {
     "int8_per_token_head": KVCacheDType.INT8_PER_TOKEN_HEAD,
     "nvfp4": KVCacheDType.NVFP4,
     "nvfp4_4over6": KVCacheDType.NVFP4_4OVER6,
+    "fp8_k_nvfp4_v": KVCacheDType.FP8_K_NVFP4_V,
 }
+WITH_A_ROW = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype is not KVCacheDType.FP8_K_NVFP4_V]
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES.items())
@@ -97,9 +99,7 @@ def test_what_is_no_string_is_refused_by_type(name: object):
 
 
 def test_storage_of_each_dtype():
-    table = {
-        dtype: (dtype.info.storage_dtype, dtype.info.quant_mode, dtype.info.max) for dtype in STORED_KV_CACHE_DTYPES
-    }
+    table = {dtype: (dtype.info.storage_dtype, dtype.info.quant_mode, dtype.info.max) for dtype in WITH_A_ROW}
     assert table == {
         KVCacheDType.FLOAT32: (np.float32, KVQuantMode.NONE, float(np.finfo(np.float32).max)),
         KVCacheDType.FLOAT16: (np.float16, KVQuantMode.NONE, 65504.0),
@@ -116,12 +116,12 @@ def test_storage_of_each_dtype():
 def test_only_dtypes_that_are_quantized_by_tensor_take_scales():
     take_scales = {
         *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
-        *(KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6),
+        *(KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_V),
     }
     per_token_head = {KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD}
     assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.takes_scale} == take_scales
     assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_quantized} == take_scales | per_token_head
-    assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.info.quant_mode.is_per_token_head} == per_token_head
+    assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.is_per_token_head} == per_token_head
 
 
 def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
@@ -147,6 +147,24 @@ def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
 )
 def test_bytes_of_one_head_of_one_token(dtype: KVCacheDType, row: tuple[int, int]):
     assert dtype.info.row_bytes(128) == row
+
+
+def test_keys_and_values_may_have_dtypes_of_their_own():
+    dtype = KVCacheDType.FP8_K_NVFP4_V
+    assert dtype.parts == (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
+    assert all(dtype.parts == (dtype, dtype) for dtype in WITH_A_ROW)
+    with pytest.raises(KVCacheValueError, match="FP8_K_NVFP4_V stores keys and values in different dtypes: ask its p"):
+        _ = dtype.info
+
+
+@pytest.mark.parametrize("dtype", WITH_A_ROW)
+def test_the_head_size_of_rows_is_that_of_their_bytes(dtype: KVCacheDType):
+    sizes = {head_size: sum(dtype.info.row_bytes(head_size)) for head_size in (16, 48, 128)}
+    assert {head_size: dtype.info.head_size_of(row_bytes) for head_size, row_bytes in sizes.items()} == dict(
+        zip(sizes, sizes, strict=True)
+    )
+    if dtype.info.block:
+        assert dtype.info.head_size_of(1) is None
 
 
 def test_auto_has_no_storage():

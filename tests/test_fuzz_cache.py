@@ -68,7 +68,7 @@ KINDS = ["normal", "bits", "specials", "halfway", "ends", "zeros", "one"]
 @st.composite
 def layer(draw: st.DrawFn) -> AttentionSpec:
     dtype = draw(st.sampled_from(STORED_KV_CACHE_DTYPES))
-    nvfp4 = dtype.byte_format is KVCacheDType.NVFP4
+    nvfp4 = dtype.parts[1].info.elements_per_scale is not None
     size, size_v = draw(st.sampled_from(HEAD_SIZES if nvfp4 else HEAD_SIZES + ODD_HEAD_SIZES))
     block_size = draw(st.sampled_from([1, 4, 8, 16, 3]))
     swizzled = nvfp4 and block_size % 4 == 0 and draw(st.booleans())

@@ -32,7 +32,7 @@ from helpers import (
 )
 from interpret_mode import interpret_mode
 
-from kvjax import AttentionSpec, KVCacheDType, KVQuantMode, gather_kv, kernels
+from kvjax import KVCacheDType, gather_kv, kernels
 from kvjax.kernels.write import plan
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=lambda dtype: dtype.value)
@@ -93,7 +93,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @matrix(
     {
-        "dtype": [dtype for dtype in KERNEL_DTYPES if dtype.info.quant_mode.is_per_token_head],
+        "dtype": [dtype for dtype in KERNEL_DTYPES if dtype.is_per_token_head],
         "operation": ["write", "gather"],
         "target": HOPPER_AND_BLACKWELL,
     },
@@ -187,10 +187,10 @@ def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, opti
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
 
 
-def with_gaps(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
+def with_gaps(rows: jax.Array, part: KVCacheDType) -> jax.Array:
     """Tokens as a fused projection has them, 64 other elements after each; for NVFP4 in words of two elements."""
     flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
-    if spec.quant_mode is not KVQuantMode.NVFP4:
+    if part.byte_format is not KVCacheDType.NVFP4:
         return flat
     return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
 
@@ -239,7 +239,8 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads, rotates):
     for least, config in ladder.items():
         assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.max_elements(spec)
         assert config.num_programs(least) >= min(least, plan.PROGRAMS)
-        assert config.split_kv == (least == 1 and (spec.stores_scales or rotates))
+        is_small = least == 1 and (spec.stores_scales or rotates)
+        assert config.split_kv == (is_small or spec.dtype is KVCacheDType.FP8_K_NVFP4_V)
 
 
 @matrix(
@@ -268,9 +269,9 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     expected = run_write("xla", key, value, cache, slots, **scales)
     both_scales = [jnp.full(1, scale, jnp.float32) for scale in scales.values()]
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
-    rows = [with_gaps(jnp.asarray(x), spec) for x in (key, value)]
+    rows = [with_gaps(jnp.asarray(x), part) for x, part in zip((key, value), spec.dtype.parts, strict=True)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
-    in_pages = spec.quant_mode.is_per_token_head  # what the scales lie in, which are then taken for keys and for values
+    in_pages = spec.dtype.is_per_token_head  # what the scales lie in, which are then taken for keys and for values
     with interpret_mode():
         kernel = write_kernel(spec, np.int32, unique_slots=unique_slots)
         of_scales = [pages] * 2 if in_pages else both_scales

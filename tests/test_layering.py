@@ -156,6 +156,19 @@ def asserts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
 
+NAME_QUANT_MODES = ("kvjax", "kvjax.dtypes", "kvjax.spec")
+
+
+def quant_modes(modules: Modules) -> Iterator[str]:
+    """What chooses by the granularity of scales, for which a dtype's row of the table has the answers."""
+    for name, module in modules.items():
+        if name in NAME_QUANT_MODES or name.startswith("kvjax_vllm"):  # vLLM's layers have a mode of their own
+            continue
+        for node in ast.walk(module.tree):
+            if getattr(node, "attr", getattr(node, "id", None)) in ("quant_mode", "KVQuantMode"):
+                yield f"{name}:{node.lineno} asks for the quant_mode; ask kvjax.dtypes.DTypeInfo what it means"
+
+
 def vllm_imports(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
         for imported in imported_names(module) if name.split(".")[0] != "kvjax_vllm" else ():
@@ -174,6 +187,7 @@ def all_violations(kvjax: Path, interop: Path) -> list[str]:
         *transformers_imports(both),
         *vllm_imports(both),
         *asserts(both),
+        *quant_modes(both),
     ]
 
 
@@ -241,6 +255,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "from . import transformers_attention", "kvjax_torch.ops imports kvjax_torch.transform"),
         ("kvjax/cli.py", "from transformers import Cache", "kvjax.cli imports transformers.Cache"),
         ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
+        ("kvjax/cache.py", "def f(spec):\n    return spec.quant_mode", "kvjax.cache:2 asks for the quant_mode"),
     ],
 )
 def test_what_the_rules_catch(tmp_path: Path, path: str, text: str, violation: str):

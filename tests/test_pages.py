@@ -26,7 +26,7 @@ SIZES = st.integers(1, 6)
 def specs(draw: st.DrawFn) -> AttentionSpec:
     """Any spec with small pages, of its own page size or part of a pool."""
     dtype = draw(st.sampled_from(STORED_KV_CACHE_DTYPES))
-    in_blocks = dtype.byte_format is KVCacheDType.NVFP4
+    in_blocks = dtype.parts[1].info.elements_per_scale is not None
     v_scale_layout = draw(st.sampled_from(VScaleLayout)) if in_blocks else VScaleLayout.LINEAR
     head_sizes = SIZES.map(lambda size: 16 * size) if in_blocks else st.integers(1, 40)
     window = draw(st.none() | st.integers(1, 100))
@@ -71,9 +71,9 @@ def test_regions_tile_a_page(spec: AttentionSpec):
 @laws
 @given(specs())
 def test_rows_hold_what_the_dtype_takes(spec: AttentionSpec):
-    for regions, head_size in zip(spec.regions, (spec.head_size, spec.head_size_v), strict=True):
+    for regions, part, head_size in zip(spec.regions, spec.dtype.parts, spec.head_sizes, strict=True):
         sizes = [region.row_bytes for region in regions]
-        assert sizes == [size for size in spec.dtype.info.row_bytes(head_size) if size]
+        assert sizes == [size for size in part.info.row_bytes(head_size) if size]
 
 
 @laws
@@ -122,7 +122,7 @@ def test_regions_with_a_scale_for_each_token_and_head(dtype: KVCacheDType):
 
 
 @laws
-@given(specs().filter(lambda spec: spec.quant_mode.is_per_token_head))
+@given(specs().filter(lambda spec: spec.dtype.is_per_token_head))
 def test_regions_of_whole_groups_of_16_tokens_are_aligned(spec: AttentionSpec):
     spec = dataclasses.replace(spec, block_size=16 * spec.block_size, page_size_padded=None)
     assert not any(region.base % 16 for region in itertools.chain(*spec.regions))

@@ -13,9 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, matrix
+from helpers import INPUT_DTYPES, assert_same_bytes, matrix, poisoned, simple_spec
 
-from kvjax import KVCacheDType, quant
+from kvjax import KVCacheDType, UnsupportedError, quant
+from kvjax.kernels.attention.formats import Format
+from kvjax.ops.prompts import Dense
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
@@ -368,3 +370,21 @@ def test_nvfp4_decode_of_every_code_and_block_scale(scale):
     decoded = np.asarray(jax.jit(quant.decode_nvfp4)(data, block_scales[:, None], jnp.float32(scale)))
     np.testing.assert_array_equal(decoded, expected)
     assert (np.signbit(decoded) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
+def test_a_dtype_that_nothing_encodes_is_refused():
+    """One that is in the table but not here, or a whole layer's in place of its keys' or values'."""
+    one, dtype = jnp.ones((1, 16)), KVCacheDType.AUTO
+    with pytest.raises(UnsupportedError, match=r"dtype: got 'auto', which kvjax\.quant does not encode"):
+        quant.encode(one, dtype, jnp.float32(1))
+    with pytest.raises(UnsupportedError, match=r"dtype: got 'auto', which kvjax\.quant does not decode"):
+        quant.decode([one], dtype, jnp.float32(1))
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD])
+def test_a_dtype_that_16_bits_do_not_hold_is_refused_where_they_have_to(dtype):
+    cache, query = poisoned(simple_spec(dtype), 2), jnp.ones((2, 2, 64), jnp.float16)
+    with pytest.raises(UnsupportedError, match=f"dtype: got '{dtype.value}', which no 16-bit dtype holds exactly"):
+        Dense.dtype_of(cache, query)
+    with pytest.raises(UnsupportedError, match=f"dtype: got '{dtype.value}', which attention does not decode"):
+        Format.of(dtype)

@@ -169,12 +169,10 @@ def test_auto_refuses_what_quark_may_store_and_kvjax_does_not(group: Any, output
 
 @pytest.mark.parametrize("name", ["FP8_K_NVFP4_V", "fp8_k_nvfp4_v"])
 @pytest.mark.parametrize("wrap", [modelopt, hf_quant_config])
-def test_auto_refuses_keys_and_values_of_different_dtypes_by_name(name: str, wrap: Any):
-    with pytest.raises(
-        KVCacheValueError, match=f"kv_cache_quant_algo: got '{name}', .* different dtypes; expected FP8"
-    ):
-        resolve_kv_cache_dtype("auto", model_dtype="bfloat16", quantization_config=wrap(kv_cache_quant_algo=name))
+def test_auto_reads_keys_and_values_of_different_dtypes(name: str, wrap: Any):
     explicit = wrap(kv_cache_quant_algo=name)
+    resolved = resolve_kv_cache_dtype("auto", model_dtype="bfloat16", quantization_config=explicit)
+    assert (resolved.dtype, resolved.source) == (KVCacheDType.FP8_K_NVFP4_V, "checkpoint")
     assert resolve_kv_cache_dtype("fp8", model_dtype="bfloat16", quantization_config=explicit).source == "user"
 
 
@@ -391,7 +389,6 @@ def test_an_unknown_algorithm_of_a_layer_is_warned_of():
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (layer_map("FP8", "FP8_K_NVFP4_V"), "kv_cache_quantized_layers, layer 1: got 'FP8_K_NVFP4_V', which stores"),
         (layer_map("FP8", kv_cache_schema_version=2), "kv_cache_schema_version: got 2, expected 1; pass a"),
         (layer_map("FP8", kv_cache_schema_version=True), "kv_cache_schema_version: got True, expected 1"),
         ({"kv_cache_quantized_layers": ["FP8"]}, "kv_cache_quantized_layers: got ['FP8'], expected an algorithm for"),

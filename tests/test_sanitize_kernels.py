@@ -12,8 +12,8 @@ from interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
 
-KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2
-"""Of unquantized caches, fp8, those with a scale for each token and head, and NVFP4: layouts and kinds of scales."""
+KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2
+"""Of unquantized caches, fp8, those with a scale for each token and head, NVFP4, fp8 keys with NVFP4 values."""
 
 DRIVER = runpy.run_path(str(Path(__file__).parents[1] / "tools/sanitize_kernels.py"))
 

@@ -142,9 +142,24 @@ def test_quantization_is_asked_of_the_layer(dtype, quant_mode):
     assert full(dtype).quant_mode is sliding(dtype).quant_mode is quant_mode
 
 
+def test_fp8_keys_beside_nvfp4_values():
+    """Of 128 elements rows of 128 bytes, and of 64 and 8; `[K | V data | V scales]` of 16 tokens and 8 heads."""
+    spec = full(KVCacheDType.FP8_K_NVFP4_V)
+    assert (spec.storage_dtype, spec.array_dtype) == (np.uint8, np.uint8)
+    assert (spec.bytes_per_token, spec.page_size_bytes) == (1600, 25600)
+    assert spec.cache_shape(5) == (5, 16, 8, 200)
+    assert dataclasses.replace(spec, layout=CacheLayout.HND).cache_shape(5) == (5, 8, 16, 200)
+    assert [region.base for regions in spec.regions for region in regions] == [0, 16384, 24576]
+    assert full(KVCacheDType.FP8_K_NVFP4_V, 16, 8, 72, 128).cache_shape(5) == (5, 16, 8, 144)  # rows of equal bytes
+    with pytest.raises(KVCacheValueError, match="head_size_v: got 72, expected a multiple of 16 for 'nvfp4'"):
+        full(KVCacheDType.FP8_K_NVFP4_V, 16, 8, 128, 72)
+    with pytest.raises(KVCacheValueError, match="stores keys and values in different dtypes"):
+        _ = spec.quant_mode
+
+
 def test_axes_of_elements_are_those_of_unpooled_fp8_and_unquantized_arrays():
     without = [dtype for dtype in STORED_KV_CACHE_DTYPES if not full(dtype).has_head_axis]
-    assert without == [FP8_ROWS, INT8_ROWS, NVFP4, NVFP4_4OVER6]
+    assert without == [FP8_ROWS, INT8_ROWS, NVFP4, NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_V]
     assert without == [dtype for dtype in STORED_KV_CACHE_DTYPES if full(dtype).stores_scales]
     assert not full(BFLOAT16, page_size_padded=65536).has_head_axis
 
@@ -254,8 +269,8 @@ def test_what_names_no_stored_dtype_is_refused(dtype, error, message):
             lambda: full(NVFP4, 6, 8, 128, v_scale_layout="swizzled"),
             "block_size: got 6, expected a multiple of 4 for v_scale_layout='swizzled'",
         ),
-        (lambda: full(NVFP4, 16, 8, 72), "head_size: got 72, expected a multiple of 16 for NVFP4"),
-        (lambda: full(NVFP4, 16, 8, 64, 72), "head_size_v: got 72, expected a multiple of 16 for NVFP4"),
+        (lambda: full(NVFP4, 16, 8, 72), "head_size: got 72, expected a multiple of 16 for 'nvfp4'"),
+        (lambda: full(NVFP4, 16, 8, 64, 72), "head_size_v: got 72, expected a multiple of 16 for 'nvfp4'"),
         (
             lambda: full(NVFP4, page_size_padded=18431),
             "page_size_padded: got 18431, expected at least 18432, the bytes of one page of this spec",

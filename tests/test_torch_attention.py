@@ -35,7 +35,7 @@ from torch_helpers import (  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
-from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError, kernels  # noqa: E402
+from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError, kernels  # noqa: E402
 from kvjax.kernels import attention  # noqa: E402
 from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
 from kvjax_torch import calls, cuda, host, launch  # noqa: E402
@@ -62,7 +62,7 @@ def given(
     """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
     spec = cache.spec
     pages = torch_cache(page_bytes(cache), spec, form=form, before=before, device=device)
-    options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
+    options["v_scale_layout"] = spec.v_scale_layout.value
     options |= {name: on(device, np.asarray(options[name])) for name in ("k_scale", "v_scale")}
     options["sinks"] = on(device, options["sinks"])
     return options | {

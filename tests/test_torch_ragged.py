@@ -33,7 +33,7 @@ from torch_helpers import (  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
-from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, KVQuantMode, UnsupportedError  # noqa: E402
+from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
 from kvjax.ops.ragged import _as_buckets  # noqa: E402
 from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts, ragged_step  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
@@ -56,7 +56,7 @@ def given(
     """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
     spec = cache.spec
     pages = torch_cache(page_bytes(cache), spec, form=form, device=device)
-    options["v_scale_layout"] = spec.v_scale_layout.value if spec.quant_mode is KVQuantMode.NVFP4 else "linear"
+    options["v_scale_layout"] = spec.v_scale_layout.value
     options |= {name: from_numpy(np.asarray(options[name])).to(device) for name in ("k_scale", "v_scale")}
     if options["sinks"] is not None:
         options["sinks"] = from_numpy(options["sinks"]).to(device)

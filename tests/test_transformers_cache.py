@@ -108,14 +108,15 @@ class RoundedCache(DynamicCache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         spec, scales = self.specs[layer_idx], self.scales[layer_idx]
-        rounded = [round_trip(x, spec, scale) for x, scale in zip((key_states, value_states), scales, strict=True)]
+        parts = spec.dtype.parts
+        rounded = [round_trip(*each) for each in zip((key_states, value_states), parts, scales, strict=True)]
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-def round_trip(states: torch.Tensor, spec: AttentionSpec, scale: Any) -> torch.Tensor:
+def round_trip(states: torch.Tensor, part: KVCacheDType, scale: Any) -> torch.Tensor:
     dtype, rows = numpy_dtype(states.dtype), states.transpose(1, 2)
     tokens = to_numpy(rows.cpu(), dtype).reshape(-1, *rows.shape[2:])
-    decoded = reference.decode(reference.encode(tokens, spec, np.asarray(scale, np.float32)), spec, scale)
+    decoded = reference.decode(reference.encode(tokens, part, np.asarray(scale, np.float32)), part, scale)
     return from_numpy(reference.cast(decoded, dtype)).view(rows.shape).transpose(1, 2).to(states.device)
 
 
@@ -149,6 +150,7 @@ def test_the_models_own_dtype_gives_the_bits_of_dynamic_cache(
         ("nvfp4", "float32", {}),
         ("nvfp4", "bfloat16", {"layout": "HND", "v_scale_layout": "swizzled"}),
         ("nvfp4", "float16", {"v_scale_layout": "swizzled"}),
+        ("fp8_k_nvfp4_v", "float32", {"layout": "HND", "v_scale_layout": "swizzled"}),
     ],
     ids=str,
 )

@@ -59,7 +59,7 @@ SCALES = {"one": (1.0, 1.0), "scalar": (0.0173, 1.9)}
 
 
 def is_valid(case: dict) -> bool:
-    can_swizzle = case["dtype"].startswith("nvfp4") and case["block_size"] % 4 == 0
+    can_swizzle = "nvfp4" in case["dtype"] and case["block_size"] % 4 == 0
     takes_per_head = case["dtype"] in FP8_NAMES
     return (can_swizzle or case["v_scale_layout"] == "linear") and (takes_per_head or case["scale"] != "per_head")
 

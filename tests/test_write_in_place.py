@@ -69,7 +69,7 @@ DONATED = [
     for array in ARRAYS
     for unit in UNIT_AXES
     for source in (["bfloat16"] if unit else ["float32", "bfloat16"])
-    if array != "swizzled" or (dtype.byte_format is KVCacheDType.NVFP4 and "block_size" not in UNIT_AXES[unit])
+    if array != "swizzled" or (dtype.parts[1].info.elements_per_scale and "block_size" not in UNIT_AXES[unit])
 ]
 
 
@@ -88,7 +88,7 @@ def test_a_donated_cache_keeps_its_buffer(implementation, case):
 @matrix(
     {"dtype": STORED_KV_CACHE_DTYPES, "array": ARRAYS, "num_kv_heads": [1, 2], "num_tokens": [1, 2]},
     few={"num_tokens": [1]},
-    valid=lambda case: case["array"] != "swizzled" or case["dtype"].byte_format is KVCacheDType.NVFP4,
+    valid=lambda case: case["array"] != "swizzled" or case["dtype"].parts[1].info.elements_per_scale,
 )
 def test_few_tokens_copy_no_cache(dtype, array, num_kv_heads, num_tokens):
     spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])

@@ -113,12 +113,13 @@ def torch_cache(
     dtype = dtype or torch_dtype(spec.array_dtype)
     num_blocks, page_bytes = pages.shape
     if form == "two_tensors":
-        key, value = (torch.from_numpy(half.copy()).to(device) for half in np.split(pages, 2, axis=1))
-        views = [_half(part, spec, dtype, 0, page_bytes // 2) for part in (key, value)]
+        split = spec.regions.v[0].base if spec.stores_scales else page_bytes // 2
+        key, value = (torch.from_numpy(part.copy()).to(device) for part in np.split(pages, [split], axis=1))
+        views = [_half(part, spec, dtype, half, 0) for half, part in enumerate((key, value))]
         return TorchCache(*views, lambda: torch.cat([key, value], dim=1).cpu().numpy().copy())
     beside = form == "beside" or (spec.is_diffkv and not spec.stores_scales)
     if form == "beside":
-        row = sum(spec.dtype.info.row_bytes(spec.head_size))
+        row = sum(spec.row_bytes[0])
         pages = pages.reshape(num_blocks, 2, -1, row).swapaxes(1, 2).reshape(num_blocks, -1)
     default, between = {"padded_pages": (0, 48), "offset": (80, 0), "beside": (0, 48)}.get(form, (0, 0))
     before = default if before is None else before
@@ -131,7 +132,7 @@ def torch_cache(
         assert (held[:, page_bytes:] == 0xAB).all()
         return held[:, :page_bytes].cpu().numpy().copy()
 
-    bytes_k, bytes_v = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v))
+    bytes_k, bytes_v = map(sum, spec.row_bytes)
     start = bytes_k if beside else page_bytes // (bytes_k + bytes_v) * bytes_k
     key, value = (_half(held, spec, dtype, half, start, beside=beside) for half in range(2))
     return TorchCache(key, value, read)
@@ -141,7 +142,7 @@ def _half(
     held: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype, half: int, value_start: int, *, beside: bool = False
 ) -> torch.Tensor:
     """`[num_blocks, block_size, num_kv_heads, row]` of the keys (`half` 0) or the values in rows of pages."""
-    row, other = (sum(spec.dtype.info.row_bytes(size)) for size in (spec.head_size, spec.head_size_v)[:: 1 - 2 * half])
+    row, other = map(sum, spec.row_bytes[:: 1 - 2 * half])
     step = row + other if beside else row
     strides = (spec.num_kv_heads * step, step) if spec.layout is CacheLayout.NHD else (step, spec.block_size * step)
     shape = (held.shape[0], spec.block_size, spec.num_kv_heads, row)

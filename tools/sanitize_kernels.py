@@ -41,7 +41,6 @@ from kvjax import (
     FullAttentionSpec,
     KVCache,
     KVCacheDType,
-    KVQuantMode,
     VScaleLayout,
     gather_kv,
     kernels,
@@ -49,7 +48,7 @@ from kvjax import (
     ragged_paged_attention,
     reshape_and_cache_flash,
 )
-from kvjax.kernels import memory
+from kvjax.kernels import codecs
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
@@ -67,12 +66,12 @@ def kinds(
 ) -> Iterator[tuple[FullAttentionSpec, tuple[int, ...]]]:
     """Yields every spec that has kernels of its own, and the shape of its scales."""
     for dtype, layout, v_scale_layout in itertools.product(dtypes, CacheLayout, VScaleLayout):
-        if v_scale_layout is VScaleLayout.SWIZZLED and dtype.byte_format is not KVCacheDType.NVFP4:
+        if v_scale_layout is VScaleLayout.SWIZZLED and not dtype.parts[1].info.elements_per_scale:
             continue
         choices = {"dtype": dtype, "layout": layout, "v_scale_layout": v_scale_layout}
         spec = FullAttentionSpec(16, num_kv_heads, head_size, **choices)
         yield spec, ()
-        if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        if spec.dtype in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2):
             yield spec, (num_kv_heads,)
 
 
@@ -139,8 +138,12 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
 
     key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = map(copied, arrays)
     scales = k_scale, v_scale
-    caches = kv[:, 0], kv[:, 1]
-    if spec.layout is CacheLayout.HND:
+    is_hnd, pages = spec.layout is CacheLayout.HND, kv.flatten(1)
+    sizes = [sum(row) // kv.element_size() for row in spec.row_bytes]
+    halves = pages.split([spec.block_size * spec.num_kv_heads * size for size in sizes], dim=1)
+    inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
+    caches = tuple(half.unflatten(1, (*inner, size)) for half, size in zip(halves, sizes, strict=True))
+    if is_hnd:
         caches = tuple(cache.transpose(1, 2) for cache in caches)
     dtype, layout = spec.dtype.value, {"v_scale_layout": spec.v_scale_layout.value}
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
@@ -158,7 +161,7 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in memory.DTYPES]
+    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="KV cache dtypes")
     parser.add_argument(
         "--num-tokens",

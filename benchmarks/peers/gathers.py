@@ -91,9 +91,9 @@ class GatherInputs:
           AssertionError: If they differ.
         """
         job, scales = self.job, workload.scales().values()
-        for got, x, scale in zip(gathered, self.tokens, scales, strict=True):
+        for got, x, scale, part in zip(gathered, self.tokens, scales, job.spec.dtype.parts, strict=True):
             rows = x[: job.num_seqs * job.blocks_a_seq * BLOCK_SIZE]
-            decoded = _rounded(_encoded(rows, job.spec, scale), job.spec, scale, OUT_DTYPE)
+            decoded = _rounded(_encoded(rows, part, scale), part, scale, OUT_DTYPE)
             expected = decoded.reshape(got.shape)
             workload.check_same_bits(got, expected.at[:, job.seq_len :].set(0))
 

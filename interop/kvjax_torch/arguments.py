@@ -22,7 +22,6 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
-    KVQuantMode,
     UnsupportedError,
 )
 from kvjax_torch.caches import Facts, cache_plan, check_apart, check_caches
@@ -307,8 +306,8 @@ def _gather_plan(
     scale_tensors = _scale_tensors(k_scale, v_scale, cache_dtype)
     apart = scale_tensors is not None
     head_sizes = (
-        row_head_size("key_cache", key_bytes, cache_dtype, scales_apart=apart),
-        row_head_size("value_cache", value_bytes, cache_dtype, scales_apart=apart),
+        row_head_size("key_cache", key_bytes, cache_dtype.parts[0], scales_apart=apart),
+        row_head_size("value_cache", value_bytes, cache_dtype.parts[1], scales_apart=apart),
     )
     num_heads = key_cache.shape[2]
     order = encoding.v_scale_layout
@@ -354,7 +353,7 @@ def _scale_facts(scale: torch.Tensor) -> ScaleFacts:
 
 def _scale_tensors(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
     """The facts of the tensors with the scales of each token and head; None if there are no such tensors."""
-    if not (dtype.info.quant_mode.is_per_token_head and (k_scale.strides or v_scale.strides)):
+    if not (dtype.is_per_token_head and (k_scale.strides or v_scale.strides)):
         return None
     for name, facts in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not facts.strides:
@@ -366,16 +365,18 @@ def _scale_tensors(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType
 
 
 def _scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) -> tuple[int, int]:
-    takes_heads = spec.quant_mode is KVQuantMode.FP8_PER_TENSOR
-    for name, (dtype, shape, strides) in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, (dtype, shape, strides), part in zip(
+        ("k_scale", "v_scale"), (k_scale, v_scale), spec.dtype.parts, strict=True
+    ):
+        takes_heads = part.info.takes_head_scales
         if dtype is not torch.float32:
             raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected torch.float32")
-        if spec.quant_mode.is_per_token_head and strides:
+        if spec.dtype.is_per_token_head and strides:
             continue
         if math.prod(shape) != 1 and not (takes_heads and shape == (spec.num_kv_heads,)):
             accepted = f"one element or [num_kv_heads={spec.num_kv_heads}]" if takes_heads else "one element"
             raise KVCacheValueError(f"{name}: got shape {tuple(shape)}, expected {accepted} for {spec.dtype.value!r}")
-    if spec.quant_mode.is_per_token_head:
+    if spec.dtype.is_per_token_head:
         return 1, 1
     return math.prod(k_scale.shape), math.prod(v_scale.shape)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from kvjax import (
     VScaleLayout,
     kernels,
 )
-from kvjax_torch.dtypes import head_row_bytes
 from kvjax_torch.plan import BlockRows, CachePlan
 
 
@@ -90,12 +89,11 @@ def cache_plan(
         layout=_layout(key_cache),
         v_scale_layout=VScaleLayout.parse(v_scale_layout),
     )
-    halves = (("key_cache", key_cache, spec.head_size), ("value_cache", value_cache, spec.head_size_v))
-    for name, cache, head_size in halves:
-        row_bytes = dtype.info.row_bytes(head_size)[0] if scale_tensors else head_row_bytes(dtype, head_size)
-        row = row_bytes // cache.dtype.itemsize
+    halves = (("key_cache", key_cache), ("value_cache", value_cache))
+    for (name, cache), head_size, row_bytes in zip(halves, spec.head_sizes, spec.row_bytes, strict=True):
+        row = (row_bytes[0] if scale_tensors else sum(row_bytes)) // cache.dtype.itemsize
         if cache.shape[2:] != (num_kv_heads, row):
-            is_apart = dtype.info.quant_mode.is_per_token_head and cache.shape[3] == head_size
+            is_apart = dtype.is_per_token_head and cache.shape[3] == head_size
             hint = "; or k_scale and v_scale [num_blocks, block_size, num_kv_heads]" if is_apart else ""
             raise KVCacheValueError(
                 f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size,"
@@ -110,13 +108,9 @@ def cache_plan(
         k_scale, v_scale = scale_tensors
         scales = _scale_rows("k_scale", k_scale, key_cache), _scale_rows("v_scale", v_scale, key_cache)
         return CachePlan(spec, _strided_rows(key_cache), _strided_rows(value_cache), scales)
-    if not spec.stores_scales:
-        return CachePlan(spec, _strided_rows(key_cache), _strided_rows(value_cache))
-    for name, cache, _ in halves:
-        _check_contiguous_blocks(name, cache, spec)
     keys, values = (
-        BlockRows(cache.strides[0], tuple(dataclasses.replace(row, base=row.base - regions[0].base) for row in regions))
-        for regions, cache in zip(spec.regions, (key_cache, value_cache), strict=True)
+        _rows_of_block(name, cache, spec, regions) if len(regions) > 1 else _strided_rows(cache)
+        for (name, cache), regions in zip(halves, spec.regions, strict=True)
     )
     return CachePlan(spec, keys, values)
 
@@ -217,9 +211,8 @@ def _scale_rows(name: str, scales: Facts, key_cache: Facts) -> BlockRows:
     return _strided_rows(Facts(scales.dtype, (*scales.shape, 1), (*scales.strides, 1)))
 
 
-def _check_contiguous_blocks(name: str, cache: Facts, spec: AttentionSpec) -> None:
-    # The last dimension is nominal: data and scales are separate regions of a block, so the block's bytes must be
-    # contiguous.
+def _rows_of_block(name: str, cache: Facts, spec: AttentionSpec, regions: Sequence[kernels.PageRegion]) -> BlockRows:
+    """The rows of a tensor whose last dimension is nominal: data and scales are separate regions of a block."""
     _, block_size, num_heads, row = cache.shape
     expected = (num_heads * row, row) if spec.layout is CacheLayout.NHD else (row, block_size * row)
     for stride, size, wanted in zip(cache.strides[1:3], cache.shape[1:3], expected, strict=True):
@@ -228,3 +221,6 @@ def _check_contiguous_blocks(name: str, cache: Facts, spec: AttentionSpec) -> No
                 f"{name}: got strides {cache.strides}, expected (any, {expected[0]}, {expected[1]}, 1): the"
                 f" {block_size * num_heads * row} bytes of a block in {spec.dtype.value!r} side by side"
             )
+    return BlockRows(
+        cache.strides[0], tuple(dataclasses.replace(rows, base=rows.base - regions[0].base) for rows in regions)
+    )

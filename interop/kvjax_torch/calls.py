@@ -427,12 +427,12 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
 
 def _scales(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The scale arrays of a kernel call; those of each token and head are never copied."""
-    return scales if cache.spec.quant_mode.is_per_token_head else tuple(map(_scale, scales))
+    return scales if cache.spec.dtype.is_per_token_head else tuple(map(_scale, scales))
 
 
 def _scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int] | None:
     """The alignments of the scales of each token and head that kernels are compiled for; None if there are none."""
-    if not cache.spec.quant_mode.is_per_token_head:
+    if not cache.spec.dtype.is_per_token_head:
         return None
     k_scale, v_scale = scales
     return _page_alignment(k_scale), _page_alignment(v_scale)
@@ -453,7 +453,7 @@ def _page_alignment(cache: torch.Tensor) -> int:
 def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
     """The pages of keys and of values, without scales that are arrays of their own."""
     rows = cache.keys, cache.values
-    if cache.spec.quant_mode.is_per_token_head:  # scales are arrays of their own
+    if cache.spec.dtype.is_per_token_head:  # scales are arrays of their own
         rows = _part(cache.keys, 0), _part(cache.values, 0)
     return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
 

@@ -184,7 +184,7 @@ def _write_planned(
         call = calls.write_call(plan, tensors, unique_slots)
     launcher = run(call)
     # A kind does not say where the scales of each token and head are.
-    is_per_token_head = plan.cache.spec.quant_mode.is_per_token_head
+    is_per_token_head = plan.cache.spec.dtype.is_per_token_head
     has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
     # Slots are left out: those of a large write are searched, which makes others of them.
     is_uncopied = has_one_scale and [tensor.data_ptr() for tensor in call.tensors[1:]] == [*addresses[1:]]

@@ -43,11 +43,7 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     dtype = parse_kv_cache_dtype(kv_cache_dtype)
     if dtype is KVCacheDType.AUTO:
         # A tensor of 8-bit elements does not show whether each token and head has a scale: "auto" assumes not.
-        held = [
-            row
-            for row in STORED_KV_CACHE_DTYPES
-            if key_cache in storage_dtypes(row) and not row.info.quant_mode.is_per_token_head
-        ]
+        held = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row) and not row.is_per_token_head]
         if len(held) != 1:
             stored = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row)]
             names = ", ".join(row.value for row in stored or STORED_KV_CACHE_DTYPES)
@@ -85,13 +81,8 @@ def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
     """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
     if not dtype.is_quantized:
         return (torch_dtype(dtype.info.storage_dtype),)
-    own = getattr(torch, dtype.info.storage_dtype.name, torch.uint8)  # torch may lack the dtype
-    return (torch.uint8,) if own is torch.uint8 else (torch.uint8, own)
-
-
-def head_row_bytes(dtype: KVCacheDType, head_size: int) -> int:
-    """Bytes of one head of one token, data and scales."""
-    return sum(dtype.info.row_bytes(head_size))
+    own = {getattr(torch, part.info.storage_dtype.name, torch.uint8) for part in dtype.parts}  # torch may lack some
+    return (torch.uint8, *own) if len(own) == 1 and torch.uint8 not in own else (torch.uint8,)
 
 
 def has_scale_tensors(scale: torch.Tensor) -> bool:
@@ -99,25 +90,19 @@ def has_scale_tensors(scale: torch.Tensor) -> bool:
     return scale.ndim == 3
 
 
-def row_head_size(what: str, row_bytes: int, dtype: KVCacheDType, *, scales_apart: bool = False) -> int:
-    """The head size of a row of `row_bytes`; with `scales_apart` the row does not include scales of each token and
-    head.
+def row_head_size(what: str, row_bytes: int, part: KVCacheDType, *, scales_apart: bool = False) -> int:
+    """The head size of a row of `row_bytes` of keys or values of dtype `part`; with `scales_apart` the row does not
+    include scales of each token and head.
 
     Raises:
       KVCacheValueError: no head size has rows of `row_bytes`.
     """
-    if dtype.info.quant_mode.is_per_token_head:
-        data = row_bytes if scales_apart else row_bytes - dtype.info.row_bytes(1)[1]
-        if data < 1:
-            raise KVCacheValueError(f"{what}: got rows of {row_bytes} bytes, expected 5 or more for {dtype.value!r}")
-        return data
-    elements = 16  # the fewest that every dtype stores in whole bytes
-    stored = head_row_bytes(dtype, elements)
-    if row_bytes * elements % stored:
-        raise KVCacheValueError(
-            f"{what}: got rows of {row_bytes} bytes, expected a multiple of {stored} for {dtype.value!r}"
-        )
-    return row_bytes * elements // stored
+    head_size = part.info.head_size_of(row_bytes + (part.info.row_bytes(1)[1] if scales_apart else 0))
+    if head_size is None:
+        unit = part.info.elements_per_scale or 1
+        expected = "5 or more" if part.is_per_token_head else f"a multiple of {sum(part.info.row_bytes(unit))}"
+        raise KVCacheValueError(f"{what}: got rows of {row_bytes} bytes, expected {expected} for {part.value!r}")
+    return head_size
 
 
 def check_dtype(dtype: object) -> None:

@@ -292,7 +292,7 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
-    if spec.quant_mode.is_per_token_head:
+    if spec.dtype.is_per_token_head:
         return np.ones((), np.float32)
     return (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
 

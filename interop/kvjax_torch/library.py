@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from kvjax import KVCacheTypeError
+from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch import cuda, host, merge, ragged
 from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, rope_plan, write_plan
 from kvjax_torch.attention_arguments import attention_plan, check_out, ragged_plan
@@ -32,7 +32,7 @@ def _with_given_scales(name: str, operation: Callable[..., Any]) -> Callable[...
     def run(*args: Any, **options: Any) -> Any:  # the dispatcher passes these by position
         key_cache, kv_cache_dtype, k_scale = args[cache], args[dtype], args[scale]
         stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-        if has_scale_tensors(k_scale) and stored.info.quant_mode.is_per_token_head:
+        if has_scale_tensors(k_scale) and stored.is_per_token_head:
             raise KVCacheTypeError(
                 f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(k_scale.shape)} for {kv_cache_dtype!r}, which is"
                 f" written to; expected torch.ops.kvjax.{name}_per_token_head"
@@ -221,12 +221,13 @@ def _gathered(
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * key_cache.shape[1]
 
-    def dense(name: str, cache: torch.Tensor) -> torch.Tensor:
+    def dense(name: str, cache: torch.Tensor, part: KVCacheDType) -> torch.Tensor:
         row_bytes, apart = cache.shape[3] * cache.dtype.itemsize, has_scale_tensors(k_scale)
-        head_size = row_head_size(name, row_bytes, stored, scales_apart=apart)
+        head_size = row_head_size(name, row_bytes, part, scales_apart=apart)
         return cache.new_empty((num_seqs, max_len, cache.shape[2], head_size), dtype=gathered_dtype(dtype, stored))
 
-    return dense("key_cache", key_cache), dense("value_cache", value_cache)
+    keys, values = stored.parts
+    return dense("key_cache", key_cache, keys), dense("value_cache", value_cache, values)
 
 
 def _attended(
@@ -240,7 +241,7 @@ def _attended(
     """Uninitialized results of attention."""
     stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
     row_bytes, apart = value_cache.shape[3] * value_cache.dtype.itemsize, has_scale_tensors(v_scale)
-    head_size_v = row_head_size("value_cache", row_bytes, stored, scales_apart=apart)
+    head_size_v = row_head_size("value_cache", row_bytes, stored.parts[1], scales_apart=apart)
     out = query.new_empty((*query.shape[:-1], head_size_v))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 

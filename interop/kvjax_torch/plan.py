@@ -133,7 +133,7 @@ class CachePlan:
 
         These are the caches where their rows hold a scale for each token and head, else `k_scale` and `v_scale`.
         """
-        if self.spec.quant_mode.is_per_token_head and self.scales is None:
+        if self.spec.dtype.is_per_token_head and self.scales is None:
             return tensors.key_cache, tensors.value_cache
         return tensors.k_scale, tensors.v_scale
 

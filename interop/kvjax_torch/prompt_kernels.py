@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax import KVQuantMode, kernels
+from kvjax import kernels
 from kvjax_torch import calls, cuda, merge, ragged_step
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
 from kvjax_torch.plan import AttentionPlan, RaggedPlan
@@ -33,14 +33,11 @@ def serves(plan: AttentionPlan, device: torch.device) -> bool:
     """
     spec = plan.cache.spec
     sizes = spec.head_size, spec.head_size_v
-    is_dense = spec.quant_mode is not KVQuantMode.NONE or torch_dtype(spec.storage_dtype) is plan.dtype
-    return (
-        plan.dtype.itemsize == 2
-        and is_dense
-        and not spec.quant_mode.is_per_token_head
-        and plan.sm_scale > 0
-        and is_for(device, sizes)
-    )
+    if spec.dtype.is_quantized:
+        is_dense = spec.dtype.exact_in is not None
+    else:
+        is_dense = torch_dtype(spec.storage_dtype) is plan.dtype
+    return plan.dtype.itemsize == 2 and is_dense and plan.sm_scale > 0 and is_for(device, sizes)
 
 
 def is_for(device: torch.device, head_sizes: tuple[int, int]) -> bool:
@@ -112,12 +109,13 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tu
         )
 
     empty = step.query.new_empty
-    dtype = torch.float16 if spec.quant_mode is not KVQuantMode.NONE else attention.dtype
+    exact = spec.dtype.exact_in
+    dtype = attention.dtype if exact is None else torch_dtype(exact)
     tile_rows = at_once * num_tokens * spec.num_kv_heads
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)
     scales: tuple[torch.Tensor, ...] = ()
-    if spec.quant_mode is not KVQuantMode.NONE:
+    if spec.dtype.is_quantized:
         scales = tensors.k_scale.contiguous(), tensors.v_scale.contiguous()
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
     gather, *attends = own

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax import KVQuantMode, kernels
+from kvjax import kernels
 from kvjax_torch import cuda, dense, ragged_step
 from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
@@ -70,10 +70,10 @@ def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
     It holds codes exactly, but not codes times scales that differ among tokens.
     """
     spec = plan.cache.spec
-    if plan.dtype is torch.float32 or spec.quant_mode.is_per_token_head:
+    if plan.dtype is torch.float32:
         return torch.float32
-    if spec.quant_mode is not KVQuantMode.NONE:
-        return torch.float16
+    if spec.dtype.is_quantized:
+        return torch.float32 if (exact := spec.dtype.exact_in) is None else torch_dtype(exact)
     return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 
@@ -149,7 +149,7 @@ def _operands(plan: AttentionPlan, step: Step, own: Sequences, dtype: torch.dtyp
         tensors = ReadTensors(key_cache, value_cache, own.table, own.lens, k_scale, v_scale)
         return cuda.gather(GatherPlan(plan.cache, dtype, plan.scale_sizes), tensors)
 
-    if plan.cache.spec.quant_mode is KVQuantMode.NONE or dtype is torch.float32:
+    if not plan.cache.spec.dtype.is_quantized or dtype is torch.float32:
         weight = step.query.new_ones(1, dtype=torch.float32)
         return _Operands(step.query, *gather(k_scale, v_scale), weight)
     rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two

@@ -242,8 +242,10 @@ class KvjaxLayer(CacheLayerMixin):
         """Writes a step's tokens into its slots."""
         if self.num_tokens == 0:
             self.k_scale, self.v_scale = (
-                default_scale(states, self.spec.dtype) if given is None else given.to(states.device)
-                for given, states in zip(self._given_scales, (key_states, value_states), strict=True)
+                default_scale(states, part) if given is None else given.to(states.device)
+                for given, states, part in zip(
+                    self._given_scales, (key_states, value_states), self.spec.dtype.parts, strict=True
+                )
             )
         reshape_and_cache_flash(
             key_states.transpose(1, 2).flatten(0, 1),
@@ -259,8 +261,15 @@ class KvjaxLayer(CacheLayerMixin):
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
-        in_tokens = (0, 2, 1, 3) if self.spec.layout is CacheLayout.HND else (0, 1, 2, 3)
-        key_cache, value_cache = (half.permute(in_tokens) for half in self.kv.unbind(1))
+        spec, pages, itemsize = self.spec, self.kv.flatten(1), self.kv.element_size()
+        is_hnd = spec.layout is CacheLayout.HND
+        inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
+        halves = []
+        for regions, row_bytes in zip(spec.regions, spec.row_bytes, strict=True):
+            row = sum(row_bytes) // itemsize
+            half = pages.narrow(1, regions[0].base // itemsize, spec.block_size * spec.num_kv_heads * row)
+            halves.append(half.unflatten(1, (*inner, row)))
+        key_cache, value_cache = (half.transpose(1, 2) if is_hnd else half for half in halves)
         return key_cache, value_cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -331,9 +340,9 @@ def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
 
     Args:
       states: the first keys, or the first values, of the layer.
-      dtype: the dtype of the layer's pages.
+      dtype: the dtype that they are stored in.
     """
-    if dtype.byte_format is not KVCacheDType.NVFP4:
+    if dtype.info.elements_per_scale is None:
         return torch.ones((), device=states.device)
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
     # Zeros, infinities and NaN determine no scale.

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         with warnings.catch_warnings(record=True) as caught, _new_file(args.output, replace=args.force) as file:
             warnings.simplefilter("always", kvjax.KVCacheWarning)
             found = calibrate_model(args.model, args.text, options)
-            file.write(save(_tensors(found.layers), metadata=_metadata(args, found)))
+            file.write(save(_tensors(found.layers, args.dtype), metadata=_metadata(args, found)))
     except kvjax.KVCacheError as error:
         return _failed(str(error))
     except OSError as error:
@@ -135,19 +135,20 @@ def _scaled_dtype(name: str) -> kvjax.KVCacheDType:
 _SCALED = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES if dtype.takes_scale]
 
 
-def _tensors(layers: Iterable[CalibratedLayer]) -> dict[str, np.ndarray]:
-    """Scales by names that `load_kv_scales` reads, which are vLLM's."""
+def _tensors(layers: Iterable[CalibratedLayer], dtype: kvjax.KVCacheDType) -> dict[str, np.ndarray]:
+    """Scales by names that `load_kv_scales` reads, which are vLLM's, all of the divisor that the metadata says."""
+    factors = [np.float32(part.info.max / dtype.parts[0].info.max) for part in dtype.parts]
     return {
-        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(scale, np.float32)
+        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(scale * factor, np.float32)
         for layer in layers
-        for name, scale in layer.scales._asdict().items()
+        for (name, scale), factor in zip(layer.scales._asdict().items(), factors, strict=True)
     }
 
 
 def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
     return {
         "kvjax_version": kvjax.__version__,
-        AMAX_DIVISOR: f"{args.dtype.info.max:g}",
+        AMAX_DIVISOR: f"{args.dtype.parts[0].info.max:g}",
         "kv_cache_dtype": args.dtype.value,
         "model": args.model,
         "method": args.method,

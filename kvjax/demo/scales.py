@@ -79,7 +79,7 @@ def _scales_by_method(model: Model, specs: Sequence[kvjax.AttentionSpec]) -> dic
     """Returns the scales of each method that applies to these specs."""
     if not any(spec.dtype.takes_scale for spec in specs):
         return {}
-    has_heads = any(_has_scale_per_head(spec) for spec in specs)
+    has_heads = any(part.info.takes_head_scales for spec in specs for part in spec.dtype.parts)
     return {
         name: (method,) * len(specs)
         if isinstance(method, kvjax.KVScales)
@@ -87,10 +87,6 @@ def _scales_by_method(model: Model, specs: Sequence[kvjax.AttentionSpec]) -> dic
         for name, method in METHODS.items()
         if has_heads or isinstance(method, kvjax.KVScales) or "per_head" not in method
     }
-
-
-def _has_scale_per_head(spec: kvjax.AttentionSpec) -> bool:
-    return spec.quant_mode is kvjax.KVQuantMode.FP8_PER_TENSOR
 
 
 class _ReadBack(NamedTuple):
@@ -109,10 +105,14 @@ def _read_back(
     max_length: int,
 ) -> _ReadBack:
     # With one length, and a scale per head wherever possible, all texts and methods share a program.
-    shapes = [(spec.num_kv_heads,) if _has_scale_per_head(spec) else () for spec in specs]
     scales = tuple(
-        kvjax.KVScales(*(np.broadcast_to(scale, shape) for scale in layer))
-        for layer, shape in zip(scales, shapes, strict=True)
+        kvjax.KVScales(
+            *(
+                np.broadcast_to(scale, (spec.num_kv_heads,) if part.info.takes_head_scales else ())
+                for scale, part in zip(layer, spec.dtype.parts, strict=True)
+            )
+        )
+        for layer, spec in zip(scales, specs, strict=True)
     )
     tokens = np.pad(text[:-1].astype(np.int32), (0, max_length - len(text)))
     run = _run(model.params, tokens, np.int32(len(text) - 1), scales, config=model.config, specs=specs)

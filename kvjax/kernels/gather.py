@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
-from kvjax.kernels import compat, decoding, tiles
+from kvjax.kernels import compat, tiles
+from kvjax.kernels.codecs import Codec, codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -36,7 +36,6 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     Pages,
-    check_dtype,
     scale_arguments,
     scales_of,
     with_origin,
@@ -44,9 +43,6 @@ from kvjax.kernels.memory import (
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
-
-BLOCK_BYTES = NVFP4_BLOCK_SIZE // 2
-"""Bytes of one NVFP4 block's codes, and words of two elements that they decode to."""
 
 PROGRAM_BYTES = 32 << 10
 """Bytes that a program stores: 16 vectors per thread, enough loads to hide their latency, in enough registers."""
@@ -83,12 +79,14 @@ class KVOperand(NamedTuple):
     """The keys or the values of a gather.
 
     Attributes:
+      codec: how they are decoded.
       pages: the pages to read.
       scale: reference to their decode scale, or a scalar; None where each token and head has a scale.
       dense: the result, `ref[tokens, heads, ...]`.
       scale_pages: the pages of the scales of each token and head, where those are not in `pages`.
     """
 
+    codec: Codec
     pages: Pages
     scale: Any
     dense: Any
@@ -200,26 +198,26 @@ def gather(
     """
     num_seqs, max_blocks = block_table.shape
     num_entries, last_block = num_seqs * max_blocks, pages.shape[0] // num_layers - 1
-    layers = [] if layer is None else [layer.reshape(1)]
+    layers, codecs = [] if layer is None else [layer.reshape(1)], codecs_of(spec)
 
     def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
         dense = others[len(layers) :]
         operands = [
-            KVOperand(Pages(pages, regions, spec.page_size_bytes), scale, ref)
-            for regions, scale, ref in zip(spec.regions, (k_scale, v_scale), dense, strict=True)
+            KVOperand(codec, Pages(pages, regions, spec.page_size_bytes), scale, ref)
+            for codec, regions, scale, ref in zip(codecs, spec.regions, (k_scale, v_scale), dense, strict=True)
         ]
         table = Table(block_table, max_blocks, max_blocks, last_block)
         if layers:
             table = table._replace(layer=others[0][0], num_layers=num_layers)
         _gather_tokens(table, seq_lens, operands, spec, config, dtype)
 
-    outputs = [_result_type(num_entries * spec.block_size, spec, size, dtype) for size in _head_sizes(spec)]
-    kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=tuple(outputs))
+    outputs = _dense_types(spec, num_entries * spec.block_size, dtype)
+    kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=outputs)
     results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages, *layers)
     dims = num_seqs, max_blocks * spec.block_size, spec.num_kv_heads
     key, value = (
         (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(*dims, size)
-        for x, size in zip(results, _head_sizes(spec), strict=True)
+        for x, size in zip(results, spec.head_sizes, strict=True)
     )
     return key, value
 
@@ -241,7 +239,7 @@ def any_count(
     Raises:
       UnsupportedError: no kernel decodes the dtype.
     """
-    check_dtype(spec)
+    codecs = codecs_of(spec)
     config = GatherConfig.choose(spec, dtype)
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
     dense_names = "key", "value"
@@ -249,9 +247,9 @@ def any_count(
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
         scales, of_tokens = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
-            for memory, name, scale, dense_name, of_token in zip(
-                pages, PAGES, scales, dense_names, of_tokens, strict=True
+            KVOperand(codec, memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
+            for codec, memory, name, scale, dense_name, of_token in zip(
+                codecs, pages, PAGES, scales, dense_names, of_tokens, strict=True
             )
         ]
         table = Table(arrays["block_table"], counts["max_blocks"], counts["table_stride"], counts["last_block"])
@@ -268,8 +266,8 @@ def any_count(
             *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
             # The body assumes that results, which are new arrays, are aligned as JAX's are.
             *(
-                Argument(name, _result_type(ANY_LENGTH, spec, size, dtype))
-                for name, size in zip(dense_names, _head_sizes(spec), strict=True)
+                Argument(name, dense)
+                for name, dense in zip(dense_names, _dense_types(spec, ANY_LENGTH, dtype), strict=True)
             ),
         ),
         writes=dense_names,
@@ -293,19 +291,12 @@ def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
     return spec.array_dtype if spec.stores_scales else spec.storage_dtype
 
 
-def _head_sizes(spec: AttentionSpec) -> tuple[int, int]:
-    return spec.head_size, spec.head_size_v
-
-
-def _result_type(num_tokens: int, spec: AttentionSpec, size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-    """The kernel's result for keys or values; for NVFP4 a word, or two float32, for each byte of a block."""
+def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The kernel's results for keys and for values."""
     dims = num_tokens, spec.num_kv_heads
-    if spec.quant_mode is not KVQuantMode.NVFP4:
-        return jax.ShapeDtypeStruct((*dims, size), dtype)
-    blocks = (*dims, size // NVFP4_BLOCK_SIZE, BLOCK_BYTES)
-    if np.dtype(dtype).itemsize == 4:
-        return jax.ShapeDtypeStruct((*blocks, 2), dtype)
-    return jax.ShapeDtypeStruct(blocks, jnp.uint32)
+    return tuple(
+        codec.dense_type(dims, size, dtype) for codec, size in zip(codecs_of(spec), spec.head_sizes, strict=True)
+    )
 
 
 def _gather_tokens(
@@ -350,24 +341,27 @@ def decode_tokens(
       num_tokens: their number.
       dtype: of the elements.
     """
-    pieces: list[tuple[Piece, Any, Any]] = []
-    for (pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
+    pieces: list[tuple[Piece, Callable[..., list[jax.Array]], Any]] = []
+    for (codec, pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
         data, *scales = pages.regions
         stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
-        if spec.quant_mode.is_per_token_head:
+        if spec.dtype.is_per_token_head:
             source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
             stored.append(functools.partial(_load_token_scales, *source, page, token, spec, num_tokens))
         else:
             stored += [_tokens_of_page(pages, page, token, spec, num_tokens, region) for region in scales]
-        is_one = scale is not None and scale.shape == (1,)
-        pieces += [(piece, scale[0] if is_one else scale, first) for piece in _pieces(stored, dense, pages)]
+        decode_scale = scale[0] if scale is not None and scale.shape == (1,) else scale
+        pieces += [
+            (piece, functools.partial(codec.decode, scale=decode_scale, piece=piece, dtype=dtype), first)
+            for piece in _pieces(stored, dense, pages)
+        ]
 
     @pl.when(num_valid > 0)
     def _() -> None:
         for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
             loaded = [piece.load() for piece, _, _ in batch]
-            for (piece, scale, first), stored in zip(batch, loaded, strict=True):
-                piece.store(_decode(stored, scale, piece, spec, dtype), num_valid, first)
+            for (piece, decode, first), stored in zip(batch, loaded, strict=True):
+                piece.store(decode(stored), num_valid, first)
 
     @pl.when(num_valid <= 0)
     def _() -> None:
@@ -434,7 +428,7 @@ def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
         return
     data, scales = stored
     num_tokens, _, num_scales = scales.shape
-    data = data.reshape(*scales.shape, BLOCK_BYTES)
+    data = data.reshape(*scales.shape, data.shape[-1] // num_scales)
     if not pages.regions[1].swizzled:
         yield piece((data, scales), dense)
         return
@@ -461,22 +455,3 @@ def _max_vector(stored: Any, dense: Any, pages: Pages) -> int:
     region = pages.regions[0]
     alignment = math.gcd(MAX_VECTOR_BYTES, pages.alignment, region.base, region.token_stride, region.head_stride)
     return max(1, min(alignment // itemsizes[0], MAX_VECTOR_BYTES // max(itemsizes)))
-
-
-def _decode(
-    stored: Sequence[jax.Array], scale: Any, piece: Piece, spec: AttentionSpec, dtype: np.dtype[Any]
-) -> list[jax.Array]:
-    match spec.quant_mode:
-        case KVQuantMode.NVFP4:
-            data, block_scales = stored
-            broadcast = functools.partial(piece.broadcast, axes=tuple(range(data.ndim - 1)))
-            return decoding.decode_nvfp4(data, block_scales, scale, dtype, broadcast)
-        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
-            codes, token_scales = stored
-            broadcast = functools.partial(piece.broadcast, axes=(0, 1))
-            return [decoding.decode_per_token_head(codes, token_scales, spec.dtype, dtype, broadcast)]
-        case KVQuantMode.FP8_PER_TENSOR:
-            factor = piece.broadcast(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
-            return [decoding.decode_fp8(stored[0], factor, spec.dtype, dtype)]
-        case _:
-            return [decoding.cast(stored[0], dtype)]

@@ -18,52 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.dtypes import KVCacheDType
-from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
-from kvjax.kernels.target import Target
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
 ANY_LENGTH = 1 << 24
 """Leading dimension of references to caller-owned memory, whose size is known at launch only. Nothing depends on it."""
 
-DTYPES = frozenset(
-    {
-        KVCacheDType.FLOAT32,
-        KVCacheDType.FLOAT16,
-        KVCacheDType.BFLOAT16,
-        KVCacheDType.FP8_E4M3,
-        KVCacheDType.FP8_E5M2,
-        KVCacheDType.FP8_PER_TOKEN_HEAD,
-        KVCacheDType.INT8_PER_TOKEN_HEAD,
-        KVCacheDType.NVFP4,
-        KVCacheDType.NVFP4_4OVER6,
-    }
-)
-"""Dtypes that the write and gather kernels encode and decode. XLA serves a new dtype until it is added here."""
-
 Number = int | jax.Array
-
-
-def why_not_dtype(spec: AttentionSpec) -> str | None:
-    """Why no kernel writes or gathers the dtype of a spec; None where one does."""
-    return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
-
-
-def why_not_pages(spec: AttentionSpec, target: Target | None = None) -> str | None:
-    """Why no kernel writes or gathers pages of a spec in a JAX array; None where one does, on any `target`."""
-    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
-        return (
-            f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"
-        )
-    return why_not_dtype(spec)
-
-
-def check_dtype(spec: AttentionSpec) -> None:
-    """Raises `UnsupportedError` for a dtype that no kernel writes or gathers."""
-    if reason := why_not_dtype(spec):
-        raise UnsupportedError(reason)
 
 
 class Rows(NamedTuple):
@@ -262,7 +224,7 @@ def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[
     Raises:
       ValueError: `memory` is missing for a dtype with a scale for each token and head, or given for another.
     """
-    if spec.quant_mode.is_per_token_head is (memory is None):
+    if spec.dtype.is_per_token_head is (memory is None):
         raise ValueError(f"{memory=} does not fit {spec.dtype}")
     if memory is None:
         return [scale_argument(name, size) for name, size in zip(SCALES, sizes, strict=True)]

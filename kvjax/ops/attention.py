@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -158,10 +159,7 @@ def paged_attention(
         *sequences,
         sinks,
         window_array,
-        sm_scale=as_sm_scale(sm_scale, spec),
-        window=window,
-        logits_soft_cap=as_soft_cap(logits_soft_cap),
-        batch_invariant=batch_invariant,
+        softmax=kernel.Softmax(as_sm_scale(sm_scale, spec), window, as_soft_cap(logits_soft_cap), batch_invariant),
     )
     if not has_rows:
         attended, lse = attended[:, 0], lse[:, 0]
@@ -169,67 +167,41 @@ def paged_attention(
 
 
 def _attention_xla(
-    cache: KVCache,
-    query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    window_array: jax.Array | None,
-    *,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-    batch_invariant: bool = False,
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
     Args:
       cache: one device's cache or its share of one.
       query: `[num_seqs, q_len, num_heads, head_size]`.
-      block_table: int32 `[num_seqs, max_blocks]`, unchecked: entries outside the cache hold no tokens.
-      seq_lens: int32 `[num_seqs]`, unchecked: negative means 0. Past `max_blocks * block_size` there are no tokens, but
-        the rows' positions count from the given length.
-      layer: int32 `[]`, unchecked: one out of range holds no tokens. None for a cache of one layer.
-      k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
-      v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      window_array: int32 `[]`, at least 0, instead of `window`; None to use `window`, as kernels require.
-      sm_scale: finite.
-      window: from 1 to `MAX_WINDOW`.
-      logits_soft_cap: positive and finite.
-      batch_invariant: whether a sequence's bits depend on it alone: then sequences are attended to one at a time.
+      arrays: those of `kernel.ReadArrays`, scales `[]` or, for fp8, `[num_kv_heads, 1]`, and the window: int32
+        `[]`, at least 0, instead of that of `softmax`; None to use that, as kernels require.
+      softmax: the options, a window from 1 to `MAX_WINDOW`. With `batch_invariant` sequences are attended to one at a
+        time.
 
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype and float32 `[num_seqs, q_len, num_heads]`.
     """
-    cache, block_table = in_one_layer(cache, layer, block_table)
+    read, softmax = as_read(arrays, softmax)
+    cache, block_table = in_one_layer(cache, read.layer, read.block_table)
     q_len = query.shape[1]
-    positions = jnp.maximum(seq_lens, 0)[:, None] - q_len + jnp.arange(q_len)[None, :]
+    positions = jnp.maximum(read.seq_lens, 0)[:, None] - q_len + jnp.arange(q_len)[None, :]
 
     def attend(
         query: jax.Array, block_table: jax.Array, seq_lens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return attend_pages(
-            cache,
-            query,
-            block_table,
-            seq_lens,
-            positions,
-            k_scale,
-            v_scale,
-            sinks,
-            sm_scale=sm_scale,
-            window=window if window_array is None else window_array,
-            logits_soft_cap=logits_soft_cap,
-            batch_invariant=batch_invariant,
-        )
+        own = read._replace(block_table=block_table, seq_lens=seq_lens)
+        return attend_pages(cache, query, positions, own, softmax)
 
-    sequences = query, block_table, seq_lens, positions
-    attended, lse = one_by_one(attend, sequences) if batch_invariant else attend(*sequences)
+    sequences = query, block_table, read.seq_lens, positions
+    attended, lse = one_by_one(attend, sequences) if softmax.batch_invariant else attend(*sequences)
     return attended.astype(query.dtype), lse
+
+
+def as_read(arrays: Sequence[Any], softmax: kernel.Softmax) -> tuple[kernel.ReadArrays, kernel.Softmax]:
+    """Returns the arrays of an implementation, the last of which is a window on the device, and the options with it."""
+    *read, window = arrays
+    return kernel.ReadArrays(*read), softmax if window is None else softmax._replace(window=window)
 
 
 def own_query_sequences(
@@ -240,22 +212,13 @@ def own_query_sequences(
 
 
 def attention_mosaic(
-    cache: KVCache,
-    query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    window_array: jax.Array | None,
-    **static: Any,
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the decode kernel; returns what `_attention_xla` does."""
-    arrays = block_table, seq_lens, layer, k_scale, v_scale, sinks
-    if not query.size or not block_table.size:  # nothing to launch, or no pages to read
-        return _attention_xla(cache, query, *arrays, window_array, **static)
-    return kernel.decode(query, flat_pages(cache), *arrays, cache.spec, num_layers=cache.num_layers or 1, **static)
+    read, _ = as_read(arrays, softmax)
+    if not query.size or not read.block_table.size:  # nothing to launch, or no pages to read
+        return _attention_xla(cache, query, *arrays, softmax=softmax)
+    return kernel.decode(query, flat_pages(cache), read, cache.spec, softmax, num_layers=cache.num_layers or 1)
 
 
 def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:

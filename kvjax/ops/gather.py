@@ -10,10 +10,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of
-from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
-from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.codecs import why_not_pages
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -78,7 +77,7 @@ def gather_kv(
 
 def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]:
     if dtype is None:
-        return spec.storage_dtype if spec.quant_mode is KVQuantMode.NONE else spec.model_dtype.info.storage_dtype
+        return spec.model_dtype.info.storage_dtype if spec.dtype.is_quantized else spec.storage_dtype
     try:
         out = jnp.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates strings of structured dtypes
@@ -162,7 +161,7 @@ def gather_xla(
     there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
     def decode(kv_index: int, scale: jax.Array) -> jax.Array:
-        decoded = decode_rows(page_rows(pages, spec, kv_index), spec, scale, dtype)
+        decoded = decode_rows(page_rows(pages, spec, kv_index), spec.dtype.parts[kv_index], scale, dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(there, dense, jnp.zeros((), dtype))
 
@@ -192,7 +191,7 @@ def gather_mosaic(
     if not keys.shape[0] * keys.shape[1]:
         return jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype)
     pages = flat_pages(cache)
-    if spec.quant_mode is KVQuantMode.NONE:
+    if not spec.dtype.is_quantized:
         pages = from_array_dtype(pages, spec.storage_dtype)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     config = kernel.GatherConfig.choose(spec, dtype)

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.target import Target
 from kvjax.ops.gather import token_mask
@@ -40,7 +39,7 @@ def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float, target: T
 
     It takes the maximum of a row before it multiplies by `sm_scale`, which has to be positive.
     """
-    is_dense = spec.quant_mode is not KVQuantMode.NONE or spec.storage_dtype == dtype
+    is_dense = spec.dtype.is_quantized or spec.storage_dtype == dtype
     return is_dense and sm_scale > 0 and kernel.why_not((spec.head_size, spec.head_size_v), target) is None
 
 
@@ -147,7 +146,7 @@ def _operands(
     first_absent, minus_end = jnp.min(
         jnp.stack([jnp.where(is_there, token.size, token), jnp.where(is_there, -token - 1, 0)]), axis=-1
     )
-    is_quantized = spec.quant_mode is not KVQuantMode.NONE
+    is_quantized = spec.dtype.is_quantized
     factors = of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     return kernel.Operands(

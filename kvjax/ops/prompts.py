@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.dtypes import KVQuantMode
+from kvjax.errors import UnsupportedError
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.spec import AttentionSpec
@@ -83,7 +83,7 @@ def attend(
         out, lse = _by_online_softmax(
             dense, sinks, max_q_len, sm_scale=sm_scale, window=window, logits_soft_cap=logits_soft_cap
         )
-        if spec.quant_mode is not KVQuantMode.NONE:
+        if spec.dtype.is_quantized:
             out *= of_each_head(v_scale, spec, query.shape[1])[None, None, :, None]
         return out.astype(query.dtype), lse
 
@@ -155,7 +155,7 @@ class Dense(NamedTuple):
     def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> Dense:
         """The rows, keys and values of sequences; `k_scale` as in `attend`."""
         spec, num_heads, dtype = cache.spec, query.shape[1], cls.dtype_of(cache, query)
-        if spec.quant_mode is KVQuantMode.NONE:
+        if not spec.dtype.is_quantized:
             return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
         rest, exponent = jnp.frexp(k_scale)
         rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # a scale of 1 becomes 1 and 1
@@ -164,8 +164,10 @@ class Dense(NamedTuple):
     @staticmethod
     def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
         """Returns the dtype of dense rows, keys and values."""
-        if cache.spec.quant_mode is not KVQuantMode.NONE:
-            return np.dtype(np.float16)
+        if cache.spec.dtype.is_quantized:
+            if (exact := cache.spec.dtype.exact_in) is None:
+                raise UnsupportedError(f"dtype: got {cache.spec.dtype.value!r}, which no 16-bit dtype holds exactly")
+            return exact
         return query.dtype if cache.spec.storage_dtype == query.dtype else np.dtype(np.float32)
 
     def rows(self, first: jax.Array, num_rows: int) -> jax.Array:
@@ -173,7 +175,7 @@ class Dense(NamedTuple):
         _, lens, q_ends, _ = self.sequences
         row = (q_ends - lens + first)[:, None] + jnp.arange(num_rows)[None, :]
         rows = self.query[jnp.clip(row, 0, self.query.shape[0] - 1)]
-        if self.cache.spec.quant_mode is KVQuantMode.NONE:
+        if not self.cache.spec.dtype.is_quantized:
             return rows.astype(self.dtype)
         most = float(np.finfo(np.float16).max)
         return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(self.dtype)

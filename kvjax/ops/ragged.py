@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
-from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target, current
-from kvjax.ops import prompt_kernel, prompts, select, softmax
+from kvjax.ops import prompt_kernel, prompts, select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
@@ -33,9 +33,16 @@ from kvjax.ops.arguments import (
     check_devices,
     reach_of,
 )
-from kvjax.ops.attention import attended, attention_mosaic, invariant_batch, own_query_sequences, why_not_mosaic
+from kvjax.ops.attention import (
+    as_read,
+    attended,
+    attention_mosaic,
+    invariant_batch,
+    own_query_sequences,
+    why_not_mosaic,
+)
 from kvjax.ops.gather import as_sequences, in_one_layer
-from kvjax.ops.softmax import attend_pages
+from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_bool, as_int
@@ -208,11 +215,8 @@ def ragged_paged_attention(
         *sequences[2:],
         sinks,
         window_array,
-        **buckets,
-        sm_scale=sm_scale,
-        window=window,
-        logits_soft_cap=as_soft_cap(logits_soft_cap),
-        batch_invariant=batch_invariant,
+        limits=Limits(**buckets),
+        softmax=kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
     attended, lse = (
@@ -264,27 +268,20 @@ class Rows(NamedTuple):
 def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
     """Returns the results of rows that attend to nothing."""
     num_tokens, num_heads, _ = query.shape
-    lse = jnp.broadcast_to(softmax.sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
+    lse = jnp.broadcast_to(sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
+class Limits(NamedTuple):
+    """The sizes that a program is compiled for, those of `ragged_paged_attention`."""
+
+    max_q_len: int
+    max_prompts: int
+    decode_q_len: int
+
+
 def _ragged_xla(
-    cache: KVCache,
-    query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    q_starts: jax.Array,
-    q_ends: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    window_array: jax.Array | None,
-    *,
-    max_q_len: int,
-    max_prompts: int,
-    decode_q_len: int,
-    **static: Any,
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Limits, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
@@ -293,33 +290,23 @@ def _ragged_xla(
     Args:
       cache: one device's cache or its share of one.
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
-      block_table: int32 `[num_seqs, max_blocks]`, unchecked: entries outside the cache hold no tokens.
-      seq_lens: int32 `[num_seqs]`, unchecked: negative means 0.
-      q_starts: int32 `[num_seqs]`, the first row of each sequence, in order.
-      q_ends: likewise the row after the last.
-      layer: int32 `[]`, unchecked: one out of range holds no tokens. None for a cache of one layer.
-      k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
-      v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      window_array: int32 `[]`, at least 0, instead of `static`'s `window`; None to use that, as kernels require.
-      max_q_len: as in `ragged_paged_attention`, here and below; in XLA no result depends on them.
-      max_prompts: of these sequences.
-      decode_q_len: at most `max_q_len`.
-      static: `sm_scale`, `window`, `logits_soft_cap` and `batch_invariant`, as in `paged_attention`'s implementations.
+      arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
+        `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
+      limits: in XLA no result depends on them.
+      softmax: as in `paged_attention`'s implementations.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
       dimension is that of the shares of the cache's blocks.
     """
-    num_tokens, num_seqs = query.shape[0], block_table.shape[0]
-    nothing = _nothing(query, sinks, cache.spec.head_size_v)
+    read, q_starts, q_ends, softmax = _as_read(arrays, softmax)
+    num_tokens, num_seqs = query.shape[0], read.block_table.shape[0]
+    nothing = _nothing(query, read.sinks, cache.spec.head_size_v)
     if not query.size or not num_seqs:
         return nothing[0][None], nothing[1][None]
-    cache, block_table = in_one_layer(cache, layer, block_table)
-    if window_array is not None:
-        static["window"] = window_array
-    size = min(1 << (max_q_len - 1).bit_length(), TILE_ROWS)
-    at_once = 1 if static["batch_invariant"] else TILE_ROWS // size
+    cache, block_table = in_one_layer(cache, read.layer, read.block_table)
+    size = min(1 << (limits.max_q_len - 1).bit_length(), TILE_ROWS)
+    at_once = 1 if softmax.batch_invariant else TILE_ROWS // size
     num_tiles = (jnp.maximum(q_ends - q_starts, 0) + size - 1) // size
     last_tile = jnp.cumsum(num_tiles)
     first_tile = last_tile - num_tiles
@@ -330,10 +317,11 @@ def _ragged_xla(
         seq = jnp.minimum(seq, num_seqs - 1)
         row = (q_starts[seq] + (tile - first_tile[seq]) * size)[:, None] + jnp.arange(size)[None, :]
         is_row = (row >= 0) & (row < jnp.minimum(q_ends[seq], num_tokens)[:, None])
-        position = jnp.where(is_row, jnp.maximum(seq_lens[seq], 0)[:, None] - (q_ends[seq][:, None] - row), -1)
+        lens = read.seq_lens[seq]
+        position = jnp.where(is_row, jnp.maximum(lens, 0)[:, None] - (q_ends[seq][:, None] - row), -1)
         rows = query[jnp.clip(row, 0, num_tokens - 1)]
-        sequences = block_table[seq], seq_lens[seq], position
-        out, lse = attend_pages(cache, rows, *sequences, k_scale, v_scale, sinks, **static)
+        own = read._replace(block_table=block_table[seq], seq_lens=lens)
+        out, lse = attend_pages(cache, rows, position, own, softmax)
         return out.astype(query.dtype), lse
 
     # The last tile of a sequence may hold a single row.
@@ -356,36 +344,29 @@ def _where(
     return out, lse
 
 
+def _as_read(
+    arrays: Sequence[Any], softmax: kernel.Softmax
+) -> tuple[kernel.ReadArrays, jax.Array, jax.Array, kernel.Softmax]:
+    """Returns the arrays of an implementation without the rows of sequences, these, and the options."""
+    block_table, seq_lens, q_starts, q_ends, *others = arrays
+    read, softmax = as_read((block_table, seq_lens, *others), softmax)
+    return read, q_starts, q_ends, softmax
+
+
 def _ragged_mosaic(
-    cache: KVCache,
-    query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    q_starts: jax.Array,
-    q_ends: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    window_array: jax.Array | None,
-    *,
-    max_q_len: int,
-    max_prompts: int,
-    decode_q_len: int,
-    **static: Any,
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Limits, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the decode kernel for short sequences and with `prompts` for the others.
 
     Returns what `_ragged_xla` does. Shapes are static; the device computes which path serves a sequence. On the decode
     path, a sequence of the other path has length 0.
     """
+    read, q_starts, q_ends, _ = _as_read(arrays, softmax)
+    block_table, seq_lens, layer, k_scale, v_scale, sinks = read
+    max_q_len, max_prompts, decode_q_len = limits
     num_tokens, num_seqs = query.shape[0], block_table.shape[0]
-    arrays = layer, k_scale, v_scale, sinks, window_array
     if not query.size or not block_table.size:
-        return _ragged_xla(
-            *(cache, query, block_table, seq_lens, q_starts, q_ends, *arrays),
-            max_q_len=max_q_len, max_prompts=max_prompts, decode_q_len=decode_q_len, **static,
-        )  # fmt: skip
+        return _ragged_xla(cache, query, *arrays, limits=limits, softmax=softmax)
     q_lens = jnp.maximum(q_ends - q_starts, 0)
     is_short = q_lens <= decode_q_len
     rows = Rows.of(num_tokens, q_starts, q_ends)
@@ -393,8 +374,8 @@ def _ragged_mosaic(
 
     short = _nothing(query, sinks, cache.spec.head_size_v)
     if decode_q_len:
-        short_lens = jnp.where(is_short, seq_lens, 0)
-        decoded = _decode(cache, query, block_table, short_lens, q_lens, q_ends, arrays, decode_q_len, **static)
+        of_short = read._replace(seq_lens=jnp.where(is_short, seq_lens, 0))
+        decoded = _decode(cache, query, of_short, q_lens, q_ends, decode_q_len, softmax)
         index = rows.seq * decode_q_len + decode_q_len - from_end
         short = _where(rows.is_any & is_short[rows.seq], decoded, index, short)
     if not max_prompts:
@@ -408,11 +389,11 @@ def _ragged_mosaic(
         q_ends.at[chosen].get(mode="fill", fill_value=0),
         q_lens.at[chosen].get(mode="fill", fill_value=0),
     )
-    numbers = {name: static[name] for name in ("sm_scale", "window", "logits_soft_cap")}
-    if prompt_kernel.serves(cache.spec, query.dtype, numbers["sm_scale"], current()):
+    numbers = {name: getattr(softmax, name) for name in ("sm_scale", "window", "logits_soft_cap")}
+    if prompt_kernel.serves(cache.spec, query.dtype, softmax.sm_scale, current()):
         out, lse = prompt_kernel.attend(
             cache, query, sequences, k_scale, v_scale, sinks, short,
-            max_q_len=max_q_len, batch_invariant=static["batch_invariant"], **numbers,
+            max_q_len=max_q_len, batch_invariant=softmax.batch_invariant, **numbers,
         )  # fmt: skip
         return out[None], lse[None]
     found = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
@@ -425,33 +406,30 @@ def _ragged_mosaic(
 def _decode(
     cache: KVCache,
     query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
+    read: kernel.ReadArrays,
     q_lens: jax.Array,
     q_ends: jax.Array,
-    arrays: tuple[Any, ...],
     decode_q_len: int,
-    **static: Any,
+    softmax: kernel.Softmax,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the last `decode_q_len` rows of each sequence.
 
-    `arrays` are the remaining ones of `_ragged_mosaic`. Returns `[num_seqs * decode_q_len, num_heads, head_size_v]` and
+    Returns `[num_seqs * decode_q_len, num_heads, head_size_v]` and
     the log-sum-exp; both are undefined for rows that a sequence does not have.
     """
     from_last = jnp.arange(-decode_q_len, 0)[None, :]
     is_row = q_lens[:, None] + from_last >= 0
-    own_lens = jnp.where(q_lens > 0, seq_lens, 0)
+    own = read._replace(seq_lens=jnp.where(q_lens > 0, read.seq_lens, 0))
     packed = query[jnp.clip(q_ends[:, None] + from_last, 0, query.shape[0] - 1)]
     # Rows of other sequences would affect the rounding of this one's.
     packed = jnp.where(is_row[..., None, None], packed, jnp.zeros((), packed.dtype))
-    if static["window"] is None or decode_q_len == 1:
-        out, lse = attention_mosaic(cache, packed, block_table, own_lens, *arrays, **static)
+    if softmax.window is None or decode_q_len == 1:
+        out, lse = attention_mosaic(cache, packed, *own, None, softmax=softmax)
     else:
         # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
-        lens = jnp.where(is_row, own_lens[:, None] + 1 + from_last, 0)
-        table = jnp.repeat(block_table, decode_q_len, axis=0)
-        rows_of_one = packed.reshape(-1, 1, *query.shape[1:])
-        out, lse = attention_mosaic(cache, rows_of_one, table, lens.reshape(-1), *arrays, **static)
+        lens = jnp.where(is_row, own.seq_lens[:, None] + 1 + from_last, 0)
+        own = own._replace(block_table=jnp.repeat(own.block_table, decode_q_len, axis=0), seq_lens=lens.reshape(-1))
+        out, lse = attention_mosaic(cache, packed.reshape(-1, 1, *query.shape[1:]), *own, None, softmax=softmax)
     return lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
 
 

@@ -18,7 +18,7 @@ from kvjax.kernels.write import Rotated, Rotation
 from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
 from kvjax.ops.values import check_positions, is_checked
-from kvjax.ops.write import as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
+from kvjax.ops.write import Tokens, as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool
 
@@ -73,11 +73,11 @@ def rope_and_cache(
     """
     check_cache(cache)
     given, cache = cache, local_view(cache)
-    written = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
+    written = as_tokens(cache, Tokens(key, value, slot_mapping, layer, k_scale, v_scale))
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
     tokens = list(zip(names, np.shape(key), strict=False))
     dims = [*tokens, ("num_heads", None), ("head_size", cache.spec.head_size)]
-    check_array("query", query, dims, [written[0].dtype])
+    check_array("query", query, dims, [written.key.dtype])
     if np.shape(query)[-2] % cache.spec.num_kv_heads:
         raise KVCacheValueError(
             f"query: got num_heads={np.shape(query)[-2]}, expected a multiple of num_kv_heads={cache.spec.num_kv_heads}"
@@ -97,7 +97,7 @@ def rope_and_cache(
     if len(tokens) == 2:
         query, positions = flat_tokens(query), flat_tokens(positions)
     if is_checked():
-        check_positions(positions, written[2], max_position)
+        check_positions(positions, written.slot_mapping, max_position)
     serve = select.choose("rope_and_cache", implementation, _IMPLEMENTATIONS, cache)
     rotated, kv = serve(
         cache,
@@ -119,56 +119,31 @@ def _as_positions(positions: Any, max_position: int) -> jax.Array:
     return jnp.asarray(xp.clip(positions, 0, max_position - 1).astype(np.int32))
 
 
-def _rope_xla(
-    cache: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    query: jax.Array,
-    positions: jax.Array,
-    cos_sin_cache: jax.Array,
-    *,
-    is_neox: bool,
-    unique_slots: bool,
-) -> tuple[jax.Array, jax.Array]:
-    query, key = _rotated(query, key, positions, cos_sin_cache, is_neox)
-    return query, write_xla(cache, key, value, slot_mapping, layer, k_scale, v_scale, unique_slots=unique_slots)
+def _rope_xla(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
+    """Rotates and writes in XLA; `arrays` are the `Tokens`, the query, positions and the table."""
+    tokens, turned = Tokens(*arrays[:6]), arrays[6:]
+    query, key = _rotated(tokens.key, *turned, is_neox=is_neox)
+    return query, write_xla(cache, *tokens._replace(key=key), unique_slots=unique_slots)
 
 
 def _rotated(
-    query: jax.Array, key: jax.Array, positions: jax.Array, cos_sin_cache: jax.Array, is_neox: bool
+    key: jax.Array, query: Any, positions: Any, cos_sin_cache: Any, *, is_neox: bool
 ) -> tuple[jax.Array, jax.Array]:
     rows = cos_sin_cache[jnp.clip(positions, 0, cos_sin_cache.shape[0] - 1)].astype(jnp.float32)
     cos, sin = jnp.split(rows, 2, axis=1)
     return quant.rotate(query, cos, sin, is_neox), quant.rotate(key, cos, sin, is_neox)
 
 
-def _rope_mosaic(
-    cache: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    query: jax.Array,
-    positions: jax.Array,
-    cos_sin_cache: jax.Array,
-    *,
-    is_neox: bool,
-    unique_slots: bool,
-) -> tuple[jax.Array, jax.Array]:
-    written = (slot_mapping, layer, k_scale, v_scale)
+def _rope_mosaic(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
+    """Rotates and writes with the kernel; takes and returns what `_rope_xla` does."""
+    tokens, turned = Tokens(*arrays[:6]), arrays[6:]
+    key, (query, positions, table) = tokens.key, turned
     if not key.size or not query.size or key.dtype.itemsize != 2 or key.shape[2] % 2:
-        query, key = _rotated(query, key, positions, cos_sin_cache, is_neox)
-        return query, write_mosaic(cache, key, value, *written, unique_slots=unique_slots)
-    table = cos_sin_cache
+        query, key = _rotated(key, *turned, is_neox=is_neox)
+        return query, write_mosaic(cache, *tokens._replace(key=key), unique_slots=unique_slots)
     rotation = Rotation(key.dtype, key.shape[2], table.shape[1], is_neox, table.dtype.itemsize)
     rotated = Rotated(query, positions, table, rotation)
-    query, kv = write_mosaic(cache, key, value, *written, unique_slots=unique_slots, rotated=rotated)
+    query, kv = write_mosaic(cache, *tokens, unique_slots=unique_slots, rotated=rotated)
     return query, kv
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 
 from kvjax import quant
 from kvjax.cache import KVCache, flat_pages, split_region, with_flat_pages
-from kvjax.dtypes import KVQuantMode
+from kvjax.dtypes import KVCacheDType
 from kvjax.layouts import CacheLayout
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -24,39 +24,13 @@ KEYS, VALUES = 0, 1
 
 
 # Jitted because keys and values are alike: tracing and lowering one takes as long as the rest of an operation.
-@functools.partial(jax.jit, static_argnums=1)
-def encode_rows(x: jax.Array, spec: AttentionSpec, scale: jax.Array) -> tuple[jax.Array, ...]:
-    """Encodes `x` `[..., num_kv_heads, head_size]` as stored rows: data and, where pages hold them, scales."""
-    match spec.quant_mode:
-        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
-            return quant.encode_per_token_head(x, spec.dtype)
-        case KVQuantMode.NVFP4:
-            return quant.encode_nvfp4(x, scale, spec.dtype)
-        case KVQuantMode.FP8_PER_TENSOR:
-            return (quant.encode_fp8(x, scale, spec.dtype),)
-        case KVQuantMode.NONE:
-            return (quant.cast(x, spec.storage_dtype),)
-        case _:
-            assert_never(spec.quant_mode)
+encode_rows = functools.partial(jax.jit, static_argnums=1)(quant.encode)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def decode_rows(rows: Sequence[jax.Array], spec: AttentionSpec, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Decodes rows that `encode_rows` made, to `dtype`."""
-    match spec.quant_mode:
-        case KVQuantMode.FP8_PER_TOKEN_HEAD | KVQuantMode.INT8_PER_TOKEN_HEAD:
-            codes, scales = rows
-            decoded = quant.decode_per_token_head(codes, scales)
-        case KVQuantMode.NVFP4:
-            data, block_scales = rows
-            decoded = quant.decode_nvfp4(data, block_scales, scale)
-        case KVQuantMode.FP8_PER_TENSOR:
-            decoded = quant.decode_fp8(rows[0], scale)
-        case KVQuantMode.NONE:
-            decoded = rows[0]
-        case _:
-            assert_never(spec.quant_mode)
-    return quant.cast(decoded, dtype)
+def decode_rows(rows: Sequence[jax.Array], part: KVCacheDType, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Decodes rows that `encode_rows` made of a `KVCacheDType.parts`, to `dtype`."""
+    return quant.cast(quant.decode(rows, part, scale), dtype)
 
 
 MAX_SLOTS_PER_TOKEN = 1024
@@ -104,11 +78,10 @@ def page_rows(pages: jax.Array, spec: AttentionSpec, kv_index: int) -> list[jax.
         rows = pages[..., _columns(spec, kv_index)] if spec.is_diffkv else pages[..., kv_index, :, :, :]
         return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
-    dtypes = spec.storage_dtype, spec.dtype.info.scale_dtype
+    dtypes = spec.dtype.parts[kv_index].info.region_dtypes
     return [
         from_array_dtype(_region_rows(flat, spec, region), dtype)
-        for region, dtype in zip(spec.regions[kv_index], dtypes, strict=False)
-        if dtype is not None
+        for region, dtype in zip(spec.regions[kv_index], dtypes, strict=True)
     ]
 
 

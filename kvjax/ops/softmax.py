@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
+from kvjax.kernels.attention import ReadArrays, Softmax
 from kvjax.ops.gather import gather_xla, token_mask
 
 CHUNK_BYTES = 64 << 20
@@ -148,29 +149,22 @@ def _unit(num_tokens: int, dtype: np.dtype[Any]) -> np.float32:
 def attend_pages(
     cache: KVCache,
     query: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
     positions: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    sm_scale: float,
-    window: int | jax.Array | None,
-    logits_soft_cap: float | None,
-    batch_invariant: bool = False,
+    arrays: ReadArrays,
+    softmax: Softmax,
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `attend` on the pages of a cache of one layer, decoded to float32.
 
-    `block_table` `[num_seqs, max_blocks]` and `seq_lens` `[num_seqs]` are int32 and unchecked; the rest is as there.
-    With `batch_invariant` the size of chunks does not depend on the number and the lengths of sequences.
+    The layer of `arrays` is not read; the rest is as there. With `batch_invariant` the size of chunks does not depend
+    on the number and the lengths of sequences.
     """
     spec = cache.spec
+    block_table, seq_lens, _, k_scale, v_scale, sinks = arrays
     num_seqs, max_blocks = block_table.shape
     size = blocks_per_chunk(
         max_blocks, spec.block_size * num_seqs * 4 * (_token_elements(cache) + query.shape[1] * query.shape[2])
     )
-    if batch_invariant:
+    if softmax.batch_invariant:
         size = max(1, INVARIANT_TOKENS // spec.block_size)
     num_chunks = max(1, -(-max_blocks // size))
     table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
@@ -189,9 +183,9 @@ def attend_pages(
         sinks,
         num_kv_heads=spec.num_kv_heads,
         head_size_v=spec.head_size_v,
-        sm_scale=sm_scale,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
+        sm_scale=softmax.sm_scale,
+        window=softmax.window,
+        logits_soft_cap=softmax.logits_soft_cap,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of, with_array
-from kvjax.dtypes import KVQuantMode
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
-from kvjax.kernels.memory import why_not_pages
+from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -91,7 +91,7 @@ def reshape_and_cache_flash(
             f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
             f" head_size_v={cache.spec.head_size_v}, expected equal ones; use reshape_and_cache_flash_diffkv"
         )
-    return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
+    return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
 
 
 def reshape_and_cache_flash_diffkv(
@@ -112,38 +112,32 @@ def reshape_and_cache_flash_diffkv(
     also work.
     """
     check_cache(cache)
-    return _write(key, value, cache, slot_mapping, layer, k_scale, v_scale, unique_slots, implementation)
+    return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
 
 
-def _write(
-    key: ArrayLike,
-    value: ArrayLike,
-    cache: KVCache,
-    slot_mapping: ArrayLike,
-    layer: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
-    unique_slots: bool,
-    implementation: str | None,
-) -> KVCache:
+class Tokens(NamedTuple):
+    """The arrays of a write, as callers give them or as `as_tokens` returns them."""
+
+    key: Any
+    value: Any
+    slot_mapping: Any
+    layer: Any
+    k_scale: Any
+    v_scale: Any
+
+
+def _write(cache: KVCache, arrays: Sequence[Any], unique_slots: bool, implementation: str | None) -> KVCache:
     given, cache = cache, local_view(cache)
-    tokens = as_tokens(key, value, cache, slot_mapping, layer, k_scale, v_scale)
+    tokens = as_tokens(cache, Tokens(*arrays))
     unique_slots = as_bool("unique_slots", unique_slots)
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
     kv = serve(cache, *tokens, unique_slots=unique_slots)
     return dataclasses.replace(given, kv=kv)
 
 
-def as_tokens(
-    key: ArrayLike,
-    value: ArrayLike,
-    cache: KVCache,
-    slot_mapping: ArrayLike,
-    layer: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
+def as_tokens(cache: KVCache, given: Tokens) -> Tokens:
     """Checks the arguments of a write and returns them as JAX arrays with one dimension of tokens."""
+    key, value, slot_mapping, layer, k_scale, v_scale = given
     spec = cache.spec
     heads = ("num_kv_heads", spec.num_kv_heads)
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
@@ -152,14 +146,14 @@ def as_tokens(
     tokens = list(zip(names, np.shape(key), strict=False))
     check_array("value", value, [*tokens, heads, ("head_size_v", spec.head_size_v)], [key.dtype])
     check_array("slot_mapping", slot_mapping, tokens, INDEX_DTYPES)
-    check_devices(cache, key=key, value=value, slot_mapping=slot_mapping, layer=layer, k_scale=k_scale, v_scale=v_scale)
+    check_devices(cache, **given._replace(key=key)._asdict())
     if len(tokens) == 2:
         key, value, slot_mapping = (flat_tokens(array) for array in (key, value, slot_mapping))
     layer = as_layer(cache, layer)
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
     scales = as_scales(cache, layer, k_scale, v_scale)
-    return jnp.asarray(key), jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), layer, *scales
+    return Tokens(jnp.asarray(key), jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), layer, *scales)
 
 
 def flat_tokens(array: Any) -> Any:
@@ -167,18 +161,9 @@ def flat_tokens(array: Any) -> Any:
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def write_xla(
-    cache: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    *,
-    unique_slots: bool,
-) -> jax.Array:
-    """Writes checked tokens in XLA; returns the pages."""
+def write_xla(cache: KVCache, *tokens: jax.Array | None, unique_slots: bool) -> jax.Array:
+    """Writes checked `Tokens` in XLA; returns the pages."""
+    key, value, slot_mapping, layer, k_scale, v_scale = Tokens(*tokens)
     spec = cache.spec
     if not unique_slots:
         # Of rows with one index, XLA's scatter keeps the last on CPU; elsewhere it may mix their elements.
@@ -189,23 +174,15 @@ def write_xla(
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
     for kv_index, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        pages = scatter_rows(pages, kv_index, encode_rows(x, spec, scale), page, token)
+        pages = scatter_rows(pages, kv_index, encode_rows(x, spec.dtype.parts[kv_index], scale), page, token)
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 
 def write_mosaic(
-    cache: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    *,
-    unique_slots: bool,
-    rotated: kernel.Rotated | None = None,
+    cache: KVCache, *tokens: jax.Array | None, unique_slots: bool, rotated: kernel.Rotated | None = None
 ) -> Any:
     """Writes with the kernel; returns the pages, or with `rotated` the rotated queries and the pages."""
+    key, value, slot_mapping, layer, k_scale, v_scale = Tokens(*tokens)
     if not key.size:
         return cache.kv
     if key.shape[0] >= kernel.SEARCHED and not unique_slots:
@@ -214,7 +191,7 @@ def write_mosaic(
     config = kernel.WriteConfig.choose(spec, key.shape[0], rotates=rotated is not None)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
     pages = flat_pages(cache)
-    if spec.quant_mode is KVQuantMode.NONE:
+    if not spec.dtype.is_quantized:
         pages = from_array_dtype(pages, spec.storage_dtype)
     written = kernel.write(
         pages,

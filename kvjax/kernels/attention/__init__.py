@@ -28,12 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import KVCacheDType
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.attention.decode import Decode
+from kvjax.kernels.attention.formats import DECODED
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
-from kvjax.kernels.attention.problem import COLUMNS, MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import (
+    COLUMNS,
+    MERGE_OF_MANY,
+    DecodeConfig,
+    MergeConfig,
+    Problem,
+    Refs,
+)
+from kvjax.kernels.attention.problem import ReadArrays as ReadArrays
+from kvjax.kernels.attention.problem import Softmax as Softmax
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StagePlan
@@ -43,17 +53,9 @@ from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
 DTYPES = frozenset(
-    {
-        KVCacheDType.FLOAT32,
-        KVCacheDType.FLOAT16,
-        KVCacheDType.BFLOAT16,
-        KVCacheDType.FP8_E4M3,
-        KVCacheDType.FP8_E5M2,
-        KVCacheDType.NVFP4,
-        KVCacheDType.NVFP4_4OVER6,
-    }
+    dtype for dtype in STORED_KV_CACHE_DTYPES if all(part.byte_format in DECODED for part in dtype.parts)
 )
-"""Dtypes that `formats` decodes. XLA attends to caches of any other."""
+"""Dtypes of caches that the kernel reads. XLA attends to caches of any other."""
 
 WIDE = 256
 """Above this `head_size + head_size_v`, registers hold the output of one tile of query rows only."""
@@ -266,19 +268,11 @@ def _merge(problem: Problem) -> MergeConfig:
 def decode(
     query: jax.Array,
     pages: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
+    read: ReadArrays,
     spec: AttentionSpec,
+    softmax: Softmax,
     *,
     num_layers: int = 1,
-    sm_scale: float,
-    window: int | None = None,
-    logits_soft_cap: float | None = None,
-    batch_invariant: bool = False,
     config: DecodeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the last tokens of each sequence.
@@ -286,18 +280,10 @@ def decode(
     Args:
       query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
       pages: `[num_blocks * num_layers, page_elements]`, the pages of a block side by side.
-      block_table: int32 `[num_seqs, max_blocks]`, of any numbers.
-      seq_lens: int32 `[num_seqs]`.
-      layer: int32 `[]`, which of a block's pages; one out of range holds no tokens. None where a block has one.
-      k_scale: float32, of one element or of one for each KV head.
-      v_scale: likewise.
-      sinks: float32 `[num_heads]`, -inf where there is none; None for none at all.
+      read: the other arrays.
       spec: the cache's.
+      softmax: the options.
       num_layers: pages of a block.
-      sm_scale: factor of the logits.
-      window: tokens that a query token sees, its own included.
-      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
-      batch_invariant: whether a sequence has the same bits whatever else is in the batch.
       config: how the kernel is launched, by default `choose`'s.
 
     Returns:
@@ -306,10 +292,7 @@ def decode(
     """
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
-    static: dict[str, Any] = {
-        "num_layers": num_layers, "sm_scale": sm_scale, "window": window,
-        "logits_soft_cap": logits_soft_cap, "batch_invariant": batch_invariant,
-    }  # fmt: skip
+    block_table, seq_lens, layer, k_scale, v_scale, sinks = read
     divided = passes(spec, group, q_len)
     if len(divided) > 1 or len(divided[0][1]) > 1:
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
@@ -320,8 +303,8 @@ def decode(
             for tokens in runs:  # earlier query tokens are the last tokens of a shorter sequence
                 rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
                 lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
-                arrays = rows, pages, block_table, lens, layer, k_scale, v_scale, own_sinks
-                parts.append(decode(*arrays, spec, **static))
+                own = read._replace(seq_lens=lens, sinks=own_sinks)
+                parts.append(decode(rows, pages, own, spec, softmax, num_layers=num_layers))
             out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
             outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
             lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
@@ -341,13 +324,13 @@ def decode(
         num_blocks=pages.shape[0] // num_layers,
         num_layers=num_layers,
         has_layer=layer is not None,
-        sm_scale=sm_scale,
-        window=restricting(window, q_len),
-        logits_soft_cap=logits_soft_cap,
+        sm_scale=softmax.sm_scale,
+        window=restricting(softmax.window, q_len),
+        logits_soft_cap=softmax.logits_soft_cap,
         scale_sizes=(k_scale.size, v_scale.size),
         one_memory=True,
         has_sinks=sinks is not None,
-        batch_invariant=batch_invariant,
+        batch_invariant=softmax.batch_invariant,
         converts_e2m1=target.converts_e2m1,
     )
     # Placeholders for an absent layer and absent sinks, which the kernel does not read.

@@ -202,7 +202,7 @@ class Decode:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)
-        state = raised(state, logits, margin(self.problem.format.operand))
+        state = raised(state, logits, margin(self.problem.value_format.operand))
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
             seen_values = functools.partial(self.seen.values, start + TILE * tile, entries, span)
@@ -211,6 +211,6 @@ class Decode:
                 if tile or piece.start:
                     values = self.values.load(slot, tile, piece)
                 values = lax.cond(needs_look, seen_values, lambda values: values, values)
-                operands = operands or weights(registers, state.largest, total, self.problem.format.operand)
+                operands = operands or weights(registers, state.largest, total, self.problem.value_format.operand)
                 self.values.accumulate(values, piece, operands, output)
         return State(state.largest, total, output)

@@ -37,7 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.dtypes import KVCacheDType, KVQuantMode
+from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels.attention import lanes
 
 NVFP4_FACTOR = 2.0**14
@@ -52,6 +53,14 @@ _CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
 
 CONVERTED_FACTOR = 2.0**-8
 """Factor of these words relative to the others."""
+
+DECODED = frozenset(
+    {
+        *(KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16),
+        *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4),
+    }
+)
+"""Byte formats of keys and of values that become operands here."""
 
 KEY_TERMS, VALUE_TERMS = 3, 2
 """Number of terms of a float32 element."""
@@ -75,17 +84,23 @@ class Format:
 
     @classmethod
     def of(cls, dtype: KVCacheDType, *, converts_e2m1: bool = False) -> Format:
-        """The format of a storage dtype."""
+        """The format of keys or values of a storage dtype; raises `UnsupportedError` if it is not in `DECODED`."""
         dtype = dtype.byte_format
+        if dtype not in DECODED:
+            raise UnsupportedError(f"dtype: got {dtype.value!r}, which attention does not decode")
         is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32)
         operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
-        bits = 4 if dtype is KVCacheDType.NVFP4 else 8 * dtype.info.storage_dtype.itemsize
-        return cls(dtype, operand, bits, converts_e2m1)
+        return cls(dtype, operand, dtype.info.bits, converts_e2m1)
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether each run of 16 elements has a scale."""
-        return self.dtype.info.quant_mode is KVQuantMode.NVFP4
+        """Whether each block of elements has a scale."""
+        return self.dtype.info.elements_per_scale is not None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the elements that share a scale."""
+        return (self.dtype.info.elements_per_scale or 0) * self.bits // 8
 
     @property
     def factor(self) -> float:
@@ -148,7 +163,7 @@ class Format:
             case KVCacheDType.NVFP4 if self.converts_e2m1:
                 codes = range(min(unit_bytes, 4))
                 return [
-                    _scaled(_converted(word, byte), scales[index // 2])
+                    _scaled(_converted(word, byte), scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
                     for byte in codes
                 ]
@@ -158,9 +173,8 @@ class Format:
                     [scale] = scales
                     both = half | (half & 0xFFF0) << 12
                     return [_scaled(_from_e2m1(both, code), scale) for code in (0, 2)]
-                # A block is 8 bytes, two words.
                 return [
-                    _scaled(pair, scales[index // 2])
+                    _scaled(pair, scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
                     for pair in (
                         _converted_e2m1(word)
@@ -175,8 +189,7 @@ class Format:
                 return [lanes.permute(word, zero, selector) for word in words for selector in (0x1404, 0x3424)]
             case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
                 return list(words)
-            case _:
-                raise NotImplementedError(self.dtype)
+        raise UnsupportedError(f"dtype: got {self.dtype.value!r}, which attention does not decode")
 
     def value_pairs(self, word: jax.Array, scale: jax.Array | None) -> list[jax.Array]:
         """Of units of two tokens, in the lower and the upper half, a pair for each of their elements.
@@ -199,8 +212,7 @@ class Format:
                 return [lanes.permute(word, zero, selector) for selector in (0x2404, 0x3414)]
             case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
                 return [word]
-            case _:
-                raise NotImplementedError(self.dtype)
+        raise UnsupportedError(f"dtype: got {self.dtype.value!r}, which attention does not decode")
 
 
 def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:

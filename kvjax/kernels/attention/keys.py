@@ -46,11 +46,11 @@ class Keys:
         sums = [[zero] * 4 for _ in range(problem.tiles)]
         for i in range(self.units):
             pairs = []
-            scales = self.scales(slot, tile, i) if self.problem.format.has_block_scales else [[], []]
+            scales = self.scales(slot, tile, i) if self.problem.key_format.has_block_scales else [[], []]
             for half in range(2):
                 step = tile * data.tile_stride + half * data.half_pitch
                 words = lanes.load_shared(self.buffer, start, unit, step + 4 * i * unit)
-                pairs.append(self.problem.format.key_terms(words, unit, scales[half]))
+                pairs.append(self.problem.key_format.key_terms(words, unit, scales[half]))
             for number, (upper, lower) in enumerate(zip(*pairs, strict=True)):
                 for step in range(0, len(upper), 2):
                     operand = [upper[step], lower[step], upper[step + 1], lower[step + 1]]
@@ -58,20 +58,20 @@ class Keys:
                     for rows_tile, terms in enumerate(query):
                         for term in terms[: KEY_TERMS - number]:  # the other products are below float32's last bit
                             sums[rows_tile] = lanes.mma(
-                                sums[rows_tile], operand, term[at : at + 2], self.problem.format.operand
+                                sums[rows_tile], operand, term[at : at + 2], self.problem.key_format.operand
                             )
         return [x for each in sums for x in each]
 
     def scales(self, slot: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
-        rows, size = self.plan.keys[1], self.unit
+        rows, size, block = self.plan.keys[1], self.unit, self.problem.key_format.block_bytes
         steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
         base = self.warp.offset(self.plan, slot, rows)
-        if size == 16:  # two blocks
+        if size == 2 * block:
             start = base + rows.offset(self.warp.row) + 2 * self.warp.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]
             pairs = [formats.scale_pairs(pair)[0] for pair in pairs]
             return [[lanes.both_halves(pair, half) for half in range(2)] for pair in pairs]
-        start = base + rows.offset(self.warp.row) + ((4 * unit + self.warp.column) * size) // 8
+        start = base + rows.offset(self.warp.row) + ((4 * unit + self.warp.column) * size) // block
         found = [lanes.load_shared(self.buffer, start, 1, step)[0] for step in steps]
         return [[formats.scale_pairs(byte | byte << 8)[0]] for byte in found]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.memory import Number, PageMemory
@@ -63,6 +65,43 @@ class DecodeConfig:
     def rows(self) -> int:
         """Token rows of a stage."""
         return TILE * self.tiles * self.groups
+
+
+class Softmax(NamedTuple):
+    """The options of attention.
+
+    Attributes:
+      sm_scale: factor of the logits, finite.
+      window: tokens that a query token sees, its own included; an int32 scalar on the device only in XLA. None for all.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`, positive and finite; None for no cap.
+      batch_invariant: whether a sequence has the same bits whatever else is in the batch.
+    """
+
+    sm_scale: float
+    window: Any = None
+    logits_soft_cap: float | None = None
+    batch_invariant: bool = False
+
+
+class ReadArrays(NamedTuple):
+    """The arrays of a read of sequences, unchecked.
+
+    Attributes:
+      block_table: int32 `[num_seqs, max_blocks]`, of any numbers: entries outside the cache hold no tokens.
+      seq_lens: int32 `[num_seqs]`; negative means 0. Past `max_blocks * block_size` there are no tokens, but positions
+        of query tokens count from the given length.
+      layer: int32 `[]`, which of a block's pages; one out of range holds no tokens. None where a block has one.
+      k_scale: float32 `[]` or, for fp8, one for each KV head.
+      v_scale: likewise.
+      sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
+    """
+
+    block_table: jax.Array
+    seq_lens: jax.Array
+    layer: jax.Array | None
+    k_scale: jax.Array
+    v_scale: jax.Array
+    sinks: jax.Array | None = None
 
 
 class Refs(NamedTuple):
@@ -132,9 +171,14 @@ class Problem:
     converts_e2m1: bool = False
 
     @property
-    def format(self) -> Format:
-        """How stored bytes become operands."""
-        return Format.of(self.spec.dtype, converts_e2m1=self.converts_e2m1)
+    def key_format(self) -> Format:
+        """How stored bytes of keys become operands."""
+        return Format.of(self.spec.dtype.parts[0], converts_e2m1=self.converts_e2m1)
+
+    @property
+    def value_format(self) -> Format:
+        """How stored bytes of values become operands."""
+        return Format.of(self.spec.dtype.parts[1], converts_e2m1=self.converts_e2m1)
 
     @property
     def rows(self) -> int:

@@ -22,7 +22,7 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
 
     The operand is registers by tile, by term and by pair of dims; the sum of the terms is the query.
     """
-    problem, fmt = keys.problem, keys.problem.format
+    problem, fmt = keys.problem, keys.problem.key_format
     loaded = _loaded(keys, refs.query, sequence)
     k_scale = keys.warp.scale(problem, refs.k_scale, problem.scale_sizes[0])
     factor = k_scale * np.float32(problem.sm_scale * LOG2_E * fmt.factor)
@@ -40,11 +40,11 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
 def _loaded(keys: Keys, ref: Any, sequence: jax.Array) -> list[list[jax.Array]]:
     """By tile of query rows the elements that a thread holds, each in the lower half of a register."""
     problem, warp = keys.problem, keys.warp
-    unit_elements = keys.unit * 8 // keys.problem.format.bits
+    unit_elements = keys.unit * 8 // keys.problem.key_format.bits
     dims = [
         4 * unit * unit_elements + dim
         for unit in range(keys.units)
-        for pair in keys.problem.format.key_dims(keys.unit)
+        for pair in keys.problem.key_format.key_dims(keys.unit)
         for dim in pair
     ]
     loaded: list[list[jax.Array]] = []

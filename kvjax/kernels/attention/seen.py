@@ -106,4 +106,6 @@ class Seen:
             return [[x & mask for x, mask in zip(both, masks, strict=True)] for both in rows]
 
         words, scales = values
-        return Values(words, kept(scales)) if self.problem.format.has_block_scales else Values(kept(words), scales)
+        return (
+            Values(words, kept(scales)) if self.problem.value_format.has_block_scales else Values(kept(words), scales)
+        )

@@ -22,7 +22,7 @@ from kvjax.kernels.registers import LANES
 
 def state_registers(problem: Problem) -> int:
     """Number of registers of a warp's state: largest logits, totals and output."""
-    fmt, size = problem.format, problem.spec.head_size_v
+    fmt, size = problem.value_format, problem.spec.head_size_v
     runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_per_unit  # of eight dims
     return problem.tiles * (4 + 4 * -(-runs // 2))
 
@@ -64,7 +64,7 @@ class Segments:
         largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
         stores = self.warp.works & (self.warp.number < config.heads)
         v_factor = self.warp.scale(problem, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
-            problem.format.factor
+            problem.value_format.factor
         )
         output = [x * v_factor for x in output]
 

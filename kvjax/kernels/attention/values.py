@@ -43,7 +43,7 @@ class ValueRows:
     @functools.cached_property
     def units(self) -> int:
         """Units of a value row."""
-        return self.plan.values[0].page.row_bytes // self.problem.format.unit_bytes
+        return self.plan.values[0].page.row_bytes // self.problem.value_format.unit_bytes
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -53,11 +53,11 @@ class ValueRows:
     @functools.cached_property
     def products(self) -> int:
         """Matrix products of 16 dims that cover a value row."""
-        return -(-self.tiles * self.problem.format.elements_per_unit // 2)
+        return -(-self.tiles * self.problem.value_format.elements_per_unit // 2)
 
     def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
         """The dim of row `8 * half + g` of a product, and whether it exists."""
-        each = self.problem.format.elements_per_unit
+        each = self.problem.value_format.elements_per_unit
         tile, element = divmod(2 * product + half, each)
         unit = 8 * tile + self.warp.row
         return unit * each + element, unit < self.units
@@ -65,13 +65,13 @@ class ValueRows:
     @functools.cached_property
     def pieces(self) -> list[range]:
         """Runs of eight units that are loaded together: all, but of float32, whose terms would take all registers."""
-        size = MAX_RUNS_OF_TERMS if self.problem.format.value_terms > 1 else self.tiles
+        size = MAX_RUNS_OF_TERMS if self.problem.value_format.value_terms > 1 else self.tiles
         return [range(start, min(start + size, self.tiles)) for start in range(0, self.tiles, size)]
 
     def load(self, slot: jax.Array, tile: int, piece: range) -> Values:
         """Loads a piece of a tile's values: as stored, or as terms of float32."""
-        words = self.terms(slot, tile, piece) if self.problem.format.bits == 32 else self.words(slot, tile)
-        return Values(words, self.scales(slot, tile) if self.problem.format.has_block_scales else [])
+        words = self.terms(slot, tile, piece) if self.problem.value_format.bits == 32 else self.words(slot, tile)
+        return Values(words, self.scales(slot, tile) if self.problem.value_format.has_block_scales else [])
 
     def accumulate(self, values: Values, piece: range, weights: list[list[jax.Array]], output: list[jax.Array]) -> None:
         """Adds the products of a piece of a tile's values with the weights to `output`."""
@@ -80,9 +80,9 @@ class ValueRows:
         products, done = self.products, 0
         for index, words in enumerate(values.words):
             if index % len(piece) == 0:  # a term begins
-                done = piece.start * self.problem.format.elements_per_unit // 2
+                done = piece.start * self.problem.value_format.elements_per_unit // 2
             pairs = [
-                self.problem.format.value_pairs(word, values.scales[index][half] if values.scales else None)
+                self.problem.value_format.value_pairs(word, values.scales[index][half] if values.scales else None)
                 for half, word in enumerate(words)
             ]
             rows += [list(both) for both in zip(*pairs, strict=True)]
@@ -93,7 +93,9 @@ class ValueRows:
                 operand = [first, second, first_later, second_later]
                 for columns, weight in enumerate(weights):
                     at = 4 * (columns * products + done)
-                    output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, self.problem.format.operand)
+                    output[at : at + 4] = lanes.mma(
+                        output[at : at + 4], operand, weight, self.problem.value_format.operand
+                    )
                 done += 1
 
     def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
@@ -129,7 +131,7 @@ class ValueRows:
         known = tile * rows.tile_stride
         start = self.warp.offset(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
         zero = lanes.splat(0, jnp.uint32)
-        terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.format.value_terms)]
+        terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.value_format.value_terms)]
         for index in piece:
             unit, is_unit = 8 * index + self.warp.row, None
             if 8 * index + 8 > self.units:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.dtypes import KVQuantMode
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.attention.problem import DecodeConfig, Problem
 from kvjax.kernels.attention.stages import SharedRows, StagePlan
@@ -62,6 +61,6 @@ class Warp:
 
     def scale(self, problem: Problem, ref: Any, size: int) -> jax.Array:
         """The float32 decode scale of the warp's head; 1 where the layer is not quantized."""
-        if problem.spec.quant_mode is KVQuantMode.NONE:
+        if not problem.spec.dtype.is_quantized:
             return lanes.splat(1.0, jnp.float32)
         return lanes.bits(lanes.load_global(ref, self.kv_head if size > 1 else self.thread * 0), jnp.float32)

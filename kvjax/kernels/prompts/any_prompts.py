@@ -19,9 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVQuantMode
+from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.attention import lanes
+from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -32,7 +34,6 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     RowMemory,
-    check_dtype,
     scale_argument,
     with_origin,
 )
@@ -48,7 +49,10 @@ _NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 def dense_dtype(spec: AttentionSpec) -> np.dtype[Any]:
     """The dtype of tiles, which holds what is stored, but for the scale of the whole or of a head."""
-    return np.dtype(np.float16) if spec.quant_mode is not KVQuantMode.NONE else spec.storage_dtype
+    exact = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
+    if exact is None:
+        raise UnsupportedError(f"dtype: got {spec.dtype.value!r}, which no 16-bit dtype holds exactly")
+    return exact
 
 
 @functools.cache
@@ -61,7 +65,7 @@ def any_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> Any
     for the first of a prompt. The counts are as in `schedule`, and `num_tokens` and `first_prompt` as in
     `CallerMemory`. The amount is the number of the tiles' tokens.
     """
-    check_dtype(spec)
+    codecs_of(spec)
     dtype = dense_dtype(spec)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
     results = "keys", "values", "bias"
@@ -146,13 +150,12 @@ def _gather(
             lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
             operands = [
                 KVOperand(
+                    codec,
                     memory.pages(arrays[name]),
                     jnp.float32(1.0),
-                    _places(spec, arrays[dense], columns, tokens, prompt, position, num_tokens),
+                    _places(spec, codec.dtype, arrays[dense], tokens, prompt, position, num_tokens),
                 )
-                for memory, name, dense, columns in zip(
-                    pages, PAGES, ("keys", "values"), (spec.head_size, spec.head_size_v), strict=True
-                )
+                for codec, memory, name, dense in zip(codecs_of(spec), pages, PAGES, ("keys", "values"), strict=True)
             ]
             # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
             first = None, field("first_seen") - position
@@ -161,14 +164,15 @@ def _gather(
 
 
 def _places(
-    spec: AttentionSpec, ref: Any, columns: int, tokens: int, prompt: Any, position: Any, num_tokens: Any
+    spec: AttentionSpec, part: KVCacheDType, ref: Any, tokens: int, prompt: Any, position: Any, num_tokens: Any
 ) -> tiles.Places:
-    """Where tokens of all heads belong; for NVFP4 in words, as its bytes are decoded."""
+    """Where tokens of all heads belong; of blocks of elements in words, as their bytes are decoded."""
+    columns, block = ref.shape[1], part.info.elements_per_scale
     row = prompt * spec.num_kv_heads * num_tokens + position
     axes = tiles.Axis(tokens, 1, 0), tiles.Axis(spec.num_kv_heads, num_tokens, 0)
-    if spec.quant_mode is not KVQuantMode.NVFP4:
+    if block is None:
         return tiles.Places(ref, (*axes, tiles.Axis(columns, 0, 1)), row)
-    blocks = tiles.Axis(columns // NVFP4_BLOCK_SIZE, 0, NVFP4_BLOCK_SIZE), tiles.Axis(NVFP4_BLOCK_SIZE // 2, 0, 2)
+    blocks = tiles.Axis(columns // block, 0, block), tiles.Axis(block // 2, 0, 2)
     return tiles.Places(ref, (*axes, *blocks), row, elements=2)
 
 
@@ -226,7 +230,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     spec, dtype = kind.spec, dense_dtype(kind.spec)
     with tracing_for(target):
         config = choose(spec, 1, 1, kind.num_heads, 0, 1)
-    is_quantized = spec.quant_mode is not KVQuantMode.NONE
+    is_quantized = spec.dtype.is_quantized
     problem = Problem(0, kind.window, kind.logits_soft_cap)
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:

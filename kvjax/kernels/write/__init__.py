@@ -9,12 +9,11 @@ any of them, encodes the rows, and stores each token's rows into its page, or sk
   encoded bytes need. The program encodes all of its tokens, stages the bytes in shared memory, and scatters them from
   there. For few tokens, separate programs write keys and values.
 
-Modules:
+How rows are encoded is `kvjax.kernels.codecs`. Modules:
 
 - `plan`: launch configurations.
 - `slots`: where tokens go, and the search for repeated slots.
 - `transfer`: from registers, or from shared memory, into pages.
-- `encoding`: loads of rows and their encoding.
 - `rotation`, `rotation_step`: rotary position embedding before the write.
 - `program`: what one program does.
 - `arrays`: the entry point for JAX arrays.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import UnsupportedError
+from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -23,14 +24,12 @@ from kvjax.kernels.memory import (
     PageMemory,
     RowMemory,
     Rows,
-    check_dtype,
     scale_arguments,
     scales_of,
     with_origin,
 )
 from kvjax.kernels.target import Target
 from kvjax.kernels.write import plan, program
-from kvjax.kernels.write.encoding import token_rows
 from kvjax.kernels.write.launch import why_no_staging, write_kernel
 from kvjax.kernels.write.plan import Rung
 from kvjax.kernels.write.rotation_step import RotatedMemory
@@ -72,7 +71,7 @@ def any_count(
     Raises:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
     """
-    check_dtype(spec)
+    keys, values = codecs_of(spec)
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
         raise UnsupportedError(f"reshape_and_cache_flash: {reason}")
     words_per_slot = np.dtype(slot_dtype).itemsize // 4
@@ -89,9 +88,9 @@ def any_count(
             step = rotated.step(arrays, counts["last_position"], staged_keys)
         scales, scale_destinations = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
-            for name, memory, scale, destination, scale_destination in zip(
-                ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
+            KVOperand(codec, Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
+            for codec, name, memory, scale, destination, scale_destination in zip(
+                (keys, values), ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
             )
         ]
 
@@ -111,8 +110,6 @@ def any_count(
             write = functools.partial(select, rung, later, write)
         write()
 
-    as_rows = functools.partial(token_rows, spec=spec)
-
     def num_programs(num_tokens: int) -> int:
         return rungs[bisect.bisect_right(thresholds, num_tokens) - 1].config.num_programs(num_tokens)
 
@@ -128,8 +125,8 @@ def any_count(
         ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
         (
             Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
-            rows[0].argument("key", as_rows if rotated is None else rotated.rotation.as_columns),
-            rows[1].argument("value", as_rows),
+            rows[0].argument("key", keys.token_rows if rotated is None else rotated.rotation.as_columns),
+            rows[1].argument("value", values.token_rows),
             *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),
             *rotation_arguments,
             *scale_arguments(spec, scale_sizes, scale_pages),

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import Pages, Rows
 from kvjax.kernels.write import plan, program
-from kvjax.kernels.write.encoding import token_rows
 from kvjax.kernels.write.launch import write_kernel
 from kvjax.kernels.write.plan import WriteConfig
 from kvjax.kernels.write.rotation_step import Positions, Rotated, RotationStep
@@ -63,8 +63,8 @@ def write(
 
     def body(slots: Any, key: Any, value: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
         operands = [
-            KVOperand(Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
-            for rows, scale, regions in zip((key, value), (k_scale, v_scale), spec.regions, strict=True)
+            KVOperand(codec, Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
+            for codec, rows, scale, regions in zip(codecs, (key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
         num_searched = None if unique_slots or num_tokens >= plan.SEARCHED else num_tokens
         own_slots, staged = Slots(slots, words_per_slot, last_slot, num_searched), list(others)
@@ -86,9 +86,9 @@ def write(
             )
         program.run(own_slots, operands, staged, spec, config, num_tokens, dtype, step)
 
-    dtype = key.dtype
-    key_rows = token_rows(key, spec) if rotated is None else rotated.rotation.as_columns(key)
-    arrays = slot_mapping, key_rows, token_rows(value, spec), k_scale, v_scale
+    dtype, codecs = key.dtype, codecs_of(spec)
+    key_rows = codecs[0].token_rows(key) if rotated is None else rotated.rotation.as_columns(key)
+    arrays = slot_mapping, key_rows, codecs[1].token_rows(value), k_scale, v_scale
     rotation_arrays: list[jax.Array] = []
     if rotated is not None:
         rotation_arrays = [rotated.rotation.as_columns(rotated.query), rotated.positions, rotated.table]

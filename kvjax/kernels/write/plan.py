@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from kvjax.dtypes import KVCacheDType, KVQuantMode
+from kvjax.kernels.codecs import codecs_of
 from kvjax.spec import AttentionSpec
 
 PROGRAMS = 264
 """Minimum number of programs of a launch, given enough tokens: two for each multiprocessor of an H200."""
 
-ELEMENTS = {KVQuantMode.NONE: 1024, KVQuantMode.FP8_PER_TENSOR: 2048, KVQuantMode.NVFP4: 3072}
-ELEMENTS |= dict.fromkeys((KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT8_PER_TOKEN_HEAD), 2048)
-"""Maximum number of key (or value) elements of a program. With NVFP4 that is 2,048 where the elements of a token are a
-power of two, and more for head sizes such as 96. Measured on an H200 (docs/notes/kernels.md): smaller programs leave
-threads idle or repeat computations that a larger program shares between tokens; larger ones use so many registers that
-fewer programs fit a multiprocessor. The values for per-token-head scales are not measured but those of fp8."""
-
-ELEMENTS_4OVER6 = 4096
-"""The same of NVFP4 with two candidates for each block scale, which share more between tokens."""
+WIDE_ELEMENTS = 1024
+"""Elements of a token's keys or values from which on fp8 has one configuration."""
 
 SEARCHED = 16 * PROGRAMS
 """Writes of fewer tokens find repeated slots themselves: every program reads all slots that follow its own. At 4,096
@@ -34,7 +27,13 @@ MAX_ROTATED_TOKENS = 4
 
 def max_elements(spec: AttentionSpec) -> int:
     """Maximum number of key (or value) elements of a program."""
-    return ELEMENTS_4OVER6 if spec.dtype is KVCacheDType.NVFP4_4OVER6 else ELEMENTS[spec.quant_mode]
+    return min(codec.elements for codec in codecs_of(spec))
+
+
+def has_to_split(spec: AttentionSpec) -> bool:
+    """Whether keys and values are written in different ways, each by programs of its own."""
+    keys, values = codecs_of(spec)
+    return keys.is_staged != values.is_staged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +57,14 @@ class WriteConfig:
     def by_min_tokens(cls, spec: AttentionSpec, rotates: bool = False) -> dict[int, WriteConfig]:
         """Maps the smallest number of tokens for which a configuration is used to that configuration.
 
-        A program takes up to `ELEMENTS` elements if the launch still has `PROGRAMS` programs. For few tokens, writes
+        A program takes up to `max_elements` if the launch still has `PROGRAMS` programs. For few tokens, writes
         that compute scales or rotate split keys and values: one would come after the other, and no other work hides the
-        latency.
+        latency. So does every write of keys and values of which one alone goes through shared memory.
         """
         max_tokens = max_elements(spec) // elements_per_token(spec)
         smallest = cls(1, split_kv=spec.stores_scales or rotates)
-        larger = [cls(1 << i) for i in range(1, max(1, max_tokens).bit_length())] or [cls(1)]
+        sizes = [1 << i for i in range(1, max(1, max_tokens).bit_length())] or [1]
+        larger = [cls(size, split_kv=has_to_split(spec)) for size in sizes]
         return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
 
     @classmethod
@@ -104,8 +104,8 @@ def rungs(spec: AttentionSpec, unique_slots: bool, rotates: bool = False) -> lis
         for least, config in WriteConfig.by_min_tokens(spec, rotates).items()
         if config.tokens <= max_tokens
     }
-    is_wide = elements_per_token(spec) >= ELEMENTS[KVQuantMode.NONE]
-    if spec.quant_mode is KVQuantMode.FP8_PER_TENSOR and is_wide and not rotates:
+    is_fp8 = spec.dtype.is_quantized and not spec.stores_scales
+    if is_fp8 and elements_per_token(spec) >= WIDE_ELEMENTS and not rotates:
         configs = {1: configs[1]}
     [*_, largest] = configs.values()
     selected = {least: config for least, config in configs.items() if config.tokens in RUNG_TOKENS or config is largest}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,18 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
+from kvjax.kernels.codecs import LoadedRows
 from kvjax.kernels.memory import Number, Rows
-from kvjax.kernels.write.encoding import (
-    LoadedRows,
-    encode_blocks,
-    encode_heads,
-    load_blocks,
-    load_heads,
-    row_copy,
-    row_encoder,
-)
 from kvjax.kernels.write.plan import WriteConfig
 from kvjax.kernels.write.rotation_step import RotationStep
 from kvjax.kernels.write.slots import Position, Slots
@@ -30,7 +21,7 @@ from kvjax.kernels.write.transfer import KVOperand, RowCopy, Scatter
 from kvjax.spec import AttentionSpec
 
 StagedOperand = tuple[KVOperand, Sequence[Any]]
-"""Keys or values, and the shared memory for their data and scales."""
+"""Keys or values, and the shared memory for their data and scales, if they go through it."""
 
 
 class Program(NamedTuple):
@@ -70,38 +61,35 @@ def run(
 ) -> None:
     """The body of the kernel.
 
-    `operands` are the keys and the values; `staged` is shared memory for data and scales of each, empty where pages
-    hold no scales.
+    `operands` are the keys and the values; `staged` is shared memory for data and scales of those that are staged.
     """
     index = lax.axis_index("program")
     which = lax.rem(index, jnp.int32(2)) if config.split_kv else None
     first_owned = (lax.div(index, jnp.int32(2)) if config.split_kv else index) * config.tokens
     first = first_owned if config.tokens == 1 else jnp.minimum(first_owned, num_tokens - config.tokens)
     program = Program(spec, dtype, slots, config.tokens, first, first_owned)
+    refs = iter(staged)
+    both = [(operand, [next(refs) for _ in range(2 if operand.codec.is_staged else 0)]) for operand in operands]
     if which is None:
-        _write(program, operands, staged, rotation)
+        _write(program, both, rotation)
         return
     keys, values = program._replace(writes_values=False), program._replace(writes_keys=False)
-    middle = len(staged) // 2
     branch(
-        *(which == 0, "keys", lambda: _write(keys, operands[:1], staged[:middle], rotation)),
-        *("values", lambda: _write(values, operands[1:], staged[middle:], rotation)),
+        *(which == 0, "keys", lambda: _write(keys, both[:1], rotation)),
+        *("values", lambda: _write(values, both[1:], rotation)),
     )
 
 
-def _write(
-    program: Program, operands: Sequence[KVOperand], staged: Sequence[Any], rotation: RotationStep | None
-) -> None:
-    """Writes the operands of a program, through registers or shared memory."""
-    if not staged:
+def _write(program: Program, both: Sequence[StagedOperand], rotation: RotationStep | None) -> None:
+    """Writes the operands of a program, all through registers or all through shared memory."""
+    operands, refs = zip(*both, strict=True)
+    if not any(refs):
         (_write_token if program.tokens == 1 else _write_tokens)(program, operands, rotation)
-        return
-    if rotation is not None and program.tokens > 1:
-        operands = _rotated(program, operands, rotation)
-    both = list(zip(operands, itertools.batched(staged, 2), strict=True))
-    if program.tokens == 1:
+    elif program.tokens == 1:
         _write_token_staged(program, both, rotation)
     else:
+        if rotation is not None:
+            both = list(zip(_rotated(program, operands, rotation), refs, strict=True))
         _write_tokens_staged(program, both)
 
 
@@ -150,7 +138,7 @@ def _load_rows(
     positions = [
         slots.position(lambda word: slots.ref[word], token, token >= program.first_owned, spec) for token in tokens
     ]
-    copies = [row_copy(spec, operand, program.dtype) for operand in operands]
+    copies = [_row_copy(spec, operand, program.dtype) for operand in operands]
 
     def load(which: int, rows: Rows) -> list[jax.Array]:
         return [copies[which].load(rows, token) for token in tokens]
@@ -165,10 +153,21 @@ def _load_rows(
     return positions, copies, [list(rows) for rows in zip(*loaded, strict=True)]
 
 
+def _row_copy(spec: AttentionSpec, operand: KVOperand, dtype: Any) -> RowCopy:
+    """The copy of rows of `dtype` whose encoding leaves every element in its place."""
+    itemsize = jnp.dtype(operand.pages.ref.dtype).itemsize
+    copy = RowCopy.of(spec, operand.pages, 0, itemsize, by_head=operand.scale.shape[0] > 1)
+    max_vector = min(copy.max_vector, operand.rows.alignment // jnp.dtype(dtype).itemsize)
+    return dataclasses.replace(copy, max_vector=max_vector)
+
+
 def _row_encoders(
     program: Program, operands: Sequence[KVOperand], copies: Sequence[RowCopy]
 ) -> list[Callable[[jax.Array], jax.Array]]:
-    return [row_encoder(program.spec, operand, copy) for operand, copy in zip(operands, copies, strict=True)]
+    return [
+        operand.codec.row_encoder(operand.scale, copy.layout, copy.columns)
+        for operand, copy in zip(operands, copies, strict=True)
+    ]
 
 
 def _store_rows(
@@ -231,13 +230,13 @@ def _write_token_staged(program: Program, operands: Sequence[StagedOperand], rot
     With `rotation`, rotates the keys first, or rotates the queries while the values are on their way.
     """
     if rotation is not None:
-        scales = _layer_scales(program, operands)
+        scales = _layer_scales(operands)
     staged, loaded = _load_staged(program, operands, rotation if program.writes_keys else None)
     if rotation is not None and not program.writes_keys:
         rotation.rotate_token(None, program.spec, program.first, with_query=True)
     if rotation is None:
         compat.barrier()  # as in `_write_token`
-        scales = _layer_scales(program, operands)
+        scales = _layer_scales(operands)
     # The search overlaps the loads of the rows.
     repeated = program.slots.repeated(program.first, program.tokens)
     _store_staged(program, staged, loaded, scales, repeated)
@@ -251,7 +250,7 @@ def _write_tokens_staged(program: Program, operands: Sequence[StagedOperand]) ->
     """
     repeated = program.slots.repeated(program.first, program.tokens)
     staged, loaded = _load_staged(program, operands)
-    _store_staged(program, staged, loaded, _layer_scales(program, operands), repeated)
+    _store_staged(program, staged, loaded, _layer_scales(operands), repeated)
 
 
 def _load_staged(
@@ -269,8 +268,7 @@ def _load_staged(
     if rotation is not None:
         rows, refs = zip(*operands, strict=True)
         operands = list(zip(_rotated(program, rows, rotation), refs, strict=True))
-    load = load_blocks if spec.quant_mode is KVQuantMode.NVFP4 else load_heads
-    loaded = [load(operand.rows, first, tokens, refs, spec, program.dtype) for operand, refs in operands]
+    loaded = [operand.codec.load(operand.rows, first, tokens, refs, spec.num_kv_heads) for operand, refs in operands]
     staged = [
         _Staged(operand, refs, pair, where)
         for (operand, refs), pair, where in zip(operands, scatters, positions, strict=True)
@@ -278,10 +276,9 @@ def _load_staged(
     return staged, loaded
 
 
-def _layer_scales(program: Program, operands: Sequence[StagedOperand]) -> list[jax.Array | None]:
-    """The decode scales of NVFP4; None where each token and head has one."""
-    has_scales = program.spec.quant_mode is KVQuantMode.NVFP4
-    return [operand.scale[0] if has_scales else None for operand, _ in operands]
+def _layer_scales(operands: Sequence[StagedOperand]) -> list[jax.Array | None]:
+    """The layer's scales; None where each token and head has one."""
+    return [operand.codec.load_scale(operand.scale) for operand, _ in operands]
 
 
 def _store_staged(
@@ -292,9 +289,9 @@ def _store_staged(
     repeated: jax.Array | None,
 ) -> None:
     """Encodes rows into shared memory, and scatters them from there into pages."""
-    spec, tokens = program.spec, program.tokens
-    for rows, scale, (_, refs, *_) in zip(loaded, scales, staged, strict=True):
-        encoded = encode_heads(rows, spec) if scale is None else encode_blocks(rows, scale, program.dtype, spec)
+    tokens = program.tokens
+    for rows, scale, (operand, refs, *_) in zip(loaded, scales, staged, strict=True):
+        encoded = operand.codec.encode(rows, scale, program.dtype)
         for codes_or_scales, ref in zip(encoded, refs, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], codes_or_scales)
     if repeated is None:

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import KVQuantMode
 from kvjax.kernels import compat
+from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
 from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
 from kvjax.spec import AttentionSpec
@@ -114,7 +114,7 @@ class RotationStep(NamedTuple):
 
     def rotated_keys(self, spec: AttentionSpec, first: jax.Array) -> Rows:
         """The rotated keys of a program's tokens, as the encoding reads them."""
-        return Rows(self.staged_keys[0 if spec.quant_mode is KVQuantMode.NVFP4 else 1], first=first)
+        return Rows(self.staged_keys[0 if codecs_of(spec)[0].reads_words else 1], first=first)
 
     def rotate_token(self, key: Rows | None, spec: AttentionSpec, token: jax.Array, with_query: bool) -> None:
         """Rotates the key, unless that is None, and the query of a program's only token, if asked for.

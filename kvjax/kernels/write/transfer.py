@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat
+from kvjax.kernels.codecs import Codec
 from kvjax.kernels.memory import Number, Pages, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.kernels.write.slots import Position, Slots
@@ -24,12 +25,14 @@ class KVOperand(NamedTuple):
     """The keys or the values of a write.
 
     Attributes:
+      codec: how they are encoded.
       rows: the rows to encode.
       scale: reference to their decode scale, `[1]` or `[num_kv_heads]`; None where each token and head has a scale.
       pages: the pages to write.
       scale_pages: the pages for the scales of each token and head, where those are not in `pages`.
     """
 
+    codec: Codec
     rows: Rows
     scale: Any
     pages: Pages

@@ -1,0 +1,246 @@
+"""How kernels encode and decode the rows of each dtype: one object for writes and gathers.
+
+`CODECS` has an entry for each dtype that keys or values may have in the pages that kernels write and gather
+(`KVCacheDType.parts`). XLA serves any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
+from kvjax.errors import UnsupportedError
+from kvjax.kernels import arithmetic, compat, decoding
+from kvjax.kernels.memory import Rows
+from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
+from kvjax.kernels.target import Target
+from kvjax.spec import AttentionSpec
+
+
+class LoadedRows(NamedTuple):
+    """Rows in registers: one array, or one of the even and one of the odd elements; and the register layout."""
+
+    arrays: tuple[jax.Array, ...]
+    layout: Any
+
+
+class Piece(Protocol):
+    """Rows of a gather that are decoded together, tokens and heads first."""
+
+    def along(self, axis: int) -> Any:
+        """The layout of an array that has this one axis."""
+
+    def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """`x`, which has these axes, along all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """Encodes rows where they are in registers: unquantized, or with a scale of the layer.
+
+    Attributes:
+      dtype: of keys or of values.
+      elements: maximum number of key (or value) elements of a program that writes. Measured on an H200
+        (docs/notes/kernels.md): smaller programs leave threads idle or repeat computations that a larger program shares
+        between tokens; larger ones use so many registers that fewer programs fit a multiprocessor.
+    """
+
+    dtype: KVCacheDType
+    elements: int
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether encoded rows go through shared memory: their data and then their scales."""
+        return self.dtype.info.scale_dtype is not None
+
+    @property
+    def reads_words(self) -> bool:
+        """Whether rows are read as uint32 words of two 16-bit elements."""
+        return False
+
+    def token_rows(self, x: jax.Array) -> jax.Array:
+        """Keys or values as the write takes them, `[num_tokens, elements]`."""
+        return x.reshape(x.shape[0], -1)
+
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+        """Shared memory for encoded rows."""
+        return []
+
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
+        """Loads the rows of tokens, to be staged."""
+        raise NotImplementedError
+
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Encodes loaded rows of elements of `dtype` to what is staged; `scale` is what `load_scale` loaded."""
+        raise NotImplementedError
+
+    def load_scale(self, scale: Any) -> jax.Array | None:
+        """The layer's scale; None for rows with scales of their own."""
+        return scale[0]
+
+    def row_encoder(self, scale: Any, layout: Any, columns: int) -> Callable[[jax.Array], jax.Array]:
+        """A function that encodes the rows of a token where they are; the scale is loaded and inverted here."""
+        if self.dtype.info.layer_scale is None:
+            return functools.partial(arithmetic.cast, dtype=self.dtype.info.storage_dtype)
+        if scale.shape[0] > 1:
+            by_head = arithmetic.reciprocal(compat.load(scale, layout.reduce(1)))
+            inverse = compat.broadcast_columns(by_head, columns, layout)
+        else:
+            inverse = arithmetic.reciprocal(scale[0])
+        return functools.partial(arithmetic.encode_fp8, inverse=inverse, dtype=self.dtype)
+
+    def dense_type(self, dims: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
+        """The gather kernel's result for rows of `size` elements."""
+        return jax.ShapeDtypeStruct((*dims, size), dtype)
+
+    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+        """Decodes what a piece loaded, data and scales, to elements of `dtype`."""
+        if self.dtype.info.layer_scale is None:
+            return [decoding.cast(stored[0], dtype)]
+        factor = piece.broadcast(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
+        return [decoding.decode_fp8(stored[0], factor, self.dtype, dtype)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCodec(Codec):
+    """Encodes whole rows, with a float32 scale for each token and head."""
+
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+        """Shared memory for bytes, and for scales as int32 words."""
+        data, _ = self.dtype.info.row_bytes(head_size)
+        return [plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM((tokens, heads), jnp.int32)]
+
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
+        """Loads the rows of tokens, `[num_tokens, num_kv_heads, head_size]`, each row in one warp."""
+        elements = staged[0].shape[1]
+        shape = num_tokens, heads, elements // heads
+        ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, elements)]
+        max_vector = min(rows.alignment, MAX_VECTOR_BYTES) // jnp.dtype(ref.dtype).itemsize
+        layout = lane_layout(shape, max_vector, whole_rows=True)
+        return LoadedRows((compat.load(ref, layout, shape),), layout)
+
+    def load_scale(self, scale: Any) -> jax.Array | None:
+        """None: each token and head has a scale."""
+        return None
+
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Codes and scales of each token and head."""
+        [x] = rows.arrays
+        broadcast = functools.partial(compat.broadcast_columns, columns=x.shape[-1], layout=rows.layout)
+        return arithmetic.encode_per_token_head(x.astype(jnp.float32), self.dtype, broadcast)
+
+    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+        """Decodes codes and the scales of each token and head."""
+        codes, token_scales = stored
+        broadcast = functools.partial(piece.broadcast, axes=(0, 1))
+        return [decoding.decode_per_token_head(codes, token_scales, self.dtype, dtype, broadcast)]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCodec(Codec):
+    """Encodes pairs of elements as bytes, in blocks with a scale of one byte each.
+
+    Attributes:
+      encode_block: the encoding of `arithmetic`.
+      decode_block: the decoding of `decoding`.
+    """
+
+    encode_block: Callable[..., tuple[jax.Array, jax.Array]]
+    decode_block: Callable[..., list[jax.Array]]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of elements of a block; the codes of a pair are one byte."""
+        return (self.dtype.info.elements_per_scale or 0) // 2
+
+    @property
+    def reads_words(self) -> bool:
+        """The two elements of a pair are read together."""
+        return True
+
+    def token_rows(self, x: jax.Array) -> jax.Array:
+        """uint32 words of two 16-bit elements, or `[num_tokens, pairs, 2]` float32."""
+        pairs = x.reshape(x.shape[0], -1, 2)
+        return pairs if x.dtype.itemsize == 4 else lax.bitcast_convert_type(pairs, jnp.uint32)
+
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+        """Shared memory for bytes of codes and of scales."""
+        return [plgpu.SMEM((tokens, heads * size), jnp.uint8) for size in self.dtype.info.row_bytes(head_size)]
+
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
+        """Loads the blocks of tokens, `[num_tokens, num_blocks, pairs]`: words of two elements, or two arrays."""
+        num_blocks = staged[1].shape[1]
+        shape = num_tokens, num_blocks, self.pairs
+        words = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, num_blocks * self.pairs)]
+        is_float32 = words.dtype == jnp.float32  # the elements of a pair are adjacent: each load has a stride of two
+        layout = lane_layout(shape, 1 if is_float32 else min(self.pairs, rows.alignment // 4))
+        refs = [words.at[:, :, i] for i in range(2)] if is_float32 else [words]
+        return LoadedRows(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
+
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Codes and block scales."""
+        broadcast = functools.partial(compat.broadcast_columns, columns=self.pairs, layout=rows.layout)
+        return self.encode_block(rows.arrays, np.dtype(dtype), scale, broadcast)
+
+    def dense_type(self, dims: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
+        """A word of two elements, or two float32, for each byte of a block."""
+        blocks = (*dims, size // (2 * self.pairs), self.pairs)
+        if np.dtype(dtype).itemsize == 4:
+            return jax.ShapeDtypeStruct((*blocks, 2), dtype)
+        return jax.ShapeDtypeStruct(blocks, jnp.uint32)
+
+    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+        """Decodes codes and block scales."""
+        data, block_scales = stored
+        broadcast = functools.partial(piece.broadcast, axes=tuple(range(data.ndim - 1)))
+        return self.decode_block(data, block_scales, scale, dtype, broadcast)
+
+
+CODECS: dict[KVCacheDType, Codec] = {
+    codec.dtype: codec
+    for codec in (
+        *(Codec(dtype, 1024) for dtype in (KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16)),
+        *(Codec(dtype, 2048) for dtype in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)),
+        # Not measured but for fp8.
+        *(RowCodec(dtype, 2048) for dtype in (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)),
+        # 2,048 where the elements of a token are a power of two, and more for head sizes such as 96.
+        BlockCodec(KVCacheDType.NVFP4, 3072, arithmetic.encode_nvfp4, decoding.decode_nvfp4),
+        # Two candidates for each block scale share more between tokens.
+        BlockCodec(KVCacheDType.NVFP4_4OVER6, 4096, arithmetic.encode_nvfp4_4over6, decoding.decode_nvfp4),
+    )
+}
+
+DTYPES = frozenset(dtype for dtype in STORED_KV_CACHE_DTYPES if all(part in CODECS for part in dtype.parts))
+"""Dtypes of the caches that kernels write and gather."""
+
+
+def codecs_of(spec: AttentionSpec) -> tuple[Codec, Codec]:
+    """The codecs of keys and of values; raises `UnsupportedError` for a dtype that no kernel writes or gathers."""
+    if reason := why_not_dtype(spec):
+        raise UnsupportedError(reason)
+    keys, values = (CODECS[part] for part in spec.dtype.parts)
+    return keys, values
+
+
+def why_not_dtype(spec: AttentionSpec) -> str | None:
+    """Why no kernel writes or gathers the dtype of a spec; None where one does."""
+    return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
+
+
+def why_not_pages(spec: AttentionSpec, target: Target | None = None) -> str | None:
+    """Why no kernel writes or gathers pages of a spec in a JAX array; None where one does, on any `target`."""
+    if spec.page_size_bytes % (itemsize := spec.storage_dtype.itemsize):
+        return (
+            f"page_size_bytes: got {spec.page_size_bytes}, expected a multiple of {itemsize}, the bytes of an element"
+        )
+    return why_not_dtype(spec)
