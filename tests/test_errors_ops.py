@@ -345,7 +345,9 @@ def test_attention_refuses_the_cache_of_latent_attention_by_name():
     assert [x.shape for x in gather_kv(written, TABLE, LENS)] == [(4, 16, 1, 64), (4, 16, 1, 32)]
 
 
-BOTH = select.Candidates(xla=lambda cache: "xla", mosaic=lambda cache: "mosaic", results=lambda cache: "name")
+BOTH = select.Candidates(
+    ("cache",), xla=lambda cache: "xla", mosaic=lambda cache: "mosaic", results=lambda cache: "name"
+)
 NOT_FOR_THIS = dataclasses.replace(BOTH, why_not_mosaic=lambda spec, target: "too few heads")
 
 
@@ -358,7 +360,7 @@ def test_where_a_kernel_can_run_it_is_chosen_unless_it_cannot_serve_the_cache():
     with plgpu.force_gpu_interpret_mode():
         assert [chosen(requested, BOTH) for requested in (None, "mosaic", "xla")] == ["mosaic", "mosaic", "xla"]
         assert chosen(None, NOT_FOR_THIS) == "xla"
-        assert chosen(None, select.Candidates(xla=BOTH.xla)) == "xla"
+        assert chosen(None, select.Candidates(("cache",), BOTH.xla)) == "xla"
         with pytest.raises(UnsupportedError, match=r"^op: implementation 'mosaic' cannot .*: too few heads$"):
             chosen("mosaic", NOT_FOR_THIS)
 
@@ -408,7 +410,10 @@ def test_numpys_ints_and_bools_are_taken_for_pythons():
 @pytest.mark.parametrize(("platform", "holds_the_kernel"), [("cpu", False), ("cuda", True)])
 def test_a_program_holds_a_kernel_where_it_is_lowered_for_a_gpu(platform, holds_the_kernel):
     candidates = select.Candidates(
-        xla=lambda cache: jnp.cos(cache.kv), mosaic=lambda cache: jnp.sin(cache.kv), results=lambda cache: cache.kv
+        ("cache",),
+        xla=lambda cache: jnp.cos(cache.kv),
+        mosaic=lambda cache: jnp.sin(cache.kv),
+        results=lambda cache: cache.kv,
     )
 
     def run(cache, requested=None):

@@ -30,6 +30,7 @@ class Recorded:
     def __init__(self) -> None:
         self.traced: list[str] = []
         self.candidates = select.Candidates(
+            ("cache", "x"),
             xla=functools.partial(self._trace, "xla", jnp.cos),
             mosaic=functools.partial(self._trace, "mosaic", jnp.sin),
             results=lambda cache, x: x,

@@ -259,6 +259,7 @@ def _candidates(
     query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None
 ) -> select.Candidates:
     return select.Candidates(
+        parameters=("cache", "query", *kernel.ReadArrays._fields, "sliding_window"),
         xla=_attention_xla,
         mosaic=attention_mosaic,
         results=attended,

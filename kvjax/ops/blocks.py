@@ -320,4 +320,4 @@ def _copy_xla(cache: KVCache, from_blocks: ArrayLike, to_blocks: ArrayLike, laye
     return _copy(cache.kv, from_blocks, to_blocks, layer)
 
 
-_COPY = select.Candidates(xla=_copy_xla)
+_COPY = select.Candidates(("cache", "from_blocks", "to_blocks", "layer"), _copy_xla)

@@ -220,6 +220,7 @@ def _own_sequences(
 
 
 _IMPLEMENTATIONS = select.Candidates(
+    parameters=("cache", "block_table", "seq_lens", "layer", "k_scale", "v_scale"),
     xla=gather_xla,
     mosaic=gather_mosaic,
     results=_dense,

@@ -465,7 +465,9 @@ def _candidates(
     sizes: kernel.BatchSizes | None,
 ) -> select.Candidates:
     sequences = ("sequences blocks_in_order", "sequences", "sequences", "sequences")
+    names = "query", "block_table", "seq_lens", "q_starts", "q_ends", *kernel.ReadArrays._fields[2:]
     return select.Candidates(
+        parameters=("cache", *names, "sliding_window"),
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,

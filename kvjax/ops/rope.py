@@ -152,6 +152,7 @@ def _results(cache: KVCache, *args: Any, **_: Any) -> Any:
 
 
 _IMPLEMENTATIONS = select.Candidates(
+    parameters=("cache", *Tokens._fields, "query", "positions", "cos_sin_cache"),
     xla=_rope_xla,
     mosaic=_rope_mosaic,
     results=_results,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ class Candidates:
     """The implementations of an operation. All take the same arguments, the cache first.
 
     Attributes:
+      parameters: names of the arrays that it takes, the cache first, for errors.
       xla: runs anywhere.
       mosaic: the kernel; None if there is none.
       results: takes the same arguments, returns the shapes and dtypes of the results, as arrays or
@@ -41,9 +41,10 @@ class Candidates:
         known it is given None, and asked again later.
       signature: how the other arguments and the results are divided among the devices of a divided cache. With it,
         pass arrays by position and everything else by name. None if the operation runs on the whole cache.
-      differentiable: parameters of `xla` whose gradients are correct.
+      differentiable: parameters whose gradients are correct.
     """
 
+    parameters: tuple[str, ...]
     xla: Callable[..., Any]
     mosaic: Callable[..., Any] | None = None
     results: Callable[..., Any] | None = None
@@ -113,7 +114,7 @@ def _call(
     *args: Any,
     **static: Any,
 ) -> Any:
-    names = [None if name in candidates.differentiable else name for name in _parameters(candidates.xla)]
+    names = [None if name in candidates.differentiable else name for name in candidates.parameters]
     cache = without_scales(cache)
     kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
     cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
@@ -177,19 +178,14 @@ def _traced_once(operation: str, serve: Callable[..., Any]) -> Callable[..., Any
     return jax.jit(run, static_argnums=0)
 
 
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
-
-
 def without_gradient(operation: str, names: Sequence[str | None], arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays; those with a name raise on differentiation. Surplus names are unused.
+    """Returns the arrays; those with a name raise on differentiation.
 
     A symbolically zero tangent, as of a cache that is carried through a differentiated function, does not raise.
     """
     named = {
         i: name
-        for i, (name, array) in enumerate(zip(names, arrays, strict=False))
+        for i, (name, array) in enumerate(zip(names, arrays, strict=True))
         if name is not None and isinstance(array, jax.core.Tracer) and jnp.issubdtype(array.dtype, jnp.inexact)
     }
     result = list(arrays)

@@ -236,6 +236,7 @@ def why_not_write(spec: AttentionSpec, target: Target | None, *, rotates: bool =
 
 
 _IMPLEMENTATIONS = select.Candidates(
+    parameters=("cache", *Tokens._fields),
     xla=write_xla,
     mosaic=write_mosaic,
     results=_written,
