@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from absl import flags
 from helpers import FEW_DTYPES, each_case, matrix
@@ -168,8 +169,9 @@ def test_a_write_is_checked_in_every_byte(tokens, dtype):
     write = workload.Write(tokens.poisoned(spec), tokens.batches(5), "xla")
     write(0)
     write.check(expected)
+    somewhere = tuple(np.argwhere(np.asarray(expected.kv, np.float32) > 0)[-1])
     with pytest.raises(AssertionError, match=r"1 of .* elements differ"):
-        write.check(KVCache(expected.kv.at[3, 1, 15, 1, 0].set(0), spec))
+        write.check(KVCache(expected.kv.at[somewhere].set(0), spec))
     write.cache = KVCache(jnp.copy(write.cache.kv), spec)
     with pytest.raises(AssertionError, match="not in place"):
         write.check(expected)
