@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -67,6 +68,7 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
+    monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
     monkeypatch.setattr(cuda, "run", run)
     monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(multiprocessors=2))
     return ran
@@ -148,6 +150,26 @@ def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, 
         place_model(made[1], step_kernels.place, got.packed.places, *results)
     for mine, wanted in ((made[0].out, made[1].out), (made[0].lse, made[1].lse)):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.full
+def test_a_segment_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: pytest.MonkeyPatch):
+    """Memory that other calls have used holds zeros, as the bias of tokens that are present does."""
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(multiprocessors=8))
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    monkeypatch.setattr(prompt_kernels, "_segments", lambda *_: 4)
+    case = ragged((64,), (400,), dtype="bfloat16", head_size=16, block_size=16, num_kv_heads=1, group=1)
+    problem = ragged_suite.build(case)
+    # Tokens from the third tile on are absent, those of the last rows too: of four segments one has none.
+    query, cache, table, lens = problem.args
+    table = np.where(np.arange(table.shape[1]) < 16, table, -1)
+    absent = dataclasses.replace(problem, args=(query, cache, table, lens))
+    results = ragged_suite.run(absent, attend_on("cpu", is_rounded=True))
+    monkeypatch.undo()
+    for got, expected in zip(results, ragged_suite.run(absent, attend_on("cpu", is_rounded=True)), strict=True):
+        for rows, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(np.float32(rows), np.float32(other), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("columns", [16, 32, 48, 64, 96, 128, 256])

@@ -131,6 +131,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "attend", host.attend)
     monkeypatch.setattr(cuda, "gather", host.gather)
     monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
+    monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
     monkeypatch.setattr(ragged_step, "schedule", schedule_model)
     monkeypatch.setattr(ragged_step, "place", place_model)
     monkeypatch.setattr(prompt_kernels, "serves", lambda *_: False)

@@ -197,10 +197,10 @@ def ragged_paged_attention(
     gradient.
 
     On a GPU the host does not wait for lengths. The kernels of `paged_attention` serve sequences of at most
-    `decode_q_len` query tokens, torch's flash attention serves the others over gathered keys and values;
-    docs/attention.md says what serves calls that flash attention does not support. The last three arguments limit what
-    the call serves; their defaults serve every call, at a cost. A sequence beyond a limit has the results of one that
-    sees no token. On CPU tensors every sequence is served.
+    `decode_q_len` query tokens, on Hopper the prompt kernel serves the others over gathered keys and values;
+    docs/attention.md says what serves other calls. The last three arguments limit what the call serves; their defaults
+    serve every call, at a cost. A sequence beyond a limit has the results of one that sees no token. On CPU tensors
+    every sequence is served.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. Sequence `i` has the
@@ -221,9 +221,9 @@ def ragged_paged_attention(
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
       return_lse: whether to return the log-sum-exp too.
       out: memory for the first result: contiguous, of its shape and dtype, apart from every other argument's. It is
-        returned; on a GPU results are copied there at the end.
+        returned.
       batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch, given the same
-        `max_q_len` and `decode_q_len`. On a GPU that requires `max_prompts=0`.
+        `max_q_len` and `decode_q_len`. On a GPU only kernels promise that: the prompt kernel, or `max_prompts=0`.
       max_q_len: the most query tokens of a sequence, an int; by default `num_tokens`. 1 is decode.
       max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
         `num_tokens` allows.

@@ -264,6 +264,28 @@ def compile_writes_and_gathers(
     _compile_all(every, key_cache.device)
 
 
+def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequence[calls.AttentionPart]:
+    """What the kernels are called for, one after another; nothing if torch attends.
+
+    Raises:
+      UnsupportedError: the GPU has no kernels, or none that is batch-invariant if that is requested.
+      KVCacheValueError: the workspace of a batch-invariant call is too large.
+    """
+    _check_capability(tensors.key_cache.get_device())
+    serves = calls.has_attention(plan, num_seqs, tensors.block_table)
+    parts = calls.attention_parts(plan, tensors.key_cache.device) if serves else ()
+    if plan.batch_invariant:  # before anything is compiled or run
+        with one_at_a_time:
+            for of_part, _, _ in parts:
+                calls.kernels_of_call(of_part, tensors)
+        if not parts and num_seqs and tensors.block_table.numel():
+            raise UnsupportedError(
+                f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
+                " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
+            )
+    return parts
+
+
 def attend(
     plan: AttentionPlan,
     query: torch.Tensor,
@@ -276,19 +298,8 @@ def attend(
     Kernels attend to the pages if there are kernels for such a call. There are none for a float32 query, for example.
     Otherwise torch attends to gathered keys and values.
     """
-    _check_capability(tensors.key_cache.get_device())
-    serves = calls.has_attention(plan, query.shape[0], tensors.block_table)
-    parts = calls.attention_parts(plan, query.device) if serves else ()
-    if plan.batch_invariant:  # a workspace may be too large: raise before anything is compiled or run
-        with one_at_a_time:
-            for of_part, _, _ in parts:
-                calls.kernels_of_call(of_part, tensors)
+    parts = parts_of(plan, query.shape[0], tensors)
     if not parts:
-        if plan.batch_invariant and query.numel() and tensors.block_table.numel():
-            raise UnsupportedError(
-                f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
-                " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
-            )
         return _attend_to_gathered(plan, query, tensors, sinks, out)
     _compile_parts(parts, tensors)
     if len(parts) == 1:
@@ -364,6 +375,7 @@ def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> N
     """Compiles kernels, several at once, the first time that they are asked for together."""
     if (kind := (every, device)) in _compiled_together:
         return
+    _check_capability(device.index)
     _compile_all(every, device)
     if len(_compiled_together) >= _REMEMBERED:
         _compiled_together.clear()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
-from kvjax_torch import cuda, dense, ragged_step
+from kvjax_torch import calls, cuda, dense, ragged_step
 from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
 from kvjax_torch.ragged_step import Step
@@ -59,7 +59,7 @@ def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount) -> None:
     at_once = ragged_step.prompts_at_once(elements * dtype.itemsize, plan.max_prompts)
     for first in range(0, plan.max_prompts, at_once):
         some = chosen[first : min(first + at_once, plan.max_prompts)]
-        own = _reached(attention, _own_sequences(step, bounds, some, spec.block_size), num_blocks)
+        own = _reached(attention, _own_sequences(step, bounds, some), num_blocks)
         _attend_to_lot(plan, step, placement, own, dtype)
 
 
@@ -77,14 +77,14 @@ def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
     return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 
-def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor, block_size: int) -> Sequences:
+def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Sequences:
     """The sequences with the indices `chosen`; an empty one for each index that is the number of sequences."""
     tensors = step.tensors
-    num_seqs, max_blocks = tensors.block_table.shape
+    num_seqs = tensors.block_table.shape[0]
     is_any, seq = chosen < num_seqs, chosen.clamp(max=num_seqs - 1)
     every = tensors.block_table, tensors.seq_lens, bounds[:-1], bounds[1:]
     table, lens, starts, ends = (x.index_select(0, seq) for x in every)
-    lens = torch.where(is_any, lens.clamp(0, max_blocks * block_size), 0).to(torch.int64)
+    lens = torch.where(is_any, lens.clamp(0, calls.INT32_MAX), 0).to(torch.int64)
     return Sequences(table, lens, starts, torch.where(is_any, ends, starts))
 
 

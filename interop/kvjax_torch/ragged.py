@@ -38,6 +38,8 @@ def attend(
             f" decode_q_len={attention.q_len} query tokens, which no kernel serves; expected max_prompts=0, or CPU"
             " tensors"
         )
+    if attention.batch_invariant and attention.q_len:  # raises before anything is written
+        cuda.parts_of(attention, tensors.seq_lens.shape[0], tensors)
     num_tokens, num_heads, _ = query.shape
     out = query.new_empty((num_tokens, num_heads, attention.cache.spec.head_size_v)) if out is None else out
     lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32)

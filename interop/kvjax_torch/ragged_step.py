@@ -114,17 +114,17 @@ def runs(query: torch.Tensor, least: int) -> torch.Tensor:
     Zeros follow where there are fewer than `least` rows.
     """
     num_tokens, num_heads, head_size = query.shape
-    if num_tokens < least:
-        padded = query.new_zeros((least, num_heads * head_size))
-        padded[:num_tokens].unflatten(1, (num_heads, head_size)).copy_(query)
-        return padded
     token_stride, head_stride, stride = query.stride()
     is_run = (stride == 1 or head_size == 1) and (head_stride == head_size or num_heads == 1)
     places = query.data_ptr() | token_stride * query.element_size()
-    is_near = num_heads * head_size <= token_stride <= calls.INT32_MAX // num_tokens
+    is_near = num_heads * head_size <= token_stride <= calls.INT32_MAX // max(num_tokens, least)
     if not (is_run and is_near) or places % _units(query).size:
         query = query.clone(memory_format=torch.contiguous_format)
         token_stride = num_heads * head_size
+    if num_tokens < least:  # as far apart as they are, for kernels are compiled for a stride
+        padded = query.new_zeros((least, token_stride))
+        padded[:num_tokens, : num_heads * head_size].unflatten(1, (num_heads, head_size)).copy_(query)
+        return padded[:, : num_heads * head_size]
     return query.as_strided((num_tokens, num_heads * head_size), (token_stride, 1))
 
 

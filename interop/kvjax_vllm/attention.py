@@ -157,7 +157,9 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         seq_lens += 2
         cu_q_lens[1:] += 2
         prompt = Sequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
-        rows, out = query.new_zeros((2, *query.shape[1:])), output.new_empty((2, *output.shape[1:]))
+        # Kernels are compiled for the distance of rows.
+        rows = query.new_empty_strided((2, *query.shape[1:]), query.stride()).zero_()
+        out = output.new_empty((2, *output.shape[1:]))
         self._ragged(rows, stored, prompt, out, max_prompts=1, decode_q_len=0)
         self._serves_prompts = True
 
@@ -192,7 +194,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, 2 if is_exact else 4)
         dense = each * ragged_step.prompts_at_once(each, config.scheduler_config.max_num_seqs)
         if is_exact and prompt_kernels.is_for(query.device, sizes):
-            more = prompt_kernels.SEGMENT_BYTES + output.nbytes
+            more = 4 * prompt_kernels.SEGMENT_BYTES + output.nbytes  # joined in float32
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
         torch.empty(dense + more, dtype=torch.uint8, device=query.device)

@@ -103,11 +103,8 @@ class Memory(Protocol):
     def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:
         """References to a head's results and log-sum-exp, and the row of theirs that is row 0 of the query."""
 
-    def first_token(self, tile: Any, size: int) -> Any:
-        """The first token that is copied of a tile."""
-
-    def start(self, start: Any, end: Any, size: int) -> Any:
-        """The first tile of a span, given the first that a window reaches, and the end of the tokens present."""
+    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
+        """The first token that is copied of a tile: one of an earlier tile where there is none."""
 
     def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:
         """Starts the copy of a tile of keys or values to a slot of shared memory."""
@@ -187,15 +184,12 @@ class ArrayMemory:
     def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
 
-    def first_token(self, tile: Any, size: int) -> Any:
+    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
         """The last tile starts earlier, to end with the dense tokens.
 
         What it shares with the tile before is masked.
         """
         return jnp.minimum(tile * size, self.operands.keys.shape[1] - size)
-
-    def start(self, start: Any, end: Any, size: int) -> Any:  # noqa: D102
-        return start
 
     def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
@@ -305,12 +299,10 @@ class CallerMemory:
     def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows
 
-    def first_token(self, tile: Any, size: int) -> Any:  # noqa: D102
-        return tile * size
-
-    def start(self, start: Any, end: Any, size: int) -> Any:
-        """There are no tiles from the end of the tokens on, but for one where there are none."""
-        return jnp.minimum(start, jnp.maximum(lax.div(end + (size - 1), jnp.int32(size)) - 1, 0))
+    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
+        """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
+        last = lax.div(self.end(prompt) + (size - 1), jnp.int32(size)) - 1
+        return jnp.minimum(tile, jnp.maximum(last, 0)) * size
 
     def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first

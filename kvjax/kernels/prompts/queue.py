@@ -72,8 +72,6 @@ def _span(
     ends = jnp.clip(last + 1, 0, end)
     begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
     start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
-    if problem.window is not None:
-        start = memory.start(start, end, size)
     stop = jnp.maximum(start, stop)
     plain_stop = lax.div(jnp.clip(first + 1, 0, first_absent), jnp.int32(size))
     plain_start = jnp.int32(0)

@@ -201,7 +201,7 @@ class Rows:
 
         @pl.when(copied < stop)
         def _() -> None:
-            first = self.memory.first_token(copied, self.config.tokens)
+            first = self.memory.first_token(prompt, copied, self.config.tokens)
             self.memory.copy(values, prompt, kv_head, first, buffer, self._slot(tile), ready)
 
     def _take_turn(self) -> None:
@@ -257,7 +257,7 @@ class Rows:
         """Logits, -inf for the tokens that a row does not see."""
         first = self._copied_base - self.item.q_start + self.item.position
         config = self.config
-        first_token = self.memory.first_token(tile, config.tokens)
+        first_token = self.memory.first_token(self.item.prompt, tile, config.tokens)
         shape = logits.shape
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
         token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_token
