@@ -142,7 +142,7 @@ def test_scales_let_the_largest_fill_the_range(model, dtype):
     engine = model.engine(dtype, NUM_BLOCKS, BLOCK_SIZE)
     for cache, layer in zip(engine.caches, stored, strict=True):
         if dtype.takes_scale:
-            largest = [np.abs(x).max() / np.float32(dtype.info.max) for x in layer]
+            largest = [np.abs(x).max() / np.float32(part.info.max) for x, part in zip(layer, dtype.parts, strict=True)]
             np.testing.assert_allclose([cache.k_scale, cache.v_scale], largest, rtol=1e-6)
         else:
             assert (cache.k_scale, cache.v_scale) == (None, None)
