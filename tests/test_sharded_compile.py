@@ -38,8 +38,9 @@ def array(shape: tuple[int, ...], dtype: object, mesh: AbstractMesh, *axes: str 
 
 def cache_on(mesh: AbstractMesh, spec: AttentionSpec) -> KVCache:
     blocks = "data" if "data" in mesh.axis_names else None
-    sharding = NamedSharding(mesh, P(blocks, None, None, "tensor"))
-    kv = jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype, sharding=sharding)
+    shape = spec.cache_shape(NUM_BLOCKS)  # without an axis of keys and values where their rows differ
+    sharding = NamedSharding(mesh, P(blocks, *[None] * (len(shape) - 3), "tensor"))
+    kv = jax.ShapeDtypeStruct(shape, spec.array_dtype, sharding=sharding)
     return KVCache(kv, spec, sharding)
 
 
