@@ -45,6 +45,21 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def program_kernel(
+    name: str, body: Callable[..., None], grid: int, out_type: Any = (), scratch_types: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """The kernel of `body`, with a grid of programs that are one warpgroup each."""
+    kernel: Callable[..., Any] = plgpu.kernel(
+        named(name, body),
+        out_type=out_type,
+        grid=(grid,),
+        grid_names=("program",),
+        scratch_types=scratch_types,
+        compiler_params=COMPILER_PARAMS,
+    )
+    return kernel
+
+
 def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
     """The lower and the upper half of the address of `ref` as int32.
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.codecs import Codec, codecs_of
@@ -36,6 +35,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     Pages,
+    page_dtype,
     scale_arguments,
     scales_of,
     with_origin,
@@ -263,7 +263,7 @@ def any_count(
             Argument("block_table", indices),
             Argument("seq_lens", indices),
             *scale_arguments(spec, scale_sizes, scale_pages),
-            *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+            *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
             # The body assumes that results, which are new arrays, are aligned as JAX's are.
             *(
                 Argument(name, dense)
@@ -275,20 +275,7 @@ def any_count(
     )
 
 
-def _kernel(body: Callable[..., None], grid: int, out_type: Any = ()) -> Callable[..., Any]:
-    kernel: Callable[..., Any] = plgpu.kernel(
-        compat.named("gather_kv", body),
-        out_type=out_type,
-        grid=(grid,),
-        grid_names=("program",),
-        compiler_params=compat.COMPILER_PARAMS,
-    )
-    return kernel
-
-
-def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
-    """The dtype of references to pages: elements, or bytes where pages also hold scales."""
-    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
+_kernel = functools.partial(compat.program_kernel, "gather_kv")
 
 
 def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -64,6 +64,11 @@ class RowMemory:
         return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *rows.shape[1:]), rows.dtype))
 
 
+def page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
+    """The dtype of references to pages: elements, or bytes where pages also hold scales."""
+    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class PageMemory:
     """Caller-owned pages of keys or of values.

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
@@ -34,6 +33,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     RowMemory,
+    page_dtype,
     scale_argument,
     with_origin,
 )
@@ -48,7 +48,7 @@ _NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 
 def dense_dtype(spec: AttentionSpec) -> np.dtype[Any]:
-    """The dtype of tiles, which holds what is stored, but for the scale of the whole or of a head."""
+    """The dtype of tiles. It holds stored elements exactly; the scales of a layer or a head are applied later."""
     exact = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
     if exact is None:
         raise UnsupportedError(f"dtype: got {spec.dtype.value!r}, which no 16-bit dtype holds exactly")
@@ -73,35 +73,21 @@ def any_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> Any
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
         _gather(spec, pages, tokens, counts, arrays)
 
-    def kernel(body: Callable[..., None], grid: int = ANY_LENGTH) -> Callable[..., Any]:
-        made: Callable[..., Any] = plgpu.kernel(
-            compat.named("gather_prompts", body),
-            out_type=(),
-            grid=(grid,),
-            grid_names=("program",),
-            compiler_params=compat.COMPILER_PARAMS,
-        )
-        return made
-
     arguments = (
         Argument("block_table", _NUMBERS),
         Argument("prompts", _NUMBERS),
         Argument("header", _NUMBERS),
-        *(memory.argument(name, _page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+        *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
         *_tile_arguments(spec),
     )
     return AnyCount(
         body,
-        kernel,
+        functools.partial(compat.program_kernel, "gather_prompts", grid=ANY_LENGTH),
         ("first_prompt", "num_tokens", "max_blocks", "table_stride", "last_block"),
         arguments,
         writes=results,
         num_programs=lambda num_tokens: num_tokens // tokens,
     )
-
-
-def _page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
-    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
 
 
 def _tile_arguments(spec: AttentionSpec) -> tuple[Argument, ...]:

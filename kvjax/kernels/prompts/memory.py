@@ -101,7 +101,7 @@ class Memory(Protocol):
         """0, or -inf for absent tokens, for `count` tokens: the columns of `plgpu.Layout.WGMMA`."""
 
     def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:
-        """References to a head's results and log-sum-exp, and the row of theirs that is row 0 of the query."""
+        """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
     def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
         """The first token that is copied of a tile: one of an earlier tile where there is none."""

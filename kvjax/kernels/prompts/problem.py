@@ -34,8 +34,8 @@ class PromptConfig:
     Attributes:
       tokens: keys and values of a tile.
       stages: tiles in shared memory, at least 2.
-      segments: parts that a row's tiles are divided into, each with results of its own; known in the kernel only where
-        memory is the caller's.
+      segments: number of parts that a row's tokens are divided into. Each part has its own results. Kernels over
+        caller-owned memory get it at launch.
     """
 
     tokens: int

@@ -87,17 +87,8 @@ def any_schedule(kind: StepKind) -> AnyCount:
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
         _schedule(kind, counts, arrays, scratch[0])
 
-    def kernel(body: Callable[..., None], grid: int = ANY_LENGTH) -> Callable[..., Any]:
-        made: Callable[..., Any] = plgpu.kernel(
-            compat.named("schedule_prompts", body),
-            out_type=(),
-            scratch_types=[plgpu.SMEM((4 * WARPS,), np.dtype(np.uint8))],
-            grid=(grid,),
-            grid_names=("program",),
-            compiler_params=compat.COMPILER_PARAMS,
-        )
-        return made
-
+    shared = [plgpu.SMEM((4 * WARPS,), np.dtype(np.uint8))]
+    kernel = functools.partial(compat.program_kernel, "schedule_prompts", grid=ANY_LENGTH, scratch_types=shared)
     dtypes = {
         "query": kind.query.dtype, "packed": kind.query.dtype, "out": kind.results.dtype,
         "lse": np.dtype(np.float32), "sinks": np.dtype(np.float32),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
 from kvjax.kernels.attention import lanes
@@ -79,7 +78,7 @@ def any_placement(results: Units, num_heads: int) -> AnyCount:
     written = "out", "lse"
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
-        packed, thread = lax.axis_index("row"), lanes.thread_index()
+        packed, thread = lax.axis_index("program"), lanes.thread_index()
         row = arrays["places"][packed]
 
         @pl.when(row >= 0)
@@ -95,16 +94,7 @@ def any_placement(results: Units, num_heads: int) -> AnyCount:
 
             lax.fori_loop(0, -(-num_heads // THREADS), copy, None)
 
-    def kernel(body: Callable[..., None], grid: int = ANY_LENGTH) -> Callable[..., Any]:
-        made: Callable[..., Any] = plgpu.kernel(
-            compat.named("place_rows", body),
-            out_type=(),
-            grid=(grid,),
-            grid_names=("row",),
-            compiler_params=compat.COMPILER_PARAMS,
-        )
-        return made
-
+    kernel = functools.partial(compat.program_kernel, "place_rows", grid=ANY_LENGTH)
     float32 = np.dtype(np.float32)
     dtypes = {
         "places": np.dtype(np.int32), "rows": results.dtype, "lses": float32, "out": results.dtype, "lse": float32,

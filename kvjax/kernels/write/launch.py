@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
 from kvjax.kernels.codecs import codecs_of
@@ -36,15 +35,7 @@ def write_kernel(
     ]
     if rotated_dtype is not None:
         shared_memory.append(key_staging(spec, tokens, rotated_dtype))
-    kernel: Callable[..., Any] = plgpu.kernel(
-        compat.named("reshape_and_cache_flash", body),
-        out_type=tuple(out_type),
-        grid=(grid,),
-        grid_names=("program",),
-        scratch_types=shared_memory,
-        compiler_params=compat.COMPILER_PARAMS,
-    )
-    return kernel
+    return compat.program_kernel("reshape_and_cache_flash", body, grid, tuple(out_type), shared_memory)
 
 
 _ARRAY_ALIGNMENT = 1024
