@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import os
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -83,6 +85,17 @@ INTERPRETED = {"test_kernels_any_count", "test_kernels_attention", "test_kernels
 """Modules of tests whose programs XLA never optimizes: on a CPU it compiles only the interpreter of the kernels."""
 
 
+SAMPLED = {
+    *("test_attention", "test_attention_ring", "test_benchmark_attention", "test_blocks", "test_calibration"),
+    *("test_checked", "test_fp8_k_nvfp4_v", "test_gather", "test_kernels_any_count", "test_kernels_arithmetic"),
+    *("test_kernels_attention", "test_kernels_compile", "test_kernels_gather", "test_kernels_interpret"),
+    *("test_kernels_prompts", "test_layers", "test_quant", "test_ragged_attention", "test_sharded_compile"),
+    *("test_step", "test_torch_prompts", "test_torch_ragged", "test_torch_write", "test_transformers_cache"),
+    *("test_vllm_plugin", "test_write", "test_write_in_place"),
+}
+"""Modules whose cases each compile programs or import a library: a third of a test's cases is in every run."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leaves optimizations out where they change nothing that a test looks at: compiling takes longer than running."""
@@ -104,8 +117,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full matrices too: the tests marked full")
 
 
+def mark_sample(items: Iterable[pytest.Item]) -> None:
+    """Marks two of three cases `full`, of tests of `SAMPLED` that need no GPU and have more than two others."""
+    families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        is_marked = any(item.get_closest_marker(name) for name in ("full", "gpu"))
+        if item.path.stem in SAMPLED and not is_marked:
+            families[item.nodeid.split("[")[0]].append(item)
+    for name, cases in families.items():
+        # Drawn, for every third one may have the same value along an axis. The same ones in every process.
+        kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // 3))
+        for i, case in enumerate(cases if len(cases) > 2 else ()):
+            if i not in kept:
+                case.add_marker("full")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own, which looks for the marks that -m names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked `full`, but where it is asked for: with `--full`, or by its name."""
+    if not config.option.keyword:
+        mark_sample(items)
     if config.getoption("full") or any("::" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

@@ -80,6 +80,7 @@ def test_interpreted_the_kernels_write_and_read_the_references_bytes(changes):
         check_gather(spec, "mosaic", np.float16)
 
 
+@pytest.mark.full
 def test_interpreted_programs_of_several_tokens_take_keys_or_values(monkeypatch):
     monkeypatch.setattr(plan, "PROGRAMS", 2)
     spec = simple_spec(DTYPE, head_size=16)

@@ -65,7 +65,8 @@ def test_interpreted_it_is_right(case, monkeypatch):
     suite.assert_right(problem, *problem.run(attend))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_interpreted_a_mean_that_float32_holds_does_not_overflow(dtype, monkeypatch):
     """Of one thread block's tokens, and of the parts that two have."""
     monkeypatch.setattr(schedule, "MIN_STAGES", 1)
