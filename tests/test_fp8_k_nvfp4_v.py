@@ -90,7 +90,7 @@ def test_interpreted_programs_of_several_tokens_take_keys_or_values(monkeypatch)
         check_write(spec, 35, "mosaic")
 
 
-@pytest.mark.parametrize("is_kernel", [False, True], ids=["xla", "interpreted"])
+@pytest.mark.parametrize("is_kernel", [False, pytest.param(True, marks=pytest.mark.full)], ids=["xla", "interpreted"])
 @pytest.mark.parametrize(
     "case",
     [

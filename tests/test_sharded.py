@@ -58,7 +58,8 @@ def test_two_gpus(axis_type, data, tensor):
     assert program.returncode == 0, output
 
 
-@pytest.mark.parametrize("formats", ["few", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("formats", ["few", "full"])
 def test_two_processes(formats):
     """Devices of two processes (`jax.distributed`), of which each checks its own."""
     with socket.socket() as free:

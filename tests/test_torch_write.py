@@ -679,6 +679,7 @@ def test_what_cannot_be_read_is_named(case: str, device: str):
     assert message.replace("{device}", str(arguments["key_cache"].device)) in str(error.value)
 
 
+@pytest.mark.full
 def test_calls_leave_no_memory_behind():
     spec, _, cache = simple_cache(KVCacheDType.FP8_E4M3, num_blocks=8)
     _, _, rows = simple_rows(spec, 64)
