@@ -58,7 +58,8 @@ PRIVATE_JAX_MODULES = (
     "kvjax.binaries.lowering",
     "kvjax.binaries.module",
 )
-PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries")
+# What the bridge uses of kvjax: public names, and what it shares with the operations on JAX arrays.
+PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries", "kvjax.ops.options", "kvjax.ops.route")
 # An extra of its own: what needs transformers is imported by its users alone.
 NEED_TRANSFORMERS = (
     "kvjax_torch.calibrate",
@@ -217,7 +218,9 @@ ALLOWED = {
     "kvjax/cli/calibrate.py": "def run():\n    from kvjax_torch.calibrate import run",
     "kvjax_torch/calibrate.py": "import transformers",
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
-    "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build",
+    "kvjax/ops/__init__.py": "",
+    "kvjax/ops/options.py": "",
+    "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build\nfrom kvjax.ops.options import f",
     "kvjax/binaries/module.py": "from jax._src.lib.mlir import ir",
     "kvjax_torch/launch.py": "from kvjax import binaries\nimport torch",
     "kvjax_torch/transformers_attention.py": "from transformers import AttentionInterface",
@@ -257,6 +260,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "import kvjax\nkvjax.cache.f", "kvjax_torch.ops uses kvjax.cache, which is not public"),
         ("kvjax_torch/ops.py", "from kvjax.kernels import _f", "kvjax_torch.ops uses kvjax.kernels._f"),
         ("kvjax_torch/ops.py", "from kvjax.kernels.write import f", "kvjax_torch.ops uses kvjax.kernels.write.f"),
+        ("kvjax_torch/ops.py", "from kvjax.ops.softmax import f", "kvjax_torch.ops uses kvjax.ops.softmax.f"),
         ("kvjax_torch/ops.py", "from jax._src import core", "kvjax_torch.ops imports jax._src.core"),
         ("kvjax/cache.py", "import jax._src.core", "kvjax.cache imports jax._src.core"),
         ("kvjax/cache.py", "from jax import _src", "kvjax.cache imports jax._src"),

@@ -31,7 +31,7 @@ from kvjax import (
 )
 from kvjax.kernels.prompts import problem as prompt_problem
 from kvjax.kernels.target import Target
-from kvjax.ops import prompt_kernel, prompts
+from kvjax.ops import options, prompt_kernel, prompts
 from kvjax.ops import ragged as ragged_module
 from kvjax.ops.attention import _attention_xla
 from kvjax.ops.gather import gather_xla
@@ -198,8 +198,7 @@ def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatc
 
 
 def test_prompts_that_take_too_much_memory_together_are_served_in_lots(attend, monkeypatch):
-    for module in (prompts, prompt_kernel):
-        monkeypatch.setattr(module, "DENSE_BYTES", 1)
+    monkeypatch.setattr(options, "DENSE_BYTES", 1)
     problem = build(ragged((20, 9, 12, 1), (190, 130, 12, 40), dtype="nvfp4", sinks=True))
     suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
 

@@ -285,7 +285,7 @@ def test_compiled(query_dtype, device):
         ),
         ({"sm_scale": 10**400}, KVCacheValueError, "sm_scale: got 1000"),
         ({"sm_scale": "1"}, KVCacheTypeError, "sm_scale: got '1' of type str, expected a float or None"),
-        ({"logits_soft_cap": -1}, KVCacheValueError, "logits_soft_cap: got -1.0, expected a positive number or None"),
+        ({"logits_soft_cap": -1}, KVCacheValueError, "logits_soft_cap: got -1, expected a positive number or None"),
         (
             {"logits_soft_cap": True},
             KVCacheTypeError,

@@ -34,10 +34,9 @@ from torch_helpers import (  # noqa: E402
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax.ops.ragged import _as_buckets  # noqa: E402
+from kvjax.ops import options  # noqa: E402
 from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts, ragged_step  # noqa: E402
 from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.attention_arguments import buckets  # noqa: E402
 from kvjax_torch.plan import GatherPlan, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.ragged_step import Packed, Schedule, Step  # noqa: E402
 
@@ -255,7 +254,7 @@ def test_memory_is_bounded(case, monkeypatch):
         return host.gather(plan, tensors)
 
     monkeypatch.setattr(cuda, "gather", gather)
-    monkeypatch.setattr(ragged_step, "DENSE_BYTES", 1)
+    monkeypatch.setattr(options, "DENSE_BYTES", 1)
     monkeypatch.setattr(prompts, "LOGITS_BYTES", 1)
     problem, attend = ragged_suite.build(case), attend_on("cpu", is_rounded=True)
     most = numbers(case.q_lens, 1)
@@ -312,15 +311,6 @@ def test_prompts_on_a_gpu_are_not_batch_invariant(monkeypatch):
         UnsupportedError, match="batch_invariant=True and room for 5 sequences of more than decode_q_len=1"
     ):
         ragged_suite.run(problem, attend)
-
-
-def test_the_numbers_are_those_of_jax():
-    for num_tokens in range(1, 20):
-        for num_seqs in (0, 1, 3):
-            for longest, most, decoding in itertools.product((None, 1, 5, 40), (None, 0, 2), (None, 1, 3, 40)):
-                names = _as_buckets(num_tokens, num_seqs, longest, most, decoding)
-                expected = names["max_q_len"], names["max_prompts"], names["decode_q_len"]
-                assert buckets(num_tokens, num_seqs, longest, most, decoding) == expected
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(11, marks=pytest.mark.full)])

@@ -536,7 +536,7 @@ WRONG = {
         "slot_mapping: got dtype torch.uint32, expected torch.int32 or torch.int64",
     ),
     "dtype_type": ({"kv_cache_dtype": 8}, "kv_cache_dtype: got 8 of type int, expected a string or KVCacheDType"),
-    "no_slots": ({"slot_mapping": None}, "slot_mapping: got a NoneType, expected a torch.Tensor"),
+    "no_slots": ({"slot_mapping": None}, "slot_mapping: got None, expected a torch.Tensor"),
     "sparse": ({"key": ROWS.to_sparse()}, "key: got layout torch.sparse_coo, expected torch.strided: key.to_dense()"),
     "sparse_scale": ({"k_scale": torch.ones(1).to_sparse()}, "k_scale: got layout torch.sparse_coo, expected"),
     "nested": ({"value": nested(ROWS)}, "value: got layout nested, expected torch.strided"),

@@ -22,7 +22,7 @@ from benchmarks.peers.peer import Run
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from examples.shared_prefix import shared_prefix_attention
 from kvjax import AttentionSpec, KVCache, KVCacheDType
-from kvjax.ops.ragged import MAX_DECODE_Q_LEN
+from kvjax.ops.options import MAX_DECODE_Q_LEN
 
 DISTINCT_PAGES = 1_024  # pages of random tokens; each cache is a random selection of them
 OWN_ERROR, PEER_ERROR = 2**-7, 2**-3

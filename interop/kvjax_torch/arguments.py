@@ -10,8 +10,6 @@ import functools
 import math
 from collections.abc import Mapping
 
-import jax
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -24,6 +22,7 @@ from kvjax import (
     KVCacheValueError,
     UnsupportedError,
 )
+from kvjax.ops.options import kind_of
 from kvjax_torch.caches import Facts, cache_plan, check_apart, check_caches
 from kvjax_torch.dtypes import (
     INDEX_DTYPES,
@@ -174,18 +173,6 @@ def gather_plan(
             blocks = blocks.masked_fill(lengths[:, None] - ends >= reach, -1)
         kvjax.check_sequences(blocks.numpy(), lengths.numpy(), key_cache.shape[0], block_size)
     return plan
-
-
-def as_bool(name: str, value: object) -> bool:
-    """`value` as Python's bool. Raises `KVCacheTypeError` unless it is a bool of Python or of NumPy."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise KVCacheTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a bool")
-    return bool(value)
-
-
-def kind_of(value: object) -> str:
-    """The type of a value, for an error message; JAX's arrays have a public name."""
-    return "a jax.Array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
 def for_cache(value: object) -> str:

@@ -8,12 +8,13 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 
 from kvjax import KVCacheDType
+from kvjax.ops.options import as_bool, as_limits
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import as_bool, check_tensors
-from kvjax_torch.attention_arguments import checked_limits, checked_softmax
+from kvjax_torch.arguments import check_tensors
+from kvjax_torch.attention_arguments import checked_softmax
 from kvjax_torch.dtypes import dtype_name, order_name
 from kvjax_torch.merge import as_parts
-from kvjax_torch.plan import Limits, Softmax
+from kvjax_torch.plan import Softmax
 from kvjax_torch.scale_tensors import Scale, as_tensors
 
 
@@ -241,7 +242,7 @@ def ragged_paged_attention(
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
     softmax = Softmax(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
-    limits = checked_limits(Limits(max_q_len, max_prompts, decode_q_len))._asdict()
+    limits = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, limits, out, return_lse)

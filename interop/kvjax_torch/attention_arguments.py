@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-
 import torch
 
 import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError
-from kvjax_torch.arguments import as_bool, check_addresses, check_devices, check_index, gather_plan, on_host
+from kvjax.ops import options
+from kvjax_torch.arguments import check_addresses, check_devices, check_index, gather_plan, on_host
 from kvjax_torch.caches import share_memory
 from kvjax_torch.dtypes import INPUT_DTYPES
 from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, Limits, RaggedPlan, ReadTensors, Softmax
-
-MAX_WINDOW = 2**31 - 1
-"""The longest sequence; a larger window restricts nothing."""
-
-MAX_DECODE_Q_LEN = 8
-"""The largest default of `decode_q_len`, as in `kvjax`."""
 
 
 def attention_plan(query: torch.Tensor, tensors: ReadTensors, encoding: Encoding, softmax: Softmax) -> AttentionPlan:
@@ -74,7 +66,7 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
         num_heads,
         q_len,
         gathered.scale_sizes,
-        head_size**-0.5 if sm_scale is None else sm_scale,
+        options.as_sm_scale(sm_scale, head_size),
         window,
         logits_soft_cap,
         sinks is not None,
@@ -83,39 +75,18 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
 
 
 def checked_softmax(softmax: Softmax) -> Softmax:
-    """The same with numbers in the types of torch's dispatcher; no window in place of one over `MAX_WINDOW`.
+    """The same with numbers in the types of torch's dispatcher; no window in place of one that no sequence exceeds.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a number of another type, not finite in float32, or not positive.
     """
-    scale, cap = _as_float("sm_scale", softmax.sm_scale), _as_float("logits_soft_cap", softmax.logits_soft_cap)
-    if cap is not None and cap < torch.finfo(torch.float32).tiny:
-        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
-    window = softmax.sliding_window
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, numbers.Integral):
-            raise KVCacheTypeError(
-                f"sliding_window: got {window!r} of type {type(window).__name__}, expected an int or None"
-            )
-        if window <= 0:
-            raise KVCacheValueError(f"sliding_window: got {window}, expected a positive int or None")
-        window = int(window) if window <= MAX_WINDOW else None
-    invariant = as_bool("batch_invariant", softmax.batch_invariant)
-    return Softmax(scale, window, cap, softmax.sinks, invariant)
-
-
-def _as_float(what: str, number: object) -> float | None:
-    if number is None:
-        return None
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise KVCacheTypeError(f"{what}: got {number!r} of type {type(number).__name__}, expected a float or None")
-    try:
-        value = float(number)
-    except OverflowError:
-        value = math.inf
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise KVCacheValueError(f"{what}: got {number}, expected a number that is finite in float32")
-    return value
+    return Softmax(
+        options.as_float("sm_scale", softmax.sm_scale),
+        options.as_window(softmax.sliding_window),
+        options.as_soft_cap(softmax.logits_soft_cap),
+        softmax.sinks,
+        options.as_bool("batch_invariant", softmax.batch_invariant),
+    )
 
 
 def ragged_plan(
@@ -143,19 +114,20 @@ def ragged_plan(
             f"cu_q_lens: got shape {tuple(cu_q_lens.shape)}, expected [num_seqs + 1={num_seqs + 1}]"
         )
     num_tokens, softmax = query.shape[0], checked_softmax(softmax)
-    longest, most, decoding = buckets(num_tokens, num_seqs, *limits, batch_invariant=softmax.batch_invariant)
+    served = options.buckets(limits, num_tokens, num_seqs, batch_invariant=softmax.batch_invariant)
     reach = None
     if kvjax.is_checked():
         bounds, window = on_host("cu_q_lens", cu_q_lens), softmax.sliding_window
-        served = {"max_q_len": longest, "max_prompts": most, "decode_q_len": decoding}
-        kvjax.check_query_lens(bounds.numpy(), num_tokens, **served)
+        kvjax.check_query_lens(bounds.numpy(), num_tokens, **served._asdict())
         reach = None if window is None else bounds.diff().to(torch.int64) + (window - 1)
     gathered = gather_plan(tensors, encoding, torch.float32, last_tokens=reach)
     if query.shape[-1] != gathered.cache.spec.head_size:
         raise KVCacheValueError(
             f"query: got shape {tuple(query.shape)}, expected head_size={gathered.cache.spec.head_size}"
         )
-    return RaggedPlan(_plan_of_query(gathered, query, decoding, softmax), longest, most)
+    return RaggedPlan(
+        _plan_of_query(gathered, query, served.decode_q_len, softmax), served.max_q_len, served.max_prompts
+    )
 
 
 def check_out(out: torch.Tensor, query: torch.Tensor, plan: AttentionPlan, **inputs: torch.Tensor | None) -> None:
@@ -172,44 +144,3 @@ def check_out(out: torch.Tensor, query: torch.Tensor, plan: AttentionPlan, **inp
     for name, tensor in {"query": query, **inputs}.items():
         if tensor is not None and share_memory(out, tensor):
             raise KVCacheValueError(f"out: got memory that overlaps that of {name}, expected memory of its own")
-
-
-def buckets(
-    num_tokens: int,
-    num_seqs: int,
-    max_q_len: int | None,
-    max_prompts: int | None,
-    decode_q_len: int | None,
-    *,
-    batch_invariant: bool = False,
-) -> tuple[int, int, int]:
-    """`max_q_len`, `max_prompts` and `decode_q_len`, each reduced as far as the others allow, as in `kvjax`."""
-    longest = num_tokens if max_q_len is None else max_q_len
-    longest = longest if batch_invariant else min(longest, num_tokens)
-    default = longest if longest <= MAX_DECODE_Q_LEN else 1
-    decoding = max(default, 1) if decode_q_len is None else min(decode_q_len, max(longest, 1))
-    prompts = min(num_seqs, num_seqs if batch_invariant else num_tokens // (decoding + 1)) if longest > decoding else 0
-    return longest, prompts if max_prompts is None else min(max_prompts, prompts), decoding
-
-
-def checked_limits(limits: Limits) -> Limits:
-    """The same as ints for torch's dispatcher.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError: another type of value, or too small a number.
-    """
-    most, prompts, decoding = limits
-    return Limits(
-        _as_count("max_q_len", most, 1), _as_count("max_prompts", prompts, 0), _as_count("decode_q_len", decoding, 0)
-    )
-
-
-def _as_count(name: str, value: object, least: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise KVCacheTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an int")
-    count = int(value)
-    if count < least:
-        raise KVCacheValueError(f"{name}: got {count}, expected an int of at least {least}")
-    return min(count, 2**31 - 1)  # no call has more tokens or sequences

@@ -11,8 +11,9 @@ import torch
 import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax.ops.options import kind_of
 from kvjax_torch import driver
-from kvjax_torch.arguments import check_strided, for_cache, kind_of
+from kvjax_torch.arguments import check_strided, for_cache
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.exports import Export
 

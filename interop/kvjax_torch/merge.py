@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError
-from kvjax_torch.arguments import check_tensors, kind_of
+from kvjax.ops.options import kind_of
+from kvjax_torch.arguments import check_tensors
 from kvjax_torch.dtypes import INPUT_DTYPES
 
 

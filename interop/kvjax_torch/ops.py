@@ -12,9 +12,10 @@ import torch
 from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType, KVCacheValueError
+from kvjax.ops.options import as_bool
 from kvjax_torch import cuda, host
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import as_bool, check_tensors
+from kvjax_torch.arguments import check_tensors
 from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
 from kvjax_torch.plan import Encoding, ReadTensors
 from kvjax_torch.scale_tensors import Scale, as_tensor, as_tensors

@@ -13,6 +13,7 @@ import torch
 
 import kvjax
 from kvjax import kernels
+from kvjax.ops.options import Limits as Limits
 
 
 class WriteTensors(NamedTuple):
@@ -71,20 +72,6 @@ class Softmax(NamedTuple):
     logits_soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     batch_invariant: bool = False
-
-
-class Limits(NamedTuple):
-    """What a `ragged_paged_attention` call serves at most; None for the default.
-
-    Attributes:
-      max_q_len: query tokens of a sequence.
-      max_prompts: sequences with more query tokens than `decode_q_len`.
-      decode_q_len: query tokens of a sequence that is served as one that decodes.
-    """
-
-    max_q_len: int | None = None
-    max_prompts: int | None = None
-    decode_q_len: int | None = None
 
 
 class BlockRows(NamedTuple):

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
-from kvjax_torch import calls, cuda, merge, ragged_step
+from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once
+from kvjax_torch import calls, cuda, merge
 from kvjax_torch.dtypes import numpy_dtype, torch_dtype
 from kvjax_torch.plan import AttentionPlan, RaggedPlan
 from kvjax_torch.ragged_step import Schedule, Step
-
-SEGMENT_BYTES = 64 << 20
-"""Limit on the results of all segments."""
 
 _ROW_ALIGNMENT = 4
 """Bytes of a query's elements that a thread loads, and of those of a result that it stores, at once."""
@@ -65,10 +63,11 @@ class Lots(NamedTuple):
         """The lots of a step."""
         spec = plan.attention.cache.spec
         max_blocks = calls.most_blocks(spec, step.tensors.block_table.shape[1])
-        reached = ragged_step.blocks_reached(plan.attention, plan.max_q_len, max_blocks) * spec.block_size
+        window, size = plan.attention.window, spec.block_size
+        reached = num_reached_blocks(window, plan.max_q_len, max_blocks, size) * size
         num_tokens = -(-reached // kernels.PROMPT_TOKENS) * kernels.PROMPT_TOKENS
         each = prompt_bytes(num_tokens, spec.num_kv_heads, (spec.head_size, spec.head_size_v))
-        at_once = ragged_step.prompts_at_once(each, plan.max_prompts)
+        at_once = prompts_at_once(each, plan.max_prompts)
         return cls(at_once, -(-plan.max_prompts // at_once), num_tokens, _segments(plan, step, at_once, reached))
 
 
@@ -144,7 +143,7 @@ def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
     if attention.batch_invariant:
         return 1
     spec, num_rows = attention.cache.spec, step.query.shape[0]
-    segment_bytes = num_rows * attention.num_heads * (spec.head_size_v * attention.dtype.itemsize + 4)
+    most = most_segments(num_rows, attention.num_heads, spec.head_size_v * attention.dtype.itemsize)
     return kernels.prompt_segments(
         spec,
         calls.target_of(step.query.device),
@@ -152,7 +151,7 @@ def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
         max_q_len=min(plan.max_q_len, num_rows),
         num_heads=attention.num_heads,
         num_tokens=reached,
-        max_segments=SEGMENT_BYTES // segment_bytes if num_rows >= kernels.PROMPT_ROWS else 1,
+        max_segments=most if num_rows >= kernels.PROMPT_ROWS else 1,
     )
 
 

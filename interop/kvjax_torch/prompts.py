@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
+from kvjax.ops.options import num_reached_blocks, prompts_at_once
 from kvjax_torch import calls, cuda, dense, ragged_step
 from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
@@ -37,7 +38,7 @@ class Sequences(NamedTuple):
 
 
 def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount) -> None:
-    """Serves the prompts of a step in lots of as many as `ragged_step.DENSE_BYTES` allows, and stores their results.
+    """Serves the prompts of a step in lots of as many as `options.DENSE_BYTES` allows, and stores their results.
 
     Args:
       plan: of the call.
@@ -54,9 +55,9 @@ def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount) -> None:
     number = torch.where(is_prompt, is_prompt.cumsum(0) - 1, num_seqs)
     chosen.scatter_(0, number, torch.arange(num_seqs, device=table.device))
 
-    num_blocks = ragged_step.blocks_reached(attention, plan.max_q_len, table.shape[1])
+    num_blocks = num_reached_blocks(attention.window, plan.max_q_len, table.shape[1], spec.block_size)
     elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
-    at_once = ragged_step.prompts_at_once(elements * dtype.itemsize, plan.max_prompts)
+    at_once = prompts_at_once(elements * dtype.itemsize, plan.max_prompts)
     for first in range(0, plan.max_prompts, at_once):
         some = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _reached(attention, _own_sequences(step, bounds, some), num_blocks)

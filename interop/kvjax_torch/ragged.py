@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from kvjax import UnsupportedError, kernels
+from kvjax.ops.options import restricting
 from kvjax_torch import calls, cuda, prompt_kernels, prompts, ragged_step
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.ragged_step import Packed, Step
@@ -78,7 +79,7 @@ def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> 
     Kernels are compiled once for tables of all widths, so theirs is one that sums of int32 do not exceed.
     """
     reach = calls.INT32_MAX // 2 if by_kernels else tensors.block_table.shape[1] * plan.cache.spec.block_size
-    return dataclasses.replace(plan, window=None) if plan.window is not None and plan.window >= reach else plan
+    return dataclasses.replace(plan, window=restricting(plan.window, reach))
 
 
 def _decode(plan: AttentionPlan, step: Step, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:

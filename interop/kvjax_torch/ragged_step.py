@@ -16,22 +16,6 @@ from kvjax_torch import calls, cuda
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
 
-DENSE_BYTES = 1 << 30
-"""Limit on the dense keys and values of the sequences attended to at once; those of a single sequence may exceed it."""
-
-
-def prompts_at_once(bytes_of_each: int, max_prompts: int) -> int:
-    """The prompts whose dense keys and values are in memory at once."""
-    return max(1, min(max_prompts, DENSE_BYTES // bytes_of_each))
-
-
-def blocks_reached(plan: AttentionPlan, max_q_len: int, max_blocks: int) -> int:
-    """The number of blocks that hold all tokens a sequence's rows see, at any offset within the first block."""
-    if plan.window is None:
-        return max_blocks
-    size = plan.cache.spec.block_size
-    return min(-(-(plan.window - 1 + max_q_len + size - 1) // size), max_blocks)
-
 
 class Packed(NamedTuple):
     """The rows of sequences that decode.

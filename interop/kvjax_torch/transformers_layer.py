@@ -22,15 +22,13 @@ from kvjax import (
     KVCacheWarning,
     UnsupportedError,
 )
+from kvjax.ops.options import MAX_DECODE_Q_LEN
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.block_table import BlockTable, Step
 from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.steps import Steps
 from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
-
-MAX_DECODE_Q_LEN = 8
-"""The most new tokens of a sequence that `paged_attention` serves, as in a step that verifies drafts."""
 
 NVFP4_HEADROOM = 16
 """The factor by which later tokens may exceed a layer's first ones before NVFP4 clips them, with the default scale.

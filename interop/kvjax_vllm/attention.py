@@ -10,7 +10,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import kvjax_torch
 from kvjax import UnsupportedError
-from kvjax_torch import prompt_kernels, prompts, ragged_step
+from kvjax.ops import options
+from kvjax_torch import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences
@@ -192,9 +193,9 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         is_exact = self.kv_cache_dtype not in OTHER_DTYPES or OTHER_DTYPES[self.kv_cache_dtype] is query.dtype
         is_exact = is_exact and not self.kv_quant_mode.is_per_token_head
         each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, 2 if is_exact else 4)
-        dense = each * ragged_step.prompts_at_once(each, config.scheduler_config.max_num_seqs)
+        dense = each * options.prompts_at_once(each, config.scheduler_config.max_num_seqs)
         if is_exact and prompt_kernels.is_for(query.device, sizes):
-            more = 4 * prompt_kernels.SEGMENT_BYTES + output.nbytes  # joined in float32
+            more = 4 * options.SEGMENT_BYTES + output.nbytes  # joined in float32
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
         torch.empty(dense + more, dtype=torch.uint8, device=query.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -13,7 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache, check_scale_shape
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown, type_name
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
+from kvjax.ops import options
 from kvjax.ops.values import check_layer, check_window, is_checked
 from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int
@@ -22,9 +22,6 @@ INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bf
 """Dtypes that keys, values, queries and dequantized results may have."""
 
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
-
-MAX_WINDOW = 2**31 - 1
-"""The longest sequence: a larger window restricts nothing."""
 
 OF_LAYER: Final = "layer"
 """As a window: the window of the layer's spec. None is no window."""
@@ -181,11 +178,6 @@ def as_sinks(sinks: Any, num_heads: int, spec: AttentionSpec) -> jax.Array | Non
     return jnp.asarray(sinks, jnp.float32)  # float64 is what `jax.numpy` makes by default with x64
 
 
-def as_sm_scale(sm_scale: Any, spec: AttentionSpec) -> float:
-    """Returns the factor on logits, default `1 / sqrt(head_size)`."""
-    return 1.0 / math.sqrt(spec.head_size) if sm_scale is None else _as_number("sm_scale", sm_scale)
-
-
 def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array | None]:
     """Returns a window as a static int, or as an int32 scalar on the device if it is an array.
 
@@ -202,41 +194,15 @@ def as_window(window: Any, spec: AttentionSpec) -> tuple[int | None, jax.Array |
         check_array("sliding_window", window, [], INDEX_DTYPES)
         if is_checked():
             check_window(window)
-        return None, jnp.clip(window, 0, MAX_WINDOW).astype(jnp.int32)
+        return None, jnp.clip(window, 0, options.MAX_WINDOW).astype(jnp.int32)
     expected = f"an int, an integer scalar, None for no window, or {OF_LAYER!r} for the layer's own"
-    if isinstance(window, (bool, np.bool_)) or not isinstance(window, (int, np.integer)):
-        raise KVCacheTypeError(
-            f"sliding_window: got {shown(window)} of type {type_name(window)}, expected {expected}{for_torch(window)}"
-        )
-    if window <= 0:
-        raise KVCacheValueError(f"sliding_window: got {window}, expected a positive {expected.removeprefix('an ')}")
-    return (int(window) if window <= MAX_WINDOW else None), None
+    return options.as_window(window, expected), None
 
 
 def reach_of(window: tuple[int | None, jax.Array | None], num_rows: Any, most_rows: int) -> Any:
     """Returns how many of its last tokens a sequence of `num_rows` rows (at most `most_rows`) needs; None for all."""
     restricted, on_device = window
-    most = MAX_WINDOW - most_rows
+    most = options.MAX_WINDOW - most_rows
     if on_device is not None:
         return num_rows + jnp.minimum(on_device - 1, most)
     return None if restricted is None else num_rows + min(restricted - 1, most)
-
-
-def _as_number(what: str, number: Any) -> float:
-    """Returns a static number as float; raises if it is not finite in float32."""
-    if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, float, np.integer, np.floating)):
-        raise KVCacheTypeError(f"{what}: got {shown(number)} of type {type_name(number)}, expected a float or None")
-    magnitude: Any = abs(number)
-    if not magnitude <= float(np.finfo(np.float32).max):
-        raise KVCacheValueError(f"{what}: got {shown(number)}, expected a number that is finite in float32")
-    return float(number)
-
-
-def as_soft_cap(cap: Any) -> float | None:
-    """Returns a soft cap as float; None for none."""
-    if cap is None:
-        return None
-    number = _as_number("logits_soft_cap", cap)
-    if number < np.finfo(np.float32).tiny:
-        raise KVCacheValueError(f"logits_soft_cap: got {cap}, expected a positive number or None")
-    return number

@@ -20,8 +20,6 @@ from kvjax.ops.arguments import (
     OF_LAYER,
     Window,
     as_sinks,
-    as_sm_scale,
-    as_soft_cap,
     as_window,
     check_array,
     check_attends,
@@ -30,9 +28,10 @@ from kvjax.ops.arguments import (
     reach_of,
 )
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
+from kvjax.ops.options import as_bool, as_sm_scale, as_soft_cap
 from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.partition import Signature, partition_of
-from kvjax.spec import AttentionSpec, as_bool
+from kvjax.spec import AttentionSpec
 
 
 @overload
@@ -159,7 +158,9 @@ def paged_attention(
         *sequences,
         sinks,
         window_array,
-        softmax=kernel.Softmax(as_sm_scale(sm_scale, spec), window, as_soft_cap(logits_soft_cap), batch_invariant),
+        softmax=kernel.Softmax(
+            as_sm_scale(sm_scale, spec.head_size), window, as_soft_cap(logits_soft_cap), batch_invariant
+        ),
     )
     if not has_rows:
         attended, lse = attended[:, 0], lse[:, 0]

@@ -19,19 +19,15 @@ from kvjax.kernels import prompts as kernel
 from kvjax.kernels.target import Target
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
+from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once, restricting
 from kvjax.ops.prompts import (
-    DENSE_BYTES,
     Dense,
     Sequences,
     in_batches,
-    num_reached_blocks,
     of_each_head,
     reached_blocks,
 )
 from kvjax.spec import AttentionSpec
-
-SEGMENT_BYTES = 64 << 20
-"""Limit on the results of all segments."""
 
 
 def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float, target: Target) -> bool:
@@ -58,7 +54,7 @@ def attend(
     logits_soft_cap: float | None,
     batch_invariant: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of some sequences, as many at once as `DENSE_BYTES` hold.
+    """Attends with the rows of some sequences, as many at once as `options.DENSE_BYTES` hold.
 
     Args are those of `prompts.attend`. With `batch_invariant`, rows are not divided into segments, whose number depends
     on the batch, and tiles of tokens begin where they would in any table. `results` are those of other rows, and for
@@ -70,8 +66,7 @@ def attend(
     """
     num_prompts, max_blocks = sequences.table.shape
     spec, num_tokens = cache.spec, query.shape[0]
-    if window is not None and window >= max_blocks * spec.block_size:
-        window = None
+    window = restricting(window, max_blocks * spec.block_size)
     problem = kernel.Problem(max_q_len, window, logits_soft_cap)
     dtype = Dense.dtype_of(cache, query)
     padding = max(kernel.ROWS - num_tokens, 0)
@@ -79,12 +74,11 @@ def attend(
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
 
-    reached = num_reached_blocks(max_blocks, max_q_len, window, spec.block_size) * spec.block_size
+    reached = num_reached_blocks(window, max_q_len, max_blocks, spec.block_size) * spec.block_size
     prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
-    at_once = max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
-    # Each segment has results for all rows.
-    segment_bytes = query.shape[0] * query.shape[1] * (spec.head_size_v * query.dtype.itemsize + 4)
-    max_segments = 1 if batch_invariant else SEGMENT_BYTES // max(1, segment_bytes)
+    at_once = prompts_at_once(prompt_bytes, num_prompts)
+    most = most_segments(num_tokens, query.shape[1], spec.head_size_v * query.dtype.itemsize)
+    max_segments = 1 if batch_invariant else most
     alignment = kernel.TOKENS if batch_invariant else kernel.ALIGNMENT
     config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached, max_segments)
 

@@ -18,10 +18,8 @@ from kvjax.cache import KVCache
 from kvjax.errors import UnsupportedError
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
+from kvjax.ops.options import num_reached_blocks, prompts_at_once, restricting
 from kvjax.spec import AttentionSpec
-
-DENSE_BYTES = 1 << 30
-"""Limit on the rows, keys and values of the sequences processed at once; a single sequence may exceed it."""
 
 LOGITS_BYTES = 256 << 20
 """Limit on the logits of a chunk; fewer tokens would mean rescaling results more often."""
@@ -56,7 +54,7 @@ def attend(
     window: int | None,
     logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of some sequences, in batches of as many as `DENSE_BYTES` hold.
+    """Attends with the rows of some sequences, in batches of as many as `options.DENSE_BYTES` hold.
 
     Args:
       cache: of one layer, on one device.
@@ -75,8 +73,7 @@ def attend(
       dtype, and the float32 log-sum-exp `[num_prompts, max_q_len, num_heads]`.
     """
     spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
-    if window is not None and window >= max_blocks * spec.block_size:
-        window = None
+    window = restricting(window, max_blocks * spec.block_size)
 
     def attend_batch(batch: Sequences) -> tuple[jax.Array, jax.Array]:
         dense = Dense.of(cache, query, batch, k_scale)
@@ -87,9 +84,9 @@ def attend(
             out *= of_each_head(v_scale, spec, query.shape[1])[None, None, :, None]
         return out.astype(query.dtype), lse
 
-    reached = num_reached_blocks(max_blocks, max_q_len, window, spec.block_size) * spec.block_size
+    reached = num_reached_blocks(window, max_q_len, max_blocks, spec.block_size) * spec.block_size
     elements = (reached * spec.num_kv_heads + 3 * max_q_len * query.shape[1]) * (spec.head_size + spec.head_size_v)
-    at_once = max(1, min(num_prompts, DENSE_BYTES // (elements * Dense.dtype_of(cache, query).itemsize)))
+    at_once = prompts_at_once(elements * Dense.dtype_of(cache, query).itemsize, num_prompts)
     if at_once == num_prompts:
         return attend_batch(sequences)
     out, lse = (lax.collapse(x, 0, 2)[:num_prompts] for x in lax.map(attend_batch, in_batches(sequences, at_once)))
@@ -106,17 +103,10 @@ def in_batches(sequences: Sequences, at_once: int) -> Sequences:
     return Sequences(*map(divided, sequences))
 
 
-def num_reached_blocks(max_blocks: int, max_q_len: int, window: int | None, block_size: int) -> int:
-    """Returns how many blocks the rows of a sequence reach, at any offset in the first one."""
-    if window is None:
-        return max_blocks
-    return min(-(-(window - 1 + max_q_len + block_size - 1) // block_size), max_blocks)
-
-
 def reached_blocks(sequences: Sequences, max_q_len: int, window: int, block_size: int) -> tuple[jax.Array, jax.Array]:
     """Returns the table of the blocks that the rows of sequences reach, and the first token that they see."""
     start = jnp.maximum(sequences.lens - sequences.q_lens - (window - 1), 0)
-    num_blocks = num_reached_blocks(sequences.table.shape[1], max_q_len, window, block_size)
+    num_blocks = num_reached_blocks(window, max_q_len, sequences.table.shape[1], block_size)
     column = (start // block_size)[:, None] + jnp.arange(num_blocks)[None, :]
     return jnp.take_along_axis(sequences.table, column, axis=1, mode="fill", fill_value=-1), start
 

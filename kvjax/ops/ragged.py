@@ -24,8 +24,6 @@ from kvjax.ops.arguments import (
     Window,
     as_lengths,
     as_sinks,
-    as_sm_scale,
-    as_soft_cap,
     as_window,
     check_array,
     check_attends,
@@ -42,13 +40,11 @@ from kvjax.ops.attention import (
     why_not_mosaic,
 )
 from kvjax.ops.gather import as_sequences, in_one_layer
+from kvjax.ops.options import Buckets, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
-from kvjax.spec import AttentionSpec, as_bool, as_int
-
-MAX_DECODE_Q_LEN = 8
-"""Default limit of query tokens per sequence for the decode kernel."""
+from kvjax.spec import AttentionSpec
 
 TILE_ROWS = 64
 """Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
@@ -186,22 +182,22 @@ def ragged_paged_attention(
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
-    numbers = max_q_len, max_prompts, decode_q_len
-    buckets = _as_buckets(num_tokens, num_seqs, *numbers, batch_invariant=batch_invariant)
+    given = as_limits(max_q_len, max_prompts, decode_q_len)
+    limits = buckets(given, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
-        check_query_lens(cu_q_lens, num_tokens, **buckets)
+        check_query_lens(cu_q_lens, num_tokens, **limits._asdict())
     bounds = as_lengths(cu_q_lens)
     if bounds.dtype != jnp.int32:
         bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
-    decode = buckets["decode_q_len"]
-    sm_scale = as_sm_scale(sm_scale, spec)
-    scale_of_prompts = sm_scale if batch_invariant and buckets["max_prompts"] else None
+    sm_scale = as_sm_scale(sm_scale, spec.head_size)
+    scale_of_prompts = sm_scale if batch_invariant and limits.max_prompts else None
     sizes = None
     if batch_invariant:
         # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
+        decode = limits.decode_q_len
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         sizes = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
     candidates = _candidates(jnp.dtype(query.dtype), window_array is None, scale_of_prompts, sizes)
@@ -215,7 +211,7 @@ def ragged_paged_attention(
         *sequences[2:],
         sinks,
         window_array,
-        limits=Limits(**buckets),
+        limits=limits,
         softmax=kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
@@ -223,31 +219,6 @@ def ragged_paged_attention(
         (attended[0], lse[0]) if attended.shape[0] == 1 else (jnp.sum(attended, axis=0), jnp.max(lse, axis=0))
     )
     return (attended, lse) if return_lse else attended
-
-
-def _as_buckets(
-    num_tokens: int,
-    num_seqs: int,
-    max_q_len: Any,
-    max_prompts: Any,
-    decode_q_len: Any,
-    *,
-    batch_invariant: bool = False,
-) -> dict[str, int]:
-    """Returns the sizes that a program is compiled for, each as small as the others allow.
-
-    With `batch_invariant`, given numbers are not limited by the number of tokens, which depends on the batch.
-    """
-    longest = num_tokens if max_q_len is None else as_int("max_q_len", max_q_len, least=1)
-    longest = longest if batch_invariant else min(longest, num_tokens)
-    if decode_q_len is None:
-        decode = longest if longest <= MAX_DECODE_Q_LEN else 1
-    else:
-        decode = min(as_int("decode_q_len", decode_q_len, least=0), max(longest, 1))
-    prompts = min(num_seqs, num_seqs if batch_invariant else num_tokens // (decode + 1)) if longest > decode else 0
-    if max_prompts is not None:
-        prompts = min(as_int("max_prompts", max_prompts, least=0), prompts)
-    return {"max_q_len": longest, "max_prompts": prompts, "decode_q_len": decode}
 
 
 class Rows(NamedTuple):
@@ -272,16 +243,8 @@ def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tup
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
-class Limits(NamedTuple):
-    """The sizes that a program is compiled for, those of `ragged_paged_attention`."""
-
-    max_q_len: int
-    max_prompts: int
-    decode_q_len: int
-
-
 def _ragged_xla(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Limits, softmax: kernel.Softmax
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Buckets, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
@@ -354,7 +317,7 @@ def _as_read(
 
 
 def _ragged_mosaic(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Limits, softmax: kernel.Softmax
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Buckets, softmax: kernel.Softmax
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the decode kernel for short sequences and with `prompts` for the others.
 
