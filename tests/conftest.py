@@ -146,8 +146,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish() -> None:
-    if "gpu_compile" in sys.modules:
-        sys.modules["gpu_compile"].end_compilers()
+    if "support.gpu_compile" in sys.modules:
+        sys.modules["support.gpu_compile"].end_compilers()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""paged_attention passes tests/attention_suite.py, and means what its documentation says beside that."""
+"""paged_attention passes tests/support/attention_suite.py, and means what its documentation says beside that."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import functools
 import math
 from typing import Any
 
-import attention_suite as suite
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import Attend, Case
-from helpers import INPUT_DTYPES, assert_same_bytes, simple_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import attention_suite as suite
+from support.attention_suite import Attend, Case
+from support.helpers import INPUT_DTYPES, assert_same_bytes, simple_spec
 
 import kvjax
 from kvjax import (

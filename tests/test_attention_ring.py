@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import simple_spec
-from interpret_mode import interpret_mode
-from test_attention_stages import kinds, page_bytes, plan_of
+from support.helpers import simple_spec
+from support.interpret_mode import interpret_mode
+from support.stage_plans import kinds, page_bytes, plan_of
 
 from kvjax import KVCacheDType
 from kvjax.kernels.attention.ring import Digit, Ring

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from helpers import matrix
-from interpret_mode import interpret_mode
+from support.helpers import matrix
+from support.interpret_mode import interpret_mode
 
 from benchmarks import bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows

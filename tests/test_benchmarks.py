@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from helpers import FEW_DTYPES, each_case, matrix
+from support.helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, output, shapes, tables, timing, workload, write
 from benchmarks.measurement import EVERY_FIELD, Measurement, Rows, read

@@ -10,11 +10,11 @@ import sys
 import threading
 from pathlib import Path
 
-import gpu_compile
 import jax
 import pytest
-from any_count import attention_kernels, gather_kernel, write_kernel
-from helpers import simple_spec
+from support import gpu_compile
+from support.any_count import attention_kernels, gather_kernel, write_kernel
+from support.helpers import simple_spec
 
 from kvjax import KVCacheDType, KVCacheValueError, binaries
 from kvjax.binaries import Binary, Device, LaunchUnavailableError, Shape, compiling, lowering, module, workers
@@ -240,8 +240,8 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch):
 
 LOWERS = """
 import json, sys
-from any_count import attention_kernels, write_kernel
-from helpers import simple_spec
+from support.any_count import attention_kernels, write_kernel
+from support.helpers import simple_spec
 from jax._src import xla_bridge
 from kvjax import KVCacheDType
 from kvjax.binaries import Device, compiling

@@ -16,52 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import attention_kernels, gather_kernel, page_memory, write_kernel
-from helpers import simple_spec
+from support.any_count import (
+    H200,
+    KINDS,
+    SPEC,
+    all_kinds,
+    gather_kernel,
+)
 
-from kvjax import KVCacheDType, kernels
 from kvjax.binaries import encoding, keys
-from kvjax.binaries.binary import Device
 from kvjax.binaries.encoding import NoStableFormError, decode_kernel, encode, encode_kernel
 from kvjax.binaries.keys import key_of, sources_digest
-from kvjax.kernels.memory import AnyCount, Origin
-
-H200 = Device("NVIDIA H200", "9.0", 232448)
-SPEC = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
-BFLOAT16 = np.dtype(jnp.bfloat16)
-
-
-def rotated_write() -> AnyCount:
-    rotated = kernels.RotatedMemory(
-        kernels.Rotation(BFLOAT16, 128, 64, True, 4),
-        32,
-        kernels.RowMemory(BFLOAT16, 4096, 16),
-        np.dtype(np.int64),
-        BFLOAT16,
-    )
-    rows = kernels.RowMemory(BFLOAT16, 1024, 64), kernels.RowMemory(BFLOAT16, 1024, 64)
-    options = {"unique_slots": True, "rotated": rotated}
-    return kernels.write_kernel(SPEC, rows, page_memory(SPEC), np.dtype(np.int32), (1, 8), **options)
-
-
-def all_kinds() -> dict[str, AnyCount]:
-    per_token = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, num_kv_heads=8, head_size=128, block_size=16)
-    decode, merge, _ = attention_kernels(SPEC, window=100, logits_soft_cap=30.0, has_sinks=True).of(4, 64)
-    return {
-        "write": write_kernel(SPEC),
-        "write of scales": write_kernel(per_token),
-        "rotate and write": rotated_write(),
-        "gather": gather_kernel(SPEC),
-        "decode": decode,
-        "merge": merge,
-    }
-
+from kvjax.kernels.memory import Origin
 
 PRINTS_KEYS = """
 import json, sys
 import jax
 jax.config.update("jax_disable_most_optimizations", json.loads(sys.argv[1]))
-from test_binaries_keys import H200, all_kinds
+from support.any_count import H200, all_kinds
 from kvjax.binaries.keys import key_of
 print(json.dumps({name: key_of(kernel, H200) for name, kernel in all_kinds().items()}))
 """
@@ -69,6 +41,7 @@ print(json.dumps({name: key_of(kernel, H200) for name, kernel in all_kinds().ite
 
 def test_every_process_has_the_same_keys():
     mine = {name: key_of(kernel, H200) for name, kernel in all_kinds().items()}
+    assert tuple(mine) == KINDS
     assert len(set(mine.values())) == len(mine)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
     option = json.dumps(jax.config.values["jax_disable_most_optimizations"])
@@ -77,7 +50,7 @@ def test_every_process_has_the_same_keys():
     assert json.loads(done.stdout) == mine
 
 
-@pytest.mark.parametrize("kind", all_kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_is_made_again_from_what_is_sent_of_it(kind: str):
     kernel = all_kinds()[kind]
     again = decode_kernel(json.loads(json.dumps(encode_kernel(kernel))))
@@ -112,7 +85,7 @@ def others_of(value: Any) -> Iterator[Any]:
         yield next(member for member in type(value) if member is not value)
 
 
-@pytest.mark.parametrize("kind", all_kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_kernel_is_made_of_is_in_its_key(kind: str):
     kernel = all_kinds()[kind]
     found = {json.dumps(encode_kernel(kernel), sort_keys=True)}

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_compile import TARGETS, compile_for
-from helpers import FEW_DTYPES, assert_same_bytes, compilations, each_case, page_bytes, poisoned, simple_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import gpu_compile
+from support.gpu_compile import TARGETS, compile_for
+from support.helpers import FEW_DTYPES, assert_same_bytes, compilations, each_case, page_bytes, poisoned, simple_spec
 
 import kvjax
 from kvjax import (
@@ -295,7 +295,7 @@ def test_between_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    program = Path(__file__).with_name("blocks_between_devices.py")
+    program = Path(__file__).parent / "support/blocks_between_devices.py"
     ran = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
 

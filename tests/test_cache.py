@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
-from helpers import assert_same_bytes, cache_from_bytes, page_bytes, poisoned, simple_spec
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import reference
+from support.helpers import assert_same_bytes, cache_from_bytes, page_bytes, poisoned, simple_spec
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,

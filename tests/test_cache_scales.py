@@ -12,8 +12,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import (
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import reference
+from support.helpers import (
     assert_same_bytes,
     assert_same_floats,
     each_case,
@@ -22,9 +25,6 @@ from helpers import (
     poisoned,
     simple_spec,
 )
-from jax.experimental import checkify
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from kvjax import (
     AttentionSpec,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import matrix
+from support.helpers import matrix
 
 import kvjax
 from kvjax import (

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, can_write, kv_tokens, page_bytes, poisoned, simple_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.helpers import assert_same_bytes, can_write, kv_tokens, page_bytes, poisoned, simple_spec
 
 import kvjax
 from kvjax import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import matrix
+from support.helpers import matrix
 
 import kvjax
 from kvjax.cli import main

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix
+from support.helpers import matrix
 
 import kvjax
 from kvjax import BlockPool

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-import kernel_cases
 import numpy as np
 import pytest
-from helpers import FEW_DTYPES, INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
-from interpret_mode import interpret_mode
 from jax.experimental.compilation_cache import compilation_cache
+from support import kernel_cases
+from support.helpers import FEW_DTYPES, INPUT_DTYPES, page_bytes, poisoned, run_write, simple_spec
+from support.interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, KVCacheDType
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
 
 from kvjax import (
     KVCache,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import matrix
+from support.helpers import matrix
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

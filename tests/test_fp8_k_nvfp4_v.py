@@ -5,16 +5,23 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import attention_suite as suite
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from attention_suite import Case
-from helpers import assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, run_write, simple_spec
-from interpret_mode import interpret_mode
+from support import attention_suite as suite
+from support import gpu_compile, reference
+from support.attention_suite import Case
+from support.helpers import (
+    assert_same_bytes,
+    assert_same_floats,
+    kv_tokens,
+    page_bytes,
+    poisoned,
+    run_write,
+    simple_spec,
+)
+from support.interpret_mode import interpret_mode
 
 import kvjax
 from kvjax import AttentionSpec, KVCache, KVCacheDType, KVCacheValueError, KVScales
@@ -178,7 +185,7 @@ def test_scales_of_a_checkpoint_are_those_of_each_part():
 @pytest.mark.parametrize("form", ["one_allocation", "padded_pages"])
 def test_torch_writes_and_reads_the_same_bytes(num_tokens, form):
     torch = pytest.importorskip("torch")
-    from torch_helpers import torch_cache
+    from support.torch_helpers import torch_cache
 
     import kvjax_torch
 
@@ -212,7 +219,7 @@ def test_torch_writes_and_reads_the_same_bytes(num_tokens, form):
 def test_torch_reads_keys_of_any_strides():
     """Keys have no scales of their own in the page, so that their rows may lie apart."""
     torch = pytest.importorskip("torch")
-    from torch_helpers import torch_cache
+    from support.torch_helpers import torch_cache
 
     import kvjax_torch
 

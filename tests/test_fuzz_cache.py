@@ -1,4 +1,4 @@
-"""Random caches under random calls, each byte held to a dictionary of what was written (tests/cache_model.py).
+"""Random caches under random calls, each byte held to a dictionary of what was written (tests/support/cache_model.py).
 
 Every test run tries the same examples, of a few layers: a program is compiled for each layer, number of tokens and
 dtype, which takes most of the time, on a GPU up to a second. A test of more than `MOST_PROGRAMS` fails, wherever it
@@ -22,18 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_model import CacheModel, Rows, Scales, encode, holds
-from helpers import (
-    FP8_DTYPES,
-    INPUT_DTYPES,
-    SPECIALS,
-    assert_same_bytes,
-    assert_same_floats,
-    cache_from_bytes,
-    can_write,
-    compilations,
-    page_bytes,
-)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -44,8 +32,20 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from interpret_mode import interpret_mode
-from reference import ELEMENT, KEYS, VALUES
+from support.cache_model import CacheModel, Rows, Scales, encode, holds
+from support.helpers import (
+    FP8_DTYPES,
+    INPUT_DTYPES,
+    SPECIALS,
+    assert_same_bytes,
+    assert_same_floats,
+    cache_from_bytes,
+    can_write,
+    compilations,
+    page_bytes,
+)
+from support.interpret_mode import interpret_mode
+from support.reference import ELEMENT, KEYS, VALUES
 
 import kvjax
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, SlidingWindowSpec
@@ -327,7 +327,7 @@ class Tensors:
             )
 
     def gather(self, spec: AttentionSpec, table: Any, lengths: Any, by: Scales, dtype: Any) -> list[np.ndarray]:
-        import torch_helpers
+        from support import torch_helpers
 
         import kvjax_torch
         from kvjax_torch.dtypes import torch_dtype
@@ -346,7 +346,7 @@ class Tensors:
 
     @contextlib.contextmanager
     def _lent(self, spec: AttentionSpec):
-        from torch_helpers import FORMS, torch_cache
+        from support.torch_helpers import FORMS, torch_cache
 
         self.calls += 1
         forms = [form for form in FORMS if form != "two_tensors" or not spec.is_diffkv]
@@ -361,7 +361,7 @@ class Tensors:
         self.held[:, :real] = lent.pages()
 
     def _tensor(self, x: np.ndarray):
-        from torch_helpers import from_numpy
+        from support.torch_helpers import from_numpy
 
         return from_numpy(np.asarray(x)).to(self.device)
 

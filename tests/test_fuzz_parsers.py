@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
-from test_resolution_laws import JSON
+from support.any_json import JSON
 
 import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError, KVCacheWarning, ModelKVConfig

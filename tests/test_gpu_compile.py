@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import ARCHITECTURES, TARGETS, compile_for
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from support import gpu_compile
+from support.gpu_compile import ARCHITECTURES, TARGETS, compile_for
 
 pytestmark = [
     pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not())),

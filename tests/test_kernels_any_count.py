@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import (
+from support.any_count import (
     BFLOAT16,
     attention_kernels,
     gather_kernel,
     interleaved_memory,
     write_kernel,
 )
-from gpu_compile import HOPPER_AND_BLACKWELL, compile_for, why_not
-from helpers import (
+from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for, why_not
+from support.helpers import (
     KERNEL_DTYPES,
     assert_same_bytes,
     kv_tokens,
@@ -30,7 +30,7 @@ from helpers import (
     run_write,
     simple_spec,
 )
-from interpret_mode import interpret_mode
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, gather_kv, kernels
 from kvjax.kernels.write import plan

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import ptx
 import pytest
-import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, matrix
-from interpret_mode import interpret_mode
-from test_quant import (
+from support import ptx, reference
+from support.hard_numbers import (
     SCALES,
     adversarial_blocks,
     all_values,
@@ -17,6 +14,8 @@ from test_quant import (
     finite_values,
     nearly_tied_blocks,
 )
+from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, quant
 from kvjax.kernels import arithmetic

@@ -8,17 +8,17 @@ import itertools
 import types
 from typing import Any
 
-import attention_suite as suite
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import Case
-from gpu_compile import HOPPER_AND_BLACKWELL, compile_for
-from helpers import simple_spec
-from interpret_mode import interpret_mode
 from jax import lax
+from support import attention_suite as suite
+from support import gpu_compile
+from support.attention_suite import Case
+from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for
+from support.helpers import simple_spec
+from support.interpret_mode import interpret_mode
 
 from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
 from kvjax.kernels import attention, placement

@@ -6,13 +6,13 @@ import functools
 import math
 import re
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import ARCHITECTURES, HOPPER_AND_BLACKWELL, TARGETS, CompiledProgram, compile_for
-from helpers import FEW_DTYPES, FP8_NAMES, INPUT_DTYPES, KERNEL_DTYPES, each_case, matrix, pairwise, simple_spec
-from kernel_cases import elementwise, reciprocals
+from support import gpu_compile
+from support.gpu_compile import ARCHITECTURES, HOPPER_AND_BLACKWELL, TARGETS, CompiledProgram, compile_for
+from support.helpers import FEW_DTYPES, FP8_NAMES, INPUT_DTYPES, KERNEL_DTYPES, each_case, matrix, pairwise, simple_spec
+from support.kernel_cases import elementwise, reciprocals
 
 from kvjax import (
     AttentionSpec,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
+from support.helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -18,7 +18,7 @@ from helpers import (
     poisoned,
     simple_spec,
 )
-from interpret_mode import interpret_mode
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, gather_kv, quant
 from kvjax.cache import flat_pages

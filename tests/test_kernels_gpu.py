@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
+from support.hard_numbers import adversarial_blocks, all_values, around_midpoints, finite_values, nearly_tied_blocks
+from support.helpers import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
     assert_same_bytes,
@@ -28,7 +29,7 @@ from helpers import (
     run_write,
     simple_spec,
 )
-from kernel_cases import (
+from support.kernel_cases import (
     GATHER_AXES,
     SHAPE_AXES,
     WRITE_AXES,
@@ -41,7 +42,6 @@ from kernel_cases import (
     covering,
     reciprocals,
 )
-from test_quant import adversarial_blocks, all_values, around_midpoints, finite_values, nearly_tied_blocks
 
 from kvjax import KVCacheDType
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernel_cases
 import numpy as np
 import pytest
-from helpers import (
+from support import kernel_cases
+from support.helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -31,7 +31,7 @@ from helpers import (
     run_write,
     simple_spec,
 )
-from interpret_mode import interpret_mode
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError
 

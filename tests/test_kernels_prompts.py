@@ -6,14 +6,13 @@ import contextlib
 import functools
 from typing import Any
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
-import prompt_model
 import pytest
-from gpu_compile import compile_for
-from interpret_mode import interpret_mode
+from support import gpu_compile, prompt_model
+from support.gpu_compile import compile_for
+from support.interpret_mode import interpret_mode
 
 from kvjax import FullAttentionSpec, KVCacheDType
 from kvjax.kernels import prompts

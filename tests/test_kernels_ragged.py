@@ -6,18 +6,17 @@ import functools
 import re
 from typing import Any
 
-import attention_suite as suite
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_ragged_attention as ragged_suite
-from gpu_compile import TARGETS, compile_for
-from helpers import simple_spec
-from interpret_mode import interpret_mode
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import attention_suite as suite
+from support import gpu_compile, ragged_suite
+from support.gpu_compile import TARGETS, compile_for
+from support.helpers import simple_spec
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCache, KVCacheDType, ragged_paged_attention
 from kvjax.kernels.target import Target

@@ -12,42 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 
-# A module of kvjax imports only from its own layer and from those that stand before it. A subpackage is one layer;
-# "kvjax" itself, the public names, stands where a module may use them as any caller does.
-LAYERS = (
-    "errors",
-    "layer_names",
-    "tensor_files",
-    "dtypes",
-    "layouts",
-    "pages",
-    "spec",
-    "block_pool",
-    "partition",
-    "memory",
-    "scale_values",
-    "checkpoint",
-    "hf_config",
-    "model_config",
-    "layer_choice",
-    "resolve",
-    "quant",
-    "cache",
-    "kernels",
-    "binaries",
-    "ops",
-    "scales",
-    "calibration",
-    "step",
-    "kvjax",
-    "table",
-    "demo",
-    "cli",
-    "__main__",
-)
 # The files of WORKSPACE.md's table.
 PRIVATE_JAX_MODULES = (
     "kvjax.kernels.compat",
@@ -329,3 +297,10 @@ def test_an_import_that_asks_for_a_device_is_caught(tmp_path: Path, text: str):
     write_sources(tmp_path, {"kvjax/__init__.py": "", "kvjax/cache.py": text})
     with pytest.raises(RuntimeError, match="no_device_may_be_asked_for"):
         import_in_a_fresh_process(tmp_path)
+
+
+def test_no_test_file_is_imported():
+    """What several need is in `support`, so that a file of tests can be read, moved and run alone."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        found = re.search(r"^\s*(?:from|import) test_\w+", path.read_text(), re.MULTILINE)
+        assert found is None, f"{path}: {found}"

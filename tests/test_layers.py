@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import assert_same_bytes, assert_same_floats, can_write, each_case, kv_tokens, poisoned, simple_spec
-from interpret_mode import interpret_mode
 from jax.experimental import checkify
+from support import reference
+from support.helpers import (
+    assert_same_bytes,
+    assert_same_floats,
+    can_write,
+    each_case,
+    kv_tokens,
+    poisoned,
+    simple_spec,
+)
+from support.interpret_mode import interpret_mode
 
 from kvjax import (
     AttentionSpec,

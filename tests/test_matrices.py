@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers import FEW_DTYPES, each_case, matrix, pairwise
+from support.helpers import FEW_DTYPES, each_case, matrix, pairwise
 
 from kvjax import STORED_KV_CACHE_DTYPES
 

@@ -16,7 +16,7 @@ from kvjax.hf_config.plain_keys import COMPOSITES, UNSUPPORTED
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
-import tiny_models  # noqa: E402
+from support import tiny_models  # noqa: E402
 
 PAGE = (Path(__file__).parents[1] / "docs/notes/models.md").read_text()
 ROWS = {

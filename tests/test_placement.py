@@ -11,8 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import gather_kernel, write_kernel
-from helpers import assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, simple_spec
+from support.any_count import gather_kernel, write_kernel
+from support.helpers import assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
 from kvjax.kernels import attention, codecs, placement

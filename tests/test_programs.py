@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import jax.test_util
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import FP8_DTYPES, kv_tokens, matrix, poisoned, simple_spec
 from jax.experimental import checkify
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import gpu_compile
+from support.helpers import FP8_DTYPES, kv_tokens, matrix, poisoned, simple_spec
 
 import kvjax
 from kvjax import (

@@ -6,45 +6,29 @@ import functools
 import re
 from fractions import Fraction
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, matrix, poisoned, simple_spec
+from support import gpu_compile, reference
+from support.hard_numbers import (
+    SCALES,
+    adversarial_blocks,
+    all_values,
+    around_midpoints,
+    finite_values,
+    nearly_tied_blocks,
+)
+from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, poisoned, simple_spec
 
 from kvjax import KVCacheDType, UnsupportedError, quant
 from kvjax.kernels.attention.formats import Format
 from kvjax.ops.prompts import Dense
-from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
-SCALES = [1.0, 0.0173, 3.7, 6.0, MIN_SCALE, MAX_SCALE]
 PER_TOKEN_HEAD = pytest.mark.parametrize("dtype", reference.PER_TOKEN_HEAD, ids=lambda dtype: dtype.value)
 EACH_SCALE = pytest.mark.parametrize("scale", SCALES)
-
-
-def all_values(dtype) -> np.ndarray:
-    """Every bit pattern of a 16-bit or smaller dtype."""
-    bits = np.dtype(dtype).itemsize * 8
-    return np.arange(2**bits).astype(f"u{bits // 8}").view(dtype)
-
-
-def finite_values(dtype) -> np.ndarray:
-    """Every non-negative finite value of a narrow dtype, in order, as float32."""
-    values = all_values(dtype).astype(np.float32)
-    return np.unique(values[np.isfinite(values) & (values >= 0)])
-
-
-def around_midpoints(values: np.ndarray) -> np.ndarray:
-    """float32 values, their midpoints, what lies one bit to each side of those, and all that negated."""
-    middles = (values[1:].astype(np.float64) + values[:-1]) / 2
-    points = np.concatenate([values, middles.astype(np.float32)])
-    near = [np.nextafter(points, np.float32(towards)) for towards in (-np.inf, np.inf)]
-    every = np.concatenate([points, *near])
-    return np.concatenate([every, -every])
 
 
 DIVISIONS = {
@@ -229,42 +213,6 @@ def test_e2m1_codes(source):
     codes = np.asarray(jax.jit(quant.e2m1_codes)(jnp.asarray(x)))
     assert_same_bytes(codes[~np.isnan(x)], saturated[~np.isnan(x)])
     assert not codes[np.isnan(x)].any()
-
-
-def adversarial_blocks(scale: float) -> np.ndarray:
-    """`[blocks, 16]` float32: amax on and beside every rounding of a block scale; special values; every magnitude."""
-    rng = np.random.default_rng(0)
-    with np.errstate(over="ignore", under="ignore"):
-        amax = around_midpoints(finite_values(reference.E4M3)) * np.float32(6) * np.float32(scale)
-        amax = np.concatenate([amax, np.nextafter(amax, np.float32(0)), np.nextafter(amax, np.float32(np.inf))])
-        at_midpoints = rng.choice(np.float32([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]) / 6, (len(amax), 16))
-        on_roundings = at_midpoints * amax[:, None]
-        on_roundings[:, 7] = amax
-        magnitudes = np.exp2(rng.uniform(-140, 127, (200, 1))) * rng.standard_normal((200, 16))
-        special = rng.choice(np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, -1e-42, 1, -2, 3e38]), (300, 16))
-        uniform = np.repeat(np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, -1e-42, 1e-38, 3e38]), 16)
-        return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
-
-
-def nearly_tied_blocks(scale: float) -> np.ndarray:
-    """`[blocks, 16]` float32, in pairs one bit of one element apart: 6 has less error in one, 4 in the other."""
-
-    def keeps_six(x: np.ndarray) -> np.ndarray:
-        return (reference.encode_nvfp4_4over6(x, scale)[1] == reference.encode_nvfp4(x, scale)[1])[:, 0]
-
-    low = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32) * np.float32(6 * 100 * scale)
-    low[:, 0] = np.abs(low[:, 0])
-    high = low.copy()
-    high[:, 0] *= np.float32(0.8)
-    is_pair = keeps_six(low) != keeps_six(high)
-    low, high = low[is_pair], high[is_pair]
-    six = keeps_six(low)
-    while (bits := [x[:, 0].copy().view(np.int32) for x in (low, high)]) and (np.abs(bits[0] - bits[1]) > 1).any():
-        middle = low.copy()
-        middle[:, 0] = (bits[0] + (bits[1] - bits[0]) // 2).view(np.float32)
-        same = (keeps_six(middle) == six)[:, None]
-        low, high = np.where(same, middle, low), np.where(same, high, middle)
-    return np.concatenate([low, high])
 
 
 jit_encode = jax.jit(quant.encode_nvfp4, static_argnames="dtype")

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_layering import LAYERS
+from support.layers import LAYERS
 
 import kvjax
 

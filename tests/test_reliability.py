@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/reliability.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", PAGE)))
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)))
 
 
 @pytest.mark.parametrize(("file", "test"), NAMED, ids="::".join)

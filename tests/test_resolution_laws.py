@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.any_json import JSON
 
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES, STORED_KV_CACHE_DTYPES, KVCacheDType, parse_kv_cache_dtype
 from kvjax.errors import KVCacheError, KVCacheWarning
@@ -18,12 +19,6 @@ from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.resolve import DTypeSource, resolve_kv_cache_dtype, resolve_layer_dtypes, resolve_layer_specs
 
 laws = settings(derandomize=True, max_examples=200)
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def changed(base: dict[str, Any], **values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:

@@ -6,13 +6,12 @@ import contextlib
 import functools
 from typing import Any
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import (
+from support import gpu_compile, reference
+from support.helpers import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
     assert_same_bytes,
@@ -24,7 +23,7 @@ from helpers import (
     simple_spec,
     tokens,
 )
-from interpret_mode import interpret_mode
+from support.interpret_mode import interpret_mode
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,

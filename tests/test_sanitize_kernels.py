@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from interpret_mode import interpret_mode
+from support.interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import compilations
+from support.helpers import compilations
 
 import kvjax
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 
-import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import compile_for
-from helpers import FEW_DTYPES, KERNEL_DTYPES, matrix, simple_spec
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import gpu_compile
+from support.gpu_compile import compile_for
+from support.helpers import FEW_DTYPES, KERNEL_DTYPES, matrix, simple_spec
 
 from kvjax import (
     AttentionSpec,

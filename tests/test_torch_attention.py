@@ -18,11 +18,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import attention_suite as suite  # noqa: E402
-from attention_suite import Attend, Case  # noqa: E402
-from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
-from interpret_mode import interpret_mode  # noqa: E402
-from torch_helpers import (  # noqa: E402
+from support import attention_suite as suite  # noqa: E402
+from support.attention_suite import Attend, Case  # noqa: E402
+from support.helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
+from support.interpret_mode import interpret_mode  # noqa: E402
+from support.torch_helpers import (  # noqa: E402
     FORMS,
     assert_same,
     assert_torch_sees_no_wait,

@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import A_WHILE  # noqa: E402
+from support.torch_helpers import A_WHILE  # noqa: E402
 
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
 from kvjax_torch import to_jax, to_torch  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import capture  # noqa: E402
+from support.torch_helpers import capture  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402

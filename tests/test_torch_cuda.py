@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jax  # noqa: E402
-from torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
+from support.torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402

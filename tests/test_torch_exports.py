@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import jax
 import jax.numpy as jnp
-from helpers import matrix
+from support.helpers import matrix
 
 from kvjax_torch import exports
 from kvjax_torch.exports import Export

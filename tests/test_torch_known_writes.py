@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import nested  # noqa: E402
+from support.torch_helpers import nested  # noqa: E402
 
 import kvjax  # noqa: E402
 from kvjax import KVCacheError, UnsupportedError, kernels  # noqa: E402

@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from any_count import gather_kernel  # noqa: E402
-from helpers import simple_spec  # noqa: E402
+from support.any_count import gather_kernel  # noqa: E402
+from support.helpers import simple_spec  # noqa: E402
 
 from kvjax import KVCacheDType, binaries  # noqa: E402
 from kvjax.kernels import AnyCount  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import assert_same, from_numpy, to_numpy  # noqa: E402
+from support.torch_helpers import assert_same, from_numpy, to_numpy  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_ragged import use_stand_ins  # noqa: E402
-from torch_helpers import assert_same, capture  # noqa: E402
+from support.torch_helpers import assert_same, capture  # noqa: E402
+from support.torch_steps import use_stand_ins  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402

@@ -6,14 +6,14 @@ import re
 
 import numpy as np
 import pytest
-import reference
-from helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, matrix
+from support import reference
+from support.helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, matrix
 
 from kvjax import FullAttentionSpec, KVCacheTypeError, KVCacheValueError, kernels
 
 torch = pytest.importorskip("torch")
-from test_torch_rope import run_interpreted  # noqa: E402
-from torch_helpers import from_numpy, to_numpy  # noqa: E402
+from support.interpreted_calls import run_interpreted  # noqa: E402
+from support.torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax_torch.arguments import gather_plan, rope_plan, write_plan  # noqa: E402

@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_count import BFLOAT16, page_memory
-from gpu_compile import compile_for, why_not
-from helpers import assert_same_bytes, simple_spec
-from interpret_mode import interpret_mode
+from support.any_count import BFLOAT16, page_memory
+from support.gpu_compile import compile_for, why_not
+from support.helpers import assert_same_bytes, simple_spec
+from support.interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
 
-from attention_suite import Case  # noqa: E402
-from test_ragged_attention import ragged  # noqa: E402
-from test_torch_ragged import attend_on, on_cuda, place_model, schedule_model  # noqa: E402
-from torch_helpers import assert_same, capture  # noqa: E402
+from support.attention_suite import Case  # noqa: E402
+from support.ragged_suite import ragged  # noqa: E402
+from support.torch_helpers import assert_same, capture  # noqa: E402
+from support.torch_steps import attend_on, on_cuda, place_model, schedule_model  # noqa: E402
 
-import attention_suite as suite  # noqa: E402  # isort: skip
-import test_ragged_attention as ragged_suite  # noqa: E402  # isort: skip
+from support import attention_suite as suite  # noqa: E402  # isort: skip
+from support import ragged_suite  # noqa: E402  # isort: skip
 import kvjax_torch  # noqa: E402  # isort: skip
 from kvjax import KVCacheDType, kernels  # noqa: E402
 from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 from typing import Any
 
 import numpy as np
@@ -16,125 +15,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import attention_suite as suite  # noqa: E402
-import test_ragged_attention as ragged_suite  # noqa: E402
-from attention_suite import Attend, Case  # noqa: E402
-from helpers import assert_same_bytes, matrix, page_bytes  # noqa: E402
-from test_ragged_attention import GRID, OPTIONS, ragged  # noqa: E402
-from torch_helpers import (  # noqa: E402
+from support import attention_suite as suite  # noqa: E402
+from support import ragged_suite  # noqa: E402
+from support.attention_suite import Attend, Case  # noqa: E402
+from support.helpers import assert_same_bytes, matrix  # noqa: E402
+from support.ragged_suite import GRID, OPTIONS, ragged  # noqa: E402
+from support.torch_helpers import (  # noqa: E402
     assert_same,
     assert_torch_sees_no_wait,
     assert_waits_for_its_stream_alone,
     capture,
-    from_numpy,
-    to_numpy,
-    torch_cache,
 )
+from support.torch_steps import attend_on, given, on_cuda, product_model, use_stand_ins  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
 from kvjax.ops import options  # noqa: E402
-from kvjax_torch import cuda, dense, host, launch, prompt_kernels, prompts, ragged_step  # noqa: E402
-from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.plan import GatherPlan, RaggedPlan, ReadTensors  # noqa: E402
-from kvjax_torch.ragged_step import Packed, Schedule, Step  # noqa: E402
-
-
-def given(
-    device: str,
-    query: np.ndarray,
-    cache: KVCache,
-    table: np.ndarray,
-    lens: np.ndarray,
-    bounds: np.ndarray,
-    *,
-    form: str = "one_allocation",
-    **options: Any,
-) -> dict[str, Any]:
-    """The arguments of a call, strided as callers have them: a slice of a projection, and of a larger table."""
-    spec = cache.spec
-    pages = torch_cache(page_bytes(cache), spec, form=form, device=device)
-    options["v_scale_layout"] = spec.v_scale_layout.value
-    options |= {name: from_numpy(np.asarray(options[name])).to(device) for name in ("k_scale", "v_scale")}
-    if options["sinks"] is not None:
-        options["sinks"] = from_numpy(options["sinks"]).to(device)
-    return options | {
-        "query": from_numpy(np.concatenate([query, query], axis=-2)).to(device)[..., : query.shape[-2], :],
-        "key_cache": pages.key,
-        "value_cache": pages.value,
-        "block_table": from_numpy(np.pad(table, ((0, 0), (1, 2)), constant_values=1)).to(device)[:, 1:-2],
-        "seq_lens": from_numpy(lens.astype(np.int64)).to(device),
-        "cu_q_lens": from_numpy(bounds.astype(np.int64)).to(device),
-        "kv_cache_dtype": spec.dtype.value,
-        "return_lse": True,
-    }
-
-
-def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
-    """What attends; `is_rounded`: queries of quantized caches are rounded to float16."""
-
-    def run(query: np.ndarray, *args: Any, **options: Any) -> Any:
-        out, lse = kvjax_torch.ragged_paged_attention(**given(device, query, *args, **options, **how))
-        return to_numpy(out, query.dtype), to_numpy(lse, np.dtype(np.float32))
-
-    run.by_kernels = is_rounded  # to ragged_suite.slack
-    return run
-
-
-def schedule_model(plan: RaggedPlan, step: Step, kernel: Any, num_lots: int) -> Schedule:
-    """`ragged_step.schedule` on the host; what it leaves to others is NaN."""
-    most, (num_rows, *row) = plan.attention.q_len, step.query.shape
-    bounds = step.cu_q_lens.clamp(0, num_rows).tolist()
-    step.out.fill_(torch.nan)
-    step.lse.fill_(torch.nan)
-    rows = step.query.new_zeros(len(bounds) - 1, most, *row)
-    places, lens = torch.full(rows.shape[:2], -1, dtype=torch.int32), torch.zeros(rows.shape[:2], dtype=torch.int32)
-    sees, found = torch.zeros(num_rows, dtype=torch.bool), 0
-    for seq, (start, end) in enumerate(itertools.pairwise(bounds)):
-        q_len = end - start
-        is_prompt = most < q_len <= plan.max_q_len and found < plan.max_prompts
-        found += is_prompt
-        sees[start:end] = q_len <= most or is_prompt
-        for row in range(start, end) if q_len <= most else ():
-            place = most - (end - row)
-            rows[seq, place], places[seq, place] = step.query[row], row
-            lens[seq, place] = (step.tensors.seq_lens[seq] - (end - 1 - row)).clamp(0, 2**31 - 1)
-    step.out[~sees] = 0
-    step.lse[~sees] = -torch.inf if step.sinks is None else step.sinks
-    lens = lens.flatten() if ragged_step.are_alone(plan.attention) else lens[:, -1] if most else None
-    none = torch.zeros(0, dtype=torch.int32)
-    return Schedule(none, none, Packed(rows, places.flatten(), lens) if most else None)
-
-
-def place_model(step: Step, kernel: Any, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
-    """`ragged_step.place` on the host."""
-    assert places.dtype is torch.int32
-    assert all(x.is_contiguous() for x in (places, rows, lses))
-    is_any = places >= 0
-    assert len({*places[is_any].tolist()}) == int(is_any.sum())
-    step.out[places[is_any].long()] = rows[is_any]
-    step.lse[places[is_any].long()] = lses[is_any]
-
-
-def product_model(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """`dense.product`, on the host also of 16 bits."""
-    assert a.dtype == b.dtype
-    assert a.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return factor * (a.float() @ b.float())
-
-
-def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs calls with CPU tensors as those of a GPU, with the host in place of kernels."""
-    monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
-    monkeypatch.setattr(cuda, "attend", host.attend)
-    monkeypatch.setattr(cuda, "gather", host.gather)
-    monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
-    monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
-    monkeypatch.setattr(ragged_step, "schedule", schedule_model)
-    monkeypatch.setattr(ragged_step, "place", place_model)
-    monkeypatch.setattr(prompt_kernels, "serves", lambda *_: False)
-    monkeypatch.setattr(dense, "product", product_model)
+from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
+from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", "stand-ins", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -503,15 +402,6 @@ DTYPES = ("float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 
 STEP = ragged((1, 300, 1, 0, 17, 3), (1328, 700, 17, 0, 17, 90), head_size=128, group=4)
 """A mixed step."""
-
-
-def on_cuda(case: Case, **options: Any) -> dict[str, Any]:
-    """The arguments of a call, with three rows of no sequence; `options` are those of `suite.build`."""
-    problem = ragged_suite.build(case, **options)
-    query, cache, table, lens = problem.args
-    rows = np.concatenate([*query, np.full((3, *query[0].shape[1:]), np.nan, query[0].dtype)])
-    bounds = np.cumsum([0, *map(len, query)], dtype=np.int32)
-    return given("cuda", rows, cache, table, lens, bounds, **problem.options)
 
 
 @pytest.mark.gpu

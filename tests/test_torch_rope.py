@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from any_count import BFLOAT16, page_memory, scale_memory
-from gpu_compile import compile_for, why_not
-from helpers import (
+from support import reference
+from support.any_count import BFLOAT16, page_memory, scale_memory
+from support.gpu_compile import compile_for, why_not
+from support.helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -25,11 +23,11 @@ from helpers import (
     simple_spec,
     tokens,
 )
-from interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import FORMS, capture, from_numpy, random_pages, to_numpy, torch_cache  # noqa: E402
+from support.interpreted_calls import run_interpreted  # noqa: E402
+from support.torch_helpers import FORMS, capture, from_numpy, random_pages, to_numpy, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -158,32 +156,6 @@ def test_torch_rotates_what_the_kernel_does_not_take_to_the_same_bytes(dtype: st
     assert_same_bytes(
         to_numpy(rotated, call.query.dtype), reference.rotate(call.query, call.table, call.positions, is_neox)
     )
-
-
-def run_interpreted(call: calls.Call) -> None:
-    """Runs a kernel on copies of its tensors' memory, and puts what it changed back."""
-    before, given = [], []
-    for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):
-        row = argument.array.shape[1:]
-        row_bytes = argument.array.dtype.itemsize * math.prod(row)
-        memory = np.full(-(-len(memory_of(tensor)) // row_bytes) * row_bytes, 0xFF, np.uint8)
-        memory[: len(memory_of(tensor))] = memory_of(tensor)
-        before.append(memory)
-        given.append(jnp.asarray(memory.view(argument.array.dtype).reshape(-1, *row)))
-    with interpret_mode():
-        results = jax.block_until_ready(call.kernel.with_counts(call.counts, call.amount, *given))
-    for i, result in zip(call.kernel.written, results, strict=True):
-        own, after = memory_of(call.tensors[i]), np.asarray(result).reshape(-1).view(np.uint8)
-        changed = after != before[i]
-        assert not changed[len(own) :].any()
-        own[changed[: len(own)]] = after[changed]
-
-
-def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes from a CPU tensor's first element to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    size = (last + 1) * tensor.element_size()
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(tensor.data_ptr()), np.uint8)
 
 
 @each_case(KERNEL_CASES, few={"dtype": ["nvfp4"], "rotated": [0.5]})

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, kv_tokens, simple_spec
+from support.helpers import assert_same_bytes, kv_tokens, simple_spec
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import from_numpy, random_pages, torch_cache  # noqa: E402
+from support.torch_helpers import from_numpy, random_pages, torch_cache  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402

@@ -1,4 +1,4 @@
-"""torch's caches after a write and what is read back, byte for byte as tests/reference.py has it, however strided."""
+"""torch's caches after a write and what is read back, byte for byte as support/reference.py has it, however strided."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
-from helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec
+from support import reference
+from support.helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, each_case, kv_tokens, pairwise, simple_spec
 
 torch = pytest.importorskip("torch")
 
-from torch_helpers import FORMS, assert_same, from_numpy, nested, random_pages, resident_bytes, to_numpy, torch_cache  # noqa: E402
+from support.torch_helpers import (  # noqa: E402
+    FORMS,
+    assert_same,
+    from_numpy,
+    nested,
+    random_pages,
+    resident_bytes,
+    to_numpy,
+    torch_cache,
+)
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402

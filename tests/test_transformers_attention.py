@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import matrix
+from support.helpers import matrix
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_transformers_cache import (  # noqa: E402
+from support.transformers_models import (  # noqa: E402
     NEW_TOKENS,
     VOCABULARY,
     RoundedCache,

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_transformers_cache import (  # noqa: E402
+from support.transformers_models import (  # noqa: E402
     NUM_LAYERS,
     VOCABULARY,
     make_cache,

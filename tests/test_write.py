@@ -1,4 +1,4 @@
-"""Every byte of a cache after a write: the written ones as tests/reference.py gives them, all others untouched."""
+"""Every byte of a cache after a write: the written ones as support/reference.py gives them, all others untouched."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
-from helpers import (
+from hypothesis import given
+from hypothesis import strategies as st
+from support import reference
+from support.helpers import (
     FEW_DTYPES,
     FP8_NAMES,
     INPUT_DTYPES,
@@ -28,8 +30,6 @@ from helpers import (
     run_write,
     simple_spec,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvjax import (
     STORED_KV_CACHE_DTYPES,

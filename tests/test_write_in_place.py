@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import (
+from support import reference
+from support.helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
     assert_same_bytes,

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python tools/attention_error.py [--lengths=128,1328,8192] [--query_dtype=bfloat16]
 
 On a GPU the kernel attends, elsewhere XLA. The reference is float64 attention over the stored elements. The bound is
-twice the error of float32 logits with weights rounded to bfloat16 (tests/attention_suite.py).
+twice the error of float32 logits with weights rounded to bfloat16 (tests/support/attention_suite.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 
-import attention_suite as suite
 import jax
 import numpy as np
+from support import attention_suite as suite
 
 import kvjax
 

@@ -23,8 +23,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     warnings.simplefilter("ignore")
-    import tiny_models
     import transformers
+    from support import tiny_models
 
     transformers.logging.set_verbosity_error()
     verdicts = {}

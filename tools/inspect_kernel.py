@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-import gpu_compile  # noqa: E402
+from support import gpu_compile  # noqa: E402
 
 gpu_compile.prepare_environment()
 

@@ -7,10 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import AttentionSpec, kernels
+from kvjax import AttentionSpec, KVCacheDType, kernels
+from kvjax.binaries.binary import Device
+from kvjax.kernels.memory import AnyCount
 from kvjax.pages import interleaved_regions
+from support.helpers import simple_spec
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
+H200 = Device("NVIDIA H200", "9.0", 232448)
+SPEC = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
+KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge")
+"""Of `all_kinds`, which takes a while."""
 
 
 def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
@@ -78,3 +85,30 @@ def attention_kernels(
     num_heads = group * spec.num_kv_heads
     memory = beside_memory(spec) if options.get("one_memory") else page_memory(spec)
     return kernels.attention_kernels(spec, memory, dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)
+
+
+def rotated_write() -> AnyCount:
+    rotated = kernels.RotatedMemory(
+        kernels.Rotation(BFLOAT16, 128, 64, True, 4),
+        32,
+        kernels.RowMemory(BFLOAT16, 4096, 16),
+        np.dtype(np.int64),
+        BFLOAT16,
+    )
+    rows = kernels.RowMemory(BFLOAT16, 1024, 64), kernels.RowMemory(BFLOAT16, 1024, 64)
+    options = {"unique_slots": True, "rotated": rotated}
+    return kernels.write_kernel(SPEC, rows, page_memory(SPEC), np.dtype(np.int32), (1, 8), **options)
+
+
+def all_kinds() -> dict[str, AnyCount]:
+    """A kernel of each of `KINDS`."""
+    per_token = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, num_kv_heads=8, head_size=128, block_size=16)
+    decode, merge, _ = attention_kernels(SPEC, window=100, logits_soft_cap=30.0, has_sinks=True).of(4, 64)
+    return {
+        "write": write_kernel(SPEC),
+        "write of scales": write_kernel(per_token),
+        "rotate and write": rotated_write(),
+        "gather": gather_kernel(SPEC),
+        "decode": decode,
+        "merge": merge,
+    }

@@ -1,6 +1,6 @@
 """What a cache has to hold after any calls: a dictionary from token to stored rows, kept in numpy alone.
 
-Rows and their places are those of tests/reference.py. Whatever no token was written to keeps the bytes it had.
+Rows and their places are those of reference.py. Whatever no token was written to keeps the bytes it had.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import functools
 from collections.abc import Iterable
 
 import numpy as np
-import reference
-from reference import KEYS, VALUES
 
 from kvjax import AttentionSpec
+from support import reference
+from support.reference import KEYS, VALUES
 
 Rows = tuple[list[np.ndarray], list[np.ndarray]]
 """Of one token, its keys and its values: data and, where there are some, scales, each `[num_kv_heads, bytes]`."""

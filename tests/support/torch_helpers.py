@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import raise_scales
 
 from kvjax import AttentionSpec, CacheLayout
 from kvjax_torch.dtypes import torch_dtype
+from support.helpers import raise_scales
 
 A_WHILE = 100_000_000
 """Cycles that a stream is kept busy for: about 55 ms, in which a busy host gets through a few calls."""

@@ -22,7 +22,7 @@ from importlib import util
 from pathlib import Path
 from typing import IO, Any
 
-TARGETS = {path.stem: path for path in sorted(Path(__file__).with_name("targets").glob("*.txtpb"))}
+TARGETS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "targets").glob("*.txtpb"))}
 """Descriptions of the GPUs, as XLA's GpuTargetConfigProto."""
 
 HOPPER_AND_BLACKWELL = "h100", "b200"

@@ -22,9 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from helpers import FP8_DTYPES, assert_same_bytes, assert_same_floats, kv_tokens, page_bytes, poisoned, simple_spec
-from interpret_mode import interpret_mode
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,6 +44,17 @@ from kvjax import (
     rope_and_cache,
     swap_blocks,
 )
+from support import reference
+from support.helpers import (
+    FP8_DTYPES,
+    assert_same_bytes,
+    assert_same_floats,
+    kv_tokens,
+    page_bytes,
+    poisoned,
+    simple_spec,
+)
+from support.interpret_mode import interpret_mode
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 NVFP4 = KVCacheDType.NVFP4
@@ -798,7 +806,7 @@ def check_caches_made_by_hand() -> None:
 
 def check_documentation() -> None:
     """What docs/scaling.md shows, and its example, run as they stand."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     shown: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", (root / "docs/scaling.md").read_text(), re.DOTALL):
         exec(code, shown)

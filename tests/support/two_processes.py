@@ -9,7 +9,7 @@ import jax
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 sys.argv[1:] = ["Explicit", "2", "4", sys.argv[3]]
 
-import sharded_caches  # noqa: E402  # asks for the devices of both processes
+from support import sharded_caches  # noqa: E402  # asks for the devices of both processes
 
 
 def main() -> None:

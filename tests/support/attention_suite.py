@@ -1,6 +1,6 @@
 """What every implementation of paged attention is held to: cases, their exact results and what error they may have.
 
-A case is built in numpy alone, from the formulas of tests/reference.py: tokens are put as bytes into the slots that a
+A case is built in numpy alone, from the formulas of reference.py: tokens are put as bytes into the slots that a
 call may use, and every other byte of the cache is poison, as every entry of a block table that no row needs is garbage.
 An implementation is a function `attend(query, cache, block_table, seq_lens, **options) -> (out, lse)` of arrays that
 takes `paged_attention`'s options; the whole suite is `check(case, attend)` for every case, `check_alone` where results
@@ -13,13 +13,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import cache_model
 import ml_dtypes
 import numpy as np
-import reference
-from helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, cache_from_bytes, covering
 
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+from support import cache_model, reference
+from support.helpers import FP8_NAMES, INPUT_DTYPES, assert_same_bytes, cache_from_bytes, covering
 
 Attend = Callable[..., tuple[np.ndarray, np.ndarray]]
 

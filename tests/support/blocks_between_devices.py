@@ -7,12 +7,12 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
 from kvjax import AttentionSpec, KVCache, KVCacheDType, KVCacheMemoryError, KVCacheValueError, memory, swap_blocks
+from support.helpers import assert_same_bytes, kv_tokens, page_bytes, poisoned, simple_spec
 
 DEVICES = jax.devices()
 MESHES = [jax.make_mesh((4,), ("heads",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]

@@ -12,7 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import (
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax import AttentionSpec, KVCache, KVCacheDType, gather_kv
+from kvjax.kernels import arithmetic, compat
+from kvjax.kernels.registers import THREADS, lane_layout
+from support.helpers import (
     FP8_NAMES,
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -25,12 +31,6 @@ from helpers import (
     run_write,
     simple_spec,
 )
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from kvjax import AttentionSpec, KVCache, KVCacheDType, gather_kv
-from kvjax.kernels import arithmetic, compat
-from kvjax.kernels.registers import THREADS, lane_layout
 
 Case = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""What test files share. A test file imports no other test file."""

@@ -1,0 +1,37 @@
+"""The layers of kvjax, in the order in which they may import each other."""
+
+from __future__ import annotations
+
+# A module of kvjax imports only from its own layer and from those that stand before it. A subpackage is one layer;
+# "kvjax" itself, the public names, stands where a module may use them as any caller does.
+LAYERS = (
+    "errors",
+    "layer_names",
+    "tensor_files",
+    "dtypes",
+    "layouts",
+    "pages",
+    "spec",
+    "block_pool",
+    "partition",
+    "memory",
+    "scale_values",
+    "checkpoint",
+    "hf_config",
+    "model_config",
+    "layer_choice",
+    "resolve",
+    "quant",
+    "cache",
+    "kernels",
+    "binaries",
+    "ops",
+    "scales",
+    "calibration",
+    "step",
+    "kvjax",
+    "table",
+    "demo",
+    "cli",
+    "__main__",
+)
