@@ -43,12 +43,12 @@ from kvjax import (
     KVCacheDType,
     VScaleLayout,
     gather_kv,
-    kernels,
     paged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
 )
 from kvjax.kernels import codecs
+from kvjax.ops.route import Query, route
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
@@ -101,8 +101,8 @@ def run(
     query = jnp.asarray(rng.standard_normal((2, 2, 4 * spec.num_kv_heads, spec.head_size), np.float32), jnp.bfloat16)
     chunks = jnp.asarray(rng.standard_normal((105, *query.shape[2:]), np.float32), jnp.bfloat16)
     sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
-    attends = attends and kernels.why_no_attention(spec) is None
-    has_prompts = has_prompts and kernels.why_no_attention(spec) is None
+    is_served = route(spec, Query(query.dtype), None).why_no_decode_kernel is None
+    attends, has_prompts = attends and is_served, has_prompts and is_served
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
         cache = KVCache.allocate(spec, num_blocks)
         if is_from_torch:

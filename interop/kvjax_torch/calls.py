@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvjax import AttentionSpec, UnsupportedError, kernels
+from kvjax.ops.route import Query, Route, route
 from kvjax_torch.dtypes import numpy_dtype
 from kvjax_torch.plan import (
     AttentionPlan,
@@ -187,10 +188,16 @@ class AttentionPart(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
+def route_of(plan: AttentionPlan, device: torch.device) -> Route:
+    """What serves a call on a device, without the limits of `has_attention`."""
+    return route(plan.cache.spec, Query(numpy_dtype(plan.dtype), plan.sm_scale > 0), target_of(device))
+
+
+@functools.lru_cache(maxsize=1024)
 def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[AttentionPart, ...]:
     """The parts of a call, in the order they run; none if no kernel supports such a cache or query on the device."""
     spec = plan.cache.spec
-    if plan.dtype is torch.float32 or kernels.why_no_attention(spec, target=target_of(device)) is not None:
+    if route_of(plan, device).why_no_decode_kernel is not None:
         return ()
     parts = []
     for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):

@@ -23,21 +23,6 @@ _ROW_ALIGNMENT = 4
 """Bytes of a query's elements that a thread loads, and of those of a result that it stores, at once."""
 
 
-@functools.lru_cache(maxsize=1024)
-def serves(plan: AttentionPlan, device: torch.device) -> bool:
-    """Whether the kernels serve the prompts of such a call on a device.
-
-    They take the maximum of a row before they multiply by `sm_scale`, which has to be positive.
-    """
-    spec = plan.cache.spec
-    sizes = spec.head_size, spec.head_size_v
-    if spec.dtype.is_quantized:
-        is_dense = spec.dtype.exact_in is not None
-    else:
-        is_dense = torch_dtype(spec.storage_dtype) is plan.dtype
-    return plan.dtype.itemsize == 2 and is_dense and plan.sm_scale > 0 and is_for(device, sizes)
-
-
 def is_for(device: torch.device, head_sizes: tuple[int, int]) -> bool:
     """Whether the kernels are for a device and for heads of these sizes, of keys and of values."""
     return kernels.why_no_prompts(head_sizes, calls.target_of(device)) is None
@@ -90,7 +75,7 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tu
     In several segments, their rows must before hold the results of rows that see nothing.
 
     Args:
-      plan: of a call that `serves` accepts.
+      plan: of a call that the kernels serve.
       step: the call.
       schedule: its division.
       lots: that of its prompts.

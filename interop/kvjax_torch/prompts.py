@@ -13,7 +13,6 @@ import torch
 from kvjax import kernels
 from kvjax.ops.options import num_reached_blocks, prompts_at_once
 from kvjax_torch import calls, cuda, dense, ragged_step
-from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
 from kvjax_torch.ragged_step import Step
 
@@ -37,16 +36,16 @@ class Sequences(NamedTuple):
     ends: torch.Tensor
 
 
-def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount) -> None:
+def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, dtype: torch.dtype) -> None:
     """Serves the prompts of a step in lots of as many as `options.DENSE_BYTES` allows, and stores their results.
 
     Args:
       plan: of the call.
       step: the call.
       placement: the kernel of `ragged_step.place`.
+      dtype: of products, 16 bits where these hold keys and values exactly.
     """
-    attention, spec = plan.attention, plan.attention.cache.spec
-    table, dtype = step.tensors.block_table, _dense_dtype(plan.attention)
+    attention, spec, table = plan.attention, plan.attention.cache.spec, step.tensors.block_table
     bounds = step.cu_q_lens.clamp(0, step.query.shape[0]).to(torch.int64)
     q_lens, num_seqs = bounds.diff(), table.shape[0]
     is_prompt = (q_lens > attention.q_len) & (q_lens <= plan.max_q_len)
@@ -62,20 +61,6 @@ def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount) -> None:
         some = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _reached(attention, _own_sequences(step, bounds, some), num_blocks)
         _attend_to_lot(plan, step, placement, own, dtype)
-
-
-def _dense_dtype(plan: AttentionPlan) -> torch.dtype:
-    """The dtype of query rows, keys and values in products: one of 16 bits if it holds keys and values exactly.
-
-    That is the query's for a cache that stores it, and float16, with three more bits than bfloat16, for quantized ones.
-    It holds codes exactly, but not codes times scales that differ among tokens.
-    """
-    spec = plan.cache.spec
-    if plan.dtype is torch.float32:
-        return torch.float32
-    if spec.dtype.is_quantized:
-        return torch.float32 if (exact := spec.dtype.exact_in) is None else torch_dtype(exact)
-    return plan.dtype if torch_dtype(spec.storage_dtype) is plan.dtype else torch.float32
 
 
 def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Sequences:

@@ -14,6 +14,7 @@ import torch
 from kvjax import UnsupportedError, kernels
 from kvjax.ops.options import restricting
 from kvjax_torch import calls, cuda, prompt_kernels, prompts, ragged_step
+from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.ragged_step import Packed, Step
 
@@ -32,7 +33,8 @@ def attend(
       UnsupportedError: batch invariance is requested, and prompts may come that the prompt kernel does not serve.
     """
     attention = plan.attention
-    by_kernels = plan.max_prompts > 0 and prompt_kernels.serves(attention, query.device)
+    served = calls.route_of(attention, query.device)
+    by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
     if attention.batch_invariant and plan.max_prompts and not by_kernels:
         raise UnsupportedError(
             f"got batch_invariant=True and room for {plan.max_prompts} sequences of more than"
@@ -63,7 +65,7 @@ def attend(
     if lots is not None:
         prompt_kernels.attend(of_prompts, step, schedule, lots, own)
     elif plan.max_prompts:
-        prompts.attend(of_prompts, step, step_kernels.place)
+        prompts.attend(of_prompts, step, step_kernels.place, torch_dtype(served.dense_dtype))
     return out, lse
 
 

@@ -5,7 +5,6 @@ The names exported here are for launchers that pass addresses instead of JAX arr
 
 from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES
 from kvjax.kernels.attention import passes as attention_passes
-from kvjax.kernels.attention import why_not as why_no_attention
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
 from kvjax.kernels.gather import any_count as gather_kernel
@@ -62,7 +61,6 @@ __all__ = [
     "prompt_segments",
     "step_schedule_kernel",
     "step_schedule_programs",
-    "why_no_attention",
     "why_no_prompts",
     "write_kernel",
 ]

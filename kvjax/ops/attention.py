@@ -29,6 +29,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
 from kvjax.ops.options import as_bool, as_sm_scale, as_soft_cap
+from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.partition import Signature, partition_of
 from kvjax.spec import AttentionSpec
@@ -150,8 +151,8 @@ def paged_attention(
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
     batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
-    candidates = _candidates(jnp.dtype(rows.dtype), window_array is None, sizes)
-    serve = select.choose("paged_attention", implementation, candidates, cache)
+    asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes)
+    serve = select.choose("paged_attention", implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         rows,
@@ -237,34 +238,19 @@ def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: in
     return kernel.BatchSizes(num_seqs, q_len, num_heads // cache.spec.num_kv_heads, max_blocks)
 
 
-def why_not_mosaic(
-    query_dtype: np.dtype[Any],
-    is_window_static: bool,
-    sizes: kernel.BatchSizes | None,
-    spec: AttentionSpec,
-    target: Target | None,
-) -> str | None:
-    """Returns why the kernel cannot serve queries of a dtype over caches of a spec; None if it can.
-
-    `sizes` are those of a batch-invariant call, None for other calls; `target` is None where the GPU is unknown.
-    """
-    if not is_window_static:
-        return "sliding_window: got an array, expected an int"
-    if query_dtype == np.float32:
-        return "query: got float32, expected float16 or bfloat16"
-    return kernel.why_not(spec, sizes, target)
+def why_no_kernels(query: Query, spec: AttentionSpec, target: Target | None) -> str | None:
+    """Returns why kernels cannot serve a call over caches of a spec; None if they can."""
+    return route(spec, query, target).why_no_kernels
 
 
 @functools.lru_cache(maxsize=1024)
-def _candidates(
-    query_dtype: np.dtype[Any], is_window_static: bool, sizes: kernel.BatchSizes | None
-) -> select.Candidates:
+def _candidates(query: Query) -> select.Candidates:
     return select.Candidates(
         parameters=("cache", "query", *kernel.ReadArrays._fields, "sliding_window"),
         xla=_attention_xla,
         mosaic=attention_mosaic,
         results=attended,
-        why_not_mosaic=functools.partial(why_not_mosaic, query_dtype, is_window_static, sizes),
+        why_not_mosaic=functools.partial(why_no_kernels, query),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=(

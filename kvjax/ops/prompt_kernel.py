@@ -7,89 +7,61 @@ joined. Where few rows see many tokens, their tokens are divided into segments, 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from kvjax.cache import KVCache
 from kvjax.kernels import prompts as kernel
-from kvjax.kernels.target import Target
+from kvjax.kernels.attention import Softmax
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
-from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once, restricting
+from kvjax.ops.options import most_segments, prompts_at_once, restricting
 from kvjax.ops.prompts import (
     Dense,
+    Prompts,
     Sequences,
-    in_batches,
+    by_lots,
     of_each_head,
     reached_blocks,
 )
-from kvjax.spec import AttentionSpec
 
 
-def serves(spec: AttentionSpec, dtype: np.dtype[Any], sm_scale: float, target: Target) -> bool:
-    """Returns whether the kernel attends with queries of a dtype over pages of a spec on a target.
+def attend(prompts: Prompts, results: tuple[jax.Array, jax.Array], options: Softmax) -> tuple[jax.Array, jax.Array]:
+    """Attends with the rows of prompts, in lots of as many as `options.DENSE_BYTES` holds.
 
-    It takes the maximum of a row before it multiplies by `sm_scale`, which has to be positive.
-    """
-    is_dense = spec.dtype.is_quantized or spec.storage_dtype == dtype
-    return is_dense and sm_scale > 0 and kernel.why_not((spec.head_size, spec.head_size_v), target) is None
-
-
-def attend(
-    cache: KVCache,
-    query: jax.Array,
-    sequences: Sequences,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    results: tuple[jax.Array, jax.Array],
-    *,
-    max_q_len: int,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-    batch_invariant: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of some sequences, as many at once as `options.DENSE_BYTES` hold.
-
-    Args are those of `prompts.attend`. With `batch_invariant`, rows are not divided into segments, whose number depends
-    on the batch, and tiles of tokens begin where they would in any table. `results` are those of other rows, and for
-    these rows those of rows that attend to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the
-    query's dtype, and the log-sum-exp, float32 `[num_tokens, num_heads]`.
+    With `batch_invariant`, rows are not divided into segments, whose number depends on the batch, and tiles of tokens
+    begin where they would in any table. `results` are those of other rows, and for these rows those of rows that attend
+    to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp,
+    float32 `[num_tokens, num_heads]`.
 
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
     """
-    num_prompts, max_blocks = sequences.table.shape
-    spec, num_tokens = cache.spec, query.shape[0]
-    window = restricting(window, max_blocks * spec.block_size)
-    problem = kernel.Problem(max_q_len, window, logits_soft_cap)
-    dtype = Dense.dtype_of(cache, query)
+    spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
+    num_prompts = len(prompts.sequences.lens)
+    options = options._replace(window=restricting(options.window, prompts.max_tokens))
+    problem = kernel.Problem(prompts.max_q_len, options.window, options.logits_soft_cap)
     padding = max(kernel.ROWS - num_tokens, 0)
-    rows = jnp.pad(query, ((0, padding), (0, 0), (0, 0)))
+    rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
 
-    reached = num_reached_blocks(window, max_q_len, max_blocks, spec.block_size) * spec.block_size
-    prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * dtype.itemsize
+    reached = prompts.max_reached(options.window)
+    prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
     at_once = prompts_at_once(prompt_bytes, num_prompts)
-    most = most_segments(num_tokens, query.shape[1], spec.head_size_v * query.dtype.itemsize)
-    max_segments = 1 if batch_invariant else most
-    alignment = kernel.TOKENS if batch_invariant else kernel.ALIGNMENT
-    config = kernel.choose(spec, at_once, max_q_len, query.shape[1], reached, max_segments)
+    most = most_segments(num_tokens, num_heads, spec.head_size_v * out.dtype.itemsize)
+    max_segments = 1 if options.batch_invariant else most
+    alignment = kernel.TOKENS if options.batch_invariant else kernel.ALIGNMENT
+    config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
 
-    def attend_batch(results: tuple[jax.Array, jax.Array], batch: Sequences) -> tuple[jax.Array, jax.Array]:
-        dense = Dense.of(cache, query, batch, k_scale)
+    def attend_lot(results: tuple[jax.Array, jax.Array], lot: Sequences) -> tuple[tuple[jax.Array, jax.Array], None]:
+        dense = Dense.of(prompts, lot)
         if config.segments == 1:
-            return _in_place(
-                _operands(dense, rows, v_scale, sinks, problem, sm_scale, alignment), results, problem, config
-            )
+            operands = _operands(dense, rows, prompts.sinks, problem, options.sm_scale, alignment)
+            return _in_place(operands, results, problem, config), None
         # Rows that attend to nothing are one more part, with the sinks.
-        operands = _operands(dense, rows, v_scale, None, problem, sm_scale, alignment)
+        operands = _operands(dense, rows, None, problem, options.sm_scale, alignment)
         out, lse = results
         parts = (
             lax.empty((config.segments, *out.shape[1:]), out.dtype),
@@ -97,27 +69,21 @@ def attend(
         )
         outs, lses = _in_place(operands, parts, problem, config)
         merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
-        return merged.astype(out.dtype)[None], lse[None]
+        return (merged.astype(out.dtype)[None], lse[None]), None
 
-    if at_once == num_prompts:
-        results = attend_batch(results, sequences)
-    else:
-        batches = in_batches(sequences, at_once)
-        results, _ = lax.scan(lambda *args: (attend_batch(*args), None), results, batches)
-    out, lse = results
+    (out, lse), _ = by_lots(attend_lot, results, prompts.sequences, at_once)
     return out[0, :num_tokens], lse[0, :num_tokens]
 
 
 def _operands(
     dense: Dense,
     rows: jax.Array,
-    v_scale: jax.Array,
     sinks: jax.Array | None,
     problem: kernel.Problem,
     sm_scale: float,
     alignment: int,
 ) -> kernel.Operands:
-    cache, sequences = dense.cache, dense.sequences
+    cache, sequences, v_scale = dense.prompts.cache, dense.sequences, dense.prompts.v_scale
     spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
     first_row = sequences.lens - sequences.q_lens  # the position of its token
     # What only rows that are left out see may be NaN, which a weight of 0 does not remove.

@@ -7,6 +7,7 @@ of the dense rows, keys and values in 16 bits, sums in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.errors import UnsupportedError
+from kvjax.kernels.attention import Softmax
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.ops.options import num_reached_blocks, prompts_at_once, restricting
@@ -41,66 +42,83 @@ class Sequences(NamedTuple):
     q_lens: jax.Array
 
 
-def attend(
-    cache: KVCache,
-    query: jax.Array,
-    sequences: Sequences,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    max_q_len: int,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of some sequences, in batches of as many as `options.DENSE_BYTES` hold.
+class Prompts(NamedTuple):
+    """The rows of prompts, and what they attend to.
 
-    Args:
+    Attributes:
       cache: of one layer, on one device.
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`.
-      sequences: whose rows they are; beyond `max_q_len` the last rows may be left out.
+      sequences: whose rows they are.
+      max_q_len: most rows of a sequence; of one with more, the last rows may be left out.
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      max_q_len: most rows of a sequence.
-      sm_scale: factor on the logits.
-      window: tokens that a row attends to, its own included.
-      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      dtype: of dense rows, keys and values: `route.dense_dtype`.
+    """
+
+    cache: KVCache
+    query: jax.Array
+    sequences: Sequences
+    max_q_len: int
+    k_scale: jax.Array
+    v_scale: jax.Array
+    sinks: jax.Array | None
+    dtype: np.dtype[Any]
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens that a row of the block table holds."""
+        return self.sequences.table.shape[1] * self.cache.spec.block_size
+
+    def max_reached(self, window: int | None) -> int:
+        """The most tokens in the blocks that the rows of a sequence reach."""
+        size = self.cache.spec.block_size
+        return num_reached_blocks(window, self.max_q_len, self.sequences.table.shape[1], size) * size
+
+
+def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
+    """Attends with the rows of prompts, in lots of as many as `options.DENSE_BYTES` holds.
 
     Returns:
       The rows of each sequence from its first on: `[num_prompts, max_q_len, num_heads, head_size_v]` of the query's
       dtype, and the float32 log-sum-exp `[num_prompts, max_q_len, num_heads]`.
     """
-    spec, (num_prompts, max_blocks) = cache.spec, sequences.table.shape
-    window = restricting(window, max_blocks * spec.block_size)
+    cache, query, sequences, max_q_len, *_ = prompts
+    spec = cache.spec
+    options = options._replace(window=restricting(options.window, prompts.max_tokens))
 
-    def attend_batch(batch: Sequences) -> tuple[jax.Array, jax.Array]:
-        dense = Dense.of(cache, query, batch, k_scale)
-        out, lse = _by_online_softmax(
-            dense, sinks, max_q_len, sm_scale=sm_scale, window=window, logits_soft_cap=logits_soft_cap
-        )
+    def attend_lot(carried: None, lot: Sequences) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        out, lse = _by_online_softmax(Dense.of(prompts, lot), options)
         if spec.dtype.is_quantized:
-            out *= of_each_head(v_scale, spec, query.shape[1])[None, None, :, None]
-        return out.astype(query.dtype), lse
+            out *= of_each_head(prompts.v_scale, spec, query.shape[1])[None, None, :, None]
+        return carried, (out.astype(query.dtype), lse)
 
-    reached = num_reached_blocks(window, max_q_len, max_blocks, spec.block_size) * spec.block_size
-    elements = (reached * spec.num_kv_heads + 3 * max_q_len * query.shape[1]) * (spec.head_size + spec.head_size_v)
-    at_once = prompts_at_once(elements * Dense.dtype_of(cache, query).itemsize, num_prompts)
-    if at_once == num_prompts:
-        return attend_batch(sequences)
-    out, lse = (lax.collapse(x, 0, 2)[:num_prompts] for x in lax.map(attend_batch, in_batches(sequences, at_once)))
-    return out, lse
+    rows = prompts.max_reached(options.window) * spec.num_kv_heads + 3 * max_q_len * query.shape[1]
+    lot_bytes = rows * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
+    _, found = by_lots(attend_lot, None, sequences, prompts_at_once(lot_bytes, len(sequences.lens)))
+    return found
 
 
-def in_batches(sequences: Sequences, at_once: int) -> Sequences:
-    """Returns the sequences in batches, a leading dimension; the last one is padded."""
+def by_lots[Carried, Found](
+    attend: Callable[[Carried, Sequences], tuple[Carried, Found]],
+    carried: Carried,
+    sequences: Sequences,
+    at_once: int,
+) -> tuple[Carried, Found]:
+    """Calls `attend` with what is carried and `at_once` sequences at a time, the last of which may be padding.
+
+    Returns what is carried in the end, and what was found for each sequence.
+    """
+    num_seqs = len(sequences.lens)
+    if at_once == num_seqs:
+        return attend(carried, sequences)
 
     def divided(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, -len(x) % at_once), *((0, 0),) * (x.ndim - 1)))
         return padded.reshape(-1, at_once, *x.shape[1:])
 
-    return Sequences(*map(divided, sequences))
+    carried, found = lax.scan(attend, carried, Sequences(*map(divided, sequences)))
+    return carried, jax.tree.map(lambda x: lax.collapse(x, 0, 2)[:num_seqs], found)
 
 
 def reached_blocks(sequences: Sequences, max_q_len: int, window: int, block_size: int) -> tuple[jax.Array, jax.Array]:
@@ -126,77 +144,57 @@ class Dense(NamedTuple):
     Unquantized pages keep the query's dtype if it is theirs, else all is float32.
 
     Attributes:
-      cache: of one layer.
-      query: `[num_tokens, num_heads, head_size]`.
+      prompts: the call.
       sequences: whose rows these are.
       factor: per query head, float32 `[num_heads]`.
       k_scale: float32, a power of two.
-      dtype: of rows, keys and values.
     """
 
-    cache: KVCache
-    query: jax.Array
+    prompts: Prompts
     sequences: Sequences
     factor: jax.Array
     k_scale: jax.Array
-    dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, cache: KVCache, query: jax.Array, sequences: Sequences, k_scale: jax.Array) -> Dense:
-        """The rows, keys and values of sequences; `k_scale` as in `attend`."""
-        spec, num_heads, dtype = cache.spec, query.shape[1], cls.dtype_of(cache, query)
+    def of(cls, prompts: Prompts, sequences: Sequences) -> Dense:
+        """The rows, keys and values of some of the sequences."""
+        spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
         if not spec.dtype.is_quantized:
-            return cls(cache, query, sequences, jnp.ones(num_heads, jnp.float32), k_scale, dtype)
+            return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)
         rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # a scale of 1 becomes 1 and 1
-        return cls(cache, query, sequences, of_each_head(rest, spec, num_heads), power, dtype)
-
-    @staticmethod
-    def dtype_of(cache: KVCache, query: jax.Array) -> np.dtype[Any]:
-        """Returns the dtype of dense rows, keys and values."""
-        if cache.spec.dtype.is_quantized:
-            if (exact := cache.spec.dtype.exact_in) is None:
-                raise UnsupportedError(f"dtype: got {cache.spec.dtype.value!r}, which no 16-bit dtype holds exactly")
-            return exact
-        return query.dtype if cache.spec.storage_dtype == query.dtype else np.dtype(np.float32)
+        return cls(prompts, sequences, of_each_head(rest, spec, num_heads), power)
 
     def rows(self, first: jax.Array, num_rows: int) -> jax.Array:
         """Returns the query's rows for positions from `first` on; arbitrary rows where a position has none."""
         _, lens, q_ends, _ = self.sequences
         row = (q_ends - lens + first)[:, None] + jnp.arange(num_rows)[None, :]
-        rows = self.query[jnp.clip(row, 0, self.query.shape[0] - 1)]
-        if not self.cache.spec.dtype.is_quantized:
-            return rows.astype(self.dtype)
+        query, dtype = self.prompts.query, self.prompts.dtype
+        rows = query[jnp.clip(row, 0, query.shape[0] - 1)]
+        if not self.prompts.cache.spec.dtype.is_quantized:
+            return rows.astype(dtype)
         most = float(np.finfo(np.float16).max)
-        return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(self.dtype)
+        return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(dtype)
 
     def gather(self, table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values of a table's blocks, zeros for entries without one."""
         one = jnp.ones((), jnp.float32)
-        return gather_mosaic(self.cache, table, lens, None, self.k_scale, one, dtype=self.dtype)
+        return gather_mosaic(self.prompts.cache, table, lens, None, self.k_scale, one, dtype=self.prompts.dtype)
 
 
-def _by_online_softmax(
-    dense: Dense,
-    sinks: jax.Array | None,
-    max_q_len: int,
-    *,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+def _by_online_softmax(dense: Dense, options: Softmax) -> tuple[jax.Array, jax.Array]:
     """Returns the results of the first `max_q_len` rows of each sequence, before the scale of the values."""
-    cache, sequences, num_heads = dense.cache, dense.sequences, dense.query.shape[1]
+    sequences, (cache, query, _, max_q_len, *_) = dense.sequences, dense.prompts
     spec, table, lens = cache.spec, sequences.table, sequences.lens
     first = lens - sequences.q_lens
     row = jnp.arange(max_q_len)[None, :]
     positions = jnp.where(row < sequences.q_lens[:, None], first[:, None] + row, -1)
-    if window is not None:
-        table, start = reached_blocks(sequences, max_q_len, window, spec.block_size)
+    if options.window is not None:
+        table, start = reached_blocks(sequences, max_q_len, options.window, spec.block_size)
         skipped = start // spec.block_size * spec.block_size
         lens, positions = lens - skipped, positions - skipped[:, None]
     num_prompts, max_blocks = table.shape
-    logits_bytes = 4 * num_prompts * max_q_len * num_heads
+    logits_bytes = 4 * num_prompts * max_q_len * query.shape[1]
     size = softmax.blocks_per_chunk(max_blocks, logits_bytes * spec.block_size, LOGITS_BYTES)
     num_chunks = -(-max_blocks // size)
     table = jnp.pad(table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
@@ -210,15 +208,5 @@ def _by_online_softmax(
         )
         return key, value, is_there
 
-    return softmax.attend(
-        dense.rows(first, max_q_len),
-        read,
-        num_chunks,
-        positions,
-        sinks,
-        num_kv_heads=spec.num_kv_heads,
-        head_size_v=spec.head_size_v,
-        sm_scale=sm_scale,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
-    )
+    chunks = softmax.Chunks(num_chunks, read)
+    return softmax.attend(dense.rows(first, max_q_len), chunks, positions, dense.prompts.sinks, spec, options)

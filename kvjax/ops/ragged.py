@@ -14,8 +14,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
-from kvjax.kernels.codecs import why_not_pages
-from kvjax.kernels.target import Target, current
+from kvjax.kernels.target import current
 from kvjax.ops import prompt_kernel, prompts, select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -37,14 +36,14 @@ from kvjax.ops.attention import (
     attention_mosaic,
     invariant_batch,
     own_query_sequences,
-    why_not_mosaic,
+    why_no_kernels,
 )
 from kvjax.ops.gather import as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
+from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
-from kvjax.spec import AttentionSpec
 
 TILE_ROWS = 64
 """Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
@@ -193,15 +192,14 @@ def ragged_paged_attention(
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
     sm_scale = as_sm_scale(sm_scale, spec.head_size)
-    scale_of_prompts = sm_scale if batch_invariant and limits.max_prompts else None
     sizes = None
     if batch_invariant:
         # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
         decode = limits.decode_q_len
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         sizes = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    candidates = _candidates(jnp.dtype(query.dtype), window_array is None, scale_of_prompts, sizes)
-    serve = select.choose("ragged_paged_attention", implementation, candidates, cache)
+    asked = Query(jnp.dtype(query.dtype), sm_scale > 0, window_array is None, limits.max_prompts > 0, sizes)
+    serve = select.choose("ragged_paged_attention", implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         query,
@@ -211,8 +209,7 @@ def ragged_paged_attention(
         *sequences[2:],
         sinks,
         window_array,
-        limits=limits,
-        softmax=kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant),
+        options=Options(limits, kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant), asked),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
     attended, lse = (
@@ -243,8 +240,22 @@ def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tup
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
+class Options(NamedTuple):
+    """The static part of a call.
+
+    Attributes:
+      limits: sizes that the program is compiled for; in XLA no result depends on them.
+      softmax: as in `paged_attention`'s implementations.
+      query: what decides which kernels serve the call.
+    """
+
+    limits: Buckets
+    softmax: kernel.Softmax
+    query: Query
+
+
 def _ragged_xla(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Buckets, softmax: kernel.Softmax
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
@@ -255,20 +266,19 @@ def _ragged_xla(
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
       arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
         `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
-      limits: in XLA no result depends on them.
-      softmax: as in `paged_attention`'s implementations.
+      options: see there.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
       dimension is that of the shares of the cache's blocks.
     """
-    read, q_starts, q_ends, softmax = _as_read(arrays, softmax)
+    read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
     num_tokens, num_seqs = query.shape[0], read.block_table.shape[0]
     nothing = _nothing(query, read.sinks, cache.spec.head_size_v)
     if not query.size or not num_seqs:
         return nothing[0][None], nothing[1][None]
     cache, block_table = in_one_layer(cache, read.layer, read.block_table)
-    size = min(1 << (limits.max_q_len - 1).bit_length(), TILE_ROWS)
+    size = min(1 << (options.limits.max_q_len - 1).bit_length(), TILE_ROWS)
     at_once = 1 if softmax.batch_invariant else TILE_ROWS // size
     num_tiles = (jnp.maximum(q_ends - q_starts, 0) + size - 1) // size
     last_tile = jnp.cumsum(num_tiles)
@@ -317,19 +327,19 @@ def _as_read(
 
 
 def _ragged_mosaic(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, limits: Buckets, softmax: kernel.Softmax
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the decode kernel for short sequences and with `prompts` for the others.
 
     Returns what `_ragged_xla` does. Shapes are static; the device computes which path serves a sequence. On the decode
     path, a sequence of the other path has length 0.
     """
-    read, q_starts, q_ends, _ = _as_read(arrays, softmax)
+    read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
     block_table, seq_lens, layer, k_scale, v_scale, sinks = read
-    max_q_len, max_prompts, decode_q_len = limits
+    max_q_len, max_prompts, decode_q_len = options.limits
     num_tokens, num_seqs = query.shape[0], block_table.shape[0]
     if not query.size or not block_table.size:
-        return _ragged_xla(cache, query, *arrays, limits=limits, softmax=softmax)
+        return _ragged_xla(cache, query, *arrays, options=options)
     q_lens = jnp.maximum(q_ends - q_starts, 0)
     is_short = q_lens <= decode_q_len
     rows = Rows.of(num_tokens, q_starts, q_ends)
@@ -352,14 +362,12 @@ def _ragged_mosaic(
         q_ends.at[chosen].get(mode="fill", fill_value=0),
         q_lens.at[chosen].get(mode="fill", fill_value=0),
     )
-    numbers = {name: getattr(softmax, name) for name in ("sm_scale", "window", "logits_soft_cap")}
-    if prompt_kernel.serves(cache.spec, query.dtype, softmax.sm_scale, current()):
-        out, lse = prompt_kernel.attend(
-            cache, query, sequences, k_scale, v_scale, sinks, short,
-            max_q_len=max_q_len, batch_invariant=softmax.batch_invariant, **numbers,
-        )  # fmt: skip
+    chosen_route = route(cache.spec, options.query, current())
+    long = prompts.Prompts(cache, query, sequences, max_q_len, k_scale, v_scale, sinks, dtype=chosen_route.dense_dtype)
+    if chosen_route.why_no_prompt_kernel is None:
+        out, lse = prompt_kernel.attend(long, short, softmax)
         return out[None], lse[None]
-    found = prompts.attend(cache, query, sequences, k_scale, v_scale, sinks, max_q_len=max_q_len, **numbers)
+    found = prompts.attend(long, softmax)
     rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - from_end
     is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts) & (row < max_q_len)
     out, lse = _where(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
@@ -401,32 +409,8 @@ def _attended(*args: Any, **static: Any) -> Any:
     return tuple(jax.ShapeDtypeStruct((1, *result.shape), result.dtype) for result in attended(*args, **static))
 
 
-def _why_not_mosaic(
-    query_dtype: np.dtype[Any],
-    is_window_static: bool,
-    scale_of_prompts: float | None,
-    sizes: kernel.BatchSizes | None,
-    spec: AttentionSpec,
-    target: Target | None,
-) -> str | None:
-    """Returns why the kernels cannot serve a call; `scale_of_prompts` is None if their bits may vary."""
-    if scale_of_prompts is not None and not prompt_kernel.serves(
-        spec, query_dtype, scale_of_prompts, target or Target()
-    ):
-        return (
-            "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"
-            " batch; batch_invariant=True needs max_prompts=0"
-        )
-    return why_not_mosaic(query_dtype, is_window_static, sizes, spec, target) or why_not_pages(spec)
-
-
 @functools.lru_cache(maxsize=1024)
-def _candidates(
-    query_dtype: np.dtype[Any],
-    is_window_static: bool,
-    scale_of_prompts: float | None,
-    sizes: kernel.BatchSizes | None,
-) -> select.Candidates:
+def _candidates(query: Query) -> select.Candidates:
     sequences = ("sequences blocks_in_order", "sequences", "sequences", "sequences")
     names = "query", "block_table", "seq_lens", "q_starts", "q_ends", *kernel.ReadArrays._fields[2:]
     return select.Candidates(
@@ -434,7 +418,7 @@ def _candidates(
         xla=_ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,
-        why_not_mosaic=functools.partial(_why_not_mosaic, query_dtype, is_window_static, scale_of_prompts, sizes),
+        why_not_mosaic=functools.partial(why_no_kernels, query),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
             arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),

@@ -18,6 +18,7 @@ from jax import lax
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import ReadArrays, Softmax
 from kvjax.ops.gather import gather_xla, token_mask
+from kvjax.spec import AttentionSpec
 
 CHUNK_BYTES = 64 << 20
 """Limit on the keys, values and logits of a chunk together; a chunk of one block per sequence may exceed it."""
@@ -25,9 +26,18 @@ CHUNK_BYTES = 64 << 20
 INVARIANT_TOKENS = 1024
 """Tokens in a chunk whose size must not depend on the batch; a single block may hold more."""
 
-Read = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
-"""Returns a chunk by number: keys `[num_seqs, size, num_kv_heads, head_size]`, values and the mask of existing tokens,
-bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size` on."""
+
+class Chunks(NamedTuple):
+    """The tokens of sequences, in chunks.
+
+    Attributes:
+      number: at least 1.
+      read: returns a chunk by number: keys `[num_seqs, size, num_kv_heads, head_size]`, values and the mask of existing
+        tokens, bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size` on.
+    """
+
+    number: int
+    read: Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class State(NamedTuple):
@@ -48,16 +58,11 @@ def sinks_of_heads(sinks: jax.Array | None, num_heads: int) -> jax.Array:
 
 def attend(
     query: jax.Array,
-    read: Read,
-    num_chunks: int,
+    chunks: Chunks,
     positions: jax.Array,
     sinks: jax.Array | None,
-    *,
-    num_kv_heads: int,
-    head_size_v: int,
-    sm_scale: float,
-    window: int | jax.Array | None,
-    logits_soft_cap: float | None,
+    spec: AttentionSpec,
+    softmax: Softmax,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with each row, at its position, to the tokens of its sequence up to there.
 
@@ -65,26 +70,23 @@ def attend(
 
     Args:
       query: `[num_seqs, num_rows, num_heads, head_size]`.
-      read: returns a chunk.
-      num_chunks: at least 1.
+      chunks: keys and values.
       positions: int32 `[num_seqs, num_rows]`; a row below 0 attends to nothing.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      num_kv_heads: of the keys and values.
-      head_size_v: of the values.
-      sm_scale: factor on the logits.
-      window: tokens that a row attends to, its own included.
-      logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      spec: of the cache that they are of.
+      softmax: the options.
 
     Returns:
       float32 `[num_seqs, num_rows, num_heads, head_size_v]` and `[num_seqs, num_rows, num_heads]`.
     """
     num_seqs, num_rows, num_heads, head_size = query.shape
+    num_kv_heads, head_size_v, cap = spec.num_kv_heads, spec.head_size_v, softmax.logits_soft_cap
     group = num_heads // num_kv_heads
     grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
     sink = sinks_of_heads(sinks, num_heads).reshape(1, num_kv_heads, 1, group)
 
-    first = read(0)
-    unit = _unit(num_chunks * first[0].shape[1], first[1].dtype)
+    first = chunks.read(0)
+    unit = _unit(chunks.number * first[0].shape[1], first[1].dtype)
 
     def step(state: State, number: jax.Array | int, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> State:
         keys, values, there = chunk
@@ -92,19 +94,19 @@ def attend(
         token = number * keys.shape[1] + jnp.arange(keys.shape[1])
         age = positions[:, :, None] - token[None, None, :]
         seen = (age >= 0) & there[:, None, :]
-        if window is not None:
-            seen &= age < window
+        if softmax.window is not None:
+            seen &= age < softmax.window
         # Masked values may be NaN, which a weight of 0 does not remove.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
-        logits = sm_scale * jnp.einsum(
+        logits = softmax.sm_scale * jnp.einsum(
             "shqgd,sthd->shqgt",
             grouped.astype(keys.dtype),
             keys,
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        if logits_soft_cap is not None:
-            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
         largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # -inf if nothing is unmasked: inf - inf would be NaN
@@ -128,9 +130,9 @@ def attend(
     )
     # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
     state = step(nothing, 0, first)
-    if num_chunks > 1:
-        numbers = jnp.arange(1, num_chunks)
-        state, _ = lax.scan(lambda state, number: (step(state, number, read(number)), None), state, numbers)
+    if chunks.number > 1:
+        numbers = jnp.arange(1, chunks.number)
+        state, _ = lax.scan(lambda state, number: (step(state, number, chunks.read(number)), None), state, numbers)
     out = state.weighted / jnp.where(state.total == 0.0, 1.0, state.total)[..., None]
     lse = jnp.where(state.largest == -jnp.inf, 0.0, state.largest) + jnp.log(state.total / unit)
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
@@ -175,18 +177,7 @@ def attend_pages(
         keys, values = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    return attend(
-        query,
-        read,
-        num_chunks,
-        positions,
-        sinks,
-        num_kv_heads=spec.num_kv_heads,
-        head_size_v=spec.head_size_v,
-        sm_scale=softmax.sm_scale,
-        window=softmax.window,
-        logits_soft_cap=softmax.logits_soft_cap,
-    )
+    return attend(query, Chunks(num_chunks, read), positions, sinks, spec, softmax)
 
 
 def one_by_one(

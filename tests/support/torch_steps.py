@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kvjax_torch
-from kvjax import KVCache
-from kvjax_torch import cuda, dense, host, prompt_kernels, ragged_step
+from kvjax import KVCache, kernels
+from kvjax_torch import calls, cuda, dense, host, ragged_step
 from kvjax_torch import ragged as on_gpu
 from kvjax_torch.plan import RaggedPlan
 from kvjax_torch.ragged_step import Packed, Schedule, Step
@@ -113,7 +113,8 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
     monkeypatch.setattr(ragged_step, "schedule", schedule_model)
     monkeypatch.setattr(ragged_step, "place", place_model)
-    monkeypatch.setattr(prompt_kernels, "serves", lambda *_: False)
+    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(compute_capability=(10, 0)))
+    monkeypatch.setattr(calls, "route_of", calls.route_of.__wrapped__)
     monkeypatch.setattr(dense, "product", product_model)
 
 

@@ -1,0 +1,102 @@
+"""What serves a call of attention: a pure function of the cache's spec, the call and the GPU.
+
+Operations on JAX arrays and `kvjax_torch` ask it; docs/attention.md has its table (`tools/attention_routes.py`). A step
+has rows of sequences that decode and rows of prompts. Each kind has one kernel and one fallback over gathered keys and
+values. From JAX, XLA serves the whole call where the decode kernel cannot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.kernels import attention
+from kvjax.kernels import prompts as prompt_kernel
+from kvjax.kernels.attention import BatchSizes
+from kvjax.kernels.codecs import why_not_pages
+from kvjax.kernels.target import Target
+from kvjax.spec import AttentionSpec
+
+
+class Query(NamedTuple):
+    """What of a call decides what serves it.
+
+    Attributes:
+      dtype: float32, float16 or bfloat16.
+      has_positive_scale: whether `sm_scale` is positive.
+      is_window_static: whether the window is an int or None, not an array on the device.
+      has_prompts: whether sequences with more query tokens than `decode_q_len` may come.
+      invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
+    """
+
+    dtype: np.dtype[Any]
+    has_positive_scale: bool = True
+    is_window_static: bool = True
+    has_prompts: bool = False
+    invariant: BatchSizes | None = None
+
+
+class Route(NamedTuple):
+    """What serves a call; each reason is None where the kernel serves.
+
+    Attributes:
+      why_no_decode_kernel: why the decode kernel does not serve sequences that decode.
+      why_no_prompt_kernel: why the prompt kernel does not serve prompts.
+      why_no_kernels: why kernels cannot serve the whole call on JAX arrays, so that XLA does.
+      dense_dtype: dtype of the gathered keys and values of prompts, and of the products of the fallback.
+    """
+
+    why_no_decode_kernel: str | None
+    why_no_prompt_kernel: str | None
+    why_no_kernels: str | None
+    dense_dtype: np.dtype[Any]
+
+
+def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
+    """Returns what serves a call over caches of a spec; `target` is None for an unknown GPU, as able as any."""
+    target = target or Target()
+    dense = dense_dtype(spec, query.dtype)
+    neither = _why_neither_kernel(query)
+    decode = neither or attention.why_not(spec, query.invariant, target)
+    prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
+    prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
+    return Route(decode, prompt, decode or prompts, dense)
+
+
+def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype of gathered keys and values: one of 16 bits if it holds what is stored, else float32.
+
+    That is the query's for a cache that stores it, and that of the table for quantized ones, without their scales.
+    """
+    held = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
+    is_other = not spec.dtype.is_quantized and held != query_dtype
+    return np.dtype(np.float32) if held is None or is_other or query_dtype == np.float32 else held
+
+
+def _why_neither_kernel(query: Query) -> str | None:
+    if not query.is_window_static:
+        return "sliding_window: got an array, expected an int"
+    if query.dtype == np.float32:
+        return "query: got float32, expected float16 or bfloat16"
+    return None
+
+
+def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:
+    if dense == np.float32:
+        if spec.dtype.is_quantized:
+            return f"it multiplies in 16 bits, which do not hold {spec.dtype.value!r} without its scales"
+        return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
+    if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies
+        return "sm_scale: got 0 or less, expected a positive number"
+    return prompt_kernel.why_not((spec.head_size, spec.head_size_v), target)
+
+
+def _why_no_prompts(spec: AttentionSpec, query: Query, why_no_prompt_kernel: str | None) -> str | None:
+    """Why kernels do not serve prompts over a JAX array: none gathers its pages, or bits depend on the batch."""
+    if query.invariant is not None and why_no_prompt_kernel is not None:
+        return (
+            "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"
+            " batch; batch_invariant=True needs max_prompts=0"
+        )
+    return why_not_pages(spec)
