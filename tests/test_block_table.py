@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from kvjax import KVCacheValueError  # noqa: E402
-from kvjax_torch.block_table import BlockTable  # noqa: E402
+from kvjax_torch.transformers.block_table import BlockTable  # noqa: E402
 
 
 def make_copies(table: BlockTable, slots: torch.Tensor) -> None:

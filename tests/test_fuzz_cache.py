@@ -330,7 +330,7 @@ class Tensors:
         from support import torch_helpers
 
         import kvjax_torch
-        from kvjax_torch.dtypes import torch_dtype
+        from kvjax_torch.arguments.dtypes import torch_dtype
 
         with self._lent(spec) as (key_cache, value_cache):
             dense = kvjax_torch.gather_kv(

@@ -32,7 +32,7 @@ from support.helpers import (
 )
 from support.interpret_mode import interpret_mode
 
-from kvjax import KVCacheDType, gather_kv, kernels
+from kvjax import KVCacheDType, binaries, gather_kv, kernels
 from kvjax.kernels.write import plan
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=lambda dtype: dtype.value)
@@ -61,14 +61,13 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
 )
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
-    launch = pytest.importorskip("kvjax_torch.launch")
     make, call = {
         "write": (write_kernel, functools.partial(call_write, unique_slots=False)),
         "write of unique slots": (write_kernel, functools.partial(call_write, unique_slots=True)),
         "gather": (gather_kernel, call_gather),
     }[operation]
     args = make(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).args
-    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call, dtype, num_kv_heads)
     [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0
@@ -101,9 +100,8 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
 )
 def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target):
     """Of vLLM's pages, whose scales leave everything at multiples of four bytes."""
-    launch = pytest.importorskip("kvjax_torch.launch")
     args = interleaved_kernel(dtype, operation).args
-    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call_interleaved, dtype, operation)
     [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0
@@ -175,10 +173,9 @@ ATTENTION = [
     [pytest.param(*each, marks=() if i in (1, 4, 8) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
-    launch = pytest.importorskip("kvjax_torch.launch")
     options = options | ({"target": kernels.Target(188, (12, 0), 99 * 1024)} if target == "rtx6000pro" else {})
     args = attention_kernel(operation, dtype, options).args
-    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call_attention, operation, dtype, options)
     [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0

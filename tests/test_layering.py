@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.layers import LAYERS
+from support.layers import LAYERS, TORCH_LAYERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,14 +30,9 @@ PRIVATE_JAX_MODULES = (
 # What the bridge uses of kvjax: public names, and what it shares with the operations on JAX arrays.
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries", "kvjax.ops.options", "kvjax.ops.route")
 # An extra of its own: what needs transformers is imported by its users alone.
-NEED_TRANSFORMERS = (
-    "kvjax_torch.calibrate",
-    "kvjax_torch.transformers_attention",
-    "kvjax_torch.transformers_cache",
-    "kvjax_torch.transformers_layer",
-)
+NEED_TRANSFORMERS = ("transformers", "transformers_cache")
 # A command that needs torch imports its part in the bridge when it runs: importing it loads no torch.
-COMMANDS = {"kvjax.cli.calibrate": "kvjax_torch.calibrate"}
+COMMANDS = {"kvjax.cli.calibrate": "kvjax_torch.transformers.calibrate"}
 
 
 class Module(NamedTuple):
@@ -78,18 +74,39 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def order_violations(kvjax_modules: Modules, modules: Modules) -> Iterator[str]:
-    for name, module in kvjax_modules.items():
+def order_violations(package: Modules, layers: Sequence[str], modules: Modules) -> Iterator[str]:
+    for name, module in package.items():
         layer = layer_of(name)
-        if layer not in LAYERS:
-            yield f"{name} has no place in LAYERS: add {layer!r} after the layers that it imports"
+        if layer not in layers:
+            yield f"{name} has no place in the layers: add {layer!r} after those that it imports"
             continue
-        allowed = LAYERS[: LAYERS.index(layer) + 1]
+        allowed = layers[: layers.index(layer) + 1]
+        for imported in (defining_module(imported, modules) for imported in imported_names(module)):
+            if imported in package and layer_of(imported) in layers and layer_of(imported) not in allowed:
+                yield f"{name} imports {imported}, which is above it"
+
+
+def bridge_imports(kvjax_modules: Modules, modules: Modules) -> Iterator[str]:
+    for name, module in kvjax_modules.items():
         for imported in (defining_module(imported, modules) for imported in imported_names(module)):
             if imported.split(".")[0] in ("torch", "kvjax_torch") and imported != COMMANDS.get(name):
                 yield f"{name} imports {imported}"
-            elif imported in kvjax_modules and layer_of(imported) in LAYERS and layer_of(imported) not in allowed:
-                yield f"{name} imports {imported}, which is above it"
+
+
+def circles(package: Modules) -> Iterator[str]:
+    """Modules of one layer that import each other."""
+    imports = {
+        name: {
+            used
+            for used in (defining_module(used, package) for used in imported_names(module))
+            if used in package and used != name and layer_of(used) == layer_of(name)
+        }
+        for name, module in package.items()
+    }
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        yield " imports ".join(reversed(error.args[1]))
 
 
 def non_public_imports(torch_modules: Modules, kvjax_modules: Modules) -> Iterator[str]:
@@ -114,13 +131,14 @@ def private_jax_imports(modules: Modules) -> Iterator[str]:
                 yield f"{name} imports {imported}"
 
 
+def needs_transformers(module: str) -> bool:
+    return module.split(".")[0] == "kvjax_torch" and layer_of(module) in NEED_TRANSFORMERS
+
+
 def transformers_imports(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
-        for imported in imported_names(module) if name not in NEED_TRANSFORMERS else ():
-            bridge = defining_module(imported, modules)
-            if imported.split(".")[0] == "transformers" or (
-                bridge in NEED_TRANSFORMERS and bridge != COMMANDS.get(name)
-            ):
+        for imported in imported_names(module) if not needs_transformers(name) else ():
+            if imported.split(".")[0] == "transformers":
                 yield f"{name} imports {imported}"
 
 
@@ -153,10 +171,15 @@ def vllm_imports(modules: Modules) -> Iterator[str]:
 
 def all_violations(kvjax: Path, interop: Path) -> list[str]:
     kvjax_modules = parse_modules(kvjax)
-    torch_modules = {**parse_modules(interop / "kvjax_torch"), **parse_modules(interop / "kvjax_vllm")}
+    bridge = parse_modules(interop / "kvjax_torch")
+    torch_modules = {**bridge, **parse_modules(interop / "kvjax_vllm")}
     both = {**kvjax_modules, **torch_modules}
     return [
-        *order_violations(kvjax_modules, both),
+        *order_violations(kvjax_modules, LAYERS, both),
+        *order_violations(bridge, TORCH_LAYERS, both),
+        *bridge_imports(kvjax_modules, both),
+        *circles(kvjax_modules),
+        *circles(bridge),
         *non_public_imports(torch_modules, kvjax_modules),
         *private_jax_imports(both),
         *transformers_imports(both),
@@ -183,16 +206,16 @@ ALLOWED = {
     "kvjax/kernels/write.py": "from . import compat\nfrom .. import errors\nfrom ..cache import KVCache",
     "kvjax/kernels/compat.py": "from jax._src import core",
     "kvjax/cli.py": "import kvjax\nfrom kvjax import cache",
-    "kvjax/cli/calibrate.py": "def run():\n    from kvjax_torch.calibrate import run",
-    "kvjax_torch/calibrate.py": "import transformers",
+    "kvjax/cli/calibrate.py": "def run():\n    from kvjax_torch.transformers.calibrate import run",
+    "kvjax_torch/transformers/calibrate.py": "import transformers",
     "kvjax_torch/__init__.py": "import kvjax\nfrom kvjax import KVCache\nkvjax.KVCache",
     "kvjax/ops/__init__.py": "",
     "kvjax/ops/options.py": "",
     "kvjax_torch/ops.py": "from kvjax import kernels\nfrom kvjax.kernels import build\nfrom kvjax.ops.options import f",
     "kvjax/binaries/module.py": "from jax._src.lib.mlir import ir",
-    "kvjax_torch/launch.py": "from kvjax import binaries\nimport torch",
-    "kvjax_torch/transformers_attention.py": "from transformers import AttentionInterface",
-    "kvjax_torch/transformers_cache.py": "import transformers\nfrom kvjax_torch import transformers_attention",
+    "kvjax_torch/launch/loading.py": "from kvjax import binaries\nimport torch",
+    "kvjax_torch/transformers/attention.py": "from transformers import AttentionInterface\nfrom kvjax_torch import ops",
+    "kvjax_torch/transformers_cache.py": "from kvjax_torch.transformers import attention",
     "kvjax_vllm/step.py": "import kvjax_torch\nimport vllm\nfrom kvjax import KVCache",
 }
 
@@ -219,7 +242,18 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax/cache.py", "def f():\n    from .kernels.write import g", "kvjax.cache imports kvjax.kernels.write"),
         ("kvjax/kernels/write.py", "from .. import cli", "kvjax.kernels.write imports kvjax.cli, which is above it"),
         ("kvjax/__init__.py", "from . import cli", "kvjax imports kvjax.cli, which is above it"),
-        ("kvjax/new/thing.py", "", "kvjax.new.thing has no place in LAYERS: add 'new'"),
+        ("kvjax/new/thing.py", "", "kvjax.new.thing has no place in the layers: add 'new'"),
+        (
+            "kvjax/kernels/compat.py",
+            "from kvjax.kernels import write",
+            "kvjax.kernels.write imports kvjax.kernels.compat imports kvjax.kernels.write",
+        ),
+        ("kvjax_torch/new.py", "", "kvjax_torch.new has no place in the layers: add 'new'"),
+        (
+            "kvjax_torch/launch/loading.py",
+            "from kvjax_torch import ops",
+            "kvjax_torch.launch.loading imports kvjax_torch.ops, which is above it",
+        ),
         ("kvjax/cli.py", "import torch.nn", "kvjax.cli imports torch"),
         ("kvjax/cli.py", "from kvjax_torch import ops", "kvjax.cli imports kvjax_torch"),
         ("kvjax/cli/calibrate.py", "from kvjax_torch import ops", "kvjax.cli.calibrate imports kvjax_torch.ops"),
@@ -241,7 +275,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "import transformers", "kvjax_torch.ops imports transformers"),
         ("kvjax_torch/ops.py", "from transformers import Cache", "kvjax_torch.ops imports transformers.Cache"),
         ("kvjax_torch/ops.py", "from . import transformers_cache", "kvjax_torch.ops imports kvjax_torch.transformers_"),
-        ("kvjax_torch/ops.py", "from . import transformers_attention", "kvjax_torch.ops imports kvjax_torch.transform"),
+        ("kvjax_torch/ops.py", "from .transformers import attention", "kvjax_torch.ops imports kvjax_torch.transform"),
         ("kvjax/cli.py", "from transformers import Cache", "kvjax.cli imports transformers.Cache"),
         ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
         ("kvjax/cache.py", "def f(spec):\n    return spec.quant_mode", "kvjax.cache:2 asks for the quant_mode"),
@@ -289,7 +323,8 @@ def test_importing_the_torch_bridge_loads_no_transformers():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     loaded = set(done.stdout.split())
     assert "kvjax_torch.ops" in loaded
-    assert not loaded & {"transformers", *NEED_TRANSFORMERS}
+    assert "transformers" not in loaded
+    assert not [name for name in loaded if needs_transformers(name)]
 
 
 @pytest.mark.parametrize("text", ["import jax; jax.devices()", "import jax.numpy as jnp; ZERO = jnp.zeros(1)"])

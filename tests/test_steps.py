@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvjax import KVCacheValueError  # noqa: E402
-from kvjax_torch.block_table import BlockTable, Step  # noqa: E402
-from kvjax_torch.steps import Steps  # noqa: E402
+from kvjax_torch.transformers.block_table import BlockTable, Step  # noqa: E402
+from kvjax_torch.transformers.steps import Steps  # noqa: E402
 
 CPU = torch.device("cpu")
 LEFT, RIGHT = (np.array([mask, [1, 1, 1]], np.bool_) for mask in ([0, 1, 1], [1, 1, 0]))

@@ -38,10 +38,14 @@ import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError, kernels  # noqa: E402
 from kvjax.kernels import attention  # noqa: E402
 from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
-from kvjax_torch import calls, cuda, host, launch  # noqa: E402
-from kvjax_torch.attention_arguments import attention_plan  # noqa: E402
-from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
-from kvjax_torch.plan import Encoding, ReadTensors, Softmax  # noqa: E402
+from kvjax_torch import launch  # noqa: E402
+from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
+from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, Softmax  # noqa: E402
+from kvjax_torch.calls import attending, choosing  # noqa: E402
+from kvjax_torch.cuda import reads  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.launch import loading, running  # noqa: E402
 
 
 def on(device: str, value: Any) -> Any:
@@ -205,7 +209,7 @@ def test_parts_of_a_batch_invariant_call_have_room(recorder):
 def test_a_batch_invariant_call_with_too_large_a_workspace_is_refused_before_kernels_are_compiled(
     monkeypatch, recorder
 ):
-    monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: pytest.fail("a kernel is compiled"))
+    monkeypatch.setattr(running, "launcher", lambda kernel, device: pytest.fail("a kernel is compiled"))
     call = arguments(query_dtype=torch.bfloat16)
     call["query"] = torch.zeros(1, 4, 64, dtype=torch.bfloat16).expand(131072, -1, -1)
     call["block_table"] = torch.zeros(1, 4096, dtype=torch.int32).expand(131072, -1)
@@ -220,13 +224,13 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     b200 = torch.device("cuda", 77)
-    assert calls.target_of(b200) == kernels.Target(148, (10, 0), 99 * 1024)
+    assert choosing.target_of(b200) == kernels.Target(148, (10, 0), 99 * 1024)
     query, *caches, table, lengths, dtype, k_scale, v_scale = arguments(query_dtype=torch.bfloat16).values()
     read = ReadTensors(*caches, table, lengths, k_scale, v_scale)
     plan = attention_plan(query, read, Encoding(dtype), Softmax())
     devices = b200, torch.device("cpu")
-    places = calls.PagePlaces((16, 16))
-    sizes = [calls.attention_kernels(plan, places, device, 1, 4).workspace[0] for device in devices]
+    places = attending.PagePlaces((16, 16))
+    sizes = [attending.attention_kernels(plan, places, device, 1, 4).workspace[0] for device in devices]
     assert sizes == [2 * blocks * plan.num_heads * 64 for blocks in (148, 132)]
 
 
@@ -305,20 +309,20 @@ class Interpreter:
     """In place of what launches kernels for a call: each is interpreted, on the memory of CPU tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[calls.Call] = []
+        self.calls: list[running.Call] = []
         self.compiled: list[kernels.AnyCount] = []
-        monkeypatch.setattr(host, "attend", cuda.attend)
-        monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-        monkeypatch.setattr(cuda, "_launcher", self.launcher)
-        monkeypatch.setattr(cuda, "run", self.run)
-        monkeypatch.setattr(cuda, "_attends", set())
-        monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
+        monkeypatch.setattr(host, "attend", reads.attend)
+        monkeypatch.setattr(running, "check_capability", lambda device: None)
+        monkeypatch.setattr(running, "launcher", self.launcher)
+        monkeypatch.setattr(running, "run", self.run)
+        monkeypatch.setattr(reads, "_attends", set())
+        monkeypatch.setattr(loading, "compile_ahead", lambda kernels, device: None)
 
     def launcher(self, kernel: kernels.AnyCount, device: torch.device) -> object:
         self.compiled += [] if kernel in self.compiled else [kernel]
         return self
 
-    def run(self, call: calls.Call) -> None:
+    def run(self, call: running.Call) -> None:
         assert call.kernel in self.compiled
         self.calls.append(call)
         arrays = [memory(tensor, each.array) for tensor, each in zip(call.tensors, call.kernel.arguments, strict=True)]
@@ -337,11 +341,11 @@ def memory(tensor: torch.Tensor, form: Any) -> np.ndarray:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreter]:
-    calls.attention_kernels.cache_clear()  # of other configurations
+    attending.attention_kernels.cache_clear()  # of other configurations
     monkeypatch.setattr(attention, "MAX_TILES", 2)  # several, and no more than that
     with interpret_mode():
         yield Interpreter(monkeypatch)
-    calls.attention_kernels.cache_clear()
+    attending.attention_kernels.cache_clear()
 
 
 INTERPRETED = [
@@ -385,15 +389,15 @@ def test_views_of_one_allocation_are_one_memory(dtype, form, layout, recorder):
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> list[calls.Call]:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[running.Call]:
     """What would be run; nothing is."""
-    ran: list[calls.Call] = []
-    monkeypatch.setattr(host, "attend", cuda.attend)
-    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-    monkeypatch.setattr(cuda, "_launcher", lambda kernel, device: object())
-    monkeypatch.setattr(cuda, "run", ran.append)
-    monkeypatch.setattr(cuda, "_attends", set())
-    monkeypatch.setattr(launch, "compile_ahead", lambda kernels, device: None)
+    ran: list[running.Call] = []
+    monkeypatch.setattr(host, "attend", reads.attend)
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(running, "launcher", lambda kernel, device: object())
+    monkeypatch.setattr(running, "run", ran.append)
+    monkeypatch.setattr(reads, "_attends", set())
+    monkeypatch.setattr(loading, "compile_ahead", lambda kernels, device: None)
     return ran
 
 
@@ -454,7 +458,7 @@ def test_the_kernels_are_the_same_for_every_batch(recorder):
 
 @pytest.mark.parametrize("case", [Case(query_dtype="float32"), Case("int8_per_token_head")], ids=str)
 def test_where_no_kernel_attends_it_is_gathered(case, recorder, monkeypatch):
-    monkeypatch.setattr(cuda, "_attend_to_gathered", lambda plan, query, *arrays: (query, query[..., 0]))
+    monkeypatch.setattr(reads, "_attend_to_gathered", lambda plan, query, *arrays: (query, query[..., 0]))
     problem = suite.build(case)
     kvjax_torch.paged_attention(**given("cpu", *problem.args, **problem.options))
     assert not recorder

@@ -23,7 +23,8 @@ from support.torch_helpers import A_WHILE, capture, resident_bytes  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch import driver, launch  # noqa: E402
+from kvjax_torch import launch  # noqa: E402
+from kvjax_torch.launch import driver  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,13 @@ torch = pytest.importorskip("torch")
 from support.torch_helpers import nested  # noqa: E402
 
 import kvjax  # noqa: E402
-from kvjax import KVCacheError, UnsupportedError, kernels  # noqa: E402
-from kvjax_torch import calls, cuda, launch, scale_tensors  # noqa: E402
-from kvjax_torch.arguments import gather_plan  # noqa: E402
-from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax import KVCacheError, UnsupportedError, binaries, kernels  # noqa: E402
+from kvjax_torch.arguments import scales as scale_tensors  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
+from kvjax_torch.calls import choosing, gathering, writing  # noqa: E402
+from kvjax_torch.cuda import reads, writes  # noqa: E402
+from kvjax_torch.launch import loading, running  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 400, 16, 2, 32
 LAST_SLOT = NUM_BLOCKS * BLOCK_SIZE - 1
@@ -31,19 +34,19 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[list[int], int]] = []
         self.planned = 0
-        write_plan = cuda.write_plan
+        write_plan = writes.write_plan
 
         def plan(*args: Any) -> Any:
             self.planned += 1
             return write_plan(*args)
 
-        def compiled(kernel: kernels.AnyCount, _: torch.device) -> cuda._Launcher:
-            return cuda._Launcher(self, kernel.num_programs)
+        def compiled(kernel: kernels.AnyCount, _: torch.device) -> running.Launcher:
+            return running.Launcher(self, kernel.num_programs)
 
-        monkeypatch.setattr(cuda, "_known_writes", {})
-        monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-        monkeypatch.setattr(cuda, "_compiled", compiled)
-        monkeypatch.setattr(cuda, "write_plan", plan)
+        monkeypatch.setattr(writes, "_known_writes", {})
+        monkeypatch.setattr(running, "check_capability", lambda device: None)
+        monkeypatch.setattr(running, "_compiled", compiled)
+        monkeypatch.setattr(writes, "write_plan", plan)
 
     def __call__(self, entries: Any, num_programs: int) -> None:
         self.launches.append((list(entries), num_programs))
@@ -82,9 +85,9 @@ def entries(call: dict[str, Any]) -> list[int]:
 def test_other_counts_and_addresses_are_launched_without_a_plan(recorder: Recorder):
     for num_tokens in (5, 1000, 1 << 16, 7):
         call = arguments(num_tokens)
-        cuda.write(**call)
-        kernel = calls.write_call(
-            cuda.write_plan(*planned(call)), WriteTensors(*tensors(call), *scales(call)), True
+        writes.write(**call)
+        kernel = writing.write_call(
+            writes.write_plan(*planned(call)), WriteTensors(*tensors(call), *scales(call)), True
         ).kernel
         assert recorder.launches[-1] == (entries(call), kernel.num_programs(num_tokens))
     assert recorder.planned == 1 + 4  # the first write, and the four above
@@ -155,41 +158,41 @@ def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
     one, other = (arguments(**changes) for changes in OTHERS[name])
     for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
         assert recorder.planned == planned_before
-        cuda.write(**call)
+        writes.write(**call)
         assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
 def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
     call = arguments()
-    cuda.write(**call)
+    writes.write(**call)
     with kvjax.checked():
-        cuda.write(**call)
+        writes.write(**call)
     assert recorder.planned == 2
 
 
 def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch: pytest.MonkeyPatch):
     """On different GPUs too: a kernel is known by itself, so that one of two would be compiled for nobody."""
     is_held = []
-    write_call, gather_call = calls.write_call, calls.gather_call
-    for name, made in (("write_call", write_call), ("gather_call", gather_call)):
+    write_call, gather_call = writing.write_call, gathering.gather_call
+    for module, name, made in ((writing, "write_call", write_call), (gathering, "gather_call", gather_call)):
 
         def call(*args: Any, made: Any = made) -> Any:
-            is_held.append(cuda.one_at_a_time.locked())
+            is_held.append(choosing.one_at_a_time.locked())
             return made(*args)
 
-        monkeypatch.setattr(calls, name, call)
+        monkeypatch.setattr(module, name, call)
     Recorder(monkeypatch)
     given = arguments()
-    cuda.write(**given)
+    writes.write(**given)
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     read = ReadTensors(given["key_cache"], given["value_cache"], table, lengths, *scales(given))
-    cuda.gather(gather_plan(read, Encoding("nvfp4"), None), read)
+    reads.gather(gather_plan(read, Encoding("nvfp4"), None), read)
     assert is_held == [True, True]
 
 
 def test_no_slots_are_no_launch(recorder: Recorder):
-    cuda.write(**arguments())
-    cuda.write(**arguments(slot_mapping=torch.arange(0)))
+    writes.write(**arguments())
+    writes.write(**arguments(slot_mapping=torch.arange(0)))
     assert len(recorder.launches) == 1
 
 
@@ -223,9 +226,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
     aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
-    cuda.write(**arguments(**aligned))
+    writes.write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
-        cuda.write(**arguments(**aligned | WRONG[name]))
+        writes.write(**arguments(**aligned | WRONG[name]))
     assert len(recorder.launches) == 1
 
 
@@ -239,11 +242,11 @@ COPIED = {
 @pytest.mark.parametrize("name", COPIED)
 def test_what_is_copied_is_planned_for_each_time(name: str, recorder: Recorder):
     call = arguments()
-    cuda.write(**call)
+    writes.write(**call)
     call[name] = COPIED[name]
     for planned_before in range(1, 4):
         assert recorder.planned == planned_before
-        cuda.write(**call)
+        writes.write(**call)
         assert recorder.launches[-1][0] != entries(call)
 
 
@@ -251,7 +254,7 @@ def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
     cache = halves_of(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
     for num_scales in (1, NUM_HEADS, 1, NUM_HEADS):
         by_head = {name: torch.full((num_scales,), 0.5) for name in ("k_scale", "v_scale")}
-        cuda.write(**arguments(**cache, **by_head))
+        writes.write(**arguments(**cache, **by_head))
     assert recorder.planned == 3  # that of one scale is known the second time
     assert len(recorder.launches) == 4
 
@@ -260,17 +263,17 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ):
     found = []
-    only_last_tokens = calls.only_last_tokens
+    only_last_tokens = writing.only_last_tokens
 
     def find(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
         assert num_slots == LAST_SLOT + 1
         found.append(only_last_tokens(slot_mapping, num_slots))
         return found[-1]
 
-    monkeypatch.setattr(calls, "only_last_tokens", find)
+    monkeypatch.setattr(writing, "only_last_tokens", find)
     for num_tokens in (5, kernels.SEARCHED - 1, kernels.SEARCHED, kernels.SEARCHED + 1):
         call = arguments(num_tokens, unique_slots=False)
-        cuda.write(**call)
+        writes.write(**call)
         [counts, slots, *_], _ = recorder.launches[-1]
         assert counts == num_tokens | LAST_SLOT << 32
         assert slots == (call["slot_mapping"] if num_tokens < kernels.SEARCHED else found[-1]).data_ptr()
@@ -280,20 +283,20 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
 
 def test_without_the_launcher_calls_raise_and_name_the_tested_versions(monkeypatch: pytest.MonkeyPatch):
     def unavailable(*_: object) -> None:
-        raise launch.LaunchUnavailableError("JAX 0.99 lacks a part")
+        raise binaries.LaunchUnavailableError("JAX 0.99 lacks a part")
 
-    monkeypatch.setattr(cuda, "_known_writes", {})
-    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-    monkeypatch.setattr(launch, "compile_kernel", unavailable)
+    monkeypatch.setattr(writes, "_known_writes", {})
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(loading, "compile_kernel", unavailable)
     call = arguments()
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     read = ReadTensors(call["key_cache"], call["value_cache"], table, lengths, *scales(call))
     plan = gather_plan(read, Encoding("nvfp4"), None)
     for _ in range(2):
-        for run in (lambda: cuda.write(**call), lambda: cuda.gather(plan, read)):
+        for run in (lambda: writes.write(**call), lambda: reads.gather(plan, read)):
             with pytest.raises(UnsupportedError, match=r"JAX 0\.99 lacks a part; tested with jax 0\.11\.1 to 0\.12"):
                 run()
-    assert not cuda._known_writes
+    assert not writes._known_writes
 
 
 def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):

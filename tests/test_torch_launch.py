@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 from support.any_count import gather_kernel  # noqa: E402
 from support.helpers import simple_spec  # noqa: E402
 
-from kvjax import KVCacheDType, binaries  # noqa: E402
+from kvjax import KVCacheDType, UnsupportedError, binaries  # noqa: E402
 from kvjax.kernels import AnyCount  # noqa: E402
-from kvjax_torch import cuda, driver, launch  # noqa: E402
+from kvjax_torch.launch import driver, loading, running  # noqa: E402
 
 CUDA3 = torch.device("cuda", 3)
 SHAPE = binaries.Shape((132, 5), (256, 3, 2), 168960)
@@ -82,8 +82,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(launch, "_thread", threading.local())
-    monkeypatch.setattr(launch, "device_of", lambda device: f"properties of {device}")
+    monkeypatch.setattr(loading, "_thread", threading.local())
+    monkeypatch.setattr(loading, "device_of", lambda device: f"properties of {device}")
     return fake
 
 
@@ -107,9 +107,9 @@ def new_kernels(count: int) -> list[AnyCount]:
 
 def test_what_a_launch_gives_to_the_driver(fake_driver: Driver, compiled: list[list[AnyCount]]):
     [gather] = new_kernels(1)
-    kernel = launch.compile_kernel(gather, CUDA3)
-    loading = ("load", CODE), ("function", 0x10, b"gather_kv_kernel"), ("attribute", 0x20, 8, 168960)
-    assert [call for call in fake_driver.calls if call[0] != "context"] == [*loading]
+    kernel = loading.compile_kernel(gather, CUDA3)
+    steps = ("load", CODE), ("function", 0x10, b"gather_kv_kernel"), ("attribute", 0x20, 8, 168960)
+    assert [call for call in fake_driver.calls if call[0] != "context"] == [*steps]
     assert fake_driver.calls[0] == ("context", 0x1003)
     for num_programs in (1, 2**31 - 1):
         kernel((7 | 9 << 32, 1 << 47, 2**64 - 1), num_programs)
@@ -132,8 +132,8 @@ def test_a_kernel_gets_the_arguments_that_it_uses(passed: tuple[int, ...], fake_
 
 def test_a_kernel_is_compiled_and_loaded_once(fake_driver: Driver, compiled: list[list[AnyCount]]):
     [gather] = new_kernels(1)
-    found: list[launch.Kernel] = []
-    threads = [threading.Thread(target=lambda: found.append(launch.compile_kernel(gather, CUDA3))) for _ in range(8)]
+    found: list[loading.Kernel] = []
+    threads = [threading.Thread(target=lambda: found.append(loading.compile_kernel(gather, CUDA3))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -145,13 +145,13 @@ def test_a_kernel_is_compiled_and_loaded_once(fake_driver: Driver, compiled: lis
 
 def test_kernels_that_are_compiled_ahead_are_compiled_together(fake_driver: Driver, compiled: list[list[AnyCount]]):
     kernels = new_kernels(4)
-    launch.compile_kernel(kernels[0], CUDA3)
-    launch.compile_ahead([*kernels, kernels[1]], CUDA3)
+    loading.compile_kernel(kernels[0], CUDA3)
+    loading.compile_ahead([*kernels, kernels[1]], CUDA3)
     assert compiled == [kernels[:1], kernels[1:]]
     assert len([call for call in fake_driver.calls if call[0] == "load"]) == 1
     for kernel in kernels:
-        launch.compile_kernel(kernel, CUDA3)
-    launch.compile_ahead(kernels, CUDA3)
+        loading.compile_kernel(kernel, CUDA3)
+    loading.compile_ahead(kernels, CUDA3)
     assert len(compiled) == 2
     assert len([call for call in fake_driver.calls if call[0] == "load"]) == 4
 
@@ -198,10 +198,10 @@ def test_what_cannot_be_compiled_is_said_with_the_tested_versions(fake_driver: D
 
     monkeypatch.setattr(binaries, "compiled", unavailable)
     for compile_them in (
-        lambda: cuda._launcher(new_kernels(1)[0], CUDA3),
-        lambda: cuda._compile_all(new_kernels(2), CUDA3),
+        lambda: running.launcher(new_kernels(1)[0], CUDA3),
+        lambda: running.compile_all(new_kernels(2), CUDA3),
     ):
-        with pytest.raises(cuda.UnsupportedError, match=r"JAX lacks something; tested with jax"):
+        with pytest.raises(UnsupportedError, match=r"JAX lacks something; tested with jax"):
             compile_them()
-    with pytest.raises(launch.LaunchUnavailableError):
-        launch.compile_kernel(new_kernels(1)[0], CUDA3)
+    with pytest.raises(binaries.LaunchUnavailableError):
+        loading.compile_kernel(new_kernels(1)[0], CUDA3)

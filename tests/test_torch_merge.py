@@ -14,7 +14,7 @@ from support.torch_helpers import assert_same, from_numpy, to_numpy  # noqa: E40
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch.dtypes import numpy_dtype  # noqa: E402
+from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
 
 
 def parts(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,9 @@ from support.torch_steps import use_stand_ins  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
-from kvjax_torch import calls, cuda, host  # noqa: E402
+from kvjax_torch.cuda import reads  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.launch import running  # noqa: E402
 
 HEADS, SIZE, SIZE_V = 4, 32, 16
 
@@ -85,11 +87,11 @@ def test_results_of_a_ragged_call_for_a_gpu_are_stored_there(monkeypatch):
 @pytest.mark.parametrize("num_heads", [4, 34 * 2])
 def test_kernels_store_there_without_a_copy(num_heads: int, monkeypatch):
     """Where more heads come than one run takes, their results are copied there, from each run."""
-    ran: list[calls.Call] = []
-    monkeypatch.setattr(host, "attend", cuda.attend)
-    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
-    monkeypatch.setattr(cuda, "_compile_parts", lambda parts, tensors: None)
-    monkeypatch.setattr(cuda, "run", ran.append)
+    ran: list[running.Call] = []
+    monkeypatch.setattr(host, "attend", reads.attend)
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(reads, "_compile_parts", lambda parts, tensors: None)
+    monkeypatch.setattr(running, "run", ran.append)
     call = arguments()
     call["query"] = call["query"].repeat(1, num_heads // HEADS, 1)
     out = poisoned(call)
@@ -199,8 +201,8 @@ def test_a_graph_stores_there(operation: str):
 
 
 def test_what_no_kernel_serves_in_any_batch_is_refused_before_anything_is_stored(monkeypatch):
-    monkeypatch.setattr(host, "attend", cuda.attend)
-    monkeypatch.setattr(cuda, "_check_capability", lambda device: None)
+    monkeypatch.setattr(host, "attend", reads.attend)
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
     call = arguments(dtype=torch.float32)
     out = torch.full(SHAPE, 7.0)
     with pytest.raises(UnsupportedError, match=r"got batch_invariant=True for a query of torch\.float32"):

@@ -16,9 +16,11 @@ from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax_torch.arguments import gather_plan, rope_plan, write_plan  # noqa: E402
-from kvjax_torch.calls import gather_call, rope_call, write_call  # noqa: E402
-from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
+from kvjax_torch.arguments.writes import rope_plan, write_plan  # noqa: E402
+from kvjax_torch.calls.gathering import gather_call  # noqa: E402
+from kvjax_torch.calls.writing import rope_call, write_call  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUTS = ("interleaved", "halves", "apart", "HND", "padded")

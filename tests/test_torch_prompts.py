@@ -25,18 +25,21 @@ from support.torch_steps import attend_on, on_cuda, place_model, schedule_model 
 from support import attention_suite as suite  # noqa: E402  # isort: skip
 from support import ragged_suite  # noqa: E402  # isort: skip
 import kvjax_torch  # noqa: E402  # isort: skip
-from kvjax import KVCacheDType, kernels  # noqa: E402
+from kvjax import KVCacheDType, binaries, kernels  # noqa: E402
 from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of  # noqa: E402
-from kvjax_torch import calls, cuda, host, launch, prompt_kernels, ragged_step  # noqa: E402
-from kvjax_torch import ragged as on_gpu  # noqa: E402
-from kvjax_torch.arguments import gather_plan  # noqa: E402
-from kvjax_torch.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
-from kvjax_torch.ragged_step import Packed, Step  # noqa: E402
+from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
+from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
+from kvjax_torch.calls import attending, choosing  # noqa: E402
+from kvjax_torch.cuda import prompt_kernels, ragged_step, reads  # noqa: E402
+from kvjax_torch.cuda import ragged as on_gpu  # noqa: E402
+from kvjax_torch.cuda.ragged_step import Packed, Step  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.launch import running  # noqa: E402
 
 
-def run_interpreted(call: calls.Call) -> None:
-    """`cuda.run`, on the memory of CPU tensors from their first element on."""
+def run_interpreted(call: running.Call) -> None:
+    """`running.run`, on the memory of CPU tensors from their first element on."""
     memory, arrays = [], []
     for argument, tensor in zip(call.kernel.arguments, call.tensors, strict=True):
         whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -58,19 +61,19 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs calls with CPU tensors as those of a GPU, decodes on the host; returns the names of kernels that run."""
     ran: list[str] = []
 
-    def run(call: calls.Call) -> None:
+    def run(call: running.Call) -> None:
         assert call.kernel.origin is not None
         ran.append(call.kernel.origin.function.split(":")[1])
         run_interpreted(call)
 
     prompt_kernels._kernels.cache_clear()
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
-    monkeypatch.setattr(cuda, "attend", host.attend)
-    monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
-    monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
-    monkeypatch.setattr(cuda, "run", run)
-    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(multiprocessors=2))
-    monkeypatch.setattr(calls, "route_of", calls.route_of.__wrapped__)
+    monkeypatch.setattr(reads, "attend", host.attend)
+    monkeypatch.setattr(running, "compile_once", lambda *_: None)
+    monkeypatch.setattr(reads, "parts_of", lambda *_: ())
+    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(multiprocessors=2))
+    monkeypatch.setattr(attending, "route_of", attending.route_of.__wrapped__)
     return ran
 
 
@@ -132,7 +135,7 @@ def plan_of(step: Step, decode_q_len: int, window: int | None, **limits: int) ->
 )
 def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, dtype, limits, monkeypatch):
     """Rows that decode are packed and placed again; rows that nothing attends with have results, and no others."""
-    monkeypatch.setattr(cuda, "run", run_interpreted)
+    monkeypatch.setattr(running, "run", run_interpreted)
     made = [make_step(dtype, (2, 3, 3, 8, 10, 25, 26, 29), sinks=sinks) for _ in range(2)]
     plan = plan_of(made[0], decode_q_len, window, **limits)
     step_kernels = ragged_step.kernels_of(plan.attention, made[0], window)
@@ -156,7 +159,7 @@ def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, 
 def test_a_segment_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: pytest.MonkeyPatch):
     """Memory that other calls have used holds zeros, as the bias of tokens that are present does."""
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(multiprocessors=8))
+    monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(multiprocessors=8))
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     monkeypatch.setattr(prompt_kernels, "_segments", lambda *_: 4)
     case = ragged((64,), (400,), dtype="bfloat16", head_size=16, block_size=16, num_kv_heads=1, group=1)
@@ -228,7 +231,7 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
 )
 def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     args = make(*made, **options).args
-    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call_kernel, made, options)
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)

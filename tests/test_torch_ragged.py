@@ -32,8 +32,10 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
 from kvjax.ops import options  # noqa: E402
-from kvjax_torch import cuda, dense, host, launch, prompts  # noqa: E402
-from kvjax_torch.plan import GatherPlan, ReadTensors  # noqa: E402
+from kvjax_torch import launch  # noqa: E402
+from kvjax_torch.arguments.plan import GatherPlan, ReadTensors  # noqa: E402
+from kvjax_torch.cuda import prompts, reads  # noqa: E402
+from kvjax_torch.eager import dense, host  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", "stand-ins", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -85,7 +87,7 @@ def test_prompts_without_a_kernel_are_served_in_16_bits(case, monkeypatch):
         return product_model(a, b, factor)
 
     monkeypatch.setattr(dense, "product", product)
-    monkeypatch.setattr(cuda, "attend", None)  # nothing decodes
+    monkeypatch.setattr(reads, "attend", None)  # nothing decodes
     ragged_suite.check(case, attend_on("cpu", is_rounded=True, decode_q_len=0))
     exact = torch.bfloat16 if case.dtype == "bfloat16" else torch.float16
     assert dtypes == {torch.float32 if case.dtype == "float16" else exact}
@@ -152,7 +154,7 @@ def test_memory_is_bounded(case, monkeypatch):
         gathered.append(tuple(tensors.block_table.shape))
         return host.gather(plan, tensors)
 
-    monkeypatch.setattr(cuda, "gather", gather)
+    monkeypatch.setattr(reads, "gather", gather)
     monkeypatch.setattr(options, "DENSE_BYTES", 1)
     monkeypatch.setattr(prompts, "LOGITS_BYTES", 1)
     problem, attend = ragged_suite.build(case), attend_on("cpu", is_rounded=True)

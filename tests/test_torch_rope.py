@@ -37,11 +37,14 @@ from kvjax import (  # noqa: E402
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    binaries,
     kernels,
 )
-from kvjax_torch import calls, launch, rotation  # noqa: E402
-from kvjax_torch.arguments import rope_plan  # noqa: E402
-from kvjax_torch.plan import WriteTensors  # noqa: E402
+from kvjax_torch import launch  # noqa: E402
+from kvjax_torch.arguments.plan import WriteTensors  # noqa: E402
+from kvjax_torch.arguments.writes import rope_plan  # noqa: E402
+from kvjax_torch.calls import writing  # noqa: E402
+from kvjax_torch.eager import rotation  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCALES = (0.37, 0.52)
@@ -163,14 +166,14 @@ def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], 
     monkeypatch.setattr(kvjax.kernels.write.plan, "PROGRAMS", 2)  # so that a program of five tokens takes two
     call = Tokens(case)
     scales = [torch.tensor(scale) for scale in SCALES]
-    calls._write_kernel.cache_clear()
+    writing._write_kernel.cache_clear()
     plan = rope_plan(*call.arguments, call.dtype, *scales, "linear", call.is_neox)
-    assert calls.has_rope(plan, call.arguments[0])
+    assert writing.has_rope(plan, call.arguments[0])
     query, *written, positions, table = call.arguments
-    run, rotated = calls.rope_call(plan, query, WriteTensors(*written, *scales), positions, table, False)
+    run, rotated = writing.rope_call(plan, query, WriteTensors(*written, *scales), positions, table, False)
     rotated.view(torch.uint8).fill_(0xFF)
     run_interpreted(run)
-    calls._write_kernel.cache_clear()
+    writing._write_kernel.cache_clear()
     call.assert_rotated_and_written(rotated)
 
 
@@ -214,7 +217,7 @@ def call_rope(case: dict[str, Any], *arrays: jax.Array) -> list[jax.Array]:
 @pytest.mark.parametrize("case", COMPILED)
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(case: dict[str, Any]):
     args = rope_kernel(case).args
-    given_integers = functools.partial(launch.given_integers, num_args=len(args))
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call_rope, case)
     [kernel] = compile_for(case["target"], function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0

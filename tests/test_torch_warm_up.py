@@ -14,9 +14,12 @@ from support.torch_helpers import from_numpy, random_pages, torch_cache  # noqa:
 
 import kvjax_torch  # noqa: E402
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch import calls, host, launch  # noqa: E402
-from kvjax_torch.arguments import gather_plan, write_plan  # noqa: E402
-from kvjax_torch.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch import launch  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
+from kvjax_torch.arguments.writes import write_plan  # noqa: E402
+from kvjax_torch.calls import gathering, writing  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
 
 NUM_BLOCKS = 40
 
@@ -104,11 +107,11 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
 
     def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor, unique_slots: bool = False) -> object:
         plan = write_plan(*rows, *halves, slots, *stored_as)
-        return calls.write_call(plan, WriteTensors(*rows, *halves, slots, one, one), unique_slots).kernel
+        return writing.write_call(plan, WriteTensors(*rows, *halves, slots, one, one), unique_slots).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
         read = ReadTensors(*halves, table, lengths, one, one)
-        return calls.gather_call(gather_plan(read, Encoding("nvfp4"), None), read).kernel
+        return gathering.gather_call(gather_plan(read, Encoding("nvfp4"), None), read).kernel
 
     slots = torch.arange(6)
     assert write_kernel(packed, slots) is write_kernel(apart, slots) is write_kernel(packed, slots[:3])

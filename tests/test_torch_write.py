@@ -35,9 +35,12 @@ from kvjax import (  # noqa: E402
     KVCacheTypeError,
     KVCacheValueError,
 )
-from kvjax_torch import arguments, calls, host  # noqa: E402
-from kvjax_torch.dtypes import storage_dtypes  # noqa: E402
-from kvjax_torch.plan import Encoding, ReadTensors  # noqa: E402
+from kvjax_torch.arguments import reads as reads_plans  # noqa: E402
+from kvjax_torch.arguments import writes as writes_plans  # noqa: E402
+from kvjax_torch.arguments.dtypes import storage_dtypes  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors  # noqa: E402
+from kvjax_torch.calls import gathering  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
 
 MAP_NORESERVE = 0x4000
 """Of Linux; Python names it from 3.13 on."""
@@ -230,7 +233,7 @@ def test_one_compilation_serves_every_number_of_tokens():
         table, length = torch.arange(1 + num_tokens // 8)[None], torch.tensor([num_tokens])
         kvjax_torch.gather_kv(cache.key, cache.value, table, length, "fp8", 0.5, 0.25)
         compiled = host.encode_chunk._cache_size(), host.decode_chunk._cache_size()
-        planned = arguments._write_plan.cache_info().misses, arguments._gather_plan.cache_info().misses
+        planned = writes_plans._write_plan.cache_info().misses, reads_plans._gather_plan.cache_info().misses
         counts.append((*compiled, *planned))
     assert len(set(counts)) == 1
 
@@ -716,6 +719,6 @@ def test_numbers_outside_the_cache_stay_outside_as_int32():
     cache, lengths = torch_cache(random_pages(spec, 4), spec), torch.zeros(1, dtype=torch.int64)
     table = torch.tensor([[3, 4, -1, 2**32, 1 - 2**32, 2**63 - 1, -(2**63), 0]])
     read = ReadTensors(cache.key, cache.value, table, lengths, torch.ones(1), torch.ones(1))
-    call = calls.gather_call(arguments.gather_plan(read, Encoding("bfloat16"), None), read)
+    call = gathering.gather_call(reads_plans.gather_plan(read, Encoding("bfloat16"), None), read)
     given, last_block = call.tensors[0], call.counts[-1]
     assert ((given >= 0) & (given <= last_block)).tolist() == [[True, *[False] * 6, True]]

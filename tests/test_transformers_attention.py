@@ -37,7 +37,7 @@ from transformers import (  # noqa: E402
 )
 
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
-from kvjax_torch import transformers_layer  # noqa: E402
+from kvjax_torch.transformers import layer as transformers_layer  # noqa: E402
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache  # noqa: E402
 
 CPU = torch.device("cpu")

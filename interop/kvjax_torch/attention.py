@@ -10,12 +10,12 @@ import torch
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool, as_limits
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import check_tensors
-from kvjax_torch.attention_arguments import checked_softmax
-from kvjax_torch.dtypes import dtype_name, order_name
-from kvjax_torch.merge import as_parts
-from kvjax_torch.plan import Softmax
-from kvjax_torch.scale_tensors import Scale, as_tensors
+from kvjax_torch.arguments.attention import checked_softmax
+from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.dtypes import dtype_name, order_name
+from kvjax_torch.arguments.plan import Softmax
+from kvjax_torch.arguments.scales import Scale, as_tensors
+from kvjax_torch.eager.merge import as_parts
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -14,11 +14,14 @@ import torch
 from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType, KVCacheTypeError
-from kvjax_torch import cuda, host, merge, ragged
-from kvjax_torch.arguments import check_devices, gather_plan, refuse_gradient, rope_plan, write_plan
-from kvjax_torch.attention_arguments import attention_plan, check_out, ragged_plan
-from kvjax_torch.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
-from kvjax_torch.plan import Encoding, Limits, ReadTensors, Softmax, WriteTensors
+from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
+from kvjax_torch.arguments.checks import check_devices, refuse_gradient
+from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
+from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, Softmax, WriteTensors
+from kvjax_torch.arguments.reads import gather_plan
+from kvjax_torch.arguments.writes import rope_plan, write_plan
+from kvjax_torch.cuda import ragged, reads, writes
+from kvjax_torch.eager import host, merge
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
@@ -57,7 +60,7 @@ def _write(
 ) -> None:
     tensors = key, value, key_cache, value_cache, slot_mapping
     if key_cache.is_cuda:
-        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
+        writes.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
         host.write(plan, WriteTensors(*tensors, k_scale, v_scale))
@@ -83,7 +86,7 @@ def _rope(
     tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     if key_cache.is_cuda:
-        return cuda.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
+        return writes.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
     plan = rope_plan(*tensors, *stored_as, is_neox)
     write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return host.rotate_and_write(plan, query, write_tensors, positions, cos_sin_cache)
@@ -103,7 +106,7 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
     plan = gather_plan(tensors, Encoding(kv_cache_dtype, v_scale_layout), dtype)
-    return (cuda if key_cache.is_cuda else host).gather(plan, tensors)
+    return (reads if key_cache.is_cuda else host).gather(plan, tensors)
 
 
 def _attend(
@@ -126,7 +129,7 @@ def _attend(
     if out is not None:
         check_out(out, query, plan, **tensors._asdict(), sinks=options.sinks)
     rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (query, out))
-    results = (cuda if key_cache.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
+    results = (reads if key_cache.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
     return results[0].view(*query.shape[:-1], results[0].shape[-1]), results[1].view(query.shape[:-1])
 
 

@@ -13,12 +13,13 @@ from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType, KVCacheValueError
 from kvjax.ops.options import as_bool
-from kvjax_torch import cuda, host
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments import check_tensors
-from kvjax_torch.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
-from kvjax_torch.plan import Encoding, ReadTensors
-from kvjax_torch.scale_tensors import Scale, as_tensor, as_tensors
+from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
+from kvjax_torch.arguments.plan import Encoding, ReadTensors
+from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
+from kvjax_torch.cuda import writes
+from kvjax_torch.eager import host
 
 
 def reshape_and_cache_flash(
@@ -81,7 +82,7 @@ def reshape_and_cache_flash(
     tensors = key, value, key_cache, value_cache, slot_mapping
     # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
     if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
-        cuda.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
+        writes.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
     else:
         check_tensors(key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
         check_tensors(key_cache=key_cache, k_scale=k_scale, v_scale=v_scale)
@@ -282,7 +283,7 @@ def warm_up(
     if key_cache.is_cuda:
         read = ReadTensors(key_cache, value_cache, table, lengths, *as_tensors(k_scale, v_scale, key_cache))
         rows, encoding = [(step[0], step[1]) for step in steps], Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
-        cuda.compile_writes_and_gathers(rows, read, slots, encoding, unique_slots, dtype)
+        writes.compile_writes_and_gathers(rows, read, slots, encoding, unique_slots, dtype)
     else:
         # A call without work compiles nothing, any memory will do, and few tokens and many are compiled apart.
         counts = 1, host.FEW_TOKENS + 1

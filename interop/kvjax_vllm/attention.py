@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 import kvjax_torch
 from kvjax import UnsupportedError
 from kvjax.ops import options
-from kvjax_torch import prompt_kernels, prompts
+from kvjax_torch.cuda import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences

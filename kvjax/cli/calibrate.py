@@ -22,7 +22,7 @@ from kvjax.table import markdown_table
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from kvjax_torch.calibrate import CalibratedLayer, Calibration
+    from kvjax_torch.transformers.calibrate import CalibratedLayer, Calibration
 
 EXTRA_MODULES = frozenset({"torch", "transformers", "safetensors", "tqdm"})
 """Modules that the extra `transformers` installs."""
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from safetensors.numpy import save
 
-        from kvjax_torch.calibrate import Options, calibrate_model
+        from kvjax_torch.transformers.calibrate import Options, calibrate_model
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kvjax_torch import calls
+from kvjax_torch.launch import running
 from support.interpret_mode import interpret_mode
 
 
-def run_interpreted(call: calls.Call) -> None:
+def run_interpreted(call: running.Call) -> None:
     """Runs a kernel on copies of its tensors' memory, and puts what it changed back."""
     before, given = [], []
     for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):

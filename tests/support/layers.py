@@ -1,4 +1,4 @@
-"""The layers of kvjax, in the order in which they may import each other."""
+"""The layers of kvjax and of kvjax_torch, in the order in which they may import each other."""
 
 from __future__ import annotations
 
@@ -34,4 +34,19 @@ LAYERS = (
     "demo",
     "cli",
     "__main__",
+)
+# Likewise of kvjax_torch.
+TORCH_LAYERS = (
+    "arguments",
+    "launch",
+    "calls",
+    "memory",
+    "eager",
+    "cuda",
+    "library",
+    "attention",
+    "ops",
+    "kvjax_torch",
+    "transformers",
+    "transformers_cache",
 )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvjax import AttentionSpec, CacheLayout
-from kvjax_torch.dtypes import torch_dtype
+from kvjax_torch.arguments.dtypes import torch_dtype
 from support.helpers import raise_scales
 
 A_WHILE = 100_000_000

@@ -11,10 +11,13 @@ import torch
 
 import kvjax_torch
 from kvjax import KVCache, kernels
-from kvjax_torch import calls, cuda, dense, host, ragged_step
-from kvjax_torch import ragged as on_gpu
-from kvjax_torch.plan import RaggedPlan
-from kvjax_torch.ragged_step import Packed, Schedule, Step
+from kvjax_torch.arguments.plan import RaggedPlan
+from kvjax_torch.calls import attending, choosing
+from kvjax_torch.cuda import ragged as on_gpu
+from kvjax_torch.cuda import ragged_step, reads
+from kvjax_torch.cuda.ragged_step import Packed, Schedule, Step
+from kvjax_torch.eager import dense, host
+from kvjax_torch.launch import running
 from support import ragged_suite
 from support.attention_suite import Attend, Case
 from support.helpers import page_bytes
@@ -107,14 +110,14 @@ def product_model(a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torc
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs calls with CPU tensors as those of a GPU, with the host in place of kernels."""
     monkeypatch.setattr(host, "attend_ragged", on_gpu.attend)
-    monkeypatch.setattr(cuda, "attend", host.attend)
-    monkeypatch.setattr(cuda, "gather", host.gather)
-    monkeypatch.setattr(cuda, "compile_once", lambda *_: None)
-    monkeypatch.setattr(cuda, "parts_of", lambda *_: ())
+    monkeypatch.setattr(reads, "attend", host.attend)
+    monkeypatch.setattr(reads, "gather", host.gather)
+    monkeypatch.setattr(running, "compile_once", lambda *_: None)
+    monkeypatch.setattr(reads, "parts_of", lambda *_: ())
     monkeypatch.setattr(ragged_step, "schedule", schedule_model)
     monkeypatch.setattr(ragged_step, "place", place_model)
-    monkeypatch.setattr(calls, "target_of", lambda _: kernels.Target(compute_capability=(10, 0)))
-    monkeypatch.setattr(calls, "route_of", calls.route_of.__wrapped__)
+    monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(compute_capability=(10, 0)))
+    monkeypatch.setattr(attending, "route_of", attending.route_of.__wrapped__)
     monkeypatch.setattr(dense, "product", product_model)
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache, LlamaConfig
 
 from kvjax import AttentionSpec, KVCacheDType
-from kvjax_torch.dtypes import numpy_dtype
+from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 from support import reference
 from support.torch_helpers import from_numpy, to_numpy

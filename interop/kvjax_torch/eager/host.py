@@ -21,10 +21,8 @@ import torch
 import kvjax
 from kvjax import AttentionSpec, CacheLayout, KVCache, VScaleLayout
 from kvjax.kernels import PageRegion
-from kvjax_torch import dense
-from kvjax_torch.borrow import to_jax, to_torch
-from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import (
+from kvjax_torch.arguments.dtypes import numpy_dtype, torch_dtype
+from kvjax_torch.arguments.plan import (
     AttentionPlan,
     CachePlan,
     GatherPlan,
@@ -34,7 +32,9 @@ from kvjax_torch.plan import (
     WritePlan,
     WriteTensors,
 )
-from kvjax_torch.rotation import rotate, with_canonical_nan
+from kvjax_torch.eager import dense
+from kvjax_torch.eager.rotation import rotate, with_canonical_nan
+from kvjax_torch.memory.borrow import to_jax, to_torch
 
 FEW_TOKENS = 64
 """Calls of more tokens are encoded or decoded in larger chunks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,12 +24,19 @@ from kvjax import (
     UnsupportedError,
 )
 from kvjax.ops.options import MAX_DECODE_Q_LEN
+from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
-from kvjax_torch.block_table import BlockTable, Step
-from kvjax_torch.dtypes import torch_dtype
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
-from kvjax_torch.steps import Steps
-from kvjax_torch.transformers_attention import PagedStates, attends_to_pages
+from kvjax_torch.transformers.block_table import BlockTable, Step
+from kvjax_torch.transformers.steps import Steps
+
+NAME = "kvjax"
+"""The name of this attention in transformers."""
+
+IN_PAGES = (
+    f"keys and values of a KvjaxCache are in pages, which transformers' attention interface alone can read, with"
+    f" attn_implementation={NAME!r}; expected 'sdpa' or 'eager' for a model that computes with them itself"
+)
 
 NVFP4_HEADROOM = 16
 """The factor by which later tokens may exceed a layer's first ones before NVFP4 clips them, with the default scale.
@@ -36,6 +44,35 @@ NVFP4_HEADROOM = 16
 The largest element of the first tokens then has the block scale 448 / 16 = 28. The smallest normal block scale is 2^-6,
 so blocks whose largest element is down to 1/1792 of that one keep their full precision.
 """
+
+
+class PagedStates:
+    """The result of `KvjaxCache.update` under `kvjax_attention`, which alone can read it.
+
+    Attributes:
+      layer: the layer of the cache.
+      keys: the new tokens' keys, not stored yet: `[num_seqs, num_kv_heads, num_new_tokens, head_size]`.
+      values: the same for the values.
+    """
+
+    __slots__ = ("keys", "layer", "values")
+
+    def __init__(self, layer: KvjaxLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: {IN_PAGES}")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise KVCacheTypeError(f"{getattr(function, '__name__', function)}: {IN_PAGES}")
+
+
+def attends_to_pages(config: Any) -> bool:
+    """Whether the attention of a model of this (text) configuration is `kvjax_attention`."""
+    return bool(config._attn_implementation == NAME)
 
 
 class KvjaxLayer(CacheLayerMixin):

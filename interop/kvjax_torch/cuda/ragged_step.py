@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
-from kvjax_torch import calls, cuda
-from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
+from kvjax_torch.arguments.dtypes import numpy_dtype
+from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
+from kvjax_torch.calls import choosing
+from kvjax_torch.launch import running
 
 
 class Packed(NamedTuple):
@@ -72,16 +73,16 @@ class Step:
     def table(self) -> tuple[torch.Tensor, int]:
         """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
         num_seqs, width = self.tensors.block_table.shape
-        table = calls.int32(self.tensors.block_table, -1, self.num_blocks)
+        table = choosing.int32(self.tensors.block_table, -1, self.num_blocks)
         stride = table.stride(0) if num_seqs > 1 else width
-        if num_seqs * stride > calls.INT32_MAX:
+        if num_seqs * stride > choosing.INT32_MAX:
             table, stride = table.contiguous(), width
         return table, stride
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
-        return min(self.tensors.num_blocks, calls.INT32_MAX)
+        return min(self.tensors.num_blocks, choosing.INT32_MAX)
 
 
 def are_alone(plan: AttentionPlan) -> bool:
@@ -101,7 +102,7 @@ def runs(query: torch.Tensor, least: int) -> torch.Tensor:
     token_stride, head_stride, stride = query.stride()
     is_run = (stride == 1 or head_size == 1) and (head_stride == head_size or num_heads == 1)
     places = query.data_ptr() | token_stride * query.element_size()
-    is_near = num_heads * head_size <= token_stride <= calls.INT32_MAX // max(num_tokens, least)
+    is_near = num_heads * head_size <= token_stride <= choosing.INT32_MAX // max(num_tokens, least)
     if not (is_run and is_near) or places % _units(query).size:
         query = query.clone(memory_format=torch.contiguous_format)
         token_stride = num_heads * head_size
@@ -137,7 +138,7 @@ def kernels_of(plan: AttentionPlan, step: Step, window: int | None) -> StepKerne
         plan.num_heads,
         plan.has_sinks,
     )
-    with cuda.one_at_a_time:
+    with choosing.one_at_a_time:
         return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
 
 
@@ -157,7 +158,7 @@ def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: i
     num_rows, num_heads, head_size = query.shape
     num_seqs, width = step.tensors.block_table.shape
     table, table_stride = step.table()
-    lens, bounds = (calls.int32(x, 0, calls.INT32_MAX) for x in (step.tensors.seq_lens, step.cu_q_lens))
+    lens, bounds = (choosing.int32(x, 0, choosing.INT32_MAX) for x in (step.tensors.seq_lens, step.cu_q_lens))
 
     def empty(*shape: int) -> torch.Tensor:
         return query.new_empty(shape, dtype=torch.int32)
@@ -173,11 +174,11 @@ def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: i
         num_lens = num_seqs * most if are_alone(attention) else num_seqs
         packed = Packed(packed_rows, empty(num_seqs * most), empty(num_lens))
     sinks = () if step.sinks is None else (step.sinks.contiguous(),)
-    max_blocks = calls.most_blocks(attention.cache.spec, width)
+    max_blocks = choosing.most_blocks(attention.cache.spec, width)
     limits = plan.max_q_len, plan.max_prompts, num_lots
     counts = num_seqs, num_rows, max_blocks, table_stride, step.num_blocks, *limits, stride
     arrays = table, lens, bounds, *rows, *sinks, prompts, header, step.out, step.lse, *(packed or ())
-    cuda.run(calls.Call(kernel, counts, arrays, kernels.step_schedule_programs(num_seqs, num_rows)))
+    running.run(running.Call(kernel, counts, arrays, kernels.step_schedule_programs(num_seqs, num_rows)))
     return Schedule(prompts, header, packed)
 
 
@@ -191,4 +192,4 @@ def place(step: Step, kernel: kernels.AnyCount, places: torch.Tensor, rows: torc
       rows: `[n, num_heads, head_size_v]` of the query's dtype, contiguous.
       lses: float32 `[n, num_heads]`, contiguous.
     """
-    cuda.run(calls.Call(kernel, (), (places, rows, lses, step.out, step.lse), places.shape[0]))
+    running.run(running.Call(kernel, (), (places, rows, lses, step.out, step.lse), places.shape[0]))

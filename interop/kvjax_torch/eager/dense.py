@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvjax_torch.plan import AttentionPlan
+from kvjax_torch.arguments.plan import AttentionPlan
 
 
 def attend(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvjax import KVCacheValueError
-from kvjax_torch.block_table import BlockTable, Step
+from kvjax_torch.transformers.block_table import BlockTable, Step
 
 ON_HOST = torch.device("cpu")
 

@@ -7,10 +7,11 @@ import torch
 import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import options
-from kvjax_torch.arguments import check_addresses, check_devices, check_index, gather_plan, on_host
-from kvjax_torch.caches import share_memory
-from kvjax_torch.dtypes import INPUT_DTYPES
-from kvjax_torch.plan import AttentionPlan, Encoding, GatherPlan, Limits, RaggedPlan, ReadTensors, Softmax
+from kvjax_torch.arguments.caches import share_memory
+from kvjax_torch.arguments.checks import check_addresses, check_devices, check_index, on_host
+from kvjax_torch.arguments.dtypes import INPUT_DTYPES
+from kvjax_torch.arguments.plan import AttentionPlan, Encoding, GatherPlan, Limits, RaggedPlan, ReadTensors, Softmax
+from kvjax_torch.arguments.reads import gather_plan
 
 
 def attention_plan(query: torch.Tensor, tensors: ReadTensors, encoding: Encoding, softmax: Softmax) -> AttentionPlan:

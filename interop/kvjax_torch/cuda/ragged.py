@@ -13,10 +13,12 @@ import torch
 
 from kvjax import UnsupportedError, kernels
 from kvjax.ops.options import restricting
-from kvjax_torch import calls, cuda, prompt_kernels, prompts, ragged_step
-from kvjax_torch.dtypes import torch_dtype
-from kvjax_torch.plan import AttentionPlan, RaggedPlan, ReadTensors
-from kvjax_torch.ragged_step import Packed, Step
+from kvjax_torch.arguments.dtypes import torch_dtype
+from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
+from kvjax_torch.calls import attending, choosing
+from kvjax_torch.cuda import prompt_kernels, prompts, ragged_step, reads
+from kvjax_torch.cuda.ragged_step import Packed, Step
+from kvjax_torch.launch import running
 
 
 def attend(
@@ -33,7 +35,7 @@ def attend(
       UnsupportedError: batch invariance is requested, and prompts may come that the prompt kernel does not serve.
     """
     attention = plan.attention
-    served = calls.route_of(attention, query.device)
+    served = attending.route_of(attention, query.device)
     by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
     if attention.batch_invariant and plan.max_prompts and not by_kernels:
         raise UnsupportedError(
@@ -42,7 +44,7 @@ def attend(
             " tensors"
         )
     if attention.batch_invariant and attention.q_len:  # raises before anything is written
-        cuda.parts_of(attention, tensors.seq_lens.shape[0], tensors)
+        reads.parts_of(attention, tensors.seq_lens.shape[0], tensors)
     num_tokens, num_heads, _ = query.shape
     out = query.new_empty((num_tokens, num_heads, attention.cache.spec.head_size_v)) if out is None else out
     lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
@@ -55,7 +57,7 @@ def attend(
     step_kernels = ragged_step.kernels_of(attention, step, of_prompts.attention.window)
     lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
     own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else ()
-    cuda.compile_once((*step_kernels, *own), query.device)
+    running.compile_once((*step_kernels, *own), query.device)
     if lots is not None and lots.segments > 1:
         _see_nothing(out, lse, sinks)
     schedule = ragged_step.schedule(plan, step, step_kernels.schedule, 0 if lots is None else lots.number)
@@ -80,7 +82,7 @@ def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> 
 
     Kernels are compiled once for tables of all widths, so theirs is one that sums of int32 do not exceed.
     """
-    reach = calls.INT32_MAX // 2 if by_kernels else tensors.block_table.shape[1] * plan.cache.spec.block_size
+    reach = choosing.INT32_MAX // 2 if by_kernels else tensors.block_table.shape[1] * plan.cache.spec.block_size
     return dataclasses.replace(plan, window=restricting(plan.window, reach))
 
 
@@ -91,5 +93,5 @@ def _decode(plan: AttentionPlan, step: Step, packed: Packed) -> tuple[torch.Tens
         table, rows = table.repeat_interleave(plan.q_len, dim=0), rows.flatten(0, 1)[:, None]
         plan = dataclasses.replace(plan, q_len=1)
     tensors = step.tensors._replace(block_table=table, seq_lens=packed.lens)
-    out, lse = cuda.attend(plan, rows, tensors, step.sinks)
+    out, lse = reads.attend(plan, rows, tensors, step.sinks)
     return out.flatten(0, 1), lse.flatten(0, 1)

@@ -12,10 +12,10 @@ import torch.utils.dlpack
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax.ops.options import kind_of
-from kvjax_torch import driver
-from kvjax_torch.arguments import check_strided, for_cache
-from kvjax_torch.dtypes import numpy_dtype
-from kvjax_torch.exports import Export
+from kvjax_torch.arguments.checks import check_strided, for_cache
+from kvjax_torch.arguments.dtypes import numpy_dtype
+from kvjax_torch.launch import driver
+from kvjax_torch.memory.exports import Export
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,

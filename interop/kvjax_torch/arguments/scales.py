@@ -1,12 +1,16 @@
-"""The scales of a call as tensors on the caches' device."""
+"""The scales of a call: as tensors on the caches' device, and as plans know them."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
 
-from kvjax import KVCacheTypeError, check_scale
-from kvjax_torch.arguments import check_tensors
+from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
+from kvjax_torch.arguments.caches import Facts
+from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.dtypes import has_scale_tensors
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
@@ -57,3 +61,47 @@ def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
     constant = torch.tensor(scale, dtype=torch.float32, device=device)
     _constants[scale, constant.get_device()] = constant
     return constant
+
+
+ScaleFacts = Facts
+"""Facts of a scale; it has strides only if it is a tensor `[num_blocks, block_size, num_kv_heads]`."""
+
+
+def scale_facts(scale: torch.Tensor) -> ScaleFacts:
+    """What plans know of a scale."""
+    return Facts(scale.dtype, scale.shape, scale.stride() if has_scale_tensors(scale) else ())
+
+
+def scale_tensor_facts(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
+    """The facts of the tensors with the scales of each token and head; None if there are no such tensors."""
+    if not (dtype.is_per_token_head and (k_scale.strides or v_scale.strides)):
+        return None
+    for name, facts in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not facts.strides:
+            raise KVCacheValueError(
+                f"{name}: got shape {tuple(facts.shape)}, expected [num_blocks, block_size, num_kv_heads] as of the"
+                " other scale"
+            )
+    return k_scale, v_scale
+
+
+def scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) -> tuple[int, int]:
+    """Elements of both scales, 1 where they are scales of each token and head.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid shape or dtype.
+    """
+    for name, (dtype, shape, strides), part in zip(
+        ("k_scale", "v_scale"), (k_scale, v_scale), spec.dtype.parts, strict=True
+    ):
+        takes_heads = part.info.takes_head_scales
+        if dtype is not torch.float32:
+            raise KVCacheTypeError(f"{name}: got dtype {dtype}, expected torch.float32")
+        if spec.dtype.is_per_token_head and strides:
+            continue
+        if math.prod(shape) != 1 and not (takes_heads and shape == (spec.num_kv_heads,)):
+            accepted = f"one element or [num_kv_heads={spec.num_kv_heads}]" if takes_heads else "one element"
+            raise KVCacheValueError(f"{name}: got shape {tuple(shape)}, expected {accepted} for {spec.dtype.value!r}")
+    if spec.dtype.is_per_token_head:
+        return 1, 1
+    return math.prod(k_scale.shape), math.prod(v_scale.shape)

@@ -14,10 +14,12 @@ import torch
 
 from kvjax import kernels
 from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once
-from kvjax_torch import calls, cuda, merge
-from kvjax_torch.dtypes import numpy_dtype, torch_dtype
-from kvjax_torch.plan import AttentionPlan, RaggedPlan
-from kvjax_torch.ragged_step import Schedule, Step
+from kvjax_torch.arguments.dtypes import numpy_dtype, torch_dtype
+from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan
+from kvjax_torch.calls import arrays, choosing
+from kvjax_torch.cuda.ragged_step import Schedule, Step
+from kvjax_torch.eager import merge
+from kvjax_torch.launch import running
 
 _ROW_ALIGNMENT = 4
 """Bytes of a query's elements that a thread loads, and of those of a result that it stores, at once."""
@@ -25,7 +27,7 @@ _ROW_ALIGNMENT = 4
 
 def is_for(device: torch.device, head_sizes: tuple[int, int]) -> bool:
     """Whether the kernels are for a device and for heads of these sizes, of keys and of values."""
-    return kernels.why_no_prompts(head_sizes, calls.target_of(device)) is None
+    return kernels.why_no_prompts(head_sizes, choosing.target_of(device)) is None
 
 
 class Lots(NamedTuple):
@@ -47,7 +49,7 @@ class Lots(NamedTuple):
     def of(cls, plan: RaggedPlan, step: Step) -> Lots:
         """The lots of a step."""
         spec = plan.attention.cache.spec
-        max_blocks = calls.most_blocks(spec, step.tensors.block_table.shape[1])
+        max_blocks = choosing.most_blocks(spec, step.tensors.block_table.shape[1])
         window, size = plan.attention.window, spec.block_size
         reached = num_reached_blocks(window, plan.max_q_len, max_blocks, size) * size
         num_tokens = -(-reached // kernels.PROMPT_TOKENS) * kernels.PROMPT_TOKENS
@@ -64,8 +66,8 @@ def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int]
 
 def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
     """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
-    places = calls.page_places(plan.attention.cache, step.tensors.key_cache, step.tensors.value_cache)
-    with cuda.one_at_a_time:
+    places = arrays.page_places(plan.attention.cache, step.tensors.key_cache, step.tensors.value_cache)
+    with choosing.one_at_a_time:
         return _kernels(plan.attention, places, step.rows.stride(0), step.query.device)
 
 
@@ -105,14 +107,14 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tu
     gather, *attends = own
     kernel = attends[segments > 1]
     (table, table_stride), found = step.table(), (schedule.prompts, schedule.header)
-    max_blocks = calls.most_blocks(spec, tensors.block_table.shape[1])
+    max_blocks = choosing.most_blocks(spec, tensors.block_table.shape[1])
     for lot in range(num_lots):
         first = lot * at_once
         gather_counts = first, num_tokens, max_blocks, table_stride, step.num_blocks - 1
         pages = table, *found, tensors.key_cache, tensors.value_cache
-        cuda.run(calls.Call(gather, gather_counts, (*pages, *tiles), at_once * num_tokens))
+        running.run(running.Call(gather, gather_counts, (*pages, *tiles), at_once * num_tokens))
         arrays = *found, step.rows, *tiles, *scales, *sinks, *results
-        cuda.run(calls.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), arrays, 1))
+        running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), arrays, 1))
     if segments > 1:
         # What the rows hold is one more part, with the sinks.
         parts = [x.unflatten(0, (segments, num_rows)).unbind() for x in results]
@@ -131,7 +133,7 @@ def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
     most = most_segments(num_rows, attention.num_heads, spec.head_size_v * attention.dtype.itemsize)
     return kernels.prompt_segments(
         spec,
-        calls.target_of(step.query.device),
+        choosing.target_of(step.query.device),
         num_prompts=at_once,
         max_q_len=min(plan.max_q_len, num_rows),
         num_heads=attention.num_heads,
@@ -142,9 +144,9 @@ def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _kernels(
-    plan: AttentionPlan, places: calls.PagePlaces, token_stride: int, device: torch.device
+    plan: AttentionPlan, places: arrays.PagePlaces, token_stride: int, device: torch.device
 ) -> tuple[kernels.AnyCount, ...]:
-    spec, target = plan.cache.spec, calls.target_of(device)
+    spec, target = plan.cache.spec, choosing.target_of(device)
     kind = kernels.PromptKind(
         spec,
         kernels.RowMemory(numpy_dtype(plan.dtype), token_stride, _ROW_ALIGNMENT),
@@ -158,7 +160,7 @@ def _kernels(
     )
     divided = dataclasses.replace(kind, has_sinks=False, is_divided=True)
     return (
-        kernels.prompt_gather_kernel(spec, calls.page_memory(plan.cache, places.alignments)),
+        kernels.prompt_gather_kernel(spec, arrays.page_memory(plan.cache, places.alignments)),
         kernels.prompt_kernel(kind, target),
         *(() if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)),
     )

@@ -29,8 +29,8 @@ from kvjax import (
     KVScales,
     ModelKVConfig,
 )
-from kvjax_torch.borrow import to_jax
-from kvjax_torch.transformers_attention import CACHE_ARGUMENT
+from kvjax_torch.memory.borrow import to_jax
+from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 
 LENGTH = 2048
 """Tokens of a sample, unless the model takes fewer."""

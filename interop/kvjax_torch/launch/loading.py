@@ -1,10 +1,4 @@
-"""Launches kvjax's kernels on torch's current stream, with the addresses of torch's tensors.
-
-A kernel is compiled to a CUDA binary, or one that was compiled before is found on disk (`kvjax.binaries`). The CUDA
-driver loads it into torch's context. One compiled kernel serves every call of its kind. A launch is one call of the
-driver, which allocates nothing, copies nothing and waits for nothing, so `torch.cuda.graph` records it like any other
-kernel. Neither compiling nor launching starts JAX.
-"""
+"""Loads kernels, compiled for a GPU, into the context that torch uses."""
 
 from __future__ import annotations
 
@@ -19,11 +13,7 @@ import torch
 
 from kvjax import binaries
 from kvjax.kernels import AnyCount
-from kvjax_torch import driver
-
-LaunchUnavailableError = binaries.LaunchUnavailableError
-given_integers = binaries.given_integers
-num_compilations = binaries.num_compilations
+from kvjax_torch.launch import driver
 
 TESTED = "jax 0.11.1 to 0.12 with its CUDA plugin"
 """The versions that the launcher was tested with, for the error where something is missing."""

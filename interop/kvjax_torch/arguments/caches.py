@@ -22,7 +22,7 @@ from kvjax import (
     VScaleLayout,
     kernels,
 )
-from kvjax_torch.plan import BlockRows, CachePlan
+from kvjax_torch.arguments.plan import BlockRows, CachePlan
 
 
 class Facts(NamedTuple):

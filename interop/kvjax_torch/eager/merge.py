@@ -9,8 +9,8 @@ import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax.ops.options import kind_of
-from kvjax_torch.arguments import check_tensors
-from kvjax_torch.dtypes import INPUT_DTYPES
+from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.dtypes import INPUT_DTYPES
 
 
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,11 @@ import torch
 
 from kvjax import kernels
 from kvjax.ops.options import num_reached_blocks, prompts_at_once
-from kvjax_torch import calls, cuda, dense, ragged_step
-from kvjax_torch.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
-from kvjax_torch.ragged_step import Step
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
+from kvjax_torch.calls import choosing
+from kvjax_torch.cuda import ragged_step, reads
+from kvjax_torch.cuda.ragged_step import Step
+from kvjax_torch.eager import dense
 
 LOGITS_BYTES = 64 << 20
 """Limit on the float32 logits of a tile of rows; those of a single row of each sequence may exceed it."""
@@ -70,7 +72,7 @@ def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Se
     is_any, seq = chosen < num_seqs, chosen.clamp(max=num_seqs - 1)
     every = tensors.block_table, tensors.seq_lens, bounds[:-1], bounds[1:]
     table, lens, starts, ends = (x.index_select(0, seq) for x in every)
-    lens = torch.where(is_any, lens.clamp(0, calls.INT32_MAX), 0).to(torch.int64)
+    lens = torch.where(is_any, lens.clamp(0, choosing.INT32_MAX), 0).to(torch.int64)
     return Sequences(table, lens, starts, torch.where(is_any, ends, starts))
 
 
@@ -133,7 +135,7 @@ def _operands(plan: AttentionPlan, step: Step, own: Sequences, dtype: torch.dtyp
 
     def gather(k_scale: torch.Tensor, v_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = ReadTensors(key_cache, value_cache, own.table, own.lens, k_scale, v_scale)
-        return cuda.gather(GatherPlan(plan.cache, dtype, plan.scale_sizes), tensors)
+        return reads.gather(GatherPlan(plan.cache, dtype, plan.scale_sizes), tensors)
 
     if not plan.cache.spec.dtype.is_quantized or dtype is torch.float32:
         weight = step.query.new_ones(1, dtype=torch.float32)

@@ -10,20 +10,14 @@ with new keys and values, and `kvjax_attention`. Only the last gets the mask, wh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from kvjax import KVCacheTypeError, KVCacheValueError
-
-if TYPE_CHECKING:
-    from kvjax_torch.transformers_cache import KvjaxLayer
-
-NAME = "kvjax"
-"""The name of this attention in transformers."""
+from kvjax_torch.transformers.layer import NAME, KvjaxLayer, PagedStates
 
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE_ARGUMENT = "cache" if "cache" in _PREPARE.parameters else "past_key_values"
@@ -31,40 +25,6 @@ CACHE_ARGUMENT = "cache" if "cache" in _PREPARE.parameters else "past_key_values
 
 It is `"cache"` from transformers 5.24 on. Before, `generate` refuses `cache=`, but a model's `forward` ignores it.
 """
-
-IN_PAGES = (
-    f"keys and values of a KvjaxCache are in pages, which transformers' attention interface alone can read, with"
-    f" attn_implementation={NAME!r}; expected 'sdpa' or 'eager' for a model that computes with them itself"
-)
-
-
-class PagedStates:
-    """The result of `KvjaxCache.update` under `kvjax_attention`, which alone can read it.
-
-    Attributes:
-      layer: the layer of the cache.
-      keys: the new tokens' keys, not stored yet: `[num_seqs, num_kv_heads, num_new_tokens, head_size]`.
-      values: the same for the values.
-    """
-
-    __slots__ = ("keys", "layer", "values")
-
-    def __init__(self, layer: KvjaxLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{name}: {IN_PAGES}")
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise KVCacheTypeError(f"{getattr(function, '__name__', function)}: {IN_PAGES}")
-
-
-def attends_to_pages(config: Any) -> bool:
-    """Whether the attention of a model of this (text) configuration is `kvjax_attention`."""
-    return bool(config._attn_implementation == NAME)
 
 
 def kvjax_mask(

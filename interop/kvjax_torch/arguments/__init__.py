@@ -1,0 +1,1 @@
+"""Checks of the operations' arguments, and the plans that they become."""

@@ -1,0 +1,187 @@
+"""Checks the arguments of writes and turns them into plans."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+import kvjax
+from kvjax import (
+    KVCacheTypeError,
+    KVCacheValueError,
+)
+from kvjax_torch.arguments.caches import Facts, cache_plan, check_apart, check_caches
+from kvjax_torch.arguments.checks import (
+    IndexFacts,
+    check_addresses,
+    check_devices,
+    check_index,
+    check_scale_values,
+    on_host,
+)
+from kvjax_torch.arguments.dtypes import (
+    INPUT_DTYPES,
+    resolve_cache_dtype,
+)
+from kvjax_torch.arguments.plan import RopePlan, WritePlan
+from kvjax_torch.arguments.scales import ScaleFacts, scale_facts, scale_sizes, scale_tensor_facts
+
+
+def write_plan(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+) -> WritePlan:
+    """The plan of a `reshape_and_cache_flash` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
+    """
+    tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    check_devices(**tensors, slot_mapping=slot_mapping, **scales)
+    plan = _write_plan(
+        Facts.of(key_cache),
+        Facts.of(value_cache),
+        _row_facts(key),
+        _row_facts(value),
+        (slot_mapping.dtype, slot_mapping.ndim),
+        kv_cache_dtype,
+        scale_facts(k_scale),
+        scale_facts(v_scale),
+        v_scale_layout,
+    )
+    for name in ("key", "value"):
+        if tensors[name].shape[0] < slot_mapping.shape[0]:
+            raise KVCacheValueError(
+                f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
+                f" {slot_mapping.shape[0]} slots"
+            )
+    check_addresses(tensors | ({} if plan.cache.scales is None else scales))
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    check_apart(caches | ({} if plan.cache.scales is None else scales), is_written=True)
+    if plan.cache.scales is None:
+        check_scale_values(scales)
+    if kvjax.is_checked():
+        slots = on_host("slot_mapping", slot_mapping).numpy()
+        kvjax.check_slots(slots, key_cache.shape[0] * plan.cache.spec.block_size)
+    return plan
+
+
+def rope_plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_scale_layout: str,
+    is_neox: bool,
+) -> RopePlan:
+    """The plan of a `rope_and_cache` call.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
+    """
+    check_devices(key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
+    tensors = key, value, key_cache, value_cache, slot_mapping
+    write = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    table = cos_sin_cache.dtype, cos_sin_cache.shape[1:], cos_sin_cache.ndim
+    plan = _rope_plan(write, _row_facts(query), (positions.dtype, positions.ndim), table, is_neox)
+    num_tokens = slot_mapping.shape[0]
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("positions", positions)):
+        if tensor.shape[0] != num_tokens:
+            raise KVCacheValueError(
+                f"{name}: got {tensor.shape[0]} tokens, expected {num_tokens}, one for each slot; a slot of -1 is none"
+            )
+    if not cos_sin_cache.shape[0]:
+        raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
+    check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
+    if kvjax.is_checked():
+        slots, rows = (on_host(*each).numpy() for each in (("slot_mapping", slot_mapping), ("positions", positions)))
+        kvjax.check_positions(rows, slots, cos_sin_cache.shape[0])
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _write_plan(
+    key_cache: Facts,
+    value_cache: Facts,
+    key: Facts,
+    value: Facts,
+    slot_mapping: IndexFacts,
+    kv_cache_dtype: str,
+    k_scale: ScaleFacts,
+    v_scale: ScaleFacts,
+    v_scale_layout: str,
+) -> WritePlan:
+    check_caches(key_cache, value_cache)
+    _check_rows("key", key, INPUT_DTYPES)
+    _check_rows("value", value, (key.dtype,))
+    check_index("slot_mapping", slot_mapping, ("num_tokens",))
+    num_heads, head_size = key.shape
+    if value.shape[0] != num_heads:
+        raise KVCacheValueError(f"value: got num_kv_heads={value.shape[0]}, expected {num_heads} as in key")
+    dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
+    scale_tensors = scale_tensor_facts(k_scale, v_scale, dtype)
+    head_sizes = head_size, value.shape[1]
+    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, dtype, v_scale_layout, scale_tensors)
+    return WritePlan(
+        cache,
+        key.dtype,
+        slot_mapping[0],
+        scale_sizes(k_scale, v_scale, cache.spec),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _rope_plan(
+    write: WritePlan, query: Facts, positions: IndexFacts, table: tuple[torch.dtype, torch.Size, int], is_neox: bool
+) -> RopePlan:
+    head_size = write.cache.spec.head_size
+    _check_rows("query", query, (write.dtype,), "num_heads")
+    if query.shape[1] != head_size:
+        raise KVCacheValueError(f"query: got head_size={query.shape[1]}, expected {head_size} as in key")
+    check_index("positions", positions, ("num_tokens",))
+    dtype, shape, ndim = table
+    if dtype not in INPUT_DTYPES:
+        raise KVCacheTypeError(f"cos_sin_cache: got dtype {dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
+    if ndim != 2:
+        raise KVCacheValueError(f"cos_sin_cache: got {ndim} dimensions, expected [max_position, rot_dim]")
+    [rot_dim] = shape
+    if rot_dim % 2 or not 2 <= rot_dim <= head_size:
+        raise KVCacheValueError(
+            f"cos_sin_cache: got rot_dim={rot_dim}, expected an even number of 2 to head_size={head_size}"
+        )
+    return RopePlan(write, query.shape[0], rot_dim, is_neox, positions[0], dtype)
+
+
+def _row_facts(rows: torch.Tensor) -> Facts:
+    if not rows.numel() and 0 in rows.stride():
+        rows = rows.new_empty(rows.shape)  # empty numpy arrays have strides of 0
+    return Facts(rows.dtype, rows.shape[1:], rows.stride())  # a plan does not depend on the number of rows
+
+
+def _check_rows(name: str, rows: Facts, dtypes: tuple[torch.dtype, ...], heads: str = "num_kv_heads") -> None:
+    if rows.dtype not in dtypes:
+        raise KVCacheTypeError(f"{name}: got dtype {rows.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if len(rows.strides) != 3:
+        raise KVCacheValueError(
+            f"{name}: got {len(rows.strides)} dimensions, expected [num_tokens, {heads}, head_size]"
+        )
+    if rows.strides[2] != 1 and rows.shape[1] != 1:
+        raise KVCacheValueError(
+            f"{name}: got strides {rows.strides}, expected 1 along head_size; copy with {name}.contiguous()"
+        )

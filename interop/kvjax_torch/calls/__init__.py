@@ -1,0 +1,1 @@
+"""Which kernel serves a call, with which counts and arrays."""

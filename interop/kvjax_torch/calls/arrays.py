@@ -1,0 +1,132 @@
+"""The memory of caches, rows and scales as kernels are compiled for it: regions, strides and alignments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvjax import AttentionSpec, UnsupportedError, kernels
+from kvjax_torch.arguments.plan import (
+    BlockRows,
+    CachePlan,
+)
+
+ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
+"""Alignments of rows, in bytes, that kernels are compiled for."""
+
+
+COPIED_BELOW = 16
+"""Rows of a lower alignment than packed rows would have, up to this one, are packed before they are written, so that
+threads read as many bytes at once."""
+
+
+PAGE_ALIGNMENT = 16
+"""Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""
+
+
+class PagePlaces(NamedTuple):
+    """Where pages are, as far as kernels that read them are compiled for it.
+
+    Attributes:
+      alignments: of the pages of keys and of those of values.
+      value_start: bytes from a page of keys to that of values where both have the same pages; None elsewhere.
+    """
+
+    alignments: tuple[int, int]
+    value_start: int | None = None
+
+
+def page_places(plan: CachePlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagePlaces:
+    """The places of a cache's pages.
+
+    Two views of pages that hold keys and values are one memory, of which a kernel copies the bytes of both together.
+    """
+    start = value_cache.data_ptr() - key_cache.data_ptr()
+    alignments = page_alignment(key_cache), page_alignment(value_cache)
+    return PagePlaces(alignments, start if 0 < start <= plan.last_value_start else None)
+
+
+def runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
+    """Keys or values, copied if the elements of a token are not contiguous, and their alignment."""
+    _, num_heads, size = x.shape
+    token_stride, head_stride, _ = x.stride()
+    is_run = (num_heads == 1 or head_stride == size) and token_stride >= num_heads * size
+    packed = num_heads * size * x.element_size()
+    alignment = _row_alignment(x.data_ptr() | token_stride * x.element_size())
+    if is_run and alignment >= min(COPIED_BELOW, _row_alignment(packed)):
+        return x, alignment
+    return x[:num_tokens].clone(memory_format=torch.contiguous_format), _row_alignment(packed)
+
+
+def _row_alignment(places: int) -> int:
+    return next(alignment for alignment in ROW_ALIGNMENTS if not places % alignment)
+
+
+def _scale(scale: torch.Tensor) -> torch.Tensor:
+    """A scale that a kernel can read; several are read as vectors, so unaligned ones are copied."""
+    if scale.numel() == 1 or not scale.data_ptr() % kernels.MAX_VECTOR_BYTES:
+        return scale.contiguous()
+    return scale.clone(memory_format=torch.contiguous_format)
+
+
+def scale_arrays(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The scale arrays of a kernel call; those of each token and head are never copied."""
+    return scales if cache.spec.dtype.is_per_token_head else tuple(map(_scale, scales))
+
+
+def scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int] | None:
+    """The alignments of the scales of each token and head that kernels are compiled for; None if there are none."""
+    if not cache.spec.dtype.is_per_token_head:
+        return None
+    k_scale, v_scale = scales
+    return page_alignment(k_scale), page_alignment(v_scale)
+
+
+def page_alignment(cache: torch.Tensor) -> int:
+    """The alignment of all pages of a tensor, `PAGE_ALIGNMENT` at most."""
+    places = cache.data_ptr() | cache.stride(0) * cache.element_size() | PAGE_ALIGNMENT
+    return places & -places
+
+
+def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    """The pages of keys and of values, without scales that are arrays of their own."""
+    rows = cache.keys, cache.values
+    if cache.spec.dtype.is_per_token_head:  # scales are arrays of their own
+        rows = _part(cache.keys, 0), _part(cache.values, 0)
+    return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
+
+
+def scale_memory(
+    cache: CachePlan, alignments: tuple[int, int] | None
+) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
+    """The pages of the scales of each token and head; None if there are none."""
+    if alignments is None:
+        return None
+    rows = cache.scales or (_part(cache.keys, 1), _part(cache.values, 1))
+    return _memory(cache.spec, ("k_scale", "v_scale"), rows, alignments)
+
+
+def _part(rows: BlockRows, index: int) -> BlockRows:
+    return rows._replace(regions=rows.regions[index : index + 1])
+
+
+def _memory(
+    spec: AttentionSpec,
+    names: tuple[str, str],
+    rows: tuple[BlockRows, BlockRows],
+    alignments: tuple[int, int],
+) -> tuple[kernels.PageMemory, kernels.PageMemory]:
+    halves = [
+        kernels.PageMemory(of_half.regions, of_half.block_stride, alignment)
+        for of_half, alignment in zip(rows, alignments, strict=True)
+    ]
+    for name, memory in zip(names, halves, strict=True):
+        for region in memory.regions:
+            reach = max(spec.num_kv_heads * region.head_stride, spec.block_size * region.token_stride)
+            if reach > memory.page_stride:
+                raise UnsupportedError(
+                    f"{name}: got blocks {memory.page_stride} bytes apart with rows of a block {reach} bytes apart,"
+                    " expected the rows of a block side by side; on CUDA no kernel serves blocks that interleave"
+                )
+    return halves[0], halves[1]

@@ -1,0 +1,180 @@
+"""The kernel calls of attention over pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+
+from kvjax import kernels
+from kvjax.ops.route import Query, Route, route
+from kvjax_torch.arguments.dtypes import numpy_dtype
+from kvjax_torch.arguments.plan import (
+    AttentionPlan,
+    ReadTensors,
+)
+from kvjax_torch.calls import choosing
+from kvjax_torch.calls.arrays import (
+    PagePlaces,
+    page_memory,
+    page_places,
+)
+from kvjax_torch.launch.running import Call
+
+
+class AttentionPart(NamedTuple):
+    """The query rows of a call that one run of the attention kernels serves.
+
+    Attributes:
+      plan: the plan of a call of these rows alone.
+      heads: the query heads of each KV head.
+      tokens: the query tokens.
+    """
+
+    plan: AttentionPlan
+    heads: slice
+    tokens: slice
+
+
+@functools.lru_cache(maxsize=1024)
+def route_of(plan: AttentionPlan, device: torch.device) -> Route:
+    """What serves a call on a device, without the limits of `has_attention`."""
+    return route(plan.cache.spec, Query(numpy_dtype(plan.dtype), plan.sm_scale > 0), choosing.target_of(device))
+
+
+@functools.lru_cache(maxsize=1024)
+def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[AttentionPart, ...]:
+    """The parts of a call, in the order they run; none if no kernel supports such a cache or query on the device."""
+    spec = plan.cache.spec
+    if route_of(plan, device).why_no_decode_kernel is not None:
+        return ()
+    parts = []
+    for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
+        num_heads = (heads.stop - heads.start) * spec.num_kv_heads
+        for tokens in runs:
+            part = dataclasses.replace(plan, num_heads=num_heads, q_len=tokens.stop - tokens.start)
+            parts.append(AttentionPart(part, heads, tokens))
+    return tuple(parts)
+
+
+def has_attention(plan: AttentionPlan, num_seqs: int, block_table: torch.Tensor) -> bool:
+    """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices."""
+    spec = plan.cache.spec
+    elements = num_seqs * plan.q_len * plan.num_heads * max(spec.head_size, spec.head_size_v)
+    return 0 < elements <= choosing.INT32_MAX and block_table.numel() > 0
+
+
+class AttentionKernels(NamedTuple):
+    """The two kernels of attention, which run one after the other.
+
+    Attributes:
+      decode: attends to parts of sequences, and leaves their results in the workspace.
+      merge: merges the parts.
+      workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, choosing.int32.
+    """
+
+    decode: kernels.AnyCount
+    merge: kernels.AnyCount
+    workspace: tuple[int, int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def attention_kernels(
+    plan: AttentionPlan, places: PagePlaces, device: torch.device, num_seqs: int, max_blocks: int
+) -> AttentionKernels:
+    """The kernels of a call of one part; many numbers of sequences share the same ones."""
+    decode, merge, workspace = _attention_kernels(plan, places, choosing.target_of(device)).of(num_seqs, max_blocks)
+    partial, partial_lse, spans = (array.size for array in workspace)
+    return AttentionKernels(decode, merge, (partial, partial_lse, spans))
+
+
+def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKernels:
+    """The kernels of a `paged_attention` call of one part that `plan` describes.
+
+    Raises:
+      UnsupportedError: choosing.int32 does not index the workspace of a batch-invariant call.
+    """
+    key_cache, value_cache, block_table, *_ = tensors
+    num_seqs, width = block_table.shape
+    places = page_places(plan.cache, key_cache, value_cache)
+    return attention_kernels(plan, places, key_cache.device, num_seqs, choosing.most_blocks(plan.cache.spec, width))
+
+
+def attention_calls(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> tuple[Call, Call]:
+    """The two kernel calls, in order, of a `paged_attention` call of one part that `plan` describes.
+
+    The last two tensors of the second are the results: `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype
+    and float32 `[num_seqs, q_len, num_heads]`. Workspace and results are allocated on torch's current stream, except
+    for `out` if it is given: contiguous, of the results' shape and dtype.
+    """
+    key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
+    spec, num_blocks = plan.cache.spec, tensors.num_blocks
+    num_seqs, width = block_table.shape
+    max_blocks = choosing.most_blocks(spec, width)
+    decode, merge, workspace = kernels_of_call(plan, tensors)
+    query = _query(query)
+    block_table, seq_lens = choosing.int32(block_table, -1, num_blocks), choosing.int32(seq_lens, 0, choosing.INT32_MAX)
+    table_stride = block_table.stride(0) if num_seqs > 1 else width
+    if num_seqs * table_stride > choosing.INT32_MAX:
+        block_table, table_stride = block_table.contiguous(), width
+    out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
+    between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
+    sink = () if sinks is None else (sinks.contiguous(),)
+    pages = key_cache, value_cache, k_scale.contiguous(), v_scale.contiguous()
+    counts = num_seqs, max_blocks, min(num_blocks, choosing.INT32_MAX), table_stride, *_token_strides(query)
+    return (
+        Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
+        Call(merge, (max_blocks,), (seq_lens, *sink, *between, out, lse), num_seqs),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
+    keys, values = page_memory(plan.cache, places.alignments)
+    if (start := places.value_start) is not None:  # from the pages of keys on
+        regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
+        values = dataclasses.replace(keys, regions=regions)
+    return kernels.attention_kernels(
+        plan.cache.spec,
+        (keys, values),
+        numpy_dtype(plan.dtype),
+        plan.scale_sizes,
+        num_heads=plan.num_heads,
+        q_len=plan.q_len,
+        sm_scale=plan.sm_scale,
+        window=plan.window,
+        logits_soft_cap=plan.logits_soft_cap,
+        has_sinks=plan.has_sinks,
+        batch_invariant=plan.batch_invariant,
+        target=target,
+        one_memory=places.value_start is not None,
+    )
+
+
+def _query(query: torch.Tensor) -> torch.Tensor:
+    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if the heads of a token are not contiguous."""
+    _, _, num_heads, head_size = query.shape
+    strides = query.stride()
+    is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)
+    reach = sum(size * stride for size, stride in zip(query.shape, _token_strides(query), strict=False))
+    if is_run and reach + num_heads * head_size <= choosing.INT32_MAX and not query.data_ptr() % query.element_size():
+        return query
+    return query.clone(memory_format=torch.contiguous_format)
+
+
+def _token_strides(query: torch.Tensor) -> tuple[int, int]:
+    """Strides between sequences and between tokens, in elements; 0 along a dimension of size 1."""
+    a_sequence, a_token = (
+        stride if size > 1 else 0 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)
+    )
+    return a_sequence, a_token

@@ -1,0 +1,39 @@
+"""What choosing a kernel takes everywhere: the GPU, the limits of its indices, and a lock."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from kvjax import AttentionSpec, kernels
+
+one_at_a_time = threading.Lock()
+"""Held by calls that choose a kernel, so that threads that make the same first call choose the same one."""
+
+INT32_MAX = 2**31 - 1
+"""The largest count, and the largest index into an array, that kernels take."""
+
+
+def most_blocks(spec: AttentionSpec, width: int) -> int:
+    """The entries of a block table of this width that lengths can reach."""
+    return min(width, INT32_MAX // spec.block_size)
+
+
+@functools.cache
+def target_of(device: torch.device) -> kernels.Target:
+    """The GPU that kernels for a device are made for."""
+    if device.type != "cuda":
+        return kernels.Target()
+    properties: Any = torch.cuda.get_device_properties(device)  # not all versions declare all that they have
+    capability = properties.major, properties.minor
+    return kernels.Target(properties.multi_processor_count, capability, properties.shared_memory_per_block_optin)
+
+
+def int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Indices in int32, neighbours side by side; those of 64 bits are clipped."""
+    if indices.dtype is not torch.int32:
+        indices = indices.clamp(least, most).to(torch.int32)
+    return indices if indices.stride(-1) == 1 else indices.contiguous()

@@ -1,0 +1,1 @@
+"""The operations on CUDA tensors."""

@@ -1,0 +1,127 @@
+"""Gathers and attention of CUDA tensors, by kernels on torch's current stream where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvjax import UnsupportedError, kernels
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors
+from kvjax_torch.calls import arrays, attending, choosing, gathering
+from kvjax_torch.eager import dense
+from kvjax_torch.launch import running
+
+
+def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_kv` of CUDA tensors that `plan` describes."""
+    running.check_capability(tensors.key_cache.get_device())
+    with choosing.one_at_a_time:
+        call = gathering.gather_call(plan, tensors)
+    running.run(call)
+    keys, values = call.tensors[-2:]
+    return keys, values
+
+
+def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequence[attending.AttentionPart]:
+    """What the kernels are called for, one after another; nothing if torch attends.
+
+    Raises:
+      UnsupportedError: the GPU has no kernels, or none that is batch-invariant if that is requested.
+      KVCacheValueError: the workspace of a batch-invariant call is too large.
+    """
+    running.check_capability(tensors.key_cache.get_device())
+    serves = attending.has_attention(plan, num_seqs, tensors.block_table)
+    parts = attending.attention_parts(plan, tensors.key_cache.device) if serves else ()
+    if plan.batch_invariant:  # before anything is compiled or run
+        with choosing.one_at_a_time:
+            for of_part, _, _ in parts:
+                attending.kernels_of_call(of_part, tensors)
+        if not parts and num_seqs and tensors.block_table.numel():
+            raise UnsupportedError(
+                f"got batch_invariant=True for a query of {plan.dtype} and a cache of {plan.cache.spec.dtype.value!r},"
+                " which no kernel launched on torch's stream serves; expected False, or CPU tensors"
+            )
+    return parts
+
+
+def attend(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
+
+    Kernels attend to the pages if there are kernels for such a call. There are none for a float32 query, for example.
+    Otherwise torch attends to gathered keys and values.
+    """
+    parts = parts_of(plan, query.shape[0], tensors)
+    if not parts:
+        return _attend_to_gathered(plan, query, tensors, sinks, out)
+    _compile_parts(parts, tensors)
+    if len(parts) == 1:
+        return _attend_to_pages(plan, query, tensors, sinks, out)
+    # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
+    spec = plan.cache.spec
+    out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
+    queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
+    lengths = tensors.seq_lens.clamp(0, choosing.INT32_MAX).to(torch.int32)
+    for part, heads, tokens in parts:
+        # A part's tokens are the last ones of sequences that end with the part.
+        part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
+        own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
+        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), part_tensors, own_sinks)
+        for whole, result in zip((outs, lses), results, strict=True):
+            whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
+    return out, lse
+
+
+_attends: set[Any] = set()
+"""The plans, places of pages and devices whose kernels are compiled."""
+
+
+def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensors) -> None:
+    """Compiles the kernels of the parts of a call for batches of every size."""
+    device = tensors.key_cache.device
+    for plan, _, _ in parts:
+        places = arrays.page_places(plan.cache, tensors.key_cache, tensors.value_cache)
+        if (kind := (plan, places, device)) in _attends:
+            continue
+        with choosing.one_at_a_time:
+            every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
+        running.compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
+        if len(_attends) >= running.REMEMBERED:
+            _attends.clear()
+        _attends.add(kind)
+
+
+def _attend_to_pages(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    decode, merge = attending.attention_calls(plan, query, tensors, sinks, out)
+    running.run(decode)
+    running.run(merge)
+    out, lse = merge.tensors[-2:]
+    return out, lse
+
+
+def _attend_to_gathered(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
+    keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
+    sequences = tensors.block_table, tensors.seq_lens, tensors.num_blocks
+    return dense.attend(plan, query, keys, values, *sequences, sinks, out=out)

@@ -1,0 +1,119 @@
+"""Runs kernels on torch's current stream, compiled when they are first asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvjax import UnsupportedError, binaries, kernels
+from kvjax_torch.launch import loading
+
+MIN_COMPUTE_CAPABILITY = 9
+
+REMEMBERED = 4096
+"""The most kinds of calls that are remembered; a model has a few, and one more for each size of cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One run of a kernel.
+
+    Attributes:
+      kernel: the kernel.
+      counts: its counts.
+      tensors: its arrays.
+      amount: the size that its number of programs depends on.
+    """
+
+    kernel: kernels.AnyCount
+    counts: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    amount: int
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it runs on."""
+        return self.tensors[-1].device
+
+
+_compiled_together: set[Any] = set()
+"""The kernels, with devices, that `compile_once` compiled."""
+
+
+def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
+    """Compiles kernels, several at once, the first time that they are asked for together."""
+    if (kind := (every, device)) in _compiled_together:
+        return
+    check_capability(device.index)
+    compile_all(every, device)
+    if len(_compiled_together) >= REMEMBERED:
+        _compiled_together.clear()
+    _compiled_together.add(kind)
+
+
+def run(call: Call) -> Launcher | None:
+    """Runs a call; returns what was launched, or None if there was nothing to launch."""
+    if not call.amount:
+        return None
+    launched = launcher(call.kernel, call.device)
+    launched.launch(call.counts, tuple(tensor.data_ptr() for tensor in call.tensors), call.amount)
+    return launched
+
+
+def compile_all(every: Sequence[kernels.AnyCount], device: torch.device) -> None:
+    """Compiles and loads kernels, several at once."""
+    with _naming_tested_versions():
+        loading.compile_ahead(every, device)
+    for kernel in every:
+        launcher(kernel, device)
+
+
+def launcher(kernel: kernels.AnyCount, device: torch.device) -> Launcher:
+    """A compiled kernel on a device.
+
+    Raises:
+      UnsupportedError: JAX or its plugin lacks something that this needs.
+    """
+    with _naming_tested_versions():
+        return _compiled(kernel, device)
+
+
+@contextlib.contextmanager
+def _naming_tested_versions() -> Iterator[None]:
+    try:
+        yield
+    except binaries.LaunchUnavailableError as error:
+        raise UnsupportedError(
+            f"kvjax's kernels cannot be launched on torch's streams: {error}; tested with {loading.TESTED}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(kernel: kernels.AnyCount, device: torch.device) -> Launcher:
+    return Launcher(loading.compile_kernel(kernel, device), kernel.num_programs)
+
+
+class Launcher(NamedTuple):
+    """A compiled kernel, and its number of programs as a function of a call's amount."""
+
+    kernel: loading.Kernel
+    num_programs: Callable[[int], int]
+
+    def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
+        """Launches the kernel on arrays at these addresses."""
+        self.kernel((*kernels.packed(counts), *addresses), self.num_programs(amount))
+
+
+@functools.lru_cache(maxsize=64)
+def check_capability(device: int) -> None:
+    """Raises `UnsupportedError` for a GPU that there are no kernels for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < MIN_COMPUTE_CAPABILITY:
+        raise UnsupportedError(
+            f"got tensors on cuda:{device} (sm_{major}{minor}), expected cpu, or cuda of sm_90 or later"
+        )

@@ -1,0 +1,1 @@
+"""Memory that torch and JAX share."""

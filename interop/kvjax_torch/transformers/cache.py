@@ -1,0 +1,211 @@
+"""`KvjaxCache`: kvjax's paged cache, in any of its dtypes, for models of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+import kvjax
+from kvjax import (
+    AttentionSpec,
+    CacheLayout,
+    KVCacheTypeError,
+    KVCacheValueError,
+    RequestedKVCacheDType,
+    check_scale,
+)
+from kvjax_torch.arguments.checks import check_scale_values
+from kvjax_torch.arguments.dtypes import torch_dtype
+from kvjax_torch.arguments.scales import Scale
+from kvjax_torch.transformers.attention import CACHE_ARGUMENT
+from kvjax_torch.transformers.block_table import BlockTable
+from kvjax_torch.transformers.layer import KvjaxLayer
+from kvjax_torch.transformers.steps import Steps
+
+__all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
+
+
+class KvjaxCache(Cache):
+    """A cache for `model.generate(..., cache=cache)` that stores keys and values in kvjax's pages.
+
+    Before transformers 5.24 the argument is `past_key_values=`; `**{CACHE_ARGUMENT: cache}` fits every version.
+
+    Each layer has a pool of `num_blocks` pages, allocated with its first tokens. Sequences allocate blocks as they
+    grow, the same ones in every layer with the same window, and free them in `crop` and `reset`. Beams share blocks.
+    Attention reads stored keys and values, those of the current step included.
+
+    A model with `attn_implementation="kvjax"` (importing this module registers it) attends to the pages: decoding never
+    makes a layer dense, padding is not stored, and layers with a sliding window free the blocks that it has passed, so
+    `num_window_blocks` may be small. Attention must be causal, with or without windows, sinks and soft caps, and
+    `config` must be the model's own object, `model.config`, which copies of the cache share. Under any other attention
+    a layer's `update` reads all its tokens back, dequantized; every token is kept, and padding is stored like any token
+    and hidden by the model's mask, as in transformers' own caches. A model may change its attention between two steps,
+    unless some positions were padding.
+
+    Some models (Falcon's newer ones) repeat each KV head for its query heads before they store it. Their layers hold
+    every copy, and a `KVCacheWarning` says so with the first tokens. Where KV heads are split over devices, each rank's
+    cache holds its share.
+
+    A step that stops halfway, out of memory for example, leaves layers at different lengths; the next step raises until
+    `crop` has removed its tokens, or `reset` all. Under autocast, keys, values and queries are cast to the model dtype.
+
+    Under `torch.compile` a model's graph breaks at each layer's cache, whose block table is on the host, so
+    `fullgraph=True` raises.
+
+    Args:
+      config: the model's configuration.
+      num_blocks: blocks of every layer's pool: `ceil(tokens / block_size)` for each sequence, prompt included.
+      num_window_blocks: blocks of the pools of layers with a sliding window, by default `num_blocks`. With
+        `attn_implementation="kvjax"` each sequence needs `ceil((sliding_window - 1 + step) / block_size) + 1` of them,
+        where `step` is the largest number of tokens of a forward pass: of `generate` the prompt's, or
+        `prefill_chunk_size`.
+      kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes, or names by layers, as in
+        `kvjax.resolve_layer_dtypes`; `"auto"` is what the checkpoint declares, else the model dtype.
+      skip_layers: layers that keep the model dtype, likewise.
+      k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one for each. By default
+        1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer stores
+        while it is empty, so that nothing is clipped until a token is 16 times larger than that.
+      v_scale: the same for the values.
+      block_size: tokens in a block.
+      layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
+      v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
+      model_dtype: the dtype that the model computes in, if it differs from `config.dtype`.
+
+    Attributes:
+      block_tables: the block table of the layers with each sliding window; that of layers without one under None.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
+        layer that keeps no keys and values of its own, or something else beside them, or one latent for all heads, or
+        whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs more
+        blocks than there are, `generate` raises before it has written anything of that step.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        num_blocks: int,
+        num_window_blocks: int | None = None,
+        kv_cache_dtype: RequestedKVCacheDType = "auto",
+        skip_layers: Sequence[int | str] = (),
+        k_scale: Scale | Sequence[Scale] | None = None,
+        v_scale: Scale | Sequence[Scale] | None = None,
+        block_size: int = 16,
+        layout: str | CacheLayout = "NHD",
+        v_scale_layout: str = "linear",
+        model_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            of_model = isinstance(getattr(config, "config", None), PreTrainedConfig)
+            raise KVCacheTypeError(
+                f"config: got a {type(config).__name__}, expected a transformers configuration"
+                + (": pass model.config" if of_model else "")
+            )
+        text_config = config.get_text_config(decoder=True)
+        if rank := text_config.to_dict().get("kv_lora_rank"):
+            raise KVCacheValueError(
+                f"config: got multi-head latent attention (kv_lora_rank={rank}), expected a model whose layers keep"
+                " keys and values of each KV head"
+            )
+        model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
+        if model.layers_without_cache:
+            raise KVCacheValueError(
+                f"config: got {len(model.layers_without_cache)} of {model.num_hidden_layers} layers without a KV cache"
+                " of their own, expected a model whose layers each keep keys and values"
+            )
+        _check_layers(text_config)
+        specs = kvjax.resolve_layer_specs(
+            model,
+            kv_cache_dtype,
+            skip_layers=skip_layers,
+            block_size=block_size,
+            layout=layout,
+            v_scale_layout=v_scale_layout,
+        )
+        k_scales, v_scales = (
+            _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        )
+        self.block_tables: dict[int | None, BlockTable] = {None: BlockTable(num_blocks, block_size)}
+        if num_window_blocks is None:
+            window_blocks, option = num_blocks, "num_blocks"
+        else:
+            window_blocks, option = num_window_blocks, "num_window_blocks"
+        for window in {spec.sliding_window for spec in specs} - {None}:
+            table = BlockTable(window_blocks, block_size, sliding_window=window, option=option)
+            self.block_tables[window] = table
+        model_dtype = torch_dtype(model.dtype.info.storage_dtype)
+        tables = [self.block_tables[spec.sliding_window] for spec in specs]
+        self._steps = Steps(tables, CACHE_ARGUMENT)
+        self._kvjax_layers = [
+            KvjaxLayer(index, spec, table, self._steps, text_config, model_dtype, k_scale, v_scale)
+            for index, (spec, table, k_scale, v_scale) in enumerate(zip(specs, tables, k_scales, v_scales, strict=True))
+        ]
+        super().__init__(layers=list(self._kvjax_layers))
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The spec of each layer's pages."""
+        return tuple(layer.spec for layer in self._kvjax_layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers."""
+        return sum(spec.bytes_per_token for spec in self.specs)
+
+    def reset(self) -> None:
+        """Removes every sequence and keeps the pools."""
+        self._steps.keep(0)
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Removes the last `-tokens_to_remove` tokens of every sequence; as in transformers, the number is negative.
+
+        Raises:
+          KVCacheValueError: a positive number; or a layer has freed blocks that its window would reach again. The
+            tokens of the last step, or all tokens, can always be removed.
+        """
+        if tokens_to_remove > 0:
+            raise KVCacheValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or a negative number")
+        # Assisted decoding in transformers 5.17 passes a tensor.
+        self._steps.keep(max(self.get_seq_length() + int(tokens_to_remove), 0))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Continues sequence `beam_idx[i]` as sequence `i`, without copying full blocks; the host reads `beam_idx`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Continues each sequence `repeats` times, side by side."""
+        self._steps.select(np.repeat(np.arange(self._steps.num_seqs), repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that `indices` names or, where it is boolean, marks."""
+        self._steps.select(indices.numpy(force=True))
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    """Checks that the layers of transformers' own cache keep keys and values alone."""
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise KVCacheValueError(
+                f"config: got a {config.model_type} model, whose layer {index} has a {type(layer).__name__} in"
+                " transformers' own cache, expected layers that keep keys and values alone, and no state"
+            )
+
+
+def _one_a_layer(what: str, scale: Scale | Sequence[Scale] | None, num_layers: int) -> list[torch.Tensor | None]:
+    if scale is None:
+        return [None] * num_layers
+    scales = list(scale) if isinstance(scale, (list, tuple)) else [scale] * num_layers
+    if len(scales) != num_layers:
+        raise KVCacheValueError(f"{what}: got {len(scales)} scales, expected one for each of {num_layers} layers")
+    for one in scales:
+        if not isinstance(one, torch.Tensor):
+            check_scale(what, one)
+    tensors = [torch.as_tensor(one, dtype=torch.float32) for one in scales]
+    for tensor in tensors:
+        check_scale_values({what: tensor})
+    return list(tensors)
