@@ -85,10 +85,9 @@ def entries(call: dict[str, Any]) -> list[int]:
 def test_other_counts_and_addresses_are_launched_without_a_plan(recorder: Recorder):
     for num_tokens in (5, 1000, 1 << 16, 7):
         call = arguments(num_tokens)
-        writes.write(**call)
-        kernel = writing.write_call(
-            writes.write_plan(*planned(call)), WriteTensors(*tensors(call), *scales(call)), True
-        ).kernel
+        write(**call)
+        planned = WriteTensors(*tensors(call), *scales(call)), Encoding(call["kv_cache_dtype"])
+        kernel = writing.write_call(writes.write_plan(*planned), planned[0], True).kernel
         assert recorder.launches[-1] == (entries(call), kernel.num_programs(num_tokens))
     assert recorder.planned == 1 + 4  # the first write, and the four above
 
@@ -101,8 +100,8 @@ def scales(call: dict[str, Any]) -> list[torch.Tensor]:
     return [call["k_scale"], call["v_scale"]]
 
 
-def planned(call: dict[str, Any]) -> list[Any]:
-    return [*tensors(call), call["kv_cache_dtype"], *scales(call), call["v_scale_layout"]]
+def write(kv_cache_dtype: str, v_scale_layout: str, unique_slots: bool, **call: torch.Tensor) -> None:
+    writes.write((*tensors(call), *scales(call)), (kv_cache_dtype, v_scale_layout), unique_slots)
 
 
 def halves_of(*shape: int, dtype: torch.dtype = torch.uint8, start: int = 0) -> dict[str, torch.Tensor]:
@@ -158,15 +157,15 @@ def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
     one, other = (arguments(**changes) for changes in OTHERS[name])
     for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
         assert recorder.planned == planned_before
-        writes.write(**call)
+        write(**call)
         assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
 def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
     call = arguments()
-    writes.write(**call)
+    write(**call)
     with kvjax.checked():
-        writes.write(**call)
+        write(**call)
     assert recorder.planned == 2
 
 
@@ -183,7 +182,7 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
         monkeypatch.setattr(module, name, call)
     Recorder(monkeypatch)
     given = arguments()
-    writes.write(**given)
+    write(**given)
     table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     read = ReadTensors(given["key_cache"], given["value_cache"], table, lengths, *scales(given))
     reads.gather(gather_plan(read, Encoding("nvfp4"), None), read)
@@ -191,8 +190,8 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
 
 
 def test_no_slots_are_no_launch(recorder: Recorder):
-    writes.write(**arguments())
-    writes.write(**arguments(slot_mapping=torch.arange(0)))
+    write(**arguments())
+    write(**arguments(slot_mapping=torch.arange(0)))
     assert len(recorder.launches) == 1
 
 
@@ -226,9 +225,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
     aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
-    writes.write(**arguments(**aligned))
+    write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
-        writes.write(**arguments(**aligned | WRONG[name]))
+        write(**arguments(**aligned | WRONG[name]))
     assert len(recorder.launches) == 1
 
 
@@ -242,11 +241,11 @@ COPIED = {
 @pytest.mark.parametrize("name", COPIED)
 def test_what_is_copied_is_planned_for_each_time(name: str, recorder: Recorder):
     call = arguments()
-    writes.write(**call)
+    write(**call)
     call[name] = COPIED[name]
     for planned_before in range(1, 4):
         assert recorder.planned == planned_before
-        writes.write(**call)
+        write(**call)
         assert recorder.launches[-1][0] != entries(call)
 
 
@@ -254,7 +253,7 @@ def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
     cache = halves_of(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE) | {"kv_cache_dtype": "fp8_e4m3"}
     for num_scales in (1, NUM_HEADS, 1, NUM_HEADS):
         by_head = {name: torch.full((num_scales,), 0.5) for name in ("k_scale", "v_scale")}
-        writes.write(**arguments(**cache, **by_head))
+        write(**arguments(**cache, **by_head))
     assert recorder.planned == 3  # that of one scale is known the second time
     assert len(recorder.launches) == 4
 
@@ -273,7 +272,7 @@ def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
     monkeypatch.setattr(writing, "only_last_tokens", find)
     for num_tokens in (5, kernels.SEARCHED - 1, kernels.SEARCHED, kernels.SEARCHED + 1):
         call = arguments(num_tokens, unique_slots=False)
-        writes.write(**call)
+        write(**call)
         [counts, slots, *_], _ = recorder.launches[-1]
         assert counts == num_tokens | LAST_SLOT << 32
         assert slots == (call["slot_mapping"] if num_tokens < kernels.SEARCHED else found[-1]).data_ptr()
@@ -293,7 +292,7 @@ def test_without_the_launcher_calls_raise_and_name_the_tested_versions(monkeypat
     read = ReadTensors(call["key_cache"], call["value_cache"], table, lengths, *scales(call))
     plan = gather_plan(read, Encoding("nvfp4"), None)
     for _ in range(2):
-        for run in (lambda: writes.write(**call), lambda: reads.gather(plan, read)):
+        for run in (lambda: write(**call), lambda: reads.gather(plan, read)):
             with pytest.raises(UnsupportedError, match=r"JAX 0\.99 lacks a part; tested with jax 0\.11\.1 to 0\.12"):
                 run()
     assert not writes._known_writes

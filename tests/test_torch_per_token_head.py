@@ -16,7 +16,7 @@ from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, WriteTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import rope_plan, write_plan  # noqa: E402
 from kvjax_torch.calls.gathering import gather_call  # noqa: E402
@@ -230,10 +230,8 @@ def test_the_interpreted_kernel_writes_rotated_keys_to_vllms_layouts(layout, dty
     put(wanted, reference.rotate(key, table, positions, is_neox=True), value, dtype)
     rows = [from_numpy(x) for x in (key, key, value)]
     slots, *others = (torch.from_numpy(x) for x in (SLOTS, positions, table))
-    plan = rope_plan(*rows, *pages.tensors, slots, *others, dtype, *pages.scales, "linear", True)
-    call, rotated = rope_call(
-        plan, rows[0], WriteTensors(*rows[1:], *pages.tensors, slots, *pages.scales), *others, True
-    )
+    tensors, rope = WriteTensors(*rows[1:], *pages.tensors, slots, *pages.scales), RopeInputs(rows[0], *others, True)
+    call, rotated = rope_call(rope_plan(tensors, rope, Encoding(dtype)), tensors, rope, True)
     run_interpreted(call)
     assert_same_bytes(to_numpy(rotated, key.dtype), reference.rotate(key, table, positions, is_neox=True))
     for got, expected in zip(pages.copy(), wanted.copy(), strict=True):
@@ -315,19 +313,22 @@ def test_kernels_are_told_of_scales_where_they_lie():
     spec = make_spec("int8_per_token_head")
     pages = Pages(spec, "interleaved", torch.int8)
     key, value = (torch.ones(2, 3, size) for size in (64, 48))
-    slots, options = torch.arange(2), ("int8_per_token_head", *pages.scales, "linear")
-    plan = write_plan(key, value, *pages.tensors, slots, *options)
+    written, encoding = (
+        WriteTensors(key, value, *pages.tensors, torch.arange(2), *pages.scales),
+        Encoding(spec.dtype.value),
+    )
+    plan = write_plan(written, encoding)
     row = 64 + 48 + 8
     stride, regions = plan.cache.scales[0]
     assert (stride, regions) == (16 * 3 * row, (kernels.PageRegion(0, 3 * row, row, 4),))
     assert plan.cache.keys == (stride, (kernels.PageRegion(0, 3 * row, row, 64),))
-    call = write_call(plan, WriteTensors(key, value, *pages.tensors, slots, *pages.scales), False)
+    call = write_call(plan, written, False)
     addresses = [tensor.data_ptr() - pages.bytes.data_ptr() for tensor in call.tensors[3:]]
     assert addresses == [0, 68, 64, 68 + 48]
     assert call.kernel.written == (3, 4, 5, 6)
     table, lengths = torch.from_numpy(TABLE), torch.from_numpy(LENGTHS)
     tensors = ReadTensors(*pages.tensors, table, lengths, *pages.scales)
-    read = gather_call(gather_plan(tensors, Encoding(options[0]), None), tensors)
+    read = gather_call(gather_plan(tensors, encoding, None), tensors)
     assert [tensor.data_ptr() for tensor in read.tensors[2:6]] == [
         tensor.data_ptr() for tensor in (*pages.scales, *pages.tensors)
     ]

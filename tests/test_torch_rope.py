@@ -41,7 +41,7 @@ from kvjax import (  # noqa: E402
     kernels,
 )
 from kvjax_torch import launch  # noqa: E402
-from kvjax_torch.arguments.plan import WriteTensors  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, RopeInputs, WriteTensors  # noqa: E402
 from kvjax_torch.arguments.writes import rope_plan  # noqa: E402
 from kvjax_torch.calls import writing  # noqa: E402
 from kvjax_torch.eager import rotation  # noqa: E402
@@ -167,10 +167,11 @@ def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], 
     call = Tokens(case)
     scales = [torch.tensor(scale) for scale in SCALES]
     writing._write_kernel.cache_clear()
-    plan = rope_plan(*call.arguments, call.dtype, *scales, "linear", call.is_neox)
-    assert writing.has_rope(plan, call.arguments[0])
     query, *written, positions, table = call.arguments
-    run, rotated = writing.rope_call(plan, query, WriteTensors(*written, *scales), positions, table, False)
+    tensors, rope = WriteTensors(*written, *scales), RopeInputs(query, positions, table, call.is_neox)
+    plan = rope_plan(tensors, rope, Encoding(call.dtype))
+    assert writing.has_rope(plan, query)
+    run, rotated = writing.rope_call(plan, tensors, rope, False)
     rotated.view(torch.uint8).fill_(0xFF)
     run_interpreted(run)
     writing._write_kernel.cache_clear()

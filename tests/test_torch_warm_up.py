@@ -98,7 +98,7 @@ def test_what_no_operation_takes_is_refused():
 def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
     spec, *_ = CASES["nvfp4"]
     cache, one = torch_cache(random_pages(spec, 2), spec), torch.ones(())
-    halves, stored_as = (cache.key, cache.value), ("nvfp4", one, one, "linear")
+    halves = cache.key, cache.value
     key, value = rows_of(spec, 6, "cpu")
     apart = [
         x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value)
@@ -106,8 +106,8 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
     packed = [x.contiguous() for x in (key, value)]
 
     def write_kernel(rows: list[torch.Tensor], slots: torch.Tensor, unique_slots: bool = False) -> object:
-        plan = write_plan(*rows, *halves, slots, *stored_as)
-        return writing.write_call(plan, WriteTensors(*rows, *halves, slots, one, one), unique_slots).kernel
+        tensors = WriteTensors(*rows, *halves, slots, one, one)
+        return writing.write_call(write_plan(tensors, Encoding("nvfp4")), tensors, unique_slots).kernel
 
     def gather_kernel(table: torch.Tensor, lengths: torch.Tensor) -> object:
         read = ReadTensors(*halves, table, lengths, one, one)

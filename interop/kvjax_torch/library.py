@@ -6,7 +6,6 @@ They are registered with `torch.library.Library`, whose calls cost a third of th
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, refuse_gradient
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
-from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, Softmax, WriteTensors
+from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, RopeInputs, Softmax, WriteTensors
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
 from kvjax_torch.cuda import ragged, reads, writes
@@ -26,138 +25,85 @@ from kvjax_torch.eager import host, merge
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
 
-def _with_given_scales(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation under a schema that does not mutate scales."""
-    names = list(inspect.signature(operation).parameters)
-    cache, dtype, scale = map(names.index, ("key_cache", "kv_cache_dtype", "k_scale"))
-
-    @functools.wraps(operation)
-    def run(*args: Any, **options: Any) -> Any:  # the dispatcher passes these by position
-        key_cache, kv_cache_dtype, k_scale = args[cache], args[dtype], args[scale]
-        stored = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-        if has_scale_tensors(k_scale) and stored.is_per_token_head:
-            raise KVCacheTypeError(
-                f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(k_scale.shape)} for {kv_cache_dtype!r}, which is"
-                f" written to; expected torch.ops.kvjax.{name}_per_token_head"
-            )
-        return operation(*args, **options)
-
-    return run
-
-
-def _write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    unique_slots: bool = False,
-) -> None:
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    if key_cache.is_cuda:
-        writes.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
+def _write(mutates_scales: bool, *given: Any, v_scale_layout: str = "linear", unique_slots: bool = False) -> None:
+    *rows, kv_cache_dtype, k_scale, v_scale = given
+    tensors, encoding = WriteTensors._make((*rows, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
+    if not mutates_scales:
+        _refuse_scale_tensors("reshape_and_cache_flash", tensors, encoding)
+    if tensors.key_cache.is_cuda:
+        writes.write(tensors, encoding, unique_slots)
     else:
-        plan = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-        host.write(plan, WriteTensors(*tensors, k_scale, v_scale))
+        host.write(write_plan(tensors, encoding), tensors)
 
 
 def _rope(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
+    mutates_scales: bool,
+    *given: Any,
     v_scale_layout: str = "linear",
     is_neox: bool = True,
     unique_slots: bool = False,
 ) -> torch.Tensor:
-    tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
-    stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
-    if key_cache.is_cuda:
-        return writes.rotate_and_write(*tensors, *stored_as, is_neox, unique_slots)
-    plan = rope_plan(*tensors, *stored_as, is_neox)
-    write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    return host.rotate_and_write(plan, query, write_tensors, positions, cos_sin_cache)
+    query, *rows, positions, cos_sin_cache, kv_cache_dtype, k_scale, v_scale = given
+    tensors, encoding = WriteTensors._make((*rows, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
+    rope = RopeInputs(query, positions, cos_sin_cache, is_neox)
+    if not mutates_scales:
+        _refuse_scale_tensors("rope_and_cache", tensors, encoding)
+    if tensors.key_cache.is_cuda:
+        return writes.rotate_and_write(tensors, rope, encoding, unique_slots)
+    return host.rotate_and_write(rope_plan(tensors, rope, encoding), tensors, rope)
+
+
+def _refuse_scale_tensors(name: str, tensors: WriteTensors, encoding: Encoding) -> None:
+    """Raises `KVCacheTypeError` for tensors of scales that are written to, under a schema that does not mutate them."""
+    stored = resolve_cache_dtype(encoding.kv_cache_dtype, tensors.key_cache.dtype)
+    if has_scale_tensors(tensors.k_scale) and stored.is_per_token_head:
+        raise KVCacheTypeError(
+            f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(tensors.k_scale.shape)} for"
+            f" {encoding.kv_cache_dtype!r}, which is written to; expected torch.ops.kvjax.{name}_per_token_head"
+        )
 
 
 def _gather(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
-    v_scale_layout: str = "linear",
-    dtype: torch.dtype | None = None,
+    *given: Any, v_scale_layout: str = "linear", dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
+    *pages, kv_cache_dtype, k_scale, v_scale = given
+    tensors = ReadTensors._make((*pages, k_scale, v_scale))
     plan = gather_plan(tensors, Encoding(kv_cache_dtype, v_scale_layout), dtype)
-    return (reads if key_cache.is_cuda else host).gather(plan, tensors)
+    return (reads if tensors.key_cache.is_cuda else host).gather(plan, tensors)
 
 
 def _attend(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
+    *given: Any,
     v_scale_layout: str = "linear",
     out: torch.Tensor | None = None,
     **softmax: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    options = Softmax(**softmax)
+    *pages, kv_cache_dtype, k_scale, v_scale = given
+    tensors, options = ReadTensors._make((*pages, k_scale, v_scale)), Softmax(**softmax)
     plan = attention_plan(query, tensors, Encoding(kv_cache_dtype, v_scale_layout), options)
     if out is not None:
         check_out(out, query, plan, **tensors._asdict(), sinks=options.sinks)
     rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (query, out))
-    results = (reads if key_cache.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
+    results = (reads if query.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
     return results[0].view(*query.shape[:-1], results[0].shape[-1]), results[1].view(query.shape[:-1])
 
 
 def _attend_ragged(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    *,
+    *given: Any,
     v_scale_layout: str = "linear",
     out: torch.Tensor | None = None,
-    max_q_len: int | None = None,
-    max_prompts: int | None = None,
-    decode_q_len: int | None = None,
-    **softmax: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = ReadTensors(key_cache, value_cache, block_table, seq_lens, k_scale, v_scale)
-    options, limits = Softmax(**softmax), Limits(max_q_len, max_prompts, decode_q_len)
-    plan = ragged_plan(query, tensors, cu_q_lens, Encoding(kv_cache_dtype, v_scale_layout), options, limits)
+    *pages, cu_q_lens, kv_cache_dtype, k_scale, v_scale = given
+    tensors, encoding = ReadTensors._make((*pages, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
+    limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), Softmax(**options)
+    plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits)
     if out is not None:
-        check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=options.sinks)
-    serve = ragged.attend if key_cache.is_cuda else host.attend_ragged
-    return serve(plan, query, tensors, cu_q_lens, options.sinks, out)
+        check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
+    serve = ragged.attend if query.is_cuda else host.attend_ragged
+    return serve(plan, query, tensors, cu_q_lens, softmax.sinks, out)
 
 
 def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
@@ -288,10 +234,9 @@ def _register_write(
     name: str, before: str, after: str, returns: str, kernel: Callable[..., Any], results: Callable[..., Any]
 ) -> None:
     """Registers an operation that mutates caches, and that which mutates tensors of scales too."""
-    what = "a write into a cache"
-    given = _with_given_scales(name, kernel)
-    _register(name, f"{before}, {_STORED}, {after}", returns, given, what, results)
-    _register(f"{name}_per_token_head", f"{before}, {_STORED_APART}, {after}", returns, kernel, what, results)
+    for scales, stored, mutates_scales in (("", _STORED, False), ("_per_token_head", _STORED_APART, True)):
+        run, arguments = functools.partial(kernel, mutates_scales), f"{before}, {stored}, {after}"
+        _register(f"{name}{scales}", arguments, returns, run, "a write into a cache", results)
 
 
 def _register_attention(name: str, arguments: str, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -16,7 +16,7 @@ from kvjax.ops.options import as_bool
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
-from kvjax_torch.arguments.plan import Encoding, ReadTensors
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
 from kvjax_torch.cuda import writes
 from kvjax_torch.eager import host
@@ -79,19 +79,18 @@ def reshape_and_cache_flash(
         k_scale = as_tensor("k_scale", k_scale, key_cache)
     if not isinstance(v_scale, torch.Tensor):
         v_scale = as_tensor("v_scale", v_scale, key_cache)
-    tensors = key, value, key_cache, value_cache, slot_mapping
+    tensors = key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
-    if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors, k_scale, v_scale):
-        writes.write(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
+    if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors):
+        writes.write(tensors, (kv_cache_dtype, v_scale_layout), unique_slots)
     else:
-        check_tensors(key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
-        check_tensors(key_cache=key_cache, k_scale=k_scale, v_scale=v_scale)
+        check_tensors(**WriteTensors._make(tensors)._asdict())
         # An operation's schema says what it mutates, which here depends on whether scales are in tensors of their own.
         own_scales = has_scale_tensors(k_scale)
         written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head if own_scales else None
         write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
         options = {"v_scale_layout": order_name(v_scale_layout), "unique_slots": unique_slots}
-        write(*tensors, kv_cache_dtype, k_scale, v_scale, **options)
+        write(*tensors[:5], kv_cache_dtype, k_scale, v_scale, **options)
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:

@@ -28,6 +28,15 @@ class WriteTensors(NamedTuple):
     v_scale: torch.Tensor
 
 
+class RopeInputs(NamedTuple):
+    """What a `rope_and_cache` call takes besides the tensors of its write."""
+
+    query: torch.Tensor
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    is_neox: bool
+
+
 class ReadTensors(NamedTuple):
     """The tensors of a `gather_kv` call: a cache and the sequences to read. Attention reads the same."""
 

@@ -7,9 +7,7 @@ import functools
 import torch
 
 import kvjax
-from kvjax import (
-    KVCacheValueError,
-)
+from kvjax import KVCacheValueError
 from kvjax_torch.arguments.caches import Facts, cache_plan, check_apart, check_caches
 from kvjax_torch.arguments.checks import (
     IndexFacts,
@@ -19,13 +17,9 @@ from kvjax_torch.arguments.checks import (
     check_scale_values,
     on_host,
 )
-from kvjax_torch.arguments.dtypes import (
-    gathered_dtype,
-    resolve_cache_dtype,
-    row_head_size,
-)
+from kvjax_torch.arguments.dtypes import gathered_dtype, resolve_cache_dtype, row_head_size
 from kvjax_torch.arguments.plan import Encoding, GatherPlan, ReadTensors
-from kvjax_torch.arguments.scales import ScaleFacts, scale_facts, scale_sizes, scale_tensor_facts
+from kvjax_torch.arguments.scales import scale_facts, scale_sizes, scale_tensor_facts
 
 
 def gather_plan(
@@ -45,15 +39,13 @@ def gather_plan(
     key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    check_devices(**caches, block_table=block_table, seq_lens=seq_lens, **scales)
+    check_devices(**tensors._asdict())
     plan = _gather_plan(
-        Facts.of(key_cache),
-        Facts.of(value_cache),
+        (Facts.of(key_cache), Facts.of(value_cache)),
         (block_table.dtype, block_table.ndim),
         (seq_lens.dtype, seq_lens.ndim),
         encoding,
-        scale_facts(k_scale),
-        scale_facts(v_scale),
+        (scale_facts(k_scale), scale_facts(v_scale)),
         dtype,
     )
     if seq_lens.shape[0] != block_table.shape[0]:
@@ -77,31 +69,22 @@ def gather_plan(
 
 @functools.lru_cache(maxsize=1024)
 def _gather_plan(
-    key_cache: Facts,
-    value_cache: Facts,
+    caches: tuple[Facts, Facts],
     block_table: IndexFacts,
     seq_lens: IndexFacts,
     encoding: Encoding,
-    k_scale: ScaleFacts,
-    v_scale: ScaleFacts,
+    scales: tuple[Facts, Facts],
     dtype: torch.dtype | None,
 ) -> GatherPlan:
-    check_caches(key_cache, value_cache)
+    check_caches(*caches)
     check_index("block_table", block_table, ("num_seqs", "max_blocks"))
     check_index("seq_lens", seq_lens, ("num_seqs",))
-    cache_dtype = resolve_cache_dtype(encoding.kv_cache_dtype, key_cache.dtype)
-    key_bytes, value_bytes = (cache.shape[3] * cache.dtype.itemsize for cache in (key_cache, value_cache))
-    scale_tensors = scale_tensor_facts(k_scale, v_scale, cache_dtype)
-    apart = scale_tensors is not None
-    head_sizes = (
-        row_head_size("key_cache", key_bytes, cache_dtype.parts[0], scales_apart=apart),
-        row_head_size("value_cache", value_bytes, cache_dtype.parts[1], scales_apart=apart),
+    cache_dtype = resolve_cache_dtype(encoding.kv_cache_dtype, caches[0].dtype)
+    apart = scale_tensor_facts(*scales, cache_dtype)
+    key_size, value_size = (
+        row_head_size(name, cache.shape[3] * cache.dtype.itemsize, part, scales_apart=apart is not None)
+        for name, cache, part in zip(("key_cache", "value_cache"), caches, cache_dtype.parts, strict=True)
     )
-    num_heads = key_cache.shape[2]
-    order = encoding.v_scale_layout
-    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, cache_dtype, order, scale_tensors)
-    return GatherPlan(
-        cache,
-        gathered_dtype(dtype, cache_dtype),
-        scale_sizes(k_scale, v_scale, cache.spec),
-    )
+    num_heads, order = caches[0].shape[2], encoding.v_scale_layout
+    cache = cache_plan(*caches, num_heads, (key_size, value_size), cache_dtype, order, apart)
+    return GatherPlan(cache, gathered_dtype(dtype, cache_dtype), scale_sizes(*scales, cache.spec))

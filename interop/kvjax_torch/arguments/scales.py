@@ -63,16 +63,12 @@ def _new_constant(scale: float, device: torch.device) -> torch.Tensor:
     return constant
 
 
-ScaleFacts = Facts
-"""Facts of a scale; it has strides only if it is a tensor `[num_blocks, block_size, num_kv_heads]`."""
-
-
-def scale_facts(scale: torch.Tensor) -> ScaleFacts:
-    """What plans know of a scale."""
+def scale_facts(scale: torch.Tensor) -> Facts:
+    """What plans know of a scale; it has strides only if it is a tensor `[num_blocks, block_size, num_kv_heads]`."""
     return Facts(scale.dtype, scale.shape, scale.stride() if has_scale_tensors(scale) else ())
 
 
-def scale_tensor_facts(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
+def scale_tensor_facts(k_scale: Facts, v_scale: Facts, dtype: KVCacheDType) -> tuple[Facts, Facts] | None:
     """The facts of the tensors with the scales of each token and head; None if there are no such tensors."""
     if not (dtype.is_per_token_head and (k_scale.strides or v_scale.strides)):
         return None
@@ -85,7 +81,7 @@ def scale_tensor_facts(k_scale: ScaleFacts, v_scale: ScaleFacts, dtype: KVCacheD
     return k_scale, v_scale
 
 
-def scale_sizes(k_scale: ScaleFacts, v_scale: ScaleFacts, spec: AttentionSpec) -> tuple[int, int]:
+def scale_sizes(k_scale: Facts, v_scale: Facts, spec: AttentionSpec) -> tuple[int, int]:
     """Elements of both scales, 1 where they are scales of each token and head.
 
     Raises:

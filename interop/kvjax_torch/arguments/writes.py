@@ -7,10 +7,7 @@ import functools
 import torch
 
 import kvjax
-from kvjax import (
-    KVCacheTypeError,
-    KVCacheValueError,
-)
+from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax_torch.arguments.caches import Facts, cache_plan, check_apart, check_caches
 from kvjax_torch.arguments.checks import (
     IndexFacts,
@@ -20,53 +17,37 @@ from kvjax_torch.arguments.checks import (
     check_scale_values,
     on_host,
 )
-from kvjax_torch.arguments.dtypes import (
-    INPUT_DTYPES,
-    resolve_cache_dtype,
-)
-from kvjax_torch.arguments.plan import RopePlan, WritePlan
-from kvjax_torch.arguments.scales import ScaleFacts, scale_facts, scale_sizes, scale_tensor_facts
+from kvjax_torch.arguments.dtypes import INPUT_DTYPES, resolve_cache_dtype
+from kvjax_torch.arguments.plan import Encoding, RopeInputs, RopePlan, WritePlan, WriteTensors
+from kvjax_torch.arguments.scales import scale_facts, scale_sizes, scale_tensor_facts
 
 
-def write_plan(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-) -> WritePlan:
+def write_plan(tensors: WriteTensors, encoding: Encoding) -> WritePlan:
     """The plan of a `reshape_and_cache_flash` call.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    check_devices(**tensors, slot_mapping=slot_mapping, **scales)
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = tensors
+    check_devices(**tensors._asdict())
     plan = _write_plan(
-        Facts.of(key_cache),
-        Facts.of(value_cache),
-        _row_facts(key),
-        _row_facts(value),
+        (Facts.of(key_cache), Facts.of(value_cache)),
+        (_row_facts(key), _row_facts(value)),
         (slot_mapping.dtype, slot_mapping.ndim),
-        kv_cache_dtype,
-        scale_facts(k_scale),
-        scale_facts(v_scale),
-        v_scale_layout,
+        encoding,
+        (scale_facts(k_scale), scale_facts(v_scale)),
     )
-    for name in ("key", "value"):
-        if tensors[name].shape[0] < slot_mapping.shape[0]:
+    rows, num_slots = {"key": key, "value": value}, slot_mapping.shape[0]
+    for name, tokens in rows.items():
+        if tokens.shape[0] < num_slots:
             raise KVCacheValueError(
-                f"{name}: got {tensors[name].shape[0]} tokens, expected at least one for each of the"
-                f" {slot_mapping.shape[0]} slots"
+                f"{name}: got {tokens.shape[0]} tokens, expected at least one for each of the {num_slots} slots"
             )
-    check_addresses(tensors | ({} if plan.cache.scales is None else scales))
-    caches = {"key_cache": key_cache, "value_cache": value_cache}
-    check_apart(caches | ({} if plan.cache.scales is None else scales), is_written=True)
+    written, scales = {"key_cache": key_cache, "value_cache": value_cache}, {"k_scale": k_scale, "v_scale": v_scale}
+    if plan.cache.scales is not None:
+        written |= scales
+    check_addresses(written | rows)
+    check_apart(written, is_written=True)
     if plan.cache.scales is None:
         check_scale_values(scales)
     if kvjax.is_checked():
@@ -75,33 +56,19 @@ def write_plan(
     return plan
 
 
-def rope_plan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    is_neox: bool,
-) -> RopePlan:
+def rope_plan(tensors: WriteTensors, rope: RopeInputs, encoding: Encoding) -> RopePlan:
     """The plan of a `rope_and_cache` call.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    check_devices(key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
-    tensors = key, value, key_cache, value_cache, slot_mapping
-    write = write_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout)
+    query, positions, cos_sin_cache, is_neox = rope
+    check_devices(tensors.key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
+    write = write_plan(tensors, encoding)
     table = cos_sin_cache.dtype, cos_sin_cache.shape[1:], cos_sin_cache.ndim
     plan = _rope_plan(write, _row_facts(query), (positions.dtype, positions.ndim), table, is_neox)
-    num_tokens = slot_mapping.shape[0]
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("positions", positions)):
+    num_tokens = tensors.slot_mapping.shape[0]
+    for name, tensor in (("query", query), ("key", tensors.key), ("value", tensors.value), ("positions", positions)):
         if tensor.shape[0] != num_tokens:
             raise KVCacheValueError(
                 f"{name}: got {tensor.shape[0]} tokens, expected {num_tokens}, one for each slot; a slot of -1 is none"
@@ -110,40 +77,31 @@ def rope_plan(
         raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
     check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
     if kvjax.is_checked():
-        slots, rows = (on_host(*each).numpy() for each in (("slot_mapping", slot_mapping), ("positions", positions)))
-        kvjax.check_positions(rows, slots, cos_sin_cache.shape[0])
+        slots, rows = on_host("slot_mapping", tensors.slot_mapping), on_host("positions", positions)
+        kvjax.check_positions(rows.numpy(), slots.numpy(), cos_sin_cache.shape[0])
     return plan
 
 
 @functools.lru_cache(maxsize=1024)
 def _write_plan(
-    key_cache: Facts,
-    value_cache: Facts,
-    key: Facts,
-    value: Facts,
+    caches: tuple[Facts, Facts],
+    rows: tuple[Facts, Facts],
     slot_mapping: IndexFacts,
-    kv_cache_dtype: str,
-    k_scale: ScaleFacts,
-    v_scale: ScaleFacts,
-    v_scale_layout: str,
+    encoding: Encoding,
+    scales: tuple[Facts, Facts],
 ) -> WritePlan:
-    check_caches(key_cache, value_cache)
+    check_caches(*caches)
+    key, value = rows
     _check_rows("key", key, INPUT_DTYPES)
     _check_rows("value", value, (key.dtype,))
     check_index("slot_mapping", slot_mapping, ("num_tokens",))
     num_heads, head_size = key.shape
     if value.shape[0] != num_heads:
         raise KVCacheValueError(f"value: got num_kv_heads={value.shape[0]}, expected {num_heads} as in key")
-    dtype = resolve_cache_dtype(kv_cache_dtype, key_cache.dtype)
-    scale_tensors = scale_tensor_facts(k_scale, v_scale, dtype)
-    head_sizes = head_size, value.shape[1]
-    cache = cache_plan(key_cache, value_cache, num_heads, head_sizes, dtype, v_scale_layout, scale_tensors)
-    return WritePlan(
-        cache,
-        key.dtype,
-        slot_mapping[0],
-        scale_sizes(k_scale, v_scale, cache.spec),
-    )
+    dtype = resolve_cache_dtype(encoding.kv_cache_dtype, caches[0].dtype)
+    apart, head_sizes = scale_tensor_facts(*scales, dtype), (head_size, value.shape[1])
+    cache = cache_plan(*caches, num_heads, head_sizes, dtype, encoding.v_scale_layout, apart)
+    return WritePlan(cache, key.dtype, slot_mapping[0], scale_sizes(*scales, cache.spec))
 
 
 @functools.lru_cache(maxsize=1024)

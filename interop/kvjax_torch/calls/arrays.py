@@ -7,19 +7,14 @@ from typing import NamedTuple
 import torch
 
 from kvjax import AttentionSpec, UnsupportedError, kernels
-from kvjax_torch.arguments.plan import (
-    BlockRows,
-    CachePlan,
-)
+from kvjax_torch.arguments.plan import BlockRows, CachePlan
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Alignments of rows, in bytes, that kernels are compiled for."""
 
-
 COPIED_BELOW = 16
 """Rows of a lower alignment than packed rows would have, up to this one, are packed before they are written, so that
 threads read as many bytes at once."""
-
 
 PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""

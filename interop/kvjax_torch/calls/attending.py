@@ -11,16 +11,9 @@ import torch
 from kvjax import kernels
 from kvjax.ops.route import Query, Route, route
 from kvjax_torch.arguments.dtypes import numpy_dtype
-from kvjax_torch.arguments.plan import (
-    AttentionPlan,
-    ReadTensors,
-)
+from kvjax_torch.arguments.plan import AttentionPlan, ReadTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import (
-    PagePlaces,
-    page_memory,
-    page_places,
-)
+from kvjax_torch.calls.arrays import PagePlaces, page_memory, page_places
 from kvjax_torch.launch.running import Call
 
 
@@ -72,7 +65,7 @@ class AttentionKernels(NamedTuple):
     Attributes:
       decode: attends to parts of sequences, and leaves their results in the workspace.
       merge: merges the parts.
-      workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, choosing.int32.
+      workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, int32.
     """
 
     decode: kernels.AnyCount
@@ -94,7 +87,7 @@ def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKerne
     """The kernels of a `paged_attention` call of one part that `plan` describes.
 
     Raises:
-      UnsupportedError: choosing.int32 does not index the workspace of a batch-invariant call.
+      UnsupportedError: int32 does not index the workspace of a batch-invariant call.
     """
     key_cache, value_cache, block_table, *_ = tensors
     num_seqs, width = block_table.shape

@@ -8,19 +8,9 @@ import torch
 
 from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
-from kvjax_torch.arguments.plan import (
-    CachePlan,
-    GatherPlan,
-    ReadTensors,
-)
+from kvjax_torch.arguments.plan import CachePlan, GatherPlan, ReadTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import (
-    page_alignment,
-    page_memory,
-    scale_alignments,
-    scale_arrays,
-    scale_memory,
-)
+from kvjax_torch.calls.arrays import page_alignment, page_memory, scale_alignments, scale_arrays, scale_memory
 from kvjax_torch.launch.running import Call
 
 

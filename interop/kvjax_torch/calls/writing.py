@@ -9,21 +9,9 @@ import torch
 
 from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
-from kvjax_torch.arguments.plan import (
-    CachePlan,
-    RopePlan,
-    WritePlan,
-    WriteTensors,
-)
+from kvjax_torch.arguments.plan import RopeInputs, RopePlan, WritePlan, WriteTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import (
-    page_alignment,
-    page_memory,
-    runs,
-    scale_alignments,
-    scale_arrays,
-    scale_memory,
-)
+from kvjax_torch.calls.arrays import page_alignment, page_memory, runs, scale_alignments, scale_arrays, scale_memory
 from kvjax_torch.launch.running import Call
 
 
@@ -32,33 +20,25 @@ def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Ca
     return _write_call(plan, tensors, unique_slots, None)
 
 
-def rope_call(
-    plan: RopePlan,
-    query: torch.Tensor,
-    tensors: WriteTensors,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    unique_slots: bool,
-) -> tuple[Call, torch.Tensor]:
+def rope_call(plan: RopePlan, tensors: WriteTensors, rope: RopeInputs, unique_slots: bool) -> tuple[Call, torch.Tensor]:
     """The kernel call of a `rope_and_cache` call that `plan` describes and `has_rope` accepts; and rotated queries."""
-    num_tokens, head_size = tensors.slot_mapping.shape[0], query.shape[2]
-    query, alignment = runs(query, num_tokens)
+    query, alignment = runs(rope.query, tensors.slot_mapping.shape[0])
     rotation = kernels.Rotation(
-        numpy_dtype(plan.write.dtype), head_size, plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
+        numpy_dtype(plan.write.dtype), query.shape[2], plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
     )
-    rotated = kernels.RotatedMemory(
+    memory = kernels.RotatedMemory(
         rotation,
         plan.num_heads,
         kernels.RowMemory(rotation.dtype, query.stride(0), alignment),
         numpy_dtype(plan.position_dtype),
         numpy_dtype(plan.table_dtype),
     )
-    table = cos_sin_cache.contiguous()
+    table = rope.cos_sin_cache.contiguous()
     if table.data_ptr() % kernels.MAX_VECTOR_BYTES:
         table = table.clone()
     result = query.new_empty(query.shape)
-    turned = _RotatedInputs(rotated, (query, positions.contiguous(), table, result), cos_sin_cache.shape[0] - 1)
-    return _write_call(plan.write, tensors, unique_slots, turned), result
+    rotated = _RotatedInputs(memory, (query, rope.positions.contiguous(), table, result), table.shape[0] - 1)
+    return _write_call(plan.write, tensors, unique_slots, rotated), result
 
 
 def has_rope(plan: RopePlan, query: torch.Tensor) -> bool:
@@ -81,31 +61,26 @@ class _RotatedInputs(NamedTuple):
     last_position: int
 
 
-def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, turned: _RotatedInputs | None) -> Call:
-    key, value, key_cache, value_cache, slot_mapping, _, _ = tensors
+def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rotated: _RotatedInputs | None) -> Call:
+    _, _, key_cache, value_cache, slot_mapping, _, _ = tensors
     num_tokens = slot_mapping.shape[0]
-    key, key_alignment = runs(key, num_tokens)
-    value, value_alignment = runs(value, num_tokens)
+    (key, key_alignment), (value, value_alignment) = (runs(x, num_tokens) for x in (tensors.key, tensors.value))
     scales = plan.cache.scale_tensors(tensors)
     kernel = _write_kernel(
-        plan.cache,
-        plan.dtype,
-        plan.slot_dtype,
-        plan.scale_sizes,
-        (key.stride(0), value.stride(0)),
-        (key_alignment, value_alignment),
+        plan,
+        ((key.stride(0), key_alignment), (value.stride(0), value_alignment)),
         (page_alignment(key_cache), page_alignment(value_cache)),
         scale_alignments(plan.cache, scales),
         unique_slots,
-        None if turned is None else turned.memory,
+        None if rotated is None else rotated.memory,
         choosing.target_of(key_cache.device),
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
     if num_tokens >= kernels.SEARCHED and not unique_slots:
         slot_mapping = only_last_tokens(slot_mapping, last_slot + 1)
     counts, others = (num_tokens, last_slot), ()  # type: tuple[int, ...], tuple[torch.Tensor, ...]
-    if turned is not None:
-        counts, others = (*counts, turned.last_position), turned.tensors
+    if rotated is not None:
+        counts, others = (*counts, rotated.last_position), rotated.tensors
     arrays = (slot_mapping.contiguous(), key, value, key_cache, value_cache, *others, *scale_arrays(plan.cache, scales))
     return Call(kernel, counts, arrays, num_tokens)
 
@@ -124,29 +99,24 @@ def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _write_kernel(
-    cache: CachePlan,
-    dtype: torch.dtype,
-    slot_dtype: torch.dtype,
-    scale_sizes: tuple[int, int],
-    token_strides: tuple[int, int],
-    row_alignments: tuple[int, int],
+    plan: WritePlan,
+    rows: tuple[tuple[int, int], tuple[int, int]],
     page_alignments: tuple[int, int],
     scale_alignments: tuple[int, int] | None,
     unique_slots: bool,
     rotated: kernels.RotatedMemory | None,
     target: kernels.Target,
 ) -> kernels.AnyCount:
-    rows = [
-        kernels.RowMemory(numpy_dtype(dtype), *memory) for memory in zip(token_strides, row_alignments, strict=True)
-    ]
+    """The kernel for keys and values with `rows`, the strides of tokens and the alignments of each."""
+    keys, values = (kernels.RowMemory(numpy_dtype(plan.dtype), *memory) for memory in rows)
     return kernels.write_kernel(
-        cache.spec,
-        (rows[0], rows[1]),
-        page_memory(cache, page_alignments),
-        numpy_dtype(slot_dtype),
-        scale_sizes,
+        plan.cache.spec,
+        (keys, values),
+        page_memory(plan.cache, page_alignments),
+        numpy_dtype(plan.slot_dtype),
+        plan.scale_sizes,
         unique_slots=unique_slots,
-        scale_pages=scale_memory(cache, scale_alignments),
+        scale_pages=scale_memory(plan.cache, scale_alignments),
         rotated=rotated,
         target=target,
     )

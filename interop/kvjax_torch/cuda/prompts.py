@@ -103,8 +103,8 @@ def _attend_to_lot(
         rows = query.index_select(0, row.clamp(0, num_rows - 1).flatten()).unflatten(0, (num_lot, tile))
         # The length up to the last row of the tile, even if the sequence ends before that row.
         ends = own.lens - (own.ends - own.starts) + (first + tile)
-        of_cache = own.table, ends, step.tensors.num_blocks
-        out, lse = dense.attend(attention, rows, keys, values, *of_cache, step.sinks, weight)
+        tokens = dense.Tokens(keys, values, own.table, ends, step.tensors.num_blocks)
+        out, lse = dense.attend(attention, rows, tokens, step.sinks, weight)
         places = torch.where(row < own.ends[:, None], row, -1).to(torch.int32).flatten()
         ragged_step.place(step, placement, places, out.flatten(0, 1), lse.flatten(0, 1))
 

@@ -18,7 +18,7 @@ import torch
 import kvjax
 from kvjax import kernels
 from kvjax_torch.arguments.checks import check_tensors
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, WritePlan, WriteTensors
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, WritePlan, WriteTensors
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
 from kvjax_torch.calls import arrays, choosing, gathering, writing
@@ -27,10 +27,7 @@ from kvjax_torch.launch import running
 from kvjax_torch.launch.loading import Kernel
 
 _MOST_ROW_ALIGNMENT = arrays.ROW_ALIGNMENTS[0]
-
-
 _PAGE_ALIGNMENT = arrays.PAGE_ALIGNMENT
-
 
 _known_writes: dict[Any, _KnownWrite] = {}
 
@@ -51,19 +48,12 @@ class _KnownWrite(NamedTuple):
     num_slots: int
 
 
-def write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    unique_slots: bool,
-) -> None:
-    """`reshape_and_cache_flash` of CUDA tensors; a write of a known kind is launched without being checked again."""
+def write(given: tuple[torch.Tensor, ...], encoding: tuple[str, str], unique_slots: bool) -> None:
+    """`reshape_and_cache_flash` of CUDA tensors; a write of a known kind is launched without being checked again.
+
+    Takes the fields of `WriteTensors` and of `Encoding` as plain tuples, since those are made faster.
+    """
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale = given
     device, num_tokens = key_cache.get_device(), slot_mapping.numel()
     try:
         key_shape, value_shape = key.shape, value.shape
@@ -76,27 +66,41 @@ def write(
             k_scale.data_ptr(),
             v_scale.data_ptr(),
         )
-        kind = _write_kind(
+        # All that planning depends on except the devices of other tensors than `key_cache`, and counts.
+        kind = (
             device,
-            key_shape,
-            value_shape,
-            addresses,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            kv_cache_dtype,
-            k_scale,
-            v_scale,
-            v_scale_layout,
+            encoding,
             unique_slots,
+            key.dtype,
+            key_shape[-2],
+            key_shape[-1],
+            key.stride(),
+            addresses[1] % _MOST_ROW_ALIGNMENT,
+            value.dtype,
+            value_shape[-2],
+            value_shape[-1],
+            value.stride(),
+            addresses[2] % _MOST_ROW_ALIGNMENT,
+            key_cache.dtype,
+            key_cache.shape,
+            key_cache.stride(),
+            addresses[3] % _PAGE_ALIGNMENT,
+            value_cache.dtype,
+            value_cache.shape,
+            value_cache.stride(),
+            addresses[4] % _PAGE_ALIGNMENT,
+            addresses[4] - addresses[3],  # on which it depends whether they overlap
+            slot_mapping.dtype,
+            slot_mapping.stride(),
+            k_scale.dtype,
+            k_scale.stride(),
+            v_scale.dtype,
+            v_scale.stride(),
         )
     except IndexError:  # too few dimensions, which planning refuses
         kind = None
     except RuntimeError:  # no address or no shape, as of sparse and nested tensors
-        check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-        check_tensors(k_scale=k_scale, v_scale=v_scale)
+        check_tensors(**WriteTensors._make(given)._asdict())
         raise
     if (
         kind is not None
@@ -114,59 +118,8 @@ def write(
         known.kernel((known.counts | num_tokens, *addresses), known.num_programs(num_tokens))
         return
     running.check_capability(device)
-    tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    plan = write_plan(*tensors[:5], kv_cache_dtype, k_scale, v_scale, v_scale_layout)
-    _write_planned(plan, kind, addresses, tensors, unique_slots)
-
-
-def _write_kind(
-    device: int,
-    key_shape: torch.Size,
-    value_shape: torch.Size,
-    addresses: tuple[int, ...],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    unique_slots: bool,
-) -> tuple[Any, ...]:
-    """All that planning a write depends on except the devices of other tensors than `key_cache`, and counts."""
-    return (
-        device,
-        kv_cache_dtype,
-        v_scale_layout,
-        unique_slots,
-        key.dtype,
-        key_shape[-2],
-        key_shape[-1],
-        key.stride(),
-        addresses[1] % _MOST_ROW_ALIGNMENT,
-        value.dtype,
-        value_shape[-2],
-        value_shape[-1],
-        value.stride(),
-        addresses[2] % _MOST_ROW_ALIGNMENT,
-        key_cache.dtype,
-        key_cache.shape,
-        key_cache.stride(),
-        addresses[3] % _PAGE_ALIGNMENT,
-        value_cache.dtype,
-        value_cache.shape,
-        value_cache.stride(),
-        addresses[4] % _PAGE_ALIGNMENT,
-        addresses[4] - addresses[3],  # on which it depends whether they overlap
-        slot_mapping.dtype,
-        slot_mapping.stride(),
-        k_scale.dtype,
-        k_scale.stride(),
-        v_scale.dtype,
-        v_scale.stride(),
-    )
+    tensors = WriteTensors._make(given)
+    _write_planned(write_plan(tensors, Encoding._make(encoding)), kind, addresses, tensors, unique_slots)
 
 
 def _write_planned(
@@ -193,37 +146,19 @@ def _write_planned(
         _known_writes[kind] = _KnownWrite(*launcher, counts, last_slot + 1)
 
 
-def rotate_and_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_scale_layout: str,
-    is_neox: bool,
-    unique_slots: bool,
-) -> torch.Tensor:
+def rotate_and_write(tensors: WriteTensors, rope: RopeInputs, encoding: Encoding, unique_slots: bool) -> torch.Tensor:
     """`rope_and_cache` of CUDA tensors; returns rotated queries.
 
     For float32 and odd head sizes, torch rotates and the kernel of `reshape_and_cache_flash` writes.
     """
-    running.check_capability(key_cache.get_device())
-    tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
-    plan = rope_plan(*tensors, kv_cache_dtype, k_scale, v_scale, v_scale_layout, is_neox)
-    if not writing.has_rope(plan, query):
-        turned = [rotate(x, positions, cos_sin_cache, is_neox) for x in (query, key)]
-        written = turned[1], value, key_cache, value_cache, slot_mapping
-        write(*written, kv_cache_dtype, k_scale, v_scale, v_scale_layout, unique_slots)
-        return turned[0]
+    running.check_capability(tensors.key_cache.get_device())
+    plan = rope_plan(tensors, rope, encoding)
+    if not writing.has_rope(plan, rope.query):
+        rotated, key = (rotate(x, *rope[1:]) for x in (rope.query, tensors.key))
+        write(tensors._replace(key=key), encoding, unique_slots)
+        return rotated
     with choosing.one_at_a_time:
-        write_tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-        call, rotated = writing.rope_call(plan, query, write_tensors, positions, cos_sin_cache, unique_slots)
+        call, rotated = writing.rope_call(plan, tensors, rope, unique_slots)
     running.run(call)
     return rotated
 
@@ -243,8 +178,7 @@ def compile_writes_and_gathers(
     with choosing.one_at_a_time:
         for key, value in rows:
             written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-            write_of = write_plan(*written[:5], encoding.kv_cache_dtype, k_scale, v_scale, encoding.v_scale_layout)
-            every.append(writing.write_call(write_of, written, unique_slots).kernel)
+            every.append(writing.write_call(write_plan(written, encoding), written, unique_slots).kernel)
         gather_of = gather_plan(tensors, encoding, dtype)
         every.append(gathering.gather_call(gather_of, tensors).kernel)
     running.compile_all(every, key_cache.device)

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from kvjax_torch.arguments.plan import AttentionPlan
 
 
+class Tokens(NamedTuple):
+    """Gathered keys and values, and what says which of them a sequence has.
+
+    Attributes:
+      keys: `[num_seqs, num_kv_heads, max_len, head_size]`: float32 or, on a GPU, float16 or bfloat16. If it is
+        contiguous, no copy is made of it.
+      values: `[num_seqs, num_kv_heads, max_len, head_size_v]` of the same dtype.
+      block_table: as in `paged_attention`; tokens of entries that are not blocks are not seen.
+      seq_lens: as in `paged_attention`.
+      num_blocks: blocks of the cache.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_blocks: int
+
+
 def attend(
     plan: AttentionPlan,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_blocks: int,
+    tokens: Tokens,
     sinks: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -27,12 +44,7 @@ def attend(
     Args:
       plan: plan of the call.
       query: `[num_seqs, q_len, num_heads, head_size]`, converted to the keys' dtype.
-      keys: `[num_seqs, num_kv_heads, max_len, head_size]`: float32 or, on a GPU, float16 or bfloat16. If it is
-        contiguous, no copy is made of it.
-      values: `[num_seqs, num_kv_heads, max_len, head_size_v]` of the same dtype.
-      block_table: as in `paged_attention`; tokens of entries that are not blocks are not seen.
-      seq_lens: as in `paged_attention`.
-      num_blocks: blocks of the cache.
+      tokens: what it attends to.
       sinks: as in `paged_attention`.
       weight: float32 `[num_heads]` or `[1]`, a factor of the results.
       out: memory for the first result; by default it is allocated.
@@ -40,6 +52,7 @@ def attend(
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
     """
+    keys, values, block_table, seq_lens, num_blocks = tokens
     num_seqs, q_len, num_heads, _ = query.shape
     num_kv_heads, max_len = keys.shape[1:3]
     device, group = query.device, num_heads // num_kv_heads

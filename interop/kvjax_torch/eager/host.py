@@ -28,6 +28,7 @@ from kvjax_torch.arguments.plan import (
     GatherPlan,
     RaggedPlan,
     ReadTensors,
+    RopeInputs,
     RopePlan,
     WritePlan,
     WriteTensors,
@@ -73,15 +74,9 @@ def write(plan: WritePlan, tensors: WriteTensors) -> None:
         view[index] = _view(encoded, encoded_rows, pages)[:, 0]
 
 
-def rotate_and_write(
-    plan: RopePlan,
-    query: torch.Tensor,
-    tensors: WriteTensors,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-) -> torch.Tensor:
+def rotate_and_write(plan: RopePlan, tensors: WriteTensors, rope: RopeInputs) -> torch.Tensor:
     """`rope_and_cache` of CPU tensors that `plan` describes; returns rotated queries."""
-    rotated, key = (rotate(x, positions, cos_sin_cache, plan.is_neox) for x in (query, tensors.key))
+    rotated, key = (rotate(x, *rope[1:]) for x in (rope.query, tensors.key))
     write(plan.write, tensors._replace(key=key))
     return rotated
 
@@ -202,9 +197,9 @@ def _attend_rows(
             rows = slice(start, min(start + TILE_ROWS, end))
             ends = own.seq_lens - (end - rows.stop)
             table = _within(int(ends), spec, own).block_table
-            tokens = slice(0, table.shape[1] * spec.block_size)
-            tile = query[None, rows], keys[:, :, tokens], values[:, :, tokens], table, ends, tensors.num_blocks, sinks
-            for whole, part in zip((out, lse), dense.attend(plan, *tile), strict=True):
+            seen = slice(0, table.shape[1] * spec.block_size)
+            tokens = dense.Tokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks)
+            for whole, part in zip((out, lse), dense.attend(plan, query[None, rows], tokens, sinks), strict=True):
                 whole[rows] = part[0]
     return out, lse
 

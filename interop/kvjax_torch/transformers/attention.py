@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax_torch.arguments.plan import Softmax
 from kvjax_torch.transformers.layer import NAME, KvjaxLayer, PagedStates
 
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
@@ -146,17 +147,10 @@ def kvjax_attention(
     layer, num_new = key.layer, key.keys.shape[2]
     if query.shape[2] != num_new:
         raise KVCacheValueError(f"query: got {query.shape[2]} tokens, expected the {num_new} of the keys")
-    out = layer.attend(
-        query.transpose(1, 2),
-        key.keys,
-        key.values,
-        is_token=_as_padding(attention_mask, len(query), layer.num_tokens + num_new),
-        sm_scale=scaling,
-        sliding_window=_window(layer, others),
-        logits_soft_cap=softcap,
-        sinks=None if s_aux is None else s_aux.detach().to(torch.float32),
-    )
-    return out, None
+    is_token = _as_padding(attention_mask, len(query), layer.num_tokens + num_new)
+    sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
+    softmax = Softmax(scaling, _window(layer, others), softcap, sinks)
+    return layer.attend(query.transpose(1, 2), key.keys, key.values, is_token, softmax), None
 
 
 def _as_padding(mask: torch.Tensor | None, num_seqs: int, num_tokens: int) -> np.ndarray | None:

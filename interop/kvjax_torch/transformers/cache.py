@@ -10,14 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 import kvjax
-from kvjax import (
-    AttentionSpec,
-    CacheLayout,
-    KVCacheTypeError,
-    KVCacheValueError,
-    RequestedKVCacheDType,
-    check_scale,
-)
+from kvjax import AttentionSpec, CacheLayout, KVCacheTypeError, KVCacheValueError, RequestedKVCacheDType, check_scale
 from kvjax_torch.arguments.checks import check_scale_values
 from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.scales import Scale
@@ -142,8 +135,8 @@ class KvjaxCache(Cache):
         tables = [self.block_tables[spec.sliding_window] for spec in specs]
         self._steps = Steps(tables, CACHE_ARGUMENT)
         self._kvjax_layers = [
-            KvjaxLayer(index, spec, table, self._steps, text_config, model_dtype, k_scale, v_scale)
-            for index, (spec, table, k_scale, v_scale) in enumerate(zip(specs, tables, k_scales, v_scales, strict=True))
+            KvjaxLayer(index, spec, self._steps, text_config, model_dtype, scales)
+            for index, (spec, scales) in enumerate(zip(specs, zip(k_scales, v_scales, strict=True), strict=True))
         ]
         super().__init__(layers=list(self._kvjax_layers))
 

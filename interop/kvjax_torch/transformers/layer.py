@@ -25,9 +25,10 @@ from kvjax import (
 )
 from kvjax.ops.options import MAX_DECODE_Q_LEN
 from kvjax_torch.arguments.dtypes import torch_dtype
+from kvjax_torch.arguments.plan import Softmax
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
-from kvjax_torch.transformers.block_table import BlockTable, Step
+from kvjax_torch.transformers.block_table import Step
 from kvjax_torch.transformers.steps import Steps
 
 NAME = "kvjax"
@@ -81,12 +82,10 @@ class KvjaxLayer(CacheLayerMixin):
     Args:
       index: the layer's index.
       spec: the spec of its pages.
-      block_table: the blocks of its sequences.
       steps: the steps of all layers.
       config: the model's (text) configuration, which says what attends.
       model_dtype: the dtype of keys and values.
-      k_scale: decode scale of the keys; `None` for the default.
-      v_scale: the same for the values.
+      scales: decode scales of the keys and of the values; `None` for the default.
 
     Attributes:
       spec: the spec of the pages; from the first tokens on, with as many heads as the model stores.
@@ -109,12 +108,10 @@ class KvjaxLayer(CacheLayerMixin):
         self,
         index: int,
         spec: AttentionSpec,
-        block_table: BlockTable,
         steps: Steps,
         config: Any,
         model_dtype: torch.dtype,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
+        scales: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of transformers
         if spec.is_diffkv:
@@ -122,9 +119,9 @@ class KvjaxLayer(CacheLayerMixin):
                 f"config: got head sizes {spec.head_size} of keys and {spec.head_size_v} of values, expected equal ones"
             )
         self.spec = spec
-        self.block_table = block_table
+        self.block_table = steps.tables[index]
         self._index, self._steps = index, steps
-        self._given_scales = k_scale, v_scale
+        self._given_scales = scales
         self._config = config
         self._model_dtype = model_dtype
 
@@ -219,12 +216,8 @@ class KvjaxLayer(CacheLayerMixin):
         query: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        *,
         is_token: np.ndarray | None,
-        sm_scale: float | None,
-        sliding_window: int | None,
-        logits_soft_cap: float | None,
-        sinks: torch.Tensor | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Appends tokens to every sequence and attends to its pages.
 
@@ -234,10 +227,7 @@ class KvjaxLayer(CacheLayerMixin):
           value_states: as in `update`.
           is_token: bool `[num_seqs, num_tokens + num_new_tokens]`, False for padding, which is not stored; `None` where
             there is none.
-          sm_scale: as in `kvjax_torch.paged_attention`.
-          sliding_window: as in `kvjax_torch.paged_attention`; that of the spec, where that has one.
-          logits_soft_cap: as in `kvjax_torch.paged_attention`.
-          sinks: as in `kvjax_torch.paged_attention`.
+          softmax: options of `kvjax_torch.paged_attention`; the window is that of the spec, where that has one.
 
         Returns:
           Of the query's shape and dtype; 0 for padding.
@@ -259,10 +249,7 @@ class KvjaxLayer(CacheLayerMixin):
             "k_scale": self.k_scale,
             "v_scale": self.v_scale,
             "v_scale_layout": self.spec.v_scale_layout.value,
-            "sm_scale": sm_scale,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "sinks": sinks,
+            **softmax._asdict(),
         }
         with torch.autocast(query.device.type, enabled=False):
             out = _attention(self._in_model_dtype(query), step, arguments)

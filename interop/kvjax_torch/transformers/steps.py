@@ -25,14 +25,15 @@ class Steps:
       name: the cache in error messages.
 
     Attributes:
+      tables: the block table of each layer.
       lengths: tokens of each sequence, padding included, by layer.
       pages: the pages of each layer, `[num_blocks, ...]`; `None` before its first tokens.
     """
 
     def __init__(self, tables: Sequence[BlockTable], name: str) -> None:
-        self._tables, self._name = list(tables), name
-        self.lengths = [0] * len(self._tables)
-        self.pages: list[torch.Tensor | None] = [None] * len(self._tables)
+        self.tables, self._name = list(tables), name
+        self.lengths = [0] * len(self.tables)
+        self.pages: list[torch.Tensor | None] = [None] * len(self.tables)
         self._joined: set[int] = set()
         self._shape: tuple[int, int, int] | None = None
         self._paddings: list[np.ndarray | None] = []
@@ -41,7 +42,7 @@ class Steps:
     @property
     def num_seqs(self) -> int:
         """Sequences that hold tokens."""
-        return self._tables[0].num_seqs
+        return self.tables[0].num_seqs
 
     def join(
         self,
@@ -73,7 +74,7 @@ class Steps:
         if layer in self._joined or shape != self._shape or not self._is_padded_so(is_token):
             self._begin(shape, is_token, free_passed)
         self._joined.add(layer)
-        table = self._tables[layer]
+        table = self.tables[layer]
         if (table, device) not in self._steps:
             self._steps[table, device] = self._steps[table, ON_HOST].to(device)
         return self._steps[table, device]
@@ -88,7 +89,7 @@ class Steps:
         Raises:
           KVCacheValueError: as `BlockTable.check_length`; nothing is removed then.
         """
-        tables = dict.fromkeys(self._tables)
+        tables = dict.fromkeys(self.tables)
         for table in tables:
             table.check_length(num_tokens)
             if not num_tokens:
@@ -101,7 +102,7 @@ class Steps:
     def select(self, sequences: np.ndarray) -> None:
         """Replaces all sequences, as `BlockTable.select`."""
         self._end()
-        for table in dict.fromkeys(self._tables):
+        for table in dict.fromkeys(self.tables):
             table.select(sequences)
 
     def _begin(self, shape: tuple[int, int, int], is_token: np.ndarray | None, free_passed: bool) -> None:
@@ -115,7 +116,7 @@ class Steps:
         num_seqs, start, num_new = shape
         self._steps = {
             (table, ON_HOST): table.grow(num_seqs, start, start + num_new, is_token=is_token, free_passed=free_passed)
-            for table in dict.fromkeys(self._tables)
+            for table in dict.fromkeys(self.tables)
         }
         self._make_copies()
         self._shape, self._paddings = shape, [is_token]
@@ -128,11 +129,11 @@ class Steps:
 
     def _make_copies(self) -> None:
         """Copies, in all layers, the blocks that `BlockTable.grow` has said; what stops halfway is done again."""
-        for table in dict.fromkeys(self._tables):
+        for table in dict.fromkeys(self.tables):
             if not len(table.copies):
                 continue
             copy_from, copy_to = torch.from_numpy(table.copies).long().unbind(1)
-            for of_layer, pages in zip(self._tables, self.pages, strict=True):
+            for of_layer, pages in zip(self.tables, self.pages, strict=True):
                 if of_layer is table and pages is not None:
                     pages[copy_to.to(pages.device)] = pages[copy_from.to(pages.device)]
             table.copied()
