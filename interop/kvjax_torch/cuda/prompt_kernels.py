@@ -14,7 +14,7 @@ import torch
 
 from kvjax import kernels
 from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once
-from kvjax_torch.arguments.dtypes import numpy_dtype, torch_dtype
+from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan
 from kvjax_torch.calls import arrays, choosing
 from kvjax_torch.cuda.ragged_step import Schedule, Step
@@ -71,7 +71,14 @@ def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
         return _kernels(plan.attention, places, step.rows.stride(0), step.query.device)
 
 
-def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tuple[kernels.AnyCount, ...]) -> None:
+def attend(
+    plan: RaggedPlan,
+    step: Step,
+    schedule: Schedule,
+    lots: Lots,
+    own: tuple[kernels.AnyCount, ...],
+    dtype: torch.dtype,
+) -> None:
     """Serves the prompts of a step, and stores their results in place.
 
     In several segments, their rows must before hold the results of rows that see nothing.
@@ -82,6 +89,7 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tu
       schedule: its division.
       lots: that of its prompts.
       own: the kernels of `kernels_of`.
+      dtype: of gathered keys and values.
     """
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse
     spec, num_rows = attention.cache.spec, step.query.shape[0]
@@ -95,8 +103,6 @@ def attend(plan: RaggedPlan, step: Step, schedule: Schedule, lots: Lots, own: tu
         )
 
     empty = step.query.new_empty
-    exact = spec.dtype.exact_in
-    dtype = attention.dtype if exact is None else torch_dtype(exact)
     tile_rows = at_once * num_tokens * spec.num_kv_heads
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)

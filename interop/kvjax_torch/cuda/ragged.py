@@ -64,10 +64,11 @@ def attend(
     if schedule.packed is not None:
         decoded = _decode(attention, step, schedule.packed)
         ragged_step.place(step, step_kernels.place, schedule.packed.places, *decoded)
+    dtype = torch_dtype(served.dense_dtype)
     if lots is not None:
-        prompt_kernels.attend(of_prompts, step, schedule, lots, own)
+        prompt_kernels.attend(of_prompts, step, schedule, lots, own, dtype)
     elif plan.max_prompts:
-        prompts.attend(of_prompts, step, step_kernels.place, torch_dtype(served.dense_dtype))
+        prompts.attend(of_prompts, step, step_kernels.place, dtype)
     return out, lse
 
 

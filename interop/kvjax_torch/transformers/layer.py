@@ -198,14 +198,7 @@ class KvjaxLayer(CacheLayerMixin):
         step = self._steps.join(self._index, num_seqs, num_new, key_states.device)
         self._store(key_states, value_states, step)
         keys, values = gather_kv(
-            *self._halves(),
-            step.block_table,
-            step.seq_lens,
-            self.spec.dtype.value,
-            self.k_scale,
-            self.v_scale,
-            v_scale_layout=self.spec.v_scale_layout.value,
-            dtype=key_states.dtype,
+            block_table=step.block_table, seq_lens=step.seq_lens, **self._stored(), dtype=key_states.dtype
         )
         self._steps.leave(self._index, num_new)
         end = self.num_tokens
@@ -239,18 +232,8 @@ class KvjaxLayer(CacheLayerMixin):
         num_seqs, num_new = query.shape[:2]
         step = self._steps.join(self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True)
         self._store(key_states, value_states, step)
-        key_cache, value_cache = self._halves()
-        arguments: dict[str, Any] = {
-            "key_cache": key_cache,
-            "value_cache": value_cache,
-            "block_table": step.block_table,
-            "seq_lens": step.seq_lens,
-            "kv_cache_dtype": self.spec.dtype.value,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "v_scale_layout": self.spec.v_scale_layout.value,
-            **softmax._asdict(),
-        }
+        sequences = {"block_table": step.block_table, "seq_lens": step.seq_lens}
+        arguments = self._stored() | sequences | softmax._asdict()
         with torch.autocast(query.device.type, enabled=False):
             out = _attention(self._in_model_dtype(query), step, arguments)
         self._steps.leave(self._index, num_new)
@@ -272,14 +255,22 @@ class KvjaxLayer(CacheLayerMixin):
         reshape_and_cache_flash(
             key_states.transpose(1, 2).flatten(0, 1),
             value_states.transpose(1, 2).flatten(0, 1),
-            *self._halves(),
-            step.slot_mapping,
-            self.spec.dtype.value,
-            self.k_scale,
-            self.v_scale,
-            v_scale_layout=self.spec.v_scale_layout.value,
+            slot_mapping=step.slot_mapping,
+            **self._stored(),
             unique_slots=True,
         )
+
+    def _stored(self) -> dict[str, Any]:
+        """The arguments of kvjax_torch's operations that say where the pages are and how they are encoded."""
+        key_cache, value_cache = self._halves()
+        return {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "kv_cache_dtype": self.spec.dtype.value,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "v_scale_layout": self.spec.v_scale_layout.value,
+        }
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
