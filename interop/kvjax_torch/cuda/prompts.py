@@ -22,8 +22,8 @@ LOGITS_BYTES = 64 << 20
 """Limit on the float32 logits of a tile of rows; those of a single row of each sequence may exceed it."""
 
 
-class Sequences(NamedTuple):
-    """Some sequences of a call; those that are none have no rows and no tokens.
+class Lot(NamedTuple):
+    """Prompts that are attended to at once; those that are none have no rows and no tokens.
 
     Attributes:
       table: `[num_seqs, max_blocks]`, any numbers: entries that are not blocks of the cache hold no tokens.
@@ -61,11 +61,11 @@ def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, dtype: tor
     at_once = prompts_at_once(elements * dtype.itemsize, plan.max_prompts)
     for first in range(0, plan.max_prompts, at_once):
         some = chosen[first : min(first + at_once, plan.max_prompts)]
-        own = _reached(attention, _own_sequences(step, bounds, some), num_blocks)
+        own = _reached(attention, _lot_of(step, bounds, some), num_blocks)
         _attend_to_lot(plan, step, placement, own, dtype)
 
 
-def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Sequences:
+def _lot_of(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Lot:
     """The sequences with the indices `chosen`; an empty one for each index that is the number of sequences."""
     tensors = step.tensors
     num_seqs = tensors.block_table.shape[0]
@@ -73,10 +73,10 @@ def _own_sequences(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Se
     every = tensors.block_table, tensors.seq_lens, bounds[:-1], bounds[1:]
     table, lens, starts, ends = (x.index_select(0, seq) for x in every)
     lens = torch.where(is_any, lens.clamp(0, choosing.INT32_MAX), 0).to(torch.int64)
-    return Sequences(table, lens, starts, torch.where(is_any, ends, starts))
+    return Lot(table, lens, starts, torch.where(is_any, ends, starts))
 
 
-def _reached(plan: AttentionPlan, own: Sequences, num_blocks: int) -> Sequences:
+def _reached(plan: AttentionPlan, own: Lot, num_blocks: int) -> Lot:
     """The sequences with only those blocks that a window reaches, `num_blocks` at most."""
     if plan.window is None:
         return own
@@ -88,9 +88,7 @@ def _reached(plan: AttentionPlan, own: Sequences, num_blocks: int) -> Sequences:
     return own._replace(table=table, lens=own.lens - first_block * size)
 
 
-def _attend_to_lot(
-    plan: RaggedPlan, step: Step, placement: kernels.AnyCount, own: Sequences, dtype: torch.dtype
-) -> None:
+def _attend_to_lot(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, own: Lot, dtype: torch.dtype) -> None:
     """Attends with a tile of rows of each sequence at a time."""
     attention, num_rows = plan.attention, step.query.shape[0]
     query, *dense_tokens, weight = _operands(attention, step, own, dtype)
@@ -125,7 +123,7 @@ class _Operands(NamedTuple):
     weight: torch.Tensor
 
 
-def _operands(plan: AttentionPlan, step: Step, own: Sequences, dtype: torch.dtype) -> _Operands:
+def _operands(plan: AttentionPlan, step: Step, own: Lot, dtype: torch.dtype) -> _Operands:
     """Gathers keys and values.
 
     In 16 bits, a scale of quantized keys is split: the gathered keys take its power of two, and the query, which is
