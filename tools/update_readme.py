@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Rewrites both in place."""
-    command = [sys.executable, "-m", "kvjax", "demo", "--scales"]
+    command = [sys.executable, "-m", "kvjax", "demo", "--no-pretrained", "--scales"]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     table, legend, scales, scales_legend, *_ = printed.stdout.split("\n\n")
     _replace(ROOT / "README.md", "demo", table, legend)

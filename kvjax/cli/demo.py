@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least
@@ -12,8 +12,15 @@ from kvjax.cli.arguments import argument_of, at_least
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from kvjax.demo.gguf_file import GGUFModel
+
 EXTRA_MODULES = frozenset({"safetensors", "tqdm"})
 """Modules that the extra `demo` installs."""
+
+PRETRAINED_MODULES = frozenset({"gguf", "tokenizers"})
+"""Modules that the extra `smollm2` installs beside them."""
+
+PRETRAINED = "SmolLM2-135M-Instruct"
 
 MISSING_EXTRA = 2
 """Exit status if the extra is not installed."""
@@ -27,8 +34,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="serve held-out text through a paged cache in every dtype and compare them",
-        description="Serves held-out text with a small included transformer from a paged KV cache, in every dtype, and"
-        " prints each dtype's cost and accuracy; then generates a continuation.",
+        description="Serves text from a paged KV cache, in every dtype, and prints each dtype's cost and accuracy; then"
+        f" generates. The model is {PRETRAINED}, fetched from the package index once, or a small included"
+        " transformer where that is not possible.",
     )
     parser.add_argument(
         "--dtype",
@@ -38,13 +46,22 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="DTYPE",
         help=f"KV cache dtype, repeatable (default: all); one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
     )
-    parser.add_argument("--sequences", type=at_least(1), default=10, help="number of texts (default: %(default)s)")
     parser.add_argument(
-        "--tokens", type=at_least(32), default=384, help="bytes of the longest text (default: %(default)s)"
+        "--no-pretrained", action="store_true", help=f"use the included transformer, without fetching {PRETRAINED}"
+    )
+    parser.add_argument(
+        "--sequences", type=at_least(1), help="number of texts (default: 2; with the included transformer 10)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=at_least(32),
+        help="tokens of a text (default: 128); with the included transformer bytes of the longest (384)",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="selects the texts (default: %(default)s)")
     parser.add_argument(
-        "--scales", action="store_true", help="also compare the ways to find scales, in a second table: twice the time"
+        "--scales",
+        action="store_true",
+        help="also compare the ways to find scales, in a second table: twice the time, with the included transformer",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=run)
@@ -53,17 +70,39 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo and prints its result; returns the exit status."""
     try:
-        from kvjax.demo import program, report
+        from kvjax.demo import pretrained_program, program, report
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
         print(f"kvjax demo: {error.name} is not installed: pip install 'kvjax[demo]'", file=sys.stderr)
         return MISSING_EXTRA
-    dtypes = tuple(dict.fromkeys(args.dtypes or kvjax.STORED_KV_CACHE_DTYPES))
+    scope: dict[str, Any] = {name: value for name in ("sequences", "tokens") if (value := getattr(args, name))}
+    scope |= {"seed": args.seed, "dtypes": tuple(dict.fromkeys(args.dtypes or kvjax.STORED_KV_CACHE_DTYPES))}
+    file = None if args.no_pretrained or args.scales else _pretrained_file()
     try:
-        result = program.run(program.Options(dtypes, args.sequences, args.tokens, args.seed, args.scales))
+        if file:
+            of_pretrained = pretrained_program.run(PRETRAINED, file, pretrained_program.Options(**scope))
+            print(report.as_json(of_pretrained) if args.json else report.pretrained_as_text(of_pretrained))
+        else:
+            result = program.run(program.Options(scales=args.scales, **scope))
+            print(report.as_json(result) if args.json else report.as_text(result))
     except FileNotFoundError as error:
         print(f"kvjax demo: {error}", file=sys.stderr)
         return NO_TEXT
-    print(report.as_json(result) if args.json else report.as_text(result))
     return 0
+
+
+def _pretrained_file() -> GGUFModel | None:
+    """Returns the pretrained model; None, and a line on stderr, where it cannot be had."""
+    try:
+        from kvjax.demo import gguf_file, smollm2
+
+        return gguf_file.read(smollm2.fetch())
+    except ModuleNotFoundError as error:
+        if error.name not in PRETRAINED_MODULES:
+            raise
+        reason = f"{error.name} is not installed: pip install 'kvjax[smollm2]'"
+    except smollm2.FetchError as error:
+        reason = str(error)
+    print(f"kvjax demo: the small included transformer, not {PRETRAINED}: {reason}", file=sys.stderr)
+    return None

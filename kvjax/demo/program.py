@@ -32,7 +32,7 @@ class Options:
     """
 
     dtypes: Sequence[kvjax.KVCacheDType] = kvjax.STORED_KV_CACHE_DTYPES
-    sequences: int = 12
+    sequences: int = 10
     tokens: int = 384
     seed: int = 0
     scales: bool = False

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 
-from kvjax.demo import program, timing
+from kvjax.demo import pretrained_program, program, timing
 from kvjax.demo.evaluate import Row
 from kvjax.demo.scales import ScalesRow
 from kvjax.table import markdown_table
@@ -25,7 +25,10 @@ _COLUMNS = (
 _SCALES_COLUMNS = ("dtype", "scales", "key error", "value error", "bits/byte", "greedy agreement")
 
 
-def as_json(result: program.Result) -> str:
+_PRETRAINED_COLUMNS = ("dtype", "bytes/token", "tokens/GiB", "divergence", "greedy agreement", "perplexity")
+
+
+def as_json(result: program.Result | pretrained_program.Result) -> str:
     """Returns `result` as one JSON document, keyed by field names."""
     return json.dumps(dataclasses.asdict(result), indent=2)
 
@@ -39,6 +42,40 @@ def as_text(result: program.Result) -> str:
             _SCALES_LEGEND,
         ]
     return "\n\n".join([*parts, _continuation(result.continuation)])
+
+
+def pretrained_as_text(result: pretrained_program.Result) -> str:
+    """Returns the table of a pretrained model with its legend, and its reply."""
+    rows = [
+        (
+            row.dtype,
+            f"{row.bytes_per_token:,}",
+            f"{row.tokens_per_gib:,}",
+            f"{row.divergence.kl * 1e3:.2f} +- {row.divergence.kl_error * 1e3:.2f}",
+            f"{row.divergence.agreement:.2%}",
+            f"{row.divergence.perplexity:.3f}",
+        )
+        for row in result.rows
+    ]
+    legend = _filled(
+        f"model: {result.model}. text: {result.sequences} pieces of standard library source, {result.tokens:,} tokens,"
+        f" teacher forced on {result.device}; every key and value is read from the cache.",
+        "divergence: Kullback-Leibler divergence from the predictions with a float32 cache, in thousandths of a nat,"
+        " with its standard error.",
+        "greedy agreement: positions whose likeliest next token is that with a float32 cache.",
+        f"perplexity: of the text; {result.perplexity:.3f} with a float32 cache.",
+        "scales, where a dtype takes them: one per layer for keys and one for values, by the largest magnitude in"
+        " another piece.",
+    )
+    chat = "\n".join(
+        [
+            "--- question",
+            result.question,
+            f"--- reply by the model, from a {result.rows[-1].dtype} cache (greedy)",
+            result.reply,
+        ]
+    )
+    return "\n\n".join([markdown_table(_PRETRAINED_COLUMNS, rows), legend, chat])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
