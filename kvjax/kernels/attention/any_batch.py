@@ -147,7 +147,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         )
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
-        pages = keys, keys if problem.one_memory else values
+        pages: tuple[Any, ...] = (keys, keys if problem.one_memory else values)
         if problem.scale_memory is not None:
             pages += refs["k_scale"], refs["v_scale"]
         run_decode(known, config, Refs(pages=pages, **refs), *scratch)
