@@ -37,9 +37,8 @@ def attend(implementation: str) -> Attend:
     """Each implementation under `jit`, as users call it."""
 
     def run(query: Any, *args: Any, **options: Any) -> Any:
-        # float32 queries are XLA's, and caches with scales of each token and head: the kernel takes neither.
-        is_for_xla = query.dtype == np.float32 or args[0].spec.dtype.is_per_token_head
-        name = None if implementation == "mosaic" and is_for_xla else implementation
+        # float32 queries are XLA's.
+        name = None if implementation == "mosaic" and query.dtype == np.float32 else implementation
         return _run(query, *args, **options, return_lse=True, implementation=name)
 
     return run

@@ -15,6 +15,7 @@ from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.kernels.attention import stages
 from kvjax.kernels.attention.stages import TILE, Chunk, StagePlan
 from kvjax.kernels.memory import PageMemory
+from kvjax.pages import separate_regions
 
 BF16, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.NVFP4
 BANKS = 128
@@ -22,7 +23,7 @@ BANKS = 128
 
 
 def brought(plan: StagePlan, page_tile: int, first_head: int) -> np.ndarray:
-    """The tile in shared memory after its bulk copies: of each byte the page's, of values 2**31 further; -1 of none."""
+    """The tile in shared memory after its bulk copies: of each byte the page's, 2**31 further an array; -1 of none."""
     tile = np.full(plan.stage_bytes // plan.tiles, -1, np.int64)
     for chunk in plan.chunks:
         source = chunk.source + page_tile * TILE * chunk.token_stride + first_head * chunk.head_stride
@@ -30,22 +31,22 @@ def brought(plan: StagePlan, page_tile: int, first_head: int) -> np.ndarray:
         assert to.size == chunk.size, "past the tile's end"
         assert (to == -1).all(), "two copies bring one byte"
         assert [x % 16 for x in (source, chunk.to, chunk.size)] == [0, 0, 0]
-        to[:] = source + np.arange(chunk.size) + (chunk.half << 31)
+        to[:] = source + np.arange(chunk.size) + (chunk.array << 31)
     return tile
 
 
-def assert_each_row_is_brought_once(plan: StagePlan, num_heads: int, *, one_memory: bool) -> None:
+def assert_each_row_is_brought_once(plan: StagePlan, num_heads: int) -> None:
     assert plan.chunks
     for page_tile, first_head in itertools.product(range(plan.block_size // TILE), range(0, num_heads, plan.heads)):
         tile = brought(plan, page_tile, first_head)
         wanted = np.full_like(tile, -1)
-        for half, rows in kinds(plan):
+        for _, rows in kinds(plan):
             for row, which, head in itertools.product(range(8), range(2), range(plan.heads)):
                 at = rows.offset(row, which) + head * rows.head_stride
                 token = page_tile * TILE + plan.token(row, which)
                 here = wanted[at : at + rows.page.row_bytes]
                 assert (here == -1).all(), "two rows lie in one place"
-                here[:] = page_bytes(rows, token, first_head + head) + (0 if one_memory else half << 31)
+                here[:] = page_bytes(rows, token, first_head + head) + (rows.array << 31)
         np.testing.assert_array_equal(tile, wanted)
 
 
@@ -77,7 +78,21 @@ def test_bulk_copies_bring_each_byte_once_to_where_it_is_read(
         assert layout == "NHD"
         assert any(rows.page.row_bytes * heads % 16 for _, rows in kinds(plan))
         return
-    assert_each_row_is_brought_once(plan, 8, one_memory=one_memory)
+    assert_each_row_is_brought_once(plan, 8)
+
+
+@pytest.mark.parametrize("one_memory", [False, True])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("heads", [8, 4])
+def test_bulk_copies_bring_scales_from_arrays_of_their_own(layout, heads, one_memory):
+    spec = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, layout=layout, block_size=16, num_kv_heads=8, head_size=128)
+    data = page_memory(dataclasses.replace(spec, dtype=KVCacheDType.FP8_E4M3), one_memory=one_memory)
+    rows = separate_regions([4], 16, 8, spec.layout)
+    scales = tuple(PageMemory(tuple(rows), 16 * 8 * 4, 16) for _ in range(2))
+    plan = StagePlan.of(spec, (*data, *scales), heads, 2, one_memory=one_memory)
+    assert {rows.array for _, rows in kinds(plan)} == ({0, 2, 3} if one_memory else {0, 1, 2, 3})
+    assert [rows.page.row_bytes for _, rows in kinds(plan)] == [128, 4, 128, 4]
+    assert_each_row_is_brought_once(plan, 8)
 
 
 @pytest.mark.parametrize(("dtype", "layout", "num_chunks"), [
@@ -107,7 +122,7 @@ def test_values_beside_their_keys_are_copied_with_them(dtype, layout, block_size
     shape = {"layout": layout, "block_size": block_size, "num_kv_heads": 8, "head_size": 128}
     spec = simple_spec(dtype, head_size_v=head_size_v, **shape)
     plan = plan_of(spec, heads, 2, beside=True)
-    assert_each_row_is_brought_once(plan, 8, one_memory=True)
+    assert_each_row_is_brought_once(plan, 8)
     by_token, by_head = 8 if heads == 8 else TILE, 1 if block_size == TILE else heads
     assert len(plan.chunks) == {"NHD": by_token, "HND": by_head}[layout]
     size = sum(chunk.size for chunk in plan.chunks)
@@ -132,7 +147,7 @@ def test_copies_are_joined_only_where_both_ends_follow():
         (first._replace(source=32, to=32), False, 1),
         (first._replace(source=48, to=32), False, 2),
         (first._replace(source=32, to=48), False, 2),
-        (first._replace(source=32, to=32, half=1), True, 2),
+        (first._replace(source=32, to=32, array=1), True, 2),
         (first._replace(source=32, to=32, token_stride=32), False, 2),
         (first._replace(source=32, to=32, token_stride=32), True, 1),
     ]:

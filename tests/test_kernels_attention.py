@@ -55,6 +55,9 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         pytest.param(Case("float32", "float16", "HND", lengths=(20,), head_size_v=36, q_len=2), marks=pytest.mark.full),
         pytest.param(Case("float32", lengths=(37,), block_size=8, head_size=80, group=5), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=16, group=16), marks=pytest.mark.full),  # states fill more
+        Case("int8_per_token_head", lengths=(37, 5), num_kv_heads=2, window=20, sinks=True, q_len=2),
+        pytest.param(Case("fp8_per_token_head", "float16", "HND", lengths=(37,), head_size=80), marks=pytest.mark.full),
+        pytest.param(Case("int8_per_token_head", lengths=(37,), block_size=8, group=5), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -151,9 +154,9 @@ def interpreted(function: Any, *registers: np.ndarray) -> list[np.ndarray]:
         return jax.tree.map(np.asarray, function(*map(jnp.asarray, registers)))
 
 
-def halves(word: np.ndarray) -> np.ndarray:
-    """The float16 in the lower and the upper half of words, `[..., 2]` float32."""
-    return np.stack([word & 0xFFFF, word >> 16], axis=-1).astype(np.uint16).view(np.float16).astype(np.float32)
+def halves(word: np.ndarray, dtype: Any = np.float16) -> np.ndarray:
+    """The numbers of 16 bits in the lower and the upper half of words, `[..., 2]` float32."""
+    return np.stack([word & 0xFFFF, word >> 16], axis=-1).astype(np.uint16).view(dtype).astype(np.float32)
 
 
 def decoded(words: np.ndarray, scale: float) -> np.ndarray:
@@ -197,17 +200,19 @@ def test_each_code_of_a_value_is_decoded_exactly(by_instruction):
         np.testing.assert_array_equal(halves(got) * np.float32(fmt.factor), expected)
 
 
-@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2], ids=lambda dtype: dtype.value)
-def test_each_fp8_byte_is_decoded_exactly(dtype):
-    fmt = Format.of(dtype)
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in SERVED if dtype.parts[0].info.bits == 8], ids=lambda dtype: dtype.value
+)
+def test_each_byte_is_decoded_exactly(dtype):
+    fmt = Format.of(dtype.parts[0])
     data = np.arange(THREADS * 4, dtype=np.uint32).astype(np.uint8)
     word = data.view("<u4").astype(np.uint32)
-    expected = np.asarray(data.view(dtype.info.storage_dtype), np.float32).reshape(THREADS, 4)
+    expected = np.asarray(data.view(fmt.dtype.info.storage_dtype), np.float32).reshape(THREADS, 4)
     pairs = interpreted(lambda w: fmt.key_pairs([w], 4, []), word)
     for got, dims in zip(pairs, fmt.key_dims(4), strict=True):
-        np.testing.assert_array_equal(halves(got), expected[:, list(dims)])
+        np.testing.assert_array_equal(halves(got, fmt.operand), expected[:, list(dims)])
     for element, got in enumerate(interpreted(lambda w: fmt.value_pairs(w, None), word)):
-        np.testing.assert_array_equal(halves(got), expected[:, [element, element + 2]])
+        np.testing.assert_array_equal(halves(got, fmt.operand), expected[:, [element, element + 2]])
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -314,17 +319,9 @@ def test_the_largest_window_is_none():
     jax.jit(run).trace(query, cache, table, lens)  # which traces the kernel, on a CPU too
 
 
-@pytest.mark.parametrize("dtype", ["fp8_per_token_head", "int8_per_token_head"])
-def test_dtypes_that_it_cannot_serve_are_the_reason(dtype):
-    reason = f"it reads no cache of dtype '{dtype}'"
-    assert why_not(simple_spec(KVCacheDType(dtype))) == reason
-    problem = suite.build(Case(dtype))
-    with pytest.raises(UnsupportedError, match=f"'mosaic' cannot serve this call: {reason}"):
-        problem.run(functools.partial(paged_attention, implementation="mosaic"))
-    query, cache, table, lens = problem.args
-    rows = np.arange(len(lens) + 1, dtype=np.int32)  # one of each sequence
-    with pytest.raises(UnsupportedError, match=reason):
-        ragged_paged_attention(query[:, 0], cache, table, lens, rows, implementation="mosaic")
+def test_a_dtype_that_it_does_not_decode_is_the_reason(monkeypatch):
+    monkeypatch.setattr(attention, "DTYPES", frozenset())
+    assert why_not(simple_spec(KVCacheDType.NVFP4)) == "it reads no cache of dtype 'nvfp4'"
 
 
 def lowered_for_cuda(implementation, num_seqs, *, ragged=False):
@@ -504,6 +501,9 @@ COMPILED = [
     ("nvfp4", {"head_size": 16, "num_kv_heads": 2}, {"q_len": 2}),
     ("float32", {}, {}),
     ("float32", {"block_size": 8, "num_kv_heads": 2}, {}),
+    ("int8_per_token_head", {}, {}),
+    ("int8_per_token_head", {"head_size": 64, "num_kv_heads": 2}, {"q_len": 4, "sliding_window": 512}),
+    ("fp8_per_token_head", {"layout": "HND"}, {"q_len": 2}),
 ]
 
 

@@ -32,10 +32,14 @@ def interpreted(*args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"sinks": True, "scales": "scalar"}, {"window": 5}, {"cap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": True, "scales": "scalar"}, {"window": 5}, {"cap": 5.0}, {"dtype": "int8_per_token_head"}],
+    ids=str,
+)
 def test_interpreted_it_is_right(options):
     lengths, q_lens = (30, 7, 0, 3), (11, 1, 0, 3)
-    case = ragged_suite.ragged(q_lens, lengths, dtype="nvfp4", num_kv_heads=1, block_size=8, **options)
+    case = ragged_suite.ragged(q_lens, lengths, **{"dtype": "nvfp4", "num_kv_heads": 1, "block_size": 8, **options})
     problem = ragged_suite.build(case)
     suite.assert_right(problem, *ragged_suite.run(problem, interpreted), lse_factor=64, max_factor=1.5)
 
@@ -71,6 +75,7 @@ ALL_TARGETS = [pytest.param(name, marks=() if name == "h100" else pytest.mark.fu
                 ("bfloat16", {}, {"max_q_len": 512, "max_prompts": 2, "sliding_window": 256}),
                 ("fp8_e4m3", {"layout": "HND", "num_layers": 3}, {"max_q_len": 300, "max_prompts": 1}),
                 ("nvfp4", {"v_scale_layout": "swizzled"}, {"max_q_len": 512, "logits_soft_cap": 30.0}),
+                ("int8_per_token_head", {}, {"max_q_len": 512, "max_prompts": 2}),
                 ("nvfp4", {}, {"max_q_len": 4}),
                 ("nvfp4", {}, {"decode_q_len": 4}),
             )

@@ -37,8 +37,8 @@ def test_every_call_is_served_as_the_documentation_says(dtype: KVCacheDType, tar
         query = Query(query_dtype, is_positive, is_static, has_prompts, sizes)
         found = route(spec_of(dtype, head_size), query, target)
         is_for_kernels = is_static and query_dtype != FLOAT32
-        decodes = is_for_kernels and not dtype.is_per_token_head and sizes is not MANY
-        holds = UNQUANTIZED.get(dtype.value, query_dtype) == query_dtype and not dtype.is_per_token_head
+        decodes = is_for_kernels and sizes is not MANY
+        holds = UNQUANTIZED.get(dtype.value, query_dtype) == query_dtype
         has_prompt_kernel = is_for_kernels and holds and is_positive and is_hopper and head_size <= 256
         assert (found.why_no_decode_kernel is None) == decodes, query
         assert (found.why_no_prompt_kernel is None) == has_prompt_kernel, query
@@ -60,7 +60,7 @@ def test_dense_keys_and_values_are_of_16_bits_where_these_hold_what_is_stored(dt
         if dtype.value in UNQUANTIZED:
             expected = query_dtype if UNQUANTIZED[dtype.value] == query_dtype else FLOAT32
         else:
-            expected = FLOAT32 if dtype.is_per_token_head else FLOAT16
+            expected = query_dtype if dtype.is_per_token_head else FLOAT16
         assert dense_dtype(spec, query_dtype) == expected
     assert dense_dtype(spec, FLOAT32) == FLOAT32
 

@@ -456,7 +456,7 @@ def test_the_kernels_are_the_same_for_every_batch(recorder):
     assert len({call.kernel for call in merges}) == 3
 
 
-@pytest.mark.parametrize("case", [Case(query_dtype="float32"), Case("int8_per_token_head")], ids=str)
+@pytest.mark.parametrize("case", [Case(query_dtype="float32"), Case(head_size=24)], ids=str)
 def test_where_no_kernel_attends_it_is_gathered(case, recorder, monkeypatch):
     monkeypatch.setattr(reads, "_attend_to_gathered", lambda plan, query, *arrays: (query, query[..., 0]))
     problem = suite.build(case)
@@ -465,7 +465,7 @@ def test_where_no_kernel_attends_it_is_gathered(case, recorder, monkeypatch):
 
 
 ON_GPU = pytest.mark.gpu
-DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8_per_token_head")
 
 
 def on_gpu(case: Case, **how: Any) -> dict[str, Any]:

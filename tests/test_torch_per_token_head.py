@@ -12,13 +12,16 @@ from support.helpers import INPUT_DTYPES, assert_same_bytes, kv_tokens, matrix
 from kvjax import FullAttentionSpec, KVCacheTypeError, KVCacheValueError, kernels
 
 torch = pytest.importorskip("torch")
+from support.interpret_mode import interpret_mode  # noqa: E402
 from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, Softmax, WriteTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import rope_plan, write_plan  # noqa: E402
+from kvjax_torch.calls.attending import attention_calls  # noqa: E402
 from kvjax_torch.calls.gathering import gather_call  # noqa: E402
 from kvjax_torch.calls.writing import rope_call, write_call  # noqa: E402
 
@@ -236,6 +239,58 @@ def test_the_interpreted_kernel_writes_rotated_keys_to_vllms_layouts(layout, dty
     assert_same_bytes(to_numpy(rotated, key.dtype), reference.rotate(key, table, positions, is_neox=True))
     for got, expected in zip(pages.copy(), wanted.copy(), strict=True):
         assert_same_bytes(got.view(np.uint8), expected.view(np.uint8))
+
+
+def assert_near(out: np.ndarray, pages: Pages, dtype: str, query: np.ndarray) -> None:
+    """Compares results of 16 bits with attention in float64 to the bytes that pages hold."""
+    keys, values = (x.astype(np.float64) for x in expected_reads(pages, dtype))
+    for i, head in np.ndindex(3, 6):
+        own_keys, own_values = (x[i, : LENGTHS[i], head // 2] for x in (keys, values))
+        logits = own_keys @ query[i, head].astype(np.float64) / 8
+        weights = np.exp(logits - logits.max(initial=-np.inf))
+        wanted = weights @ own_values / max(weights.sum(), 1e-30)
+        np.testing.assert_allclose(
+            out[i, head].astype(np.float64), wanted, atol=0.01 * np.abs(own_values).max(initial=0)
+        )
+
+
+@pytest.mark.parametrize("device", ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+@matrix(
+    {
+        "layout": LAYOUTS,
+        "dtype": [dtype.value for dtype in reference.PER_TOKEN_HEAD],
+        "query_dtype": ["bfloat16", "float16"],
+    },
+    few={"layout": ["interleaved"], "dtype": ["int8_per_token_head"], "query_dtype": ["bfloat16"]},
+    pairs=True,
+)
+def test_kernels_attend_to_vllms_layouts(layout, dtype, query_dtype, device):
+    spec = make_spec(dtype, layout)
+    pages = Pages(spec, layout, torch.uint8, "cpu" if device == "interpreted" else device)
+    where = pages.bytes.device
+    key, value = kv_tokens(spec, 80, INPUT_DTYPES["float32"])
+    rows = from_numpy(key).to(where), from_numpy(value).to(where)
+    slots = torch.arange(80, device=where)
+    kvjax_torch.reshape_and_cache_flash(*rows, *pages.tensors, slots, dtype, *pages.scales)
+    query = np.random.default_rng(1).standard_normal((3, 6, 64)).astype(INPUT_DTYPES[query_dtype])
+    table, lengths = (torch.from_numpy(x).to(where) for x in (TABLE, LENGTHS))
+    if device == "interpreted":
+        rows = from_numpy(query)[:, None]
+        tensors = ReadTensors(*pages.tensors, table, lengths, *pages.scales)
+        plan = attention_plan(rows, tensors, Encoding(dtype), Softmax())
+        with interpret_mode():  # it has no barrier of several warpgroups, so kernels are made for it
+            decode, merge = attention_calls(plan, rows, tensors, None)
+        run_interpreted(decode), run_interpreted(merge)
+        assert_near(to_numpy(merge.tensors[-2][:, 0], query.dtype), pages, dtype, query)
+    else:
+        rows = from_numpy(query).to(where)
+        out = kvjax_torch.paged_attention(rows, *pages.tensors, table, lengths, dtype, *pages.scales)
+        ends = torch.arange(4, device=where)  # a row of each sequence, served as prompts
+        step = kvjax_torch.ragged_paged_attention(
+            rows, *pages.tensors, table, lengths, ends, dtype, *pages.scales, decode_q_len=0
+        )
+        for got in (step, out):
+            assert_near(to_numpy(got, query.dtype), pages, dtype, query)
 
 
 @pytest.mark.parametrize("operation", ["paged_attention", "ragged_paged_attention"])

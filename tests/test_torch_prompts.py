@@ -196,7 +196,7 @@ def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.Any
     if kernel == "place":
         return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16, **options), 32)
     if kernel == "gather":
-        return kernels.prompt_gather_kernel(spec, page_memory(spec))
+        return kernels.prompt_gather_kernel(spec, page_memory(spec), BFLOAT16)
     query = kernels.RowMemory(BFLOAT16, 32 * head_size + 64, 4)
     known = {"window": None, "logits_soft_cap": None, "has_sinks": False, "is_divided": False} | options
     return kernels.prompt_kernel(kernels.PromptKind(spec, query, 32, (1, 1), 0.1, **known), kernels.Target())

@@ -191,7 +191,6 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
         sizes = self.head_size, output.shape[-1]
         is_exact = self.kv_cache_dtype not in OTHER_DTYPES or OTHER_DTYPES[self.kv_cache_dtype] is query.dtype
-        is_exact = is_exact and not self.kv_quant_mode.is_per_token_head
         each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, 2 if is_exact else 4)
         dense = each * options.prompts_at_once(each, config.scheduler_config.max_num_seqs)
         if is_exact and prompt_kernels.is_for(query.device, sizes):

@@ -15,7 +15,7 @@ try:
     import torch
     from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, get_kv_quant_mode
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
     from kvjax_vllm.attention import KvjaxImpl
     from kvjax_vllm.pages import LAYOUTS, packed_spec
@@ -105,9 +105,7 @@ class KvjaxBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """The reason why a model is refused that has what each question by itself accepts."""
-        if device_capability is not None and get_kv_quant_mode(kv_cache_dtype or "auto").is_per_token_head:
-            return f"kv_cache_dtype {kv_cache_dtype} is not supported on a GPU: no kernel reads it yet"
+        """The reason why a model is refused that has what each question by itself accepts: ALiBi."""
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
             return "ALiBi not supported"

@@ -106,8 +106,8 @@ def _operands(
     first_absent, minus_end = jnp.min(
         jnp.stack([jnp.where(is_there, token.size, token), jnp.where(is_there, -token - 1, 0)]), axis=-1
     )
-    is_quantized = spec.dtype.is_quantized
-    factors = of_each_head(v_scale, spec, num_heads) if is_quantized else jnp.ones(num_heads, jnp.float32)
+    has_scale = spec.dtype.parts[1].info.layer_scale is not None
+    factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     return kernel.Operands(
         rows,

@@ -89,7 +89,7 @@ def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
 
     def attend_lot(carried: None, lot: Sequences) -> tuple[None, tuple[jax.Array, jax.Array]]:
         out, lse = _by_online_softmax(Dense.of(prompts, lot), options)
-        if spec.dtype.is_quantized:
+        if spec.dtype.parts[1].info.layer_scale is not None:
             out *= of_each_head(prompts.v_scale, spec, query.shape[1])[None, None, :, None]
         return carried, (out.astype(query.dtype), lse)
 
@@ -136,12 +136,13 @@ def of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.A
 
 
 class Dense(NamedTuple):
-    """Dense rows, keys and values in 16 bits, which represent stored elements exactly.
+    """Dense rows, keys and values in 16 bits, which represent stored elements exactly where the layer has a scale.
 
-    Quantized elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
+    Such elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
     keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
     2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
-    Unquantized pages keep the query's dtype if it is theirs, else all is float32.
+    Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
+    the query's dtype if it is theirs, else all is float32.
 
     Attributes:
       prompts: the call.
@@ -159,7 +160,7 @@ class Dense(NamedTuple):
     def of(cls, prompts: Prompts, sequences: Sequences) -> Dense:
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
-        if not spec.dtype.is_quantized:
+        if spec.dtype.parts[0].info.layer_scale is None:
             return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)
         rest, power = 2 * rest, jnp.ldexp(jnp.ones_like(k_scale), exponent - 1)  # a scale of 1 becomes 1 and 1
@@ -171,7 +172,7 @@ class Dense(NamedTuple):
         row = (q_ends - lens + first)[:, None] + jnp.arange(num_rows)[None, :]
         query, dtype = self.prompts.query, self.prompts.dtype
         rows = query[jnp.clip(row, 0, query.shape[0] - 1)]
-        if not self.prompts.cache.spec.dtype.is_quantized:
+        if self.prompts.cache.spec.dtype.parts[0].info.layer_scale is None:
             return rows.astype(dtype)
         most = float(np.finfo(np.float16).max)
         return jnp.clip(rows * self.factor[None, None, :, None], -most, most).astype(dtype)

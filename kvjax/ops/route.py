@@ -65,13 +65,15 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
 
 
 def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of gathered keys and values: one of 16 bits if it holds what is stored, else float32.
+    """Returns the dtype of gathered keys and values: one of 16 bits, or float32 where that would round what is stored.
 
-    That is the query's for a cache that stores it, and that of the table for quantized ones, without their scales.
+    That is the query's for a cache that stores it, and that of the table for quantized ones, without their layer's
+    scale. Elements with a scale of their row, which no 16-bit dtype holds exactly, are rounded to the query's.
     """
-    held = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
-    is_other = not spec.dtype.is_quantized and held != query_dtype
-    return np.dtype(np.float32) if held is None or is_other or query_dtype == np.float32 else held
+    is_other = not spec.dtype.is_quantized and spec.storage_dtype != query_dtype
+    if is_other or query_dtype == np.float32:
+        return np.dtype(np.float32)
+    return spec.dtype.exact_in or query_dtype
 
 
 def _why_neither_kernel(query: Query) -> str | None:
@@ -84,8 +86,6 @@ def _why_neither_kernel(query: Query) -> str | None:
 
 def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:
     if dense == np.float32:
-        if spec.dtype.is_quantized:
-            return f"it multiplies in 16 bits, which do not hold {spec.dtype.value!r} without its scales"
         return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
     if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies
         return "sm_scale: got 0 or less, expected a positive number"

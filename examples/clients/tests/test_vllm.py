@@ -300,7 +300,7 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if not dtype.endswith("per_token_head")])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
     assert BACKEND.validate_configuration(**ACCEPTED | {"kv_cache_dtype": dtype}) == []
 
@@ -311,8 +311,6 @@ def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
         ({"head_size": 100}, "head_size"),
         ({"block_size": 8}, "block_size"),
         ({"dtype": torch.float32}, "dtype"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
-        ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
         ({"kv_cache_dtype": "turboquant_k8v4"}, "kv_cache_dtype"),
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),

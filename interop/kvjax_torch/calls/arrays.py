@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 
 from kvjax import AttentionSpec, UnsupportedError, kernels
-from kvjax_torch.arguments.plan import BlockRows, CachePlan
+from kvjax_torch.arguments.plan import (
+    BlockRows,
+    CachePlan,
+    ReadTensors,
+)
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Alignments of rows, in bytes, that kernels are compiled for."""
@@ -26,20 +30,24 @@ class PagePlaces(NamedTuple):
     Attributes:
       alignments: of the pages of keys and of those of values.
       value_start: bytes from a page of keys to that of values where both have the same pages; None elsewhere.
+      scale_alignments: of the pages of the scales of each token and head; None if there are none.
     """
 
     alignments: tuple[int, int]
     value_start: int | None = None
+    scale_alignments: tuple[int, int] | None = None
 
 
-def page_places(plan: CachePlan, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagePlaces:
+def page_places(plan: CachePlan, tensors: ReadTensors) -> PagePlaces:
     """The places of a cache's pages.
 
     Two views of pages that hold keys and values are one memory, of which a kernel copies the bytes of both together.
     """
+    key_cache, value_cache, *_ = tensors
     start = value_cache.data_ptr() - key_cache.data_ptr()
     alignments = page_alignment(key_cache), page_alignment(value_cache)
-    return PagePlaces(alignments, start if 0 < start <= plan.last_value_start else None)
+    of_scales = scale_alignments(plan, plan.scale_tensors(tensors))
+    return PagePlaces(alignments, start if 0 < start <= plan.last_value_start else None, of_scales)
 
 
 def runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:

@@ -13,7 +13,13 @@ from kvjax.ops.route import Query, Route, route
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, ReadTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import PagePlaces, page_memory, page_places
+from kvjax_torch.calls.arrays import (
+    PagePlaces,
+    page_memory,
+    page_places,
+    scale_arrays,
+    scale_memory,
+)
 from kvjax_torch.launch.running import Call
 
 
@@ -89,10 +95,9 @@ def kernels_of_call(plan: AttentionPlan, tensors: ReadTensors) -> AttentionKerne
     Raises:
       UnsupportedError: int32 does not index the workspace of a batch-invariant call.
     """
-    key_cache, value_cache, block_table, *_ = tensors
-    num_seqs, width = block_table.shape
-    places = page_places(plan.cache, key_cache, value_cache)
-    return attention_kernels(plan, places, key_cache.device, num_seqs, choosing.most_blocks(plan.cache.spec, width))
+    num_seqs, width = tensors.block_table.shape
+    places, device = page_places(plan.cache, tensors), tensors.key_cache.device
+    return attention_kernels(plan, places, device, num_seqs, choosing.most_blocks(plan.cache.spec, width))
 
 
 def attention_calls(
@@ -108,7 +113,7 @@ def attention_calls(
     and float32 `[num_seqs, q_len, num_heads]`. Workspace and results are allocated on torch's current stream, except
     for `out` if it is given: contiguous, of the results' shape and dtype.
     """
-    key_cache, value_cache, block_table, seq_lens, k_scale, v_scale = tensors
+    key_cache, value_cache, block_table, seq_lens, *_ = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
     num_seqs, width = block_table.shape
     max_blocks = choosing.most_blocks(spec, width)
@@ -123,7 +128,8 @@ def attention_calls(
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
     sink = () if sinks is None else (sinks.contiguous(),)
-    pages = key_cache, value_cache, k_scale.contiguous(), v_scale.contiguous()
+    scales = scale_arrays(plan.cache, plan.cache.scale_tensors(tensors))
+    pages = key_cache, value_cache, *scales
     counts = num_seqs, max_blocks, min(num_blocks, choosing.INT32_MAX), table_stride, *_token_strides(query)
     return (
         Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
@@ -151,6 +157,7 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         batch_invariant=plan.batch_invariant,
         target=target,
         one_memory=places.value_start is not None,
+        scale_pages=scale_memory(plan.cache, places.scale_alignments),
     )
 
 

@@ -66,7 +66,7 @@ def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int]
 
 def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
     """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
-    places = arrays.page_places(plan.attention.cache, step.tensors.key_cache, step.tensors.value_cache)
+    places = arrays.page_places(plan.attention.cache, step.tensors)
     with choosing.one_at_a_time:
         return _kernels(plan.attention, places, step.rows.stride(0), step.query.device)
 
@@ -107,8 +107,9 @@ def attend(
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)
     scales: tuple[torch.Tensor, ...] = ()
-    if spec.dtype.is_quantized:
+    if spec.dtype.takes_scale:
         scales = tensors.k_scale.contiguous(), tensors.v_scale.contiguous()
+    row_scales = attention.cache.scale_tensors(tensors) if spec.dtype.is_per_token_head else ()
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
     gather, *attends = own
     kernel = attends[segments > 1]
@@ -117,7 +118,7 @@ def attend(
     for lot in range(num_lots):
         first = lot * at_once
         gather_counts = first, num_tokens, max_blocks, table_stride, step.num_blocks - 1
-        pages = table, *found, tensors.key_cache, tensors.value_cache
+        pages = table, *found, tensors.key_cache, tensors.value_cache, *row_scales
         running.run(running.Call(gather, gather_counts, (*pages, *tiles), at_once * num_tokens))
         arrays = *found, step.rows, *tiles, *scales, *sinks, *results
         running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), arrays, 1))
@@ -166,7 +167,12 @@ def _kernels(
     )
     divided = dataclasses.replace(kind, has_sinks=False, is_divided=True)
     return (
-        kernels.prompt_gather_kernel(spec, arrays.page_memory(plan.cache, places.alignments)),
+        kernels.prompt_gather_kernel(
+            spec,
+            arrays.page_memory(plan.cache, places.alignments),
+            kind.query.dtype,
+            arrays.scale_memory(plan.cache, places.scale_alignments),
+        ),
         kernels.prompt_kernel(kind, target),
         *(() if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)),
     )

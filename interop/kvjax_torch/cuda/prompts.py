@@ -135,7 +135,7 @@ def _operands(plan: AttentionPlan, step: Step, own: Lot, dtype: torch.dtype) -> 
         tensors = ReadTensors(key_cache, value_cache, own.table, own.lens, k_scale, v_scale)
         return reads.gather(GatherPlan(plan.cache, dtype, plan.scale_sizes), tensors)
 
-    if not plan.cache.spec.dtype.is_quantized or dtype is torch.float32:
+    if not plan.cache.spec.dtype.takes_scale or dtype is torch.float32:
         weight = step.query.new_ones(1, dtype=torch.float32)
         return _Operands(step.query, *gather(k_scale, v_scale), weight)
     rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two

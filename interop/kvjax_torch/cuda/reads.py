@@ -89,7 +89,7 @@ def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensor
     """Compiles the kernels of the parts of a call for batches of every size."""
     device = tensors.key_cache.device
     for plan, _, _ in parts:
-        places = arrays.page_places(plan.cache, tensors.key_cache, tensors.value_cache)
+        places = arrays.page_places(plan.cache, tensors)
         if (kind := (plan, places, device)) in _attends:
             continue
         with choosing.one_at_a_time:

@@ -418,7 +418,8 @@ def _num_parts(problem: Problem, config: DecodeConfig) -> int:
 
 
 def _stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
-    return StagePlan.of(problem.spec, problem.memory, heads, tiles, one_memory=problem.one_memory)
+    memory = *problem.memory, *(problem.scale_memory or ())
+    return StagePlan.of(problem.spec, memory, heads, tiles, one_memory=problem.one_memory)
 
 
 def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, barriers: Any) -> None:

@@ -81,11 +81,13 @@ def any_batch(
     batch_invariant: bool,
     target: Target,
     one_memory: bool = False,
+    scale_pages: tuple[PageMemory, PageMemory] | None = None,
 ) -> AnyBatch:
     """The attention of one of `passes`, over pages given for keys and for values.
 
     With `one_memory`, values are in the pages of keys, and so are the positions of their rows; the kernel does not read
-    its argument for values.
+    its argument for values. `scale_pages` are those of scales of each token and head in arrays of their own; elsewhere
+    these are in the pages.
     """
     problem = Problem(
         spec=spec,
@@ -108,6 +110,7 @@ def any_batch(
         has_sinks=has_sinks,
         batch_invariant=batch_invariant,
         converts_e2m1=target.converts_e2m1,
+        scale_memory=scale_pages,
     )
     return AnyBatch(problem, target)
 
@@ -128,7 +131,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         _vector("table", jnp.int32),
         _vector("query", problem.query_dtype),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
-        *(scale_argument(name, size) for name, size in zip(SCALES, problem.scale_sizes, strict=True)),
+        *_scale_arguments(problem),
         *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
         *(_vector(name, dtype) for name, dtype in results.items()),
     )
@@ -144,7 +147,10 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         )
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
-        run_decode(known, config, Refs(pages=(keys, keys if problem.one_memory else values), **refs), *scratch)
+        pages: tuple[Any, ...] = (keys, keys if problem.one_memory else values)
+        if problem.scale_memory is not None:
+            pages += refs["k_scale"], refs["v_scale"]
+        run_decode(known, config, Refs(pages=pages, **refs), *scratch)
 
     return AnyCount(
         body,
@@ -178,6 +184,14 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         writes=tuple(results),
         num_programs=lambda num_seqs: num_seqs,
     )
+
+
+def _scale_arguments(problem: Problem) -> list[Argument]:
+    """The layer's scales, or the pages of the scales of each token and head."""
+    if problem.scale_memory is None:
+        return [scale_argument(name, size) for name, size in zip(SCALES, problem.scale_sizes, strict=True)]
+    pages = zip(SCALES, problem.scale_memory, strict=True)
+    return [memory.argument(name, problem.spec.array_dtype) for name, memory in pages]
 
 
 def _vector(name: str, dtype: Any) -> Argument:

@@ -205,12 +205,25 @@ class Decode:
         state = raised(state, logits, margin(self.problem.value_format.operand))
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
+            row_scales = self.row_scales(slot, tile, start, entries, span, needs_look)
             seen_values = functools.partial(self.seen.values, start + TILE * tile, entries, span)
             operands: list[list[jax.Array]] = []
             for piece in self.values.pieces:
                 if tile or piece.start:
                     values = self.values.load(slot, tile, piece)
                 values = lax.cond(needs_look, seen_values, lambda values: values, values)
-                operands = operands or weights(registers, state.largest, total, self.problem.value_format.operand)
+                operands = operands or weights(
+                    registers, state.largest, total, self.problem.value_format.operand, row_scales
+                )
                 self.values.accumulate(values, piece, operands, output)
         return State(state.largest, total, output)
+
+    def row_scales(
+        self, slot: jax.Array, tile: int, start: jax.Array, entries: jax.Array, span: Span, needs_look: jax.Array
+    ) -> list[jax.Array]:
+        """The scales of the thread's rows of values of a tile; empty where rows have none."""
+        if not self.problem.value_format.has_row_scales:
+            return []
+        scales = self.warp.row_scales(self.values.plan, self.values.buffer, slot, tile, self.values.plan.values[1])
+        seen = functools.partial(self.seen.row_scales, start + TILE * tile, entries, span)
+        return list(lax.cond(needs_look, seen, list, scales))

@@ -23,6 +23,9 @@ The product with the block scale, an e4m3 number that float16 holds exactly, is 
 on an instruction converts the two codes of a byte: for keys as they lie, for values after the codes of two tokens were
 put beside each other.
 
+Rows with a scale each become bfloat16, which holds their elements exactly: `Keys` multiplies logits by the scales of
+keys, `softmax.weights` weights by those of values, whose magnitudes float16 might not hold.
+
 float32 is a sum of bfloat16 *terms*, each the upper half of what the terms before it leave: three are exact, and so are
 keys. Values have two, 16 bits, for their products are with weights of 8.
 """
@@ -58,6 +61,7 @@ DECODED = frozenset(
     {
         *(KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16),
         *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2, KVCacheDType.NVFP4),
+        *(KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD),
     }
 )
 """Byte formats of keys and of values that become operands here."""
@@ -88,7 +92,7 @@ class Format:
         dtype = dtype.byte_format
         if dtype not in DECODED:
             raise UnsupportedError(f"dtype: got {dtype.value!r}, which attention does not decode")
-        is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32)
+        is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32) or dtype.info.block == "row"
         operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
         return cls(dtype, operand, dtype.info.bits, converts_e2m1)
 
@@ -96,6 +100,11 @@ class Format:
     def has_block_scales(self) -> bool:
         """Whether each block of elements has a scale."""
         return self.dtype.info.elements_per_scale is not None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row has a scale."""
+        return self.dtype.info.block == "row"
 
     @property
     def block_bytes(self) -> int:
@@ -184,6 +193,10 @@ class Format:
                 ]
             case KVCacheDType.FP8_E4M3:
                 return [_from_e4m3(word, half) for word in words for half in range(2)]
+            case KVCacheDType.FP8_PER_TOKEN_HEAD:
+                return [_to_bfloat16(_from_e4m3(word, half)) for word in words for half in range(2)]
+            case KVCacheDType.INT8_PER_TOKEN_HEAD:
+                return [pair for word in words for pair in _from_int8(word)]
             case KVCacheDType.FP8_E5M2:
                 zero = lanes.splat(0, jnp.uint32)
                 return [lanes.permute(word, zero, selector) for word in words for selector in (0x1404, 0x3424)]
@@ -207,6 +220,11 @@ class Format:
             case KVCacheDType.FP8_E4M3:
                 in_order = lanes.permute(word, word, 0x3120)
                 return [_from_e4m3(in_order, half) for half in range(2)]
+            case KVCacheDType.FP8_PER_TOKEN_HEAD:
+                in_order = lanes.permute(word, word, 0x3120)
+                return [_to_bfloat16(_from_e4m3(in_order, half)) for half in range(2)]
+            case KVCacheDType.INT8_PER_TOKEN_HEAD:
+                return _from_int8(lanes.permute(word, word, 0x3120))
             case KVCacheDType.FP8_E5M2:
                 zero = lanes.splat(0, jnp.uint32)
                 return [lanes.permute(word, zero, selector) for selector in (0x2404, 0x3414)]
@@ -244,6 +262,47 @@ def _from_e4m3(word: jax.Array, half: int) -> jax.Array:
 
     code = f"{{ .reg .b16 x<2>; mov.b32 {{x0, x1}}, $1; cvt.rn.f16x2.e4m3x2 $0, x{half}; }}"
     return lanes.asm(code, model, word, results=[jnp.uint32])[0]
+
+
+def _to_bfloat16(pair: jax.Array) -> jax.Array:
+    """A float16 pair as a bfloat16 pair, rounded."""
+
+    def model(pair: jax.Array) -> list[jax.Array]:
+        halves = [
+            lax.bitcast_convert_type((pair >> 16 * half).astype(jnp.uint16), jnp.float16).astype(jnp.bfloat16)
+            for half in range(2)
+        ]
+        low, high = (lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in halves)
+        return [low | high << 16]
+
+    code = (
+        "{ .reg .b16 x<2>; .reg .f32 y<2>; mov.b32 {x0, x1}, $1; cvt.f32.f16 y0, x0; cvt.f32.f16 y1, x1;"
+        " cvt.rn.bf16x2.f32 $0, y1, y0; }"
+    )
+    return lanes.asm(code, model, pair, results=[jnp.uint32])[0]
+
+
+def _from_int8(word: jax.Array) -> list[jax.Array]:
+    """Four int8 as two pairs of bfloat16: bytes 0 and 1, bytes 2 and 3.
+
+    With the byte 0x43 above them, the lower seven bits of a code are the bfloat16 128 plus these bits, and its sign bit
+    is 128 or 256. Their difference is the code: its sign bit counts -128.
+    """
+    low, sign, above = word & jnp.uint32(0x7F7F7F7F), word & jnp.uint32(0x80808080), lanes.splat(0x43434343, jnp.uint32)
+    return [
+        _difference(lanes.permute(low, above, selector), lanes.permute(sign, above, selector))
+        for selector in (0x4140, 0x4342)
+    ]
+
+
+def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The difference of two bfloat16 pairs."""
+
+    def model(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        x, y = (lax.bitcast_convert_type(z, jnp.bfloat16).astype(jnp.float32) for z in (x, y))
+        return [lax.bitcast_convert_type((x - y).astype(jnp.bfloat16), jnp.uint32)]
+
+    return lanes.asm("sub.rn.bf16x2 $0, $1, $2;", model, x, y, results=[jnp.uint32])[0]
 
 
 _SHIFTS = {0: (9, 12), 1: (5, 8), 2: (1, 4), 3: (-3, 0)}

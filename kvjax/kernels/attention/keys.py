@@ -60,6 +60,9 @@ class Keys:
                             sums[rows_tile] = lanes.mma(
                                 sums[rows_tile], operand, term[at : at + 2], self.problem.key_format.operand
                             )
+        if self.problem.key_format.has_row_scales:
+            factors = self.warp.row_scales(self.plan, self.buffer, slot, tile, self.plan.keys[1])
+            sums = [[x * factors[i // 2] for i, x in enumerate(each)] for each in sums]
         return [x for each in sums for x in each]
 
     def scales(self, slot: jax.Array, tile: int, unit: int) -> list[list[jax.Array]]:

@@ -105,7 +105,7 @@ class ReadArrays(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernels' references: pages are a pair for keys and values, all others are one-dimensional."""
+    """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional."""
 
     query: Any = None
     pages: Any = None
@@ -147,6 +147,8 @@ class Problem:
       has_sinks: whether heads have sinks.
       batch_invariant: whether the bits of a sequence's results must depend on that sequence only.
       converts_e2m1: whether the GPU has an instruction that converts e2m1.
+      scale_memory: layout of the scales of each token and head, of keys and of values, where these are arrays of their
+        own; None elsewhere.
     """
 
     spec: AttentionSpec
@@ -169,6 +171,7 @@ class Problem:
     has_sinks: bool
     batch_invariant: bool = False
     converts_e2m1: bool = False
+    scale_memory: tuple[PageMemory, PageMemory] | None = None
 
     @property
     def key_format(self) -> Format:

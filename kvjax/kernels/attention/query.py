@@ -24,7 +24,7 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
     """
     problem, fmt = keys.problem, keys.problem.key_format
     loaded = _loaded(keys, refs.query, sequence)
-    k_scale = keys.warp.scale(problem, refs.k_scale, problem.scale_sizes[0])
+    k_scale = keys.warp.scale(fmt, refs.k_scale, problem.scale_sizes[0])
     factor = k_scale * np.float32(problem.sm_scale * LOG2_E * fmt.factor)
     operand, dtype = np.dtype(fmt.operand), np.dtype(problem.query_dtype)
     if operand == dtype and not fmt.has_block_scales:

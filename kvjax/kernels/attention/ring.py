@@ -76,7 +76,7 @@ class Copy(NamedTuple):
       size: bytes.
       is_one: whether the thread or warp has a piece; None where all have.
       block: index of the token's block in `Ring.blocks`.
-      half: 0 for the pages of keys, 1 for those of values.
+      array: index in `Ring.pages`.
       page_stride: bytes between pages.
     """
 
@@ -88,7 +88,7 @@ class Copy(NamedTuple):
     size: Any
     is_one: jax.Array | None
     block: int
-    half: int
+    array: int
     page_stride: int
 
 
@@ -109,7 +109,8 @@ class Ring:
       slots: stages of the ring; with one, copies do not overlap with reads.
       buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
       barriers: shared memory, `int32 [4 * slots]`: a barrier per slot for arrivals, then one per slot for readers.
-      pages: references to the pages of keys and of values, `[num_blocks, page_elements]`.
+      pages: references to the pages of keys and of values, and of the scales of both where these are arrays of their
+        own, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
       num_blocks: number of blocks of the cache, a uint32 register.
       num_layers: pages of a block.
@@ -123,7 +124,7 @@ class Ring:
     slots: int
     buffer: Any
     barriers: Any
-    pages: tuple[Any, Any]
+    pages: tuple[Any, ...]
     table: Any
     num_blocks: jax.Array
     num_layers: int
@@ -156,8 +157,9 @@ class Ring:
         plan, warp = self.plan, self.thread >> 5
         copies: list[Copy] = []
         tokens: list[Tokens] = []
-        for half, rows in enumerate((plan.keys[0], plan.values[0])):
-            chunks = [chunk for chunk in plan.chunks if chunk.half == half]
+        arrays = {rows.array: rows for rows in (*plan.keys, *plan.values)}
+        for array, rows in sorted(arrays.items()):
+            chunks = [chunk for chunk in plan.chunks if chunk.array == array]
             count = plan.tiles * len(chunks)
             for first in range(0, count, self.warps):
                 tile, number = Digit(warp, self.warps, first).split(len(chunks))
@@ -166,7 +168,7 @@ class Ring:
                 source = Digit(source.value + self.first_head * head.value, 0, 0)
                 to = tile.times(rows.tile_stride).plus(to)
                 copies.append(
-                    Copy(tile, to, source, None, token.value, size.value, is_one, len(tokens), half, rows.page_stride)
+                    Copy(tile, to, source, None, token.value, size.value, is_one, len(tokens), array, rows.page_stride)
                 )
                 tokens.append(Tokens(tile, None))
         return copies, tokens
@@ -177,7 +179,7 @@ class Ring:
         copies: list[Copy] = []
         tokens: dict[Any, int] = {}
         looked_up: list[Tokens] = []
-        for half, rows in ((i, rows) for i, each in enumerate((plan.keys, plan.values)) for rows in each):
+        for rows in (*plan.keys, *plan.values):
             pieces = rows.page.row_bytes // rows.unit
             count = plan.tiles * TILE * plan.heads * pieces
             for first in range(0, count, threads):
@@ -203,7 +205,7 @@ class Ring:
                     source = source.plus(token.times(rows.page.token_stride))
                 in_pages = None if plan.has_whole_tiles else token
                 piece_of = in_pages, rows.page.token_stride, rows.unit
-                copies.append(Copy(tile, to, source, *piece_of, is_one, tokens[same], half, rows.page_stride))
+                copies.append(Copy(tile, to, source, *piece_of, is_one, tokens[same], rows.array, rows.page_stride))
         return copies, looked_up
 
     def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
@@ -264,7 +266,7 @@ class Ring:
                 offset = offset + remainder(position + first.value, plan.block_size) * copy.token_stride
             copies.append(
                 lanes.Copy(
-                    copy.half, base + copy.to.varying, copy.to.known, block, copy.page_stride, offset,
+                    copy.array, base + copy.to.varying, copy.to.known, block, copy.page_stride, offset,
                     copy.source.known, copy.size, condition,
                 )
             )  # fmt: skip

@@ -87,6 +87,12 @@ class Seen:
                     logits[at] = jnp.where(seen, logits[at], none)
         return logits
 
+    def row_scales(self, start: jax.Array, entries: jax.Array, span: Span, scales: list[jax.Array]) -> list[jax.Array]:
+        """Scales of the thread's rows of a tile, zero where no query row sees a token: they may be NaN there."""
+        zero = lanes.splat(0.0, jnp.float32)
+        seen = [self.is_there(start, entries, span, self.plan.token(self.warp.row, half))[1] for half in range(2)]
+        return [jnp.where(is_there, scale, zero) for is_there, scale in zip(seen, scales, strict=True)]
+
     def values(self, start: jax.Array, entries: jax.Array, span: Span, values: Values) -> Values:
         """Values of a tile, zero where no query row sees a token.
 

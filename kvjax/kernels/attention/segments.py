@@ -63,7 +63,7 @@ class Segments:
         rows = 2 * problem.tiles
         largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
         stores = self.warp.works & (self.warp.number < config.heads)
-        v_factor = self.warp.scale(problem, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
+        v_factor = self.warp.scale(problem.value_format, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
             problem.value_format.factor
         )
         output = [x * v_factor for x in output]

@@ -99,10 +99,11 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
 
 
 def weights(
-    logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array], dtype: Any
+    logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array], dtype: Any, row_scales: list[jax.Array]
 ) -> list[list[jax.Array]]:
     """The weights of a tile as matrix operands, by tile of query rows; adds them to `total`.
 
+    Operands are multiplied by `row_scales`, the scales of the thread's two rows of values, where values have these.
     Column `j` of a tile of query rows has registers j and j + 2 of the tile's four.
     """
     result: list[list[jax.Array]] = []
@@ -111,6 +112,8 @@ def weights(
         four = [lanes.exp2(x - largest[2 * rows + i % 2]) for i, x in enumerate(four)]
         for i in range(2):
             total[2 * rows + i] = total[2 * rows + i] + (four[i] + four[i + 2])
+        if row_scales:
+            four = [x * row_scales[i // 2] for i, x in enumerate(four)]
         halves = lanes.half2(four[0], four[1], dtype), lanes.half2(four[2], four[3], dtype)
         result.append([lanes.transpose(half) for half in halves])
     return result

@@ -47,6 +47,7 @@ class SharedRows:
       head_stride: bytes between heads.
       tile_stride: bytes between tiles.
       unit: bytes of a thread's copy; for bulk copies the alignment of all addresses.
+      array: index of the array that has these pages, of `Ring.pages`.
     """
 
     page: PageRegion
@@ -57,6 +58,7 @@ class SharedRows:
     head_stride: int
     tile_stride: int
     unit: int
+    array: int
 
     @property
     def by_token(self) -> bool:
@@ -82,7 +84,7 @@ class Chunk(NamedTuple):
       size: bytes.
       token_stride: bytes between tokens in the page.
       head_stride: bytes between heads in the page.
-      half: 0 for the pages of keys, 1 for those of values; 0 where these are one array.
+      array: index of the array of pages; that of keys where keys and values are one array.
     """
 
     source: int
@@ -90,7 +92,7 @@ class Chunk(NamedTuple):
     size: int
     token_stride: int
     head_stride: int
-    half: int
+    array: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ class StagePlan:
       block_size: tokens of a page.
       heads: KV heads of the thread block.
       tiles: runs of 16 tokens.
-      keys: data and, for NVFP4, block scales.
+      keys: data and, where the page or an array of their own holds them, scales.
       values: the same.
       stage_bytes: bytes of the stage.
       interleaved: whether the halves of a tile are its even and odd tokens; otherwise its first and last eight.
@@ -121,7 +123,11 @@ class StagePlan:
     def of(
         cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
     ) -> StagePlan:
-        """The plan for caches of `spec` with keys and values in `memory`, which is one array if `one_memory`."""
+        """The plan for caches of `spec`.
+
+        `memory` is that of keys and of values, which are one array if `one_memory`, and then that of the scales of keys
+        and of values where these are arrays of their own.
+        """
         in_bulk = cls._in_bulk(spec, memory, heads, tiles, one_memory=one_memory)
         return in_bulk or cls._by_threads(spec, memory, heads, tiles)
 
@@ -135,38 +141,42 @@ class StagePlan:
         values = memory[1].regions[0]
         interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
         both = _beside(memory) if one_memory else None
-        placed: list[SharedRows] = []
+        placed: list[list[SharedRows]] = [[], []]
         chunks: list[Chunk] = []
         start = 0
         for number, half in enumerate(memory):
-            for region in half.regions if both is None else (both,)[number:]:
+            array = 0 if one_memory and number < 2 else number
+            for region in half.regions if both is None or number > 1 else (both,)[number:]:
                 pad = COPY_BYTES if interleaved and (region is values or region is both) else 0
-                rows, end = _in_order(region, half.page_stride, start, heads, pad, interleaved=interleaved)
-                chunks += _chunks(rows, heads, 0 if one_memory else number, interleaved=interleaved)
-                placed.append(rows)
+                rows, end = _in_order(region, half.page_stride, start, heads, pad, array, interleaved=interleaved)
+                chunks += _chunks(rows, heads, interleaved=interleaved)
+                placed[number % 2].append(rows)
                 start = end
         if both is not None:
-            [rows] = placed
+            rows = placed[0][0]
             keys = dataclasses.replace(rows, page=memory[0].regions[0])
-            placed = [keys, dataclasses.replace(rows, page=values, start=rows.start + keys.page.row_bytes)]
+            placed[0][0] = keys
+            placed[1].insert(0, dataclasses.replace(rows, page=values, start=rows.start + keys.page.row_bytes))
         merged = _merged(chunks, across=spec.block_size == TILE and heads == spec.num_kv_heads)
         if not _are_aligned(merged, spec, memory, heads):
             return None
         tile_bytes = -(-start // 128) * 128
-        placed = [dataclasses.replace(rows, tile_stride=tile_bytes) for rows in placed]
-        count = len(memory[0].regions)
+        of_keys, of_values = (
+            tuple(dataclasses.replace(rows, tile_stride=tile_bytes) for rows in each) for each in placed
+        )
         return cls(
-            spec.block_size, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
-            tiles * tile_bytes, interleaved, tuple(merged),
+            spec.block_size, heads, tiles, of_keys, of_values, tiles * tile_bytes, interleaved, tuple(merged),
         )  # fmt: skip
 
     @classmethod
     def _by_threads(cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int) -> StagePlan:
         """Rows of a head contiguous, padded to an odd multiple of 16 bytes where that avoids bank conflicts."""
         start = 0
-        placed: list[SharedRows] = []
-        for is_values, half in enumerate(memory):
-            for is_scales, region in enumerate(half.regions):
+        placed: list[list[SharedRows]] = [[], []]
+        for number, half in enumerate(memory):
+            is_values = number % 2
+            for region in half.regions:
+                is_scales = bool(placed[is_values])
                 row = region.row_bytes
                 unit = math.gcd(
                     COPY_BYTES, row, region.base, region.token_stride, region.head_stride, half.page_stride,
@@ -176,17 +186,22 @@ class StagePlan:
                 pitch = row + (COPY_BYTES if padded else 0)
                 # An odd multiple of 64, so that rows of neighbouring heads are in different banks.
                 head_stride = (TILE * pitch + 63) // 128 * 128 + 64
-                placed.append(
+                placed[is_values].append(
                     SharedRows(
-                        region, half.page_stride, start, pitch, 8 * pitch, head_stride, heads * head_stride, unit
+                        region,
+                        half.page_stride,
+                        start,
+                        pitch,
+                        8 * pitch,
+                        head_stride,
+                        heads * head_stride,
+                        unit,
+                        number,
                     )
                 )
                 start += tiles * heads * head_stride
-        count = len(memory[0].regions)
-        return cls(
-            spec.block_size, heads, tiles, tuple(placed[:count]), tuple(placed[count:]),
-            -(-start // 128) * 128, False, (),
-        )  # fmt: skip
+        of_keys, of_values = map(tuple, placed)
+        return cls(spec.block_size, heads, tiles, of_keys, of_values, -(-start // 128) * 128, False, ())
 
     def token(self, row: Any, half: Any) -> Any:
         """The token in its tile of a row of a half."""
@@ -212,7 +227,7 @@ def _beside(memory: Sequence[PageMemory]) -> PageRegion | None:
     """The rows of keys and values of one array as one region, where each value follows its key; None elsewhere."""
     if any(len(half.regions) > 1 for half in memory):
         return None
-    [keys], [values] = (half.regions for half in memory)
+    [keys], [values] = (half.regions for half in memory[:2])
     if dataclasses.replace(values, base=keys.base, row_bytes=keys.row_bytes) != keys:
         return None  # of other strides
     follows = values.base == keys.base + keys.row_bytes
@@ -227,7 +242,7 @@ def _divides_words(memory: Sequence[PageMemory]) -> bool:
 
 
 def _in_order(
-    region: PageRegion, page_stride: int, start: int, heads: int, pad: int, *, interleaved: bool
+    region: PageRegion, page_stride: int, start: int, heads: int, pad: int, array: int, *, interleaved: bool
 ) -> tuple[SharedRows, int]:
     """Rows from `start` of a tile in the order of the page, with `pad` bytes between pairs of tokens; and their end.
 
@@ -238,11 +253,11 @@ def _in_order(
     size = TILE * token + 7 * pad
     pitch, half_pitch = (2 * token + pad, token) if interleaved else (token, 8 * token)
     head = region.row_bytes if by_token else size
-    rows = SharedRows(region, page_stride, start, pitch, half_pitch, head, 0, COPY_BYTES)
+    rows = SharedRows(region, page_stride, start, pitch, half_pitch, head, 0, COPY_BYTES, array)
     return rows, start + size * (1 if by_token else heads)
 
 
-def _chunks(rows: SharedRows, heads: int, half: int, *, interleaved: bool) -> list[Chunk]:
+def _chunks(rows: SharedRows, heads: int, *, interleaved: bool) -> list[Chunk]:
     """A chunk for each contiguous run of rows of one token: of all heads, or of one."""
     region = rows.page
     is_run = rows.by_token and region.head_stride == region.row_bytes
@@ -253,7 +268,7 @@ def _chunks(rows: SharedRows, heads: int, half: int, *, interleaved: bool) -> li
             source = region.base + token * region.token_stride + head * region.head_stride
             to = rows.offset(row, which) + head * rows.head_stride
             size = region.row_bytes * (heads if is_run else 1)
-            chunks.append(Chunk(source, to, size, region.token_stride, region.head_stride, half))
+            chunks.append(Chunk(source, to, size, region.token_stride, region.head_stride, rows.array))
     return chunks
 
 
@@ -270,10 +285,10 @@ def _are_aligned(chunks: Sequence[Chunk], spec: AttentionSpec, memory: Sequence[
 def _merged(chunks: list[Chunk], *, across: bool) -> list[Chunk]:
     """Merges chunks that are contiguous both in the page and in the tile; also across regions with `across`."""
     merged: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.half, chunk.source)):
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.array, chunk.source)):
         if merged:
             last = merged[-1]
-            follows = (last.half, last.source + last.size, last.to + last.size) == (chunk.half, *chunk[:2])
+            follows = (last.array, last.source + last.size, last.to + last.size) == (chunk.array, *chunk[:2])
             if follows and (across or last[3:] == chunk[3:]):
                 merged[-1] = last._replace(size=last.size + chunk.size)
                 continue

@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.attention import lanes
 from kvjax.kernels.codecs import codecs_of
@@ -35,6 +34,8 @@ from kvjax.kernels.memory import (
     RowMemory,
     page_dtype,
     scale_argument,
+    scale_arguments,
+    scales_of,
     with_origin,
 )
 from kvjax.kernels.prompts import kernel_of
@@ -47,38 +48,45 @@ from kvjax.spec import AttentionSpec
 _NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 
-def dense_dtype(spec: AttentionSpec) -> np.dtype[Any]:
-    """The dtype of tiles. It holds stored elements exactly; the scales of a layer or a head are applied later."""
-    exact = spec.dtype.exact_in if spec.dtype.is_quantized else spec.storage_dtype
-    if exact is None:
-        raise UnsupportedError(f"dtype: got {spec.dtype.value!r}, which no 16-bit dtype holds exactly")
-    return exact
+def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of tiles, as `kvjax.ops.route` has it: the query's, or one that holds stored elements exactly.
+
+    The scales of a layer or a head are applied later.
+    """
+    return spec.dtype.exact_in or np.dtype(query_dtype)
 
 
 @functools.cache
 @with_origin
-def any_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyCount:
+def any_gather(
+    spec: AttentionSpec,
+    pages: tuple[PageMemory, PageMemory],
+    query_dtype: np.dtype[Any],
+    scale_pages: tuple[PageMemory, PageMemory] | None = None,
+) -> AnyCount:
     """The gather of a lot's pages to tiles, without the scales of the whole or of a head.
 
-    The arguments are the block table, the schedule's results, the keys' and the values' pages, and the results: tiles
-    of keys and of values, and the bias, as in `CallerMemory`. Tiles of which no token is present are not stored, but
-    for the first of a prompt. The counts are as in `schedule`, and `num_tokens` and `first_prompt` as in
-    `CallerMemory`. The amount is the number of the tiles' tokens.
+    The arguments are the block table, the schedule's results, the keys' and the values' pages, those of the scales of
+    each token and head where these are arrays of their own, and the results: tiles of keys and of values, and the bias,
+    as in `CallerMemory`. Tiles of which no token is present are not stored, but for the first of a prompt. The counts
+    are as in `schedule`, and `num_tokens` and `first_prompt` as in `CallerMemory`. The amount is the number of the
+    tiles' tokens.
     """
     codecs_of(spec)
-    dtype = dense_dtype(spec)
+    dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
     results = "keys", "values", "bias"
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
-        _gather(spec, pages, tokens, counts, arrays)
+        _gather(spec, pages, scale_pages, tokens, dtype, counts, arrays)
 
     arguments = (
         Argument("block_table", _NUMBERS),
         Argument("prompts", _NUMBERS),
         Argument("header", _NUMBERS),
         *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
-        *_tile_arguments(spec),
+        *(scale_arguments(spec, (1, 1), scale_pages) if scale_pages else ()),
+        *_tile_arguments(spec, dtype),
     )
     return AnyCount(
         body,
@@ -90,8 +98,7 @@ def any_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> Any
     )
 
 
-def _tile_arguments(spec: AttentionSpec) -> tuple[Argument, ...]:
-    dtype = dense_dtype(spec)
+def _tile_arguments(spec: AttentionSpec, dtype: np.dtype[Any]) -> tuple[Argument, ...]:
     return (
         Argument("keys", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size), dtype)),
         Argument("values", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size_v), dtype)),
@@ -102,7 +109,9 @@ def _tile_arguments(spec: AttentionSpec) -> tuple[Argument, ...]:
 def _gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
+    scale_pages: tuple[PageMemory, PageMemory] | None,
     tokens: int,
+    dtype: np.dtype[Any],
     counts: Mapping[str, Number],
     arrays: Mapping[str, Any],
 ) -> None:
@@ -134,19 +143,23 @@ def _gather(
             thread = lanes.thread_index()
             bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
             lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
+            row_scales = scales_of(arrays, scale_pages)[1] if scale_pages else (None, None)
             operands = [
                 KVOperand(
                     codec,
                     memory.pages(arrays[name]),
                     jnp.float32(1.0),
                     _places(spec, codec.dtype, arrays[dense], tokens, prompt, position, num_tokens),
+                    scales,
                 )
-                for codec, memory, name, dense in zip(codecs_of(spec), pages, PAGES, ("keys", "values"), strict=True)
+                for codec, memory, name, dense, scales in zip(
+                    codecs_of(spec), pages, PAGES, ("keys", "values"), row_scales, strict=True
+                )
             ]
             # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
             first = None, field("first_seen") - position
             token = lax.rem(position, size)
-            decode_tokens(operands, entry, token, num_valid, first, spec, tokens, dense_dtype(spec))
+            decode_tokens(operands, entry, token, num_valid, first, spec, tokens, dtype)
 
 
 def _places(
@@ -209,18 +222,18 @@ def segments(
 def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     """The prompt kernel.
 
-    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (where the cache is
-    quantized), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query, at least
+    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (where the dtype takes
+    these), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query, at least
     `ROWS`; `prompts_at_once` are those of a lot.
     """
-    spec, dtype = kind.spec, dense_dtype(kind.spec)
+    spec, dtype = kind.spec, dense_dtype(kind.spec, kind.query.dtype)
     with tracing_for(target):
         config = choose(spec, 1, 1, kind.num_heads, 0, 1)
-    is_quantized = spec.dtype.is_quantized
+    takes_scale = spec.dtype.takes_scale
     problem = Problem(0, kind.window, kind.logits_soft_cap)
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
-        k_scale, v_scale = (arrays[name] if is_quantized else None for name in SCALES)
+        k_scale, v_scale = (arrays[name] if takes_scale else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
         memory = CallerMemory(
             num_heads=kind.num_heads,
@@ -258,8 +271,8 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         Argument("prompts", _NUMBERS),
         Argument("header", _NUMBERS),
         kind.query.argument("query", lambda rows: rows),
-        *_tile_arguments(spec),
-        *(scale_argument(*each) for each in zip(SCALES, kind.scale_sizes, strict=True) if is_quantized),
+        *_tile_arguments(spec, dtype),
+        *(scale_argument(*each) for each in zip(SCALES, kind.scale_sizes, strict=True) if takes_scale),
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
         *(Argument(name, array) for name, array in results.items()),
     )
