@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels import compat, tiles
+from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.codecs import Codec, codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -396,7 +396,7 @@ def _load_token_scales(
     of_token, of_head = (compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
     columns = of_token * region.token_stride + of_head * region.head_stride + start
     alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
-    return compat.load_words(pages.ref, number, columns, alignment, layout)
+    return warpgroups.load_words(pages.ref, number, columns, alignment, layout)
 
 
 def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:

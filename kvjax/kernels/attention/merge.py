@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink

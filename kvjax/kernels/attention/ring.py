@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS

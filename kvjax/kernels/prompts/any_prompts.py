@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat, tiles
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
 from kvjax.kernels.memory import (

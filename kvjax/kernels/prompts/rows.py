@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.prompts.memory import Memory
 from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
@@ -63,8 +63,8 @@ class Rows:
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
-        compat.store_numbers(self.scratch.claimed, *claimed)
-        compat.barrier()
+        warpgroups.store_numbers(self.scratch.claimed, *claimed)
+        warpgroups.barrier()
         span = self.item.span
         for ahead in range(self.config.stages):
 
@@ -131,8 +131,8 @@ class Rows:
         stop = jnp.minimum(item.base + ROWS, item.q_end) - base
         out_ref, lse_ref, first = memory.out(item.segment, item.head)
         stored = first + base, start, stop
-        compat.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
-        compat.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
+        warpgroups.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
+        warpgroups.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
@@ -160,14 +160,14 @@ class Rows:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        compat.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
-        compat.barrier()
+        warpgroups.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
+        warpgroups.barrier()
         claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
         found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
-        compat.barrier()
-        compat.store_numbers(self.scratch.claimed, *found)
-        compat.barrier()
+        warpgroups.barrier()
+        warpgroups.store_numbers(self.scratch.claimed, *found)
+        warpgroups.barrier()
 
     def _claimed(self) -> Claimed:
         return Claimed(*(self.scratch.claimed[i] for i in range(len(Claimed._fields))))
@@ -220,7 +220,7 @@ class Rows:
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
-        logits = compat.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
+        logits = warpgroups.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
         if self.problem.logits_soft_cap is not None:
             logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
             factor = jnp.float32(1.0)
@@ -250,7 +250,7 @@ class Rows:
             def wait() -> None:
                 self._wait(key_ready, tile + 1)
 
-        acc = compat.product(operand, values.at[slot], multiplying_values, acc)
+        acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total
 
     def _masked(self, logits: jax.Array, tile: Any) -> jax.Array:
