@@ -156,7 +156,7 @@ class Piece:
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
     def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Any = None) -> None:
-        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
+        """Stores what was decoded, and zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
         token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
         token = token * self.token_step + self.first_token
         is_valid = token < num_valid

@@ -73,7 +73,7 @@ PART_TOKENS = 512
 idle where there are few sequences."""
 
 BATCHES = tuple(MERGES)
-"""Numbers of sequences from which on calls are launched in another way."""
+"""Batch sizes at which the launch configuration changes."""
 
 
 class BatchSizes(NamedTuple):

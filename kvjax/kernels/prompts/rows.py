@@ -1,4 +1,18 @@
-"""The body of the prompt kernel: a warpgroup attends with the rows of an item."""
+"""The body of the prompt kernel: a warpgroup attends with the rows of an item.
+
+The two warpgroups take turns through one barrier, `turn`. Each phase of it has one arrival of either: one has issued
+a product of query and keys (QK), and the other has finished its softmax and next multiplies weights and values (PV).
+Tile after tile, with `|` for the end of a phase:
+
+```
+first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
+second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
+```
+
+Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
+values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
+the first warpgroup has begun with the next one.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +41,17 @@ class Scratch(NamedTuple):
       keys: a ring of tiles.
       values: likewise.
       claimed: int32, the fields of `Claimed`.
-      key_ready: barriers, one for each tile of the ring.
-      value_ready: likewise.
-      turn: a barrier of the warpgroups.
+      keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
+      values_full: likewise.
+      turn: a barrier of the warpgroups; see above.
     """
 
     query: Any
     keys: Any
     values: Any
     claimed: Any
-    key_ready: Any
-    value_ready: Any
+    keys_full: Any
+    values_full: Any
     turn: Any
 
 
@@ -90,7 +104,7 @@ class Rows:
         largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
-        self._wait(scratch.key_ready, span.start)
+        self._wait(scratch.keys_full, span.start)
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
@@ -181,10 +195,10 @@ class Rows:
         self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
     def _copy_keys(self, tile: Any) -> None:
-        self._copy(tile, False, self.scratch.keys, self.scratch.key_ready)
+        self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
 
     def _copy_values(self, tile: Any) -> None:
-        self._copy(tile, True, self.scratch.values, self.scratch.value_ready)
+        self._copy(tile, True, self.scratch.values, self.scratch.values_full)
 
     def _copy(self, tile: Any, values: bool, buffer: Any, ready: Any) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
@@ -210,7 +224,7 @@ class Rows:
 
     def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Any, state: Any) -> Any:
         """One tile of keys and values; `factor` is that of the logits."""
-        _, keys, values, _, key_ready, value_ready, turn = self.scratch
+        _, keys, values, _, keys_full, values_full, turn = self.scratch
         acc, largest, total = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
@@ -236,19 +250,19 @@ class Rows:
         total += jnp.sum(weights, axis=1)
         acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
         plgpu.barrier_arrive(turn)
-        self._wait(value_ready, tile)
+        self._wait(values_full, tile)
         plgpu.barrier_wait(turn)
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
             def copy() -> None:
-                # Late, so that the block that is done first takes it, but before its first tile is copied.
+                # Claim late, so that the first idle block gets it, but before its first tile is copied.
                 pl.when(tile == span.stop - config.stages - 1)(self._claim)
-                self._copy_keys(tile + config.stages)
+                self._copy_keys(tile + config.stages)  # past the item's last tile: of the next item
 
             @pl.when(tile + 1 < span.stop)
             def wait() -> None:
-                self._wait(key_ready, tile + 1)
+                self._wait(keys_full, tile + 1)
 
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total
