@@ -7,8 +7,8 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 from kvjax.block_pool import BlockPool as BlockPool
 from kvjax.block_pool import PagedSequence as PagedSequence
 from kvjax.cache import KVCache as KVCache
-from kvjax.cache import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
-from kvjax.cache import nvfp4_split_views as nvfp4_split_views
+from kvjax.cache_views import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
+from kvjax.cache_views import nvfp4_split_views as nvfp4_split_views
 from kvjax.calibration import CalibrationMethod as CalibrationMethod
 from kvjax.calibration import calibrate as calibrate
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES

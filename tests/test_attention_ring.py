@@ -14,7 +14,7 @@ from support.interpret_mode import interpret_mode
 from support.stage_plans import kinds, page_bytes, plan_of
 
 from kvjax import KVCacheDType
-from kvjax.kernels.attention.ring import Digit, Ring
+from kvjax.kernels.attention.ring import PartlyStaticInt, Ring
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.spec import AttentionSpec
@@ -26,7 +26,7 @@ def registers(values: Any) -> jax.Array:
     return jnp.asarray(np.broadcast_to(values, THREADS), jnp.int32)
 
 
-def split_as_integers(digit: Digit, divisor: int) -> tuple[Digit, Digit]:
+def split_as_integers(digit: PartlyStaticInt, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
     """The quotient and the remainder, after they have been held to those of integers and to their own bounds."""
     parts = digit.split(divisor)
     for part, expected in zip(parts, np.divmod(np.asarray(digit.value), divisor), strict=True):
@@ -41,14 +41,14 @@ def split_as_integers(digit: Digit, divisor: int) -> tuple[Digit, Digit]:
 def test_a_digit_divides_like_an_integer(bound):
     with interpret_mode():
         for known, divisor in itertools.product([0, 4, 8, 128, 135, 1024, 1152], [1, 3, 4, 8, 24, 128, 256, 1000]):
-            split_as_integers(Digit(registers(np.arange(THREADS) % bound), bound, known), divisor)
+            split_as_integers(PartlyStaticInt(registers(np.arange(THREADS) % bound), bound, known), divisor)
 
 
 def test_what_is_known_stays_known():
     """So that most addresses are constants: of 128 threads that copy 8 pieces of a row, 16 tokens of 4 heads."""
     with interpret_mode():
         for first in range(0, 1024, THREADS):
-            rest, piece = split_as_integers(Digit(registers(np.arange(THREADS)), THREADS, first), 8)
+            rest, piece = split_as_integers(PartlyStaticInt(registers(np.arange(THREADS)), THREADS, first), 8)
             rest, token = split_as_integers(rest, 16)
             tile, head = split_as_integers(rest, 4)
             assert (piece.known, piece.bound, token.known, token.bound) == (0, 8, 0, 16)
@@ -57,7 +57,11 @@ def test_what_is_known_stays_known():
 
 def test_digits_add_and_multiply_like_integers():
     thread = np.arange(THREADS)
-    some = [Digit(registers(thread % 8), 8, 5), Digit(registers(thread // 8), 16, 0), Digit(registers(0), 1, 7)]
+    some = [
+        PartlyStaticInt(registers(thread % 8), 8, 5),
+        PartlyStaticInt(registers(thread // 8), 16, 0),
+        PartlyStaticInt(registers(0), 1, 7),
+    ]
     for x, y, factor in itertools.product(some, some, [0, 1, 12]):
         for got, expected in [(x.plus(y), x.value + y.value), (x.times(factor), x.value * factor)]:
             np.testing.assert_array_equal(got.value, expected)

@@ -18,7 +18,7 @@ from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix
 from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, quant
-from kvjax.kernels import arithmetic
+from kvjax.kernels import arithmetic, e2m1, nvfp4
 
 
 @pytest.mark.parametrize("source", INPUT_DTYPES)
@@ -27,11 +27,11 @@ def test_pairs_of_e2m1_codes(source):
     x = jnp.asarray(x, jnp.float32)
     codes = quant.e2m1_codes(x)
     with interpret_mode():
-        pairs = arithmetic.e2m1_pairs(x, x[::-1], jnp.ones_like(x))
+        pairs = e2m1.encode_pairs(x, x[::-1], jnp.ones_like(x))
     assert_same_bytes(np.asarray(pairs), np.asarray(codes | codes[::-1] << 4))
 
 
-KERNELS = {KVCacheDType.NVFP4: arithmetic.encode_nvfp4, KVCacheDType.NVFP4_4OVER6: arithmetic.encode_nvfp4_4over6}
+KERNELS = {KVCacheDType.NVFP4: nvfp4.encode_nvfp4, KVCacheDType.NVFP4_4OVER6: nvfp4.encode_nvfp4_4over6}
 
 
 @matrix({"dtype": KERNELS, "source": INPUT_DTYPES, "scale": SCALES})
@@ -57,7 +57,7 @@ def blocks_in_ptx(x: np.ndarray, scale: float, code: str) -> tuple[np.ndarray, n
 
 def unusual_blocks(x: np.ndarray, scale: float) -> np.ndarray:
     """Which blocks compare the sums as they are defined."""
-    code = arithmetic._ptx_of_block(x.dtype)
+    code = nvfp4.ptx_of_block(x.dtype)
     assert code.count("DEFINED:") == 1
     scales = "DEFINED: mov.b32 codes0, 0; mov.b32 codes1, 0; mov.b32 scales, 255; bra END;"
     return blocks_in_ptx(x, scale, code.replace("DEFINED:", scales))[1] == 255
@@ -76,7 +76,7 @@ def test_four_over_six_in_ptx(source, scale):
         ]
         x = np.concatenate([part.astype(np.float32) for part in parts]).astype(dtype)
     data, block_scales = reference.encode_nvfp4_4over6(x, scale)
-    got = blocks_in_ptx(x, scale, arithmetic._ptx_of_block(x.dtype))
+    got = blocks_in_ptx(x, scale, nvfp4.ptx_of_block(x.dtype))
     assert_same_bytes(got[0], data)
     assert_same_bytes(got[1], block_scales[:, 0])
     assert 0.01 < unusual_blocks(x, scale).mean() < 0.5 or not 2**-40 < scale < 2**40
@@ -87,7 +87,7 @@ def test_four_over_six_seldom_compares_the_defined_sums(source):
     x = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32).astype(INPUT_DTYPES[source])
     assert unusual_blocks(x, 0.037).mean() < 0.001
     six, four = (reference.encode_nvfp4(x, 0.037, largest)[1] for largest in (6, 4))
-    stored = blocks_in_ptx(x, 0.037, arithmetic._ptx_of_block(x.dtype))[1]
+    stored = blocks_in_ptx(x, 0.037, nvfp4.ptx_of_block(x.dtype))[1]
     assert 0.3 < (stored == four[:, 0])[(six != four)[:, 0]].mean() < 0.7
 
 
@@ -109,7 +109,7 @@ def test_unusual_blocks_compare_the_defined_sums(source):
 @pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
 def test_four_over_six_in_ptx_ends_for_any_scale(scale):
     with np.errstate(invalid="ignore", divide="ignore"):
-        blocks_in_ptx(np.ones((1, 16), np.float16), scale, arithmetic._ptx_of_block(np.dtype(np.float16)))
+        blocks_in_ptx(np.ones((1, 16), np.float16), scale, nvfp4.ptx_of_block(np.dtype(np.float16)))
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])

@@ -21,8 +21,9 @@ from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
 
 from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
-from kvjax.kernels import attention, placement
-from kvjax.kernels.attention import choose, lanes, rows_per_pass, schedule, scratch, why_not
+from kvjax.kernels import lanes, placement
+from kvjax.kernels.attention import arrays, choice, schedule
+from kvjax.kernels.attention.choice import choose, rows_per_pass, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import MergeConfig, Problem
 from kvjax.kernels.attention.ring import Ring
@@ -77,10 +78,10 @@ def test_interpreted_a_mean_that_float32_holds_does_not_overflow(dtype, monkeypa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("merge", [*attention.MERGES.values(), MergeConfig(1, 1, 4)], ids=str)
+@pytest.mark.parametrize("merge", [*choice.MERGES.values(), MergeConfig(1, 1, 4)], ids=str)
 def test_interpreted_parts_are_merged_in_every_way(merge, monkeypatch):
     """Rows of 48 elements take one thread block, or with one element a thread two."""
-    monkeypatch.setattr(attention, "_merge", lambda _: merge._replace(warps=min(merge.warps, WARPS)))
+    monkeypatch.setattr(choice, "_merge", lambda _: merge._replace(warps=min(merge.warps, WARPS)))
     monkeypatch.setattr(schedule, "MIN_STAGES", 1)
     problem = suite.build(Case("float16", lengths=(40, 0), head_size=16, head_size_v=48, num_kv_heads=4, group=2))
     suite.assert_right(problem, *problem.run(attend))
@@ -105,8 +106,8 @@ def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
 )
 def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
     """Of parts of two stages and of more, several to a sequence."""
-    monkeypatch.setattr(attention, "MAX_TILES", 2)
-    monkeypatch.setattr(attention, "PART_TOKENS", 64)
+    monkeypatch.setattr(choice, "MAX_TILES", 2)
+    monkeypatch.setattr(choice, "PART_TOKENS", 64)
     monkeypatch.setattr(schedule, "MAX_PARTS", 3)
     run = functools.partial(attend, batch_invariant=True)
     problem = suite.build(case)
@@ -320,7 +321,7 @@ def test_the_largest_window_is_none():
 
 
 def test_a_dtype_that_it_does_not_decode_is_the_reason(monkeypatch):
-    monkeypatch.setattr(attention, "DTYPES", frozenset())
+    monkeypatch.setattr(choice, "DTYPES", frozenset())
     assert why_not(simple_spec(KVCacheDType.NVFP4)) == "it reads no cache of dtype 'nvfp4'"
 
 
@@ -385,7 +386,7 @@ def test_rows_that_fill_the_shared_memory_of_a_smaller_gpu_have_a_reason_and_xla
     reason = "64 rows of head_size=512 and head_size_v=512 fill the 98 KiB of shared memory"
     assert why_not(spec) is None
     assert reason in why_not(spec, None, SM_120)
-    assert reason in why_not(spec, attention.BatchSizes(4, 1, 1, 4), SM_120)
+    assert reason in why_not(spec, choice.BatchSizes(4, 1, 1, 4), SM_120)
     monkeypatch.setattr(placement, "_target", lambda: SM_120)
     traced = jax.jit(functools.partial(paged_attention, implementation=implementation)).trace(*shapes(spec))
     if implementation is None:
@@ -407,7 +408,7 @@ def test_a_call_that_is_not_traced_is_launched_for_its_device_too(monkeypatch):
         raise ZeroDivisionError(target)
 
     monkeypatch.setattr(placement, "target_of", lambda array: SM_120)
-    monkeypatch.setattr(attention, "choose", choose)
+    monkeypatch.setattr(arrays, "choose", choose)
     query, cache, table, lens = suite.build(Case("fp8_e4m3", lengths=(20,))).args
     with interpret_mode(), pytest.raises(ZeroDivisionError) as chosen:
         paged_attention(query, cache, table, lens, implementation="mosaic")
@@ -461,8 +462,8 @@ def test_small_stages_are_prefetched_several_at_a_time():
     spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=16)
     problem = problem_of(spec, max_blocks=8)
     config = choose(problem, Target())
-    ring = config.slots * attention._stage_plan(problem, 1, config.groups * config.tiles).stage_bytes
-    assert (config.slots - 2) * ring // config.slots >= attention.AHEAD_BYTES
+    ring = config.slots * choice.stage_plan(problem, 1, config.groups * config.tiles).stage_bytes
+    assert (config.slots - 2) * ring // config.slots >= choice.AHEAD_BYTES
 
 
 SM_120 = Target(188, (12, 0), 99 * 1024)
@@ -579,7 +580,7 @@ def shapes(spec: AttentionSpec) -> tuple[Any, ...]:
 def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
     """Programs that are alike share what was traced; not where they are for other GPUs."""
     seen = []
-    monkeypatch.setattr(attention, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
+    monkeypatch.setattr(arrays, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
     args = shapes(simple_spec(KVCacheDType.FP8_E5M2, num_kv_heads=3, head_size=16))
     for multiprocessors in (132, 148, 132):
         monkeypatch.setattr(placement, "_target", functools.partial(Target, multiprocessors))

@@ -22,7 +22,7 @@ from kvjax import (
     kernels,
     reshape_and_cache_flash_diffkv,
 )
-from kvjax.kernels import compat
+from kvjax.kernels import ptx
 from kvjax.kernels.registers import THREADS
 
 pytestmark = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
@@ -195,7 +195,7 @@ def test_a_thread_that_holds_whole_blocks_compares_sums_of_integers(target, inpu
 
 
 def ieee_reciprocal(x):
-    return elementwise(functools.partial(compat.ptx, "rcp.rn.f32 $0, $1;", jnp.reciprocal), x)
+    return elementwise(functools.partial(ptx.elementwise, "rcp.rn.f32 $0, $1;", jnp.reciprocal), x)
 
 
 STEPS = r"MUFU\.RCP (R\d+), (R\d+) .*FFMA (R\d+), \2, \1, -1 .*FADD\.FTZ (R\d+), -\3, .*FFMA R\d+, \1, \4, \1 "

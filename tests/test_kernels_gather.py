@@ -21,7 +21,7 @@ from support.helpers import (
 from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, gather_kv, quant
-from kvjax.cache import flat_pages
+from kvjax.cache_views import flat_pages
 from kvjax.kernels import decoding
 from kvjax.kernels.gather import GatherConfig, gather
 from kvjax.kernels.registers import THREADS, lane_layout

@@ -15,7 +15,8 @@ from support.any_count import gather_kernel, write_kernel
 from support.helpers import assert_same_bytes, kv_tokens, matrix, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCache, KVCacheDType, UnsupportedError, gather_kv, paged_attention, reshape_and_cache_flash
-from kvjax.kernels import attention, codecs, placement
+from kvjax.kernels import codecs, placement
+from kvjax.kernels.attention import choice
 from kvjax.kernels.target import Target
 from kvjax.kernels.write import why_no_staging
 from kvjax.ops import select
@@ -175,7 +176,7 @@ def test_a_dtype_without_kernels_is_served_by_xla(monkeypatch):
     for operation in operations.values():
         assert "mosaic_gpu" in lower(operation, ("cuda",), poisoned(spec, 4))
     monkeypatch.setattr(codecs, "DTYPES", codecs.DTYPES - {KVCacheDType.FP8_E5M2})
-    monkeypatch.setattr(attention, "DTYPES", attention.DTYPES - {KVCacheDType.FP8_E5M2})
+    monkeypatch.setattr(choice, "DTYPES", choice.DTYPES - {KVCacheDType.FP8_E5M2})
     jax.clear_caches()  # of what was lowered above
     for operation in operations.values():
         with pytest.raises(UnsupportedError, match="fp8_e5m2"):

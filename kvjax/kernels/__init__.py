@@ -1,12 +1,12 @@
-"""Pallas Mosaic GPU kernels, for sm_90 and later; each is held to its XLA form byte for byte.
+"""Pallas Mosaic GPU kernels, for sm_90 and later; tests compare each with XLA byte for byte.
 
 The names exported here are for launchers that pass addresses instead of JAX arrays.
 """
 
-from kvjax.kernels.attention import BATCHES as ATTENTION_BATCHES
-from kvjax.kernels.attention import passes as attention_passes
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
+from kvjax.kernels.attention.choice import BATCHES as ATTENTION_BATCHES
+from kvjax.kernels.attention.choice import passes as attention_passes
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import UnsupportedError
-from kvjax.kernels import arithmetic, compat, decoding
+from kvjax.kernels import arithmetic, compat, decoding, nvfp4
 from kvjax.kernels.memory import Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.kernels.target import Target
@@ -214,9 +214,9 @@ CODECS: dict[KVCacheDType, Codec] = {
         # Not measured but for fp8.
         *(RowCodec(dtype, 2048) for dtype in (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)),
         # 2,048 where the elements of a token are a power of two, and more for head sizes such as 96.
-        BlockCodec(KVCacheDType.NVFP4, 3072, arithmetic.encode_nvfp4, decoding.decode_nvfp4),
+        BlockCodec(KVCacheDType.NVFP4, 3072, nvfp4.encode_nvfp4, decoding.decode_nvfp4),
         # Two candidates for each block scale share more between tokens.
-        BlockCodec(KVCacheDType.NVFP4_4OVER6, 4096, arithmetic.encode_nvfp4_4over6, decoding.decode_nvfp4),
+        BlockCodec(KVCacheDType.NVFP4_4OVER6, 4096, nvfp4.encode_nvfp4_4over6, decoding.decode_nvfp4),
     )
 }
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels import compat, tiles
+from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.codecs import Codec, codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -156,7 +156,7 @@ class Piece:
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
     def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Any = None) -> None:
-        """Stores what was decoded, but zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
+        """Stores what was decoded, and zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
         token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
         token = token * self.token_step + self.first_token
         is_valid = token < num_valid
@@ -396,7 +396,7 @@ def _load_token_scales(
     of_token, of_head = (compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
     columns = of_token * region.token_stride + of_head * region.head_stride + start
     alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
-    return compat.load_words(pages.ref, number, columns, alignment, layout)
+    return warpgroups.load_words(pages.ref, number, columns, alignment, layout)
 
 
 def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -186,7 +186,7 @@ class AnyCount:
         num_packed = len(self.args) - len(self.arguments)
 
         def body(*refs: Any) -> None:
-            numbers = [number for ref in refs[:num_packed] for number in compat.two_numbers(ref)]
+            numbers = [number for ref in refs[:num_packed] for number in warpgroups.two_numbers(ref)]
             self._run(numbers[: len(self.counts)], refs[num_packed:])
 
         return self._call(self.kernel(body), arrays)

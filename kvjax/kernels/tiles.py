@@ -24,8 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from kvjax.kernels import compat
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import compat, lanes, ptx
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 GROUP = 8
@@ -138,8 +137,8 @@ class Places:
 
         def run(_: Any, ref: Any, values: Any, row: Any, *registers: Any) -> None:
             i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-            row = compat._scalar(row.registers.item())
-            strides = [compat._scalar(x.registers.item()) for x in registers]
+            row = ptx.scalar(row.registers.item())
+            strides = [ptx.scalar(x.registers.item()) for x in registers]
             base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
             origin = [arith.index_cast(i32, x) for x in next(iter(values.layout.thread_idxs(values.shape)))]
             element_strides = values.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(values.shape)))

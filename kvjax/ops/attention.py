@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, flat_pages, local_view
+from kvjax.cache import KVCache, local_view
+from kvjax.cache_views import flat_pages
 from kvjax.kernels import attention as kernel
 from kvjax.kernels.target import Target
 from kvjax.ops import select

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from kvjax.cache import SCALES, KVCache, local_view, split_region
+from kvjax.cache import SCALES, KVCache, local_view
+from kvjax.cache_views import split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
 from kvjax.ops import select

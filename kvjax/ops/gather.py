@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of
+from kvjax.cache import KVCache, local_view
+from kvjax.cache_views import as_one_layer, flat_pages, pages_of
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
 from kvjax.kernels.codecs import why_not_pages

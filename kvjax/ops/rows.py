@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from kvjax import quant
-from kvjax.cache import KVCache, flat_pages, split_region, with_flat_pages
+from kvjax.cache import KVCache
+from kvjax.cache_views import flat_pages, split_region, with_flat_pages
 from kvjax.dtypes import KVCacheDType
 from kvjax.layouts import CacheLayout
 from kvjax.pages import PageRegion, swizzled_position

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax.cache import KVCache, as_one_layer, flat_pages, local_view, pages_of, with_array
+from kvjax.cache import KVCache, local_view
+from kvjax.cache_views import as_one_layer, flat_pages, pages_of, with_array
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.kernels.codecs import why_not_pages

@@ -23,6 +23,7 @@ LAYERS = (
     "resolve",
     "quant",
     "cache",
+    "cache_views",
     "kernels",
     "binaries",
     "ops",

@@ -11,15 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.attention import (
-    choose,
-    decode_kernel,
-    merge_kernel,
-    restricting,
-    run_decode,
-    run_merge,
-    workspace,
-)
+from kvjax.kernels.attention.choice import choose, restricting
+from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
 from kvjax.kernels.memory import (
     ANY_LENGTH,

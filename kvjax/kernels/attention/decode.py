@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import operand_of
 from kvjax.kernels.attention.ring import Ring
-from kvjax.kernels.attention.schedule import Sequences
+from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
@@ -94,7 +94,7 @@ class Decode:
             begins, ends = skipped == 0, skipped + num_stages == count
             last_block = lax.div(share.end - left + count - 1, share.size)
             state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
-            self.segments.finish(sequence, state, begins & ends, block * 2 + jnp.where(begins, 1, 0))
+            self.segments.finish(sequence, state, begins & ends, part_of_block(block, begins))
 
             @pl.when(begins)
             def _() -> None:

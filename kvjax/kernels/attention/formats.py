@@ -42,7 +42,7 @@ from jax import lax
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 
 NVFP4_FACTOR = 2.0**14
 """Factor of decoded NVFP4 elements."""

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.attention import formats, lanes
+from kvjax.kernels import lanes
+from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.formats import KEY_TERMS
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.stages import StagePlan

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
-from kvjax.kernels.attention.schedule import Sequences
+from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
@@ -92,7 +92,7 @@ class Merge:
             start = sequence * self.sequences.max_parts(least)
             return lax.div(count + (part - 1), part), lambda number: number + start
         first, last = self.refs.spans[2 * sequence], self.refs.spans[2 * sequence + 1]
-        return last - first + 1, lambda number: 2 * (first + number) + jnp.where(number == 0, 1, 0)
+        return last - first + 1, lambda number: part_of_block(first + number, number == 0)
 
     @property
     def elements_per_thread(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import COLUMNS, Refs
 from kvjax.kernels.attention.softmax import LOG2_E

@@ -1,6 +1,6 @@
 """The copy pipeline: a ring buffer of stages in shared memory that all warps of a block fill and read.
 
-Each slot has two barriers: one completes when the copies of a stage have arrived, the other when all warps have
+Each slot has two barriers: `full` completes when the copies of a stage have arrived, `empty` when all warps have
 released the stage. Warps may thus be several stages apart.
 """
 
@@ -15,14 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS
 
 
-class Digit(NamedTuple):
-    """An int32 that is partly known when the kernel is traced: `varying + known`, with `0 <= varying < bound`."""
+class PartlyStaticInt(NamedTuple):
+    """An int32 that is partly known when the kernel is traced: `varying + known`, with `0 <= varying < bound`.
+
+    Divisions by known numbers then cost instructions only where both parts decide the result. With 4 warps, piece
+    `warp + 8` of pieces of which a tile has 4 is `PartlyStaticInt(warp, 4, 8)`; split by 4 it is tile 2, known, and
+    piece `warp` of that tile. Split by 6 both parts matter, and the sum is divided when the kernel runs.
+    """
 
     varying: jax.Array
     bound: int
@@ -33,35 +38,35 @@ class Digit(NamedTuple):
         """The number."""
         return self.varying + self.known
 
-    def times(self, factor: int) -> Digit:
+    def times(self, factor: int) -> PartlyStaticInt:
         """The product with a number."""
-        return Digit(self.varying * factor, (self.bound - 1) * factor + 1, self.known * factor)
+        return PartlyStaticInt(self.varying * factor, (self.bound - 1) * factor + 1, self.known * factor)
 
-    def plus(self, other: Digit) -> Digit:
+    def plus(self, other: PartlyStaticInt) -> PartlyStaticInt:
         """The sum."""
-        return Digit(self.varying + other.varying, self.bound + other.bound - 1, self.known + other.known)
+        return PartlyStaticInt(self.varying + other.varying, self.bound + other.bound - 1, self.known + other.known)
 
-    def split(self, divisor: int) -> tuple[Digit, Digit]:
+    def split(self, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
         """The quotient and the remainder by a divisor."""
         varying, bound, known = self
         if divisor % bound == 0 and known % bound == 0:  # then the sum of the remainders stays below the divisor
-            return Digit(varying * 0, 1, known // divisor), Digit(varying, bound, known % divisor)
+            return PartlyStaticInt(varying * 0, 1, known // divisor), PartlyStaticInt(varying, bound, known % divisor)
         if known % divisor:
             varying, bound, known = varying + known, bound + known, 0
-        quotient = Digit(divided(varying, divisor), -(-bound // divisor), known // divisor)
-        return quotient, Digit(remainder(varying, divisor), min(bound, divisor), 0)
+        quotient = PartlyStaticInt(divided(varying, divisor), -(-bound // divisor), known // divisor)
+        return quotient, PartlyStaticInt(remainder(varying, divisor), min(bound, divisor), 0)
 
 
-def _chosen(index: Digit, values: Sequence[int]) -> Digit:
+def _chosen(index: PartlyStaticInt, values: Sequence[int]) -> PartlyStaticInt:
     """Element `index` of a list."""
     value = index.varying * 0
     if all(x == values[0] for x in values):
-        return Digit(value, 1, values[0])
+        return PartlyStaticInt(value, 1, values[0])
     if index.bound == 1:
-        return Digit(value, 1, values[index.known])
+        return PartlyStaticInt(value, 1, values[index.known])
     for i, x in enumerate(values):
         value = jnp.where(index.value == i, x, value)
-    return Digit(value, max(values) + 1, 0)
+    return PartlyStaticInt(value, max(values) + 1, 0)
 
 
 class Copy(NamedTuple):
@@ -80,10 +85,10 @@ class Copy(NamedTuple):
       page_stride: bytes between pages.
     """
 
-    tile: Digit
-    to: Digit
-    source: Digit
-    token: Digit | None
+    tile: PartlyStaticInt
+    to: PartlyStaticInt
+    source: PartlyStaticInt
+    token: PartlyStaticInt | None
     token_stride: Any
     size: Any
     is_one: jax.Array | None
@@ -95,8 +100,8 @@ class Copy(NamedTuple):
 class Tokens(NamedTuple):
     """Tokens of a stage that are in one block: a tile, or one token per thread."""
 
-    tile: Digit
-    token: Digit | None
+    tile: PartlyStaticInt
+    token: PartlyStaticInt | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Ring:
       warps: warps of the block.
       slots: stages of the ring; with one, copies do not overlap with reads.
       buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
-      barriers: shared memory, `int32 [4 * slots]`: a barrier per slot for arrivals, then one per slot for readers.
+      barriers: shared memory, `int32 [4 * slots]`: of each slot the barrier `full`, then of each slot `empty`.
       pages: references to the pages of keys and of values, and of the scales of both where these are arrays of their
         own, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.
@@ -142,6 +147,14 @@ class Ring:
         """Tokens of a stage."""
         return TILE * self.plan.tiles
 
+    def full(self, slot: Any) -> Any:
+        """The index of the barrier that completes when a slot's copies have arrived."""
+        return slot
+
+    def empty(self, slot: Any) -> Any:
+        """The index of the barrier that completes when all warps have released a slot."""
+        return self.slots + slot
+
     def begin(self) -> None:
         """Initializes the barriers; all threads of the block call it once."""
         _ = self.copies  # traced once, here, and used within loops
@@ -162,10 +175,10 @@ class Ring:
             chunks = [chunk for chunk in plan.chunks if chunk.array == array]
             count = plan.tiles * len(chunks)
             for first in range(0, count, self.warps):
-                tile, number = Digit(warp, self.warps, first).split(len(chunks))
+                tile, number = PartlyStaticInt(warp, self.warps, first).split(len(chunks))
                 source, to, size, token, head, _ = (_chosen(number, values) for values in zip(*chunks, strict=True))
                 is_one = None if first + self.warps <= count else warp + first < count
-                source = Digit(source.value + self.first_head * head.value, 0, 0)
+                source = PartlyStaticInt(source.value + self.first_head * head.value, 0, 0)
                 to = tile.times(rows.tile_stride).plus(to)
                 copies.append(
                     Copy(tile, to, source, None, token.value, size.value, is_one, len(tokens), array, rows.page_stride)
@@ -183,7 +196,7 @@ class Ring:
             pieces = rows.page.row_bytes // rows.unit
             count = plan.tiles * TILE * plan.heads * pieces
             for first in range(0, count, threads):
-                rest, piece = Digit(self.thread, threads, first).split(pieces)
+                rest, piece = PartlyStaticInt(self.thread, threads, first).split(pieces)
                 if rows.by_token:
                     rest, head = rest.split(plan.heads)
                     tile, token = rest.split(TILE)
@@ -198,8 +211,12 @@ class Ring:
                     looked_up.append(Tokens(tile, None if plan.has_whole_tiles else token))
                 unit = piece.times(rows.unit)
                 to = tile.times(rows.tile_stride).plus(head.times(rows.head_stride)).plus(unit)
-                to = to.plus(token.times(rows.pitch)).plus(Digit(self.thread * 0, 1, rows.start))
-                source = head.times(rows.page.head_stride).plus(unit).plus(Digit(self.thread * 0, 1, rows.page.base))
+                to = to.plus(token.times(rows.pitch)).plus(PartlyStaticInt(self.thread * 0, 1, rows.start))
+                source = (
+                    head.times(rows.page.head_stride)
+                    .plus(unit)
+                    .plus(PartlyStaticInt(self.thread * 0, 1, rows.page.base))
+                )
                 source = source._replace(varying=source.varying + self.first_head * rows.page.head_stride)
                 if plan.has_whole_tiles:
                     source = source.plus(token.times(rows.page.token_stride))
@@ -254,7 +271,7 @@ class Ring:
         `parity` is that of the number of times the slot has been filled before.
         """
         plan = self.plan
-        lanes.wait_for_barrier(self.barriers, self.slots + slot, 1 - parity)
+        lanes.wait_for_barrier(self.barriers, self.empty(slot), 1 - parity)
         base, copies = slot * plan.stage_bytes, []
         for copy in self.copies[0]:
             block = blocks[copy.block]
@@ -271,19 +288,19 @@ class Ring:
                 )
             )  # fmt: skip
         if plan.chunks:
-            lanes.copy_bulk(self.buffer, self.pages, self.barriers, slot, copies)
+            lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies)
         else:
             for each in copies:
                 lanes.copy_async(self.buffer, self.pages, each)
-            lanes.arrive_with_copies(self.barriers, slot, asynchronous=plan.copies_asynchronously)
+            lanes.arrive_with_copies(self.barriers, self.full(slot), asynchronous=plan.copies_asynchronously)
 
     def wait(self, slot: Any, parity: Any) -> None:
         """Waits until the stage in a slot has arrived; `parity` is as in `fill`."""
-        lanes.wait_for_barrier(self.barriers, slot, parity)
+        lanes.wait_for_barrier(self.barriers, self.full(slot), parity)
 
     def release(self, slot: Any) -> None:
         """Releases the stage in a slot for this warp."""
-        lanes.arrive_as_warp(self.barriers, self.slots + slot)
+        lanes.arrive_as_warp(self.barriers, self.empty(slot))
 
     def next(self, slot: jax.Array, parity: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The slot after a slot, and its parity."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.registers import LANES
 
 MIN_STAGES = 2
@@ -39,6 +39,16 @@ class Share(NamedTuple):
     num_stages: jax.Array
     end: jax.Array
     size: jax.Array
+
+
+def part_of_block(block: Any, begins: Any) -> Any:
+    """The index in the workspace of a thread block's partial result, where a call has no parts of a fixed size.
+
+    A block leaves at most two, because its share is consecutive stages: part `2 * block` of its first sequence, if that
+    began in an earlier block, and part `2 * block + 1` of its last one, if that `begins` here and goes on in a later
+    block. It attends to all sequences between these alone, and stores their results.
+    """
+    return block * 2 + jnp.where(begins, 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)

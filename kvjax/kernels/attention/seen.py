@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import COLUMNS, Problem
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StagePlan

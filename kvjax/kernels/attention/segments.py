@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.softmax import State, normalized, sink
 from kvjax.kernels.attention.values import ValueRows

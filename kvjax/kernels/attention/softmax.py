@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import Problem, Refs
 
 LOG2_E = math.log2(math.e)
@@ -38,8 +38,16 @@ LOWEST = -1e30
 class State(NamedTuple):
     """A warp's softmax and output, of the rows `2c` and `2c + 1` of each tile of query rows.
 
-    `largest` and `total` have two registers a tile; `output` has four for each product of 16 dims, as `lanes.mma` has
-    them, tile after tile. Weights are relative to `largest`, which is `margin` above the largest logit.
+    Registers of a thread in column `c` of its warp, for the query rows `8 * tile + 2 * c + r` with `r` 0 or 1, and of
+    each product of 16 dims the two that `ValueRows.dim` numbers `h`, 0 or 1:
+
+    ```
+    largest[2 * tile + r]                                  of the row, equal in all threads of a column
+    total[2 * tile + r]                                    of this thread's tokens; `Segments.finish` adds the others
+    output[4 * (tile * products + product) + 2 * h + r]    of the row and the dim `ValueRows.dim(product, h)`
+    ```
+
+    Weights are relative to `largest`, which is `margin` above the largest logit.
     """
 
     largest: list[jax.Array]

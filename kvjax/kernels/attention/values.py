@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.attention import formats, lanes
+from kvjax.kernels import lanes
+from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.stages import SharedRows, StagePlan
 from kvjax.kernels.attention.warp import Warp

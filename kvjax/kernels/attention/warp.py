@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import lanes
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.attention.stages import SharedRows, StagePlan

@@ -4,11 +4,11 @@ Two warpgroups take 64 query rows of a head each and take turns, so that one com
 multiplies, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Where a KV head has an even number of query
 heads, the two take neighbouring heads of the same rows; otherwise the same head of neighbouring rows. The turns also
 order reads of shared memory and the copies that replace what was read: the second warpgroup issues these. (A third
-warpgroup for copies would leave each thread 168 registers, for ptxas ignores `setmaxnreg` here.)
+warpgroup for copies would leave each thread 168 registers, because ptxas ignores `setmaxnreg` here.)
 
 Each multiprocessor gets one thread block, which takes one item after another: rows of heads, the longest work of a
 prompt first. Before it is done with an item it claims the next one from a queue that all blocks
-share. The ring of tiles goes on from item to item: while a block multiplies the last tiles of an item, it copies the
+share. The ring of tiles is not drained between items: while a block multiplies the last tiles of an item, it copies the
 first ones of the next, and it loads the next query rows while it stores results.
 
 Rows of a sequence are consecutive rows of the query. Results are stored in place, in rows of the same index; the rows

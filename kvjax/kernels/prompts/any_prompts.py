@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat, tiles
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
 from kvjax.kernels.memory import (
@@ -255,7 +254,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         )
         segments = jnp.int32(counts["segments"]) if kind.is_divided else 1
         shared = Scratch(*scratch)
-        tiles.begin((shared.key_ready, shared.value_ready), lax.axis_index("warpgroup"))
+        tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
         run(problem, dataclasses.replace(config, segments=segments), memory, shared)
 
     def kernel(body: Callable[..., None], **_: Any) -> Callable[..., Any]:

@@ -1,4 +1,18 @@
-"""The body of the prompt kernel: a warpgroup attends with the rows of an item."""
+"""The body of the prompt kernel: a warpgroup attends with the rows of an item.
+
+The two warpgroups take turns through one barrier, `turn`. Each phase of it has one arrival of either: one has issued
+a product of query and keys (QK), and the other has finished its softmax and next multiplies weights and values (PV).
+Tile after tile, with `|` for the end of a phase:
+
+```
+first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
+second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
+```
+
+Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
+values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
+the first warpgroup has begun with the next one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.prompts.memory import Memory
 from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
@@ -27,17 +41,17 @@ class Scratch(NamedTuple):
       keys: a ring of tiles.
       values: likewise.
       claimed: int32, the fields of `Claimed`.
-      key_ready: barriers, one for each tile of the ring.
-      value_ready: likewise.
-      turn: a barrier of the warpgroups.
+      keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
+      values_full: likewise.
+      turn: a barrier of the warpgroups; see above.
     """
 
     query: Any
     keys: Any
     values: Any
     claimed: Any
-    key_ready: Any
-    value_ready: Any
+    keys_full: Any
+    values_full: Any
     turn: Any
 
 
@@ -63,8 +77,8 @@ class Rows:
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
-        compat.store_numbers(self.scratch.claimed, *claimed)
-        compat.barrier()
+        warpgroups.store_numbers(self.scratch.claimed, *claimed)
+        warpgroups.barrier()
         span = self.item.span
         for ahead in range(self.config.stages):
 
@@ -90,7 +104,7 @@ class Rows:
         largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
-        self._wait(scratch.key_ready, span.start)
+        self._wait(scratch.keys_full, span.start)
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
@@ -131,8 +145,8 @@ class Rows:
         stop = jnp.minimum(item.base + ROWS, item.q_end) - base
         out_ref, lse_ref, first = memory.out(item.segment, item.head)
         stored = first + base, start, stop
-        compat.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
-        compat.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
+        warpgroups.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
+        warpgroups.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
@@ -160,14 +174,14 @@ class Rows:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        compat.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
-        compat.barrier()
+        warpgroups.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
+        warpgroups.barrier()
         claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
         found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
-        compat.barrier()
-        compat.store_numbers(self.scratch.claimed, *found)
-        compat.barrier()
+        warpgroups.barrier()
+        warpgroups.store_numbers(self.scratch.claimed, *found)
+        warpgroups.barrier()
 
     def _claimed(self) -> Claimed:
         return Claimed(*(self.scratch.claimed[i] for i in range(len(Claimed._fields))))
@@ -181,10 +195,10 @@ class Rows:
         self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
     def _copy_keys(self, tile: Any) -> None:
-        self._copy(tile, False, self.scratch.keys, self.scratch.key_ready)
+        self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
 
     def _copy_values(self, tile: Any) -> None:
-        self._copy(tile, True, self.scratch.values, self.scratch.value_ready)
+        self._copy(tile, True, self.scratch.values, self.scratch.values_full)
 
     def _copy(self, tile: Any, values: bool, buffer: Any, ready: Any) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
@@ -210,7 +224,7 @@ class Rows:
 
     def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Any, state: Any) -> Any:
         """One tile of keys and values; `factor` is that of the logits."""
-        _, keys, values, _, key_ready, value_ready, turn = self.scratch
+        _, keys, values, _, keys_full, values_full, turn = self.scratch
         acc, largest, total = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
@@ -220,7 +234,7 @@ class Rows:
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
-        logits = compat.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
+        logits = warpgroups.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
         if self.problem.logits_soft_cap is not None:
             logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
             factor = jnp.float32(1.0)
@@ -236,21 +250,21 @@ class Rows:
         total += jnp.sum(weights, axis=1)
         acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
         plgpu.barrier_arrive(turn)
-        self._wait(value_ready, tile)
+        self._wait(values_full, tile)
         plgpu.barrier_wait(turn)
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
             def copy() -> None:
-                # Late, so that the block that is done first takes it, but before its first tile is copied.
+                # Claim late, so that the first idle block gets it, but before its first tile is copied.
                 pl.when(tile == span.stop - config.stages - 1)(self._claim)
-                self._copy_keys(tile + config.stages)
+                self._copy_keys(tile + config.stages)  # past the item's last tile: of the next item
 
             @pl.when(tile + 1 < span.stop)
             def wait() -> None:
-                self._wait(key_ready, tile + 1)
+                self._wait(keys_full, tile + 1)
 
-        acc = compat.product(operand, values.at[slot], multiplying_values, acc)
+        acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total
 
     def _masked(self, logits: jax.Array, tile: Any) -> jax.Array:

@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import compat, lanes
 from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.prompts.memory import FIELDS
 from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units

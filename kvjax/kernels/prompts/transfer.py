@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels import compat
-from kvjax.kernels.attention import lanes
+from kvjax.kernels import compat, lanes
 from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.registers import THREADS
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.codecs import LoadedRows
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.write.plan import WriteConfig
@@ -104,7 +104,7 @@ def branch(
     def named(name: str, run: Callable[[], None]) -> Callable[[], None]:
         def run_to_end() -> None:
             run()
-            compat.prevent_tail_merging(name)
+            warpgroups.prevent_tail_merging(name)
 
         return run_to_end
 
@@ -115,7 +115,7 @@ def _write_token(program: Program, operands: Sequence[KVOperand], rotation: Rota
     """Writes one token through registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     # The compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
-    compat.barrier()
+    warpgroups.barrier()
     # The addresses of scales may be in another line of constant memory, for which the loads of rows need not wait.
     encoders = _row_encoders(program, operands, copies)
     _store_rows(program, operands, positions, copies, encoders, loaded)
@@ -125,7 +125,7 @@ def _write_tokens(program: Program, operands: Sequence[KVOperand], rotation: Rot
     """Writes several tokens through registers; scales are loaded before the barrier, which takes fewer registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     encoders = _row_encoders(program, operands, copies)
-    compat.barrier()  # as in `_write_token`
+    warpgroups.barrier()  # as in `_write_token`
     _store_rows(program, operands, positions, copies, encoders, loaded)
 
 
@@ -181,7 +181,7 @@ def _store_rows(
     """Encodes the rows of each token, and stores those of tokens that are written."""
     repeated = program.slots.repeated(program.first, program.tokens)
     encoded = [[encode(row) for encode, row in zip(encoders, rows, strict=True)] for rows in loaded]
-    skipped = 0 if repeated is None else compat.any_thread(repeated, program.tokens)
+    skipped = 0 if repeated is None else warpgroups.any_thread(repeated, program.tokens)
     for i, (position, rows) in enumerate(zip(positions, encoded, strict=True)):
 
         @pl.when(position.written & ((skipped >> i) & 1 == 0))
@@ -203,7 +203,7 @@ def _rotated(program: Program, operands: Sequence[KVOperand], rotation: Rotation
             rotation.rotate_queries(tokens, first, program.first_owned)
     if not program.writes_keys:
         return list(operands)
-    compat.barrier()
+    warpgroups.barrier()
     keys, *values = operands
     return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), *values]
 
@@ -235,7 +235,7 @@ def _write_token_staged(program: Program, operands: Sequence[StagedOperand], rot
     if rotation is not None and not program.writes_keys:
         rotation.rotate_token(None, program.spec, program.first, with_query=True)
     if rotation is None:
-        compat.barrier()  # as in `_write_token`
+        warpgroups.barrier()  # as in `_write_token`
         scales = _layer_scales(operands)
     # The search overlaps the loads of the rows.
     repeated = program.slots.repeated(program.first, program.tokens)
@@ -295,8 +295,8 @@ def _store_staged(
         for codes_or_scales, ref in zip(encoded, refs, strict=True):
             compat.store(ref.at[pl.ds(0, tokens)], codes_or_scales)
     if repeated is None:
-        compat.barrier()
-    skipped = None if repeated is None else compat.any_thread(repeated, tokens)
+        warpgroups.barrier()
+    skipped = None if repeated is None else warpgroups.any_thread(repeated, tokens)
     for operand, refs, scatters, positions in staged:
         for scatter, ref, (pages, _), position in zip(scatters, refs, operand.destinations, positions, strict=True):
             scatter.store(ref, pages, position, skipped)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax import quant
-from kvjax.kernels import compat
+from kvjax.kernels import compat, ptx
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 
@@ -118,8 +118,8 @@ class Rotation:
             x, y = (each.astype(jnp.float32) for each in pairs)
         else:
             x, y = _halves(pairs[0], self.dtype)
-        rotated = compat.ptx(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
-        other = compat.ptx(_SUM, quant.rotated_second, x, y, cos, sin)
+        rotated = ptx.elementwise(_DIFFERENCE, quant.rotated_first, x, y, cos, sin)
+        other = ptx.elementwise(_SUM, quant.rotated_second, x, y, cos, sin)
         if self.is_neox:
             store(_narrow(rotated, self.dtype), 0)
             store(_narrow(other, self.dtype), half)
@@ -164,4 +164,4 @@ def _joined(low: jax.Array, high: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
         bits = [lax.bitcast_convert_type(quant.cast(x, dtype), jnp.uint16).astype(jnp.uint32) for x in (low, high)]
         return bits[0] | bits[1] << 16
 
-    return compat.ptx(f"cvt.rn.{kind}.f32 $0, $2, $1;", model, low, high)
+    return ptx.elementwise(f"cvt.rn.{kind}.f32 $0, $2, $1;", model, low, high)

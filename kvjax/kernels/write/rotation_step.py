@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
 from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
@@ -126,7 +126,7 @@ class RotationStep(NamedTuple):
         keys = None if key is None else self.rotation.load(key, token, spec.num_kv_heads)
         queries = self.rotation.load(self.query, token, self.num_heads) if with_query else None
         position = self.positions.table_row(token)
-        compat.barrier()
+        warpgroups.barrier()
         if keys is not None:
             self._rotate_key(keys, 0, position)
             self._copy_between_views(1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.memory import Number
 from kvjax.kernels.registers import THREADS, lane_layout
 from kvjax.spec import AttentionSpec
@@ -63,7 +63,7 @@ class Slots(NamedTuple):
     def repeated(self, first: jax.Array, tokens: int) -> jax.Array | None:
         """A bit mask of up to 32 tokens: those for which this thread sees a later token with the same slot.
 
-        The bits of all threads or-ed together (`compat.any_thread`) cover all later tokens. None if slots are unique.
+        The bits of all threads or-ed together (`warpgroups.any_thread`) cover all later tokens. None for unique slots.
         """
         if self.num_searched is None or (isinstance(self.num_searched, int) and self.num_searched < 2):
             return None
@@ -76,10 +76,10 @@ class Slots(NamedTuple):
         def search(step: Number, mask: jax.Array) -> jax.Array:
             others = [first + 1 + (step * loads + i) * width + lane for i in range(loads)]
             words = [jnp.minimum(other, last) * self.words_per_slot for other in others]
-            slots = [compat.load_each(self.ref, word, layout) for word in words]
+            slots = [warpgroups.load_each(self.ref, word, layout) for word in words]
             are_tokens = [other < count for other in others]
             if self.words_per_slot == 2:
-                highs = [compat.load_each(self.ref, word + 1, layout) for word in words]
+                highs = [warpgroups.load_each(self.ref, word + 1, layout) for word in words]
                 are_tokens = [is_token & (high == 0) for is_token, high in zip(are_tokens, highs, strict=True)]
             for other, slot, is_token in zip(others, slots, are_tokens, strict=True):
                 for i, own_slot in enumerate(own_slots):
@@ -88,7 +88,7 @@ class Slots(NamedTuple):
             return mask
 
         def search_rolled(step: jax.Array, mask: jax.Array) -> jax.Array:
-            compat.disable_unrolling()
+            warpgroups.disable_unrolling()
             return search(step, mask)
 
         empty = compat.layout_cast(jnp.zeros((width,), jnp.int32), layout)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kvjax.kernels import compat
+from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.codecs import Codec
 from kvjax.kernels.memory import Number, Pages, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
@@ -147,7 +147,7 @@ class Scatter:
         chunk = self._chunk_indices()
         token = first + jnp.minimum(lax.div(chunk, jnp.int32(self.chunks_per_token)), self.tokens - 1)
         is_chunk = (chunk < self.tokens * self.chunks_per_token) & (token >= first_owned)
-        read = functools.partial(compat.load_each, slots.ref, layout=self.layout)
+        read = functools.partial(warpgroups.load_each, slots.ref, layout=self.layout)
         return slots.position(read, token, is_chunk, spec)
 
     def store(self, staged: Any, pages: Pages, positions: Position, skipped: jax.Array | None) -> None:
@@ -161,7 +161,7 @@ class Scatter:
         row, column = lax.div(byte, jnp.int32(self.copy.columns)), lax.rem(byte, jnp.int32(self.copy.columns))
         offsets = self.copy.offset(positions.token, row, column)
         size = self.chunk_bytes
-        compat.copy_each(staged, chunk * size, pages.ref, positions.page, offsets, written, size, self.layout)
+        warpgroups.copy_each(staged, chunk * size, pages.ref, positions.page, offsets, written, size, self.layout)
 
     def _chunk_indices(self) -> jax.Array:
         return compat.layout_cast(lax.iota(jnp.int32, self._padded_chunks), self.layout)

@@ -1,0 +1,236 @@
+"""Asynchronous copies from global to shared memory, and the barriers that wait for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from kvjax.kernels import compat, ptx
+from kvjax.kernels.lanes.access import byte_indices, shared_address
+from kvjax.kernels.lanes.words import LAYOUT, splat, to_word
+from kvjax.kernels.registers import LANES, WARPS
+
+
+def _statement(code: str) -> None:
+    def run(_: Any) -> None:
+        ptx.inline(code, [], [], clobber="~{memory}")
+
+    plgpu.inline_mgpu()(run)()
+
+
+def wait_for_block() -> None:
+    """A barrier of all threads of a block; in interpret mode, of a block that is one warpgroup."""
+    if compat.interpreting():
+        plgpu.commit_smem()
+    else:
+        _statement("bar.sync 0;")
+
+
+def wait_before_copies() -> None:
+    """`wait_for_block`, after which bulk copies may overwrite shared memory that threads have accessed.
+
+    Threads and bulk copies access memory through different proxies, which a barrier alone does not order.
+    """
+    if compat.interpreting():
+        plgpu.commit_smem()
+    else:
+        _statement("fence.proxy.async.shared::cta; bar.sync 0;")
+
+
+class Copy(NamedTuple):
+    """A copy from global to shared memory, by each thread or by one thread of each warp.
+
+    Attributes:
+      source: index of the reference to read.
+      to: destination byte in shared memory, without `to_immediate`.
+      to_immediate: constant to add to `to`.
+      row: row in global memory.
+      row_bytes: bytes between rows.
+      offset: byte in the row, without `immediate`.
+      immediate: constant to add to `offset`.
+      size: bytes.
+      condition: whether anything is copied.
+    """
+
+    source: int
+    to: jax.Array
+    to_immediate: int
+    row: jax.Array
+    row_bytes: int
+    offset: jax.Array
+    immediate: int
+    size: int | jax.Array
+    condition: jax.Array
+
+
+def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
+    """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; copies of 1 or 2 bytes are synchronous."""
+    which, to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
+    source = sources[which]
+    if not isinstance(size, int):
+        raise TypeError("threads copy as many bytes each")
+    if compat.interpreting():
+        data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
+        start = row * row_bytes + offset + immediate
+        words = jnp.take(data, byte_indices(start, size), mode="clip")
+        flat = destination[...]
+        index = jnp.where(condition[:, None], byte_indices(to + to_immediate, size), flat.shape[0])
+        destination[...] = flat.at[index].set(words, mode="drop")
+        return
+
+    def run(_: Any, destination: Any, source: Any, to: Any, row: Any, offset: Any, condition: Any) -> None:
+        i64 = ir.IntegerType.get_signless(64)
+        base = llvm.ptrtoint(i64, utils.memref_ptr(source))
+        address = arith.addi(base, arith.muli(arith.extui(i64, to_word(row)), mgpu.c(row_bytes, i64)))
+        address = arith.addi(address, arith.extui(i64, to_word(offset)))
+        to_address = arith.addi(shared_address(destination), to_word(to))
+        target, origin = f"[$0+{to_immediate}]", f"[$1+{immediate}]"
+        if size >= 4:
+            cache = "cg" if size == 16 else "ca"
+            instruction = f"@p cp.async.{cache}.shared.global {target}, {origin}, {size};"
+        else:
+            kind = f"u{8 * size}"
+            instruction = f".reg .b16 x; @p ld.global.{kind} x, {origin}; @p st.shared.{kind} {target}, x;"
+        code = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {instruction} }}"
+        ptx.inline(code, [to_address, address, to_word(condition)], [], clobber="~{memory}")
+
+    types = plgpu.RefType(), plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT, LAYOUT
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
+
+
+def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) -> None:
+    """Initializes barriers in shared memory (int32, two words each), each with its number of arrivals.
+
+    `thread`: each thread's number in the block; all of them call this.
+    """
+    if compat.interpreting():  # one warpgroup and synchronous copies: no barrier is needed
+        return
+
+    def run(_: Any, ref: Any, thread: Any) -> None:
+        address = shared_address(ref)
+        inits = " ".join(f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals))
+        # Copies arrive through another proxy than threads, which requires the fence.
+        fence = "@p fence.mbarrier_init.release.cluster;"
+        code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {inits} {fence} bar.sync 0; }}"
+        ptx.inline(code, [address, to_word(thread)], [], clobber="~{memory}")
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(run)(ref, thread)
+
+
+def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
+    """Runs PTX with the address of barrier `index` as `$0`, and numbers as other operands."""
+
+    def run(_: Any, ref: Any, index: Any, *operands: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        address = arith.addi(shared_address(ref), arith.muli(to_word(index), mgpu.c(8, i32)))
+        ptx.inline(code, [address, *map(to_word, operands)], [], clobber="~{memory}")
+
+    if compat.interpreting():
+        return
+    numbers = [x if jnp.shape(x) else splat(x, jnp.int32) for x in (index, *operands)]
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *((LAYOUT,) * len(numbers))))(run)(ref, *numbers)
+
+
+def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
+    """Waits until a barrier has completed the phase of a parity: 0 for its first; the one before that is complete."""
+    code = (
+        "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+        " @done bra OUT; bra AGAIN; OUT: }"
+    )
+    _with_barrier(ref, index, code, parity)
+
+
+def copy_bulk(
+    destination: Any,
+    sources: Sequence[Any],
+    barriers: Any,
+    index: Any,
+    copies: Sequence[Copy],
+    transforms: tuple[Any, ...] = (),
+) -> None:
+    """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
+
+    All threads of a warp pass the same copies. `transforms` are those of the destination.
+    """
+    if compat.interpreting():
+        for copy in copies:
+            for warp in range(WARPS):
+                _copy_model(destination, sources[copy.source], copy, warp * LANES)
+        return
+
+    def run(_: Any, destination: Any, first: Any, second: Any, barriers: Any, index: Any, *registers: Any) -> None:
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        bases = [llvm.ptrtoint(i64, utils.memref_ptr(source)) for source in (first, second)]
+        shared = shared_address(destination)
+        counter = arith.addi(shared_address(barriers), arith.muli(to_word(index), mgpu.c(8, i32)))
+        operands, code = [counter], []
+        size: Any = mgpu.c(0, i32)
+        sizes = itertools.count(4 * len(copies))
+        for i, copy in enumerate(copies):
+            to, row, offset, condition = map(to_word, registers[4 * i : 4 * i + 4])
+            address = arith.muli(arith.extui(i64, row), mgpu.c(copy.row_bytes, i64))
+            address = arith.addi(bases[copy.source], address)
+            address = arith.addi(address, arith.extui(i64, arith.addi(offset, mgpu.c(copy.immediate, i32))))
+            operands += [arith.addi(shared, arith.addi(to, mgpu.c(copy.to_immediate, i32))), address, condition]
+            length = mgpu.c(copy.size, i32) if isinstance(copy.size, int) else to_word(registers[next(sizes)])
+            operands.append(length)
+            size = arith.addi(size, arith.muli(condition, length))
+            target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
+            code.append(
+                f"setp.ne.and.b32 q, {wanted}, 0, p;"
+                " @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                f" [{target}], [{origin}], {bytes_}, [$0];"
+            )
+        # ptxas knows that `elect` selects one thread. For other predicates it generates a loop over threads.
+        begin = (
+            "{ .reg .pred p, q; .reg .b64 state; elect.sync _|p, 0xffffffff;"
+            " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
+        )
+        ptx.inline(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")
+
+    registers = [splat(index, jnp.int32)]
+    for copy in copies:
+        registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
+    registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
+    types = plgpu.RefType(transforms), *((plgpu.RefType(),) * 3), *((LAYOUT,) * len(registers))
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)
+
+
+def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:
+    row, offset, to, condition = (
+        lax.index_in_dim(x, thread, keepdims=False) for x in (copy.row, copy.offset, copy.to, copy.condition)
+    )
+    data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
+    size = copy.size if isinstance(copy.size, int) else lax.index_in_dim(copy.size, thread, keepdims=False)
+    flat = destination[...]
+    at = jnp.arange(flat.shape[0]) - (to + copy.to_immediate)
+    copied = jnp.take(data, row * copy.row_bytes + offset + copy.immediate + at, mode="clip")
+    destination[...] = jnp.where(condition & (at >= 0) & (at < size), copied, flat)
+
+
+def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
+    """Each thread arrives at a barrier when its copies have completed; it waits for them unless `asynchronous`."""
+    if asynchronous:
+        code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
+    else:
+        code = "cp.async.wait_all; { .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }"
+    _with_barrier(ref, index, code)
+
+
+def arrive_as_warp(ref: Any, index: Any) -> None:
+    """One thread of each warp arrives at a barrier, after all threads of the warp."""
+    code = (
+        "{ .reg .pred p; .reg .u32 lane; .reg .b64 state; bar.warp.sync 0xffffffff;"
+        " mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p mbarrier.arrive.shared::cta.b64 state, [$0]; }"
+    )
+    _with_barrier(ref, index, code)

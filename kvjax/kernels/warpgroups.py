@@ -1,0 +1,337 @@
+"""Operations of a warpgroup that Pallas lacks: barriers, accesses at computed addresses, matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+
+from kvjax.kernels import ptx
+from kvjax.kernels.compat import interpreting, layout_cast
+from kvjax.kernels.registers import lane_layout
+
+
+def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
+    """The lower and the upper half of the address of `ref` as int32.
+
+    This is how a launcher passes numbers to a kernel whose arguments are references to JAX, without a copy to the GPU
+    or a load there.
+    """
+    number = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    def from_address(_: Any, ref: Any) -> Any:
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        halves = address, arith.shrui(address, mgpu.c(32, i64))
+        return tuple(mgpu.FragmentedArray.splat(arith.trunci(i32, half), (), is_signed=True) for half in halves)
+
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(number, number))(from_address)
+    low, high = inlined(ref)
+    return low, high
+
+
+def barrier() -> None:
+    """A barrier of the warpgroup, which makes stores to shared memory visible to all threads.
+
+    Compilers do not move loads across it. `plgpu.commit_smem` would also make the stores visible to asynchronous
+    copies, which takes a fence.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+        return
+
+    def wait(_: Any) -> None:
+        _forbid_moving()
+        utils.warpgroup_barrier()
+        _forbid_moving()
+
+    plgpu.inline_mgpu()(wait)()
+
+
+def disable_unrolling() -> None:
+    """Keeps ptxas from unrolling the loop whose body calls this."""
+    if not interpreting():
+        plgpu.inline_mgpu()(lambda _: _statement('.pragma "nounroll";'))()
+
+
+def prevent_tail_merging(name: str) -> None:
+    """Keeps the compiler from merging the last instructions of a branch with those of branches with other names.
+
+    A program would jump to the merged instructions, and wait for them to be fetched.
+    """
+    if not interpreting():
+        plgpu.inline_mgpu()(lambda _: _statement(f"// {name}"))()
+
+
+def _forbid_moving() -> None:
+    """No instruction, but one that the compiler assumes to read and write memory."""
+    _statement("", "~{memory}")
+
+
+def _statement(code: str, clobbered: str = "") -> None:
+    ptx.inline(code, [], [], clobber=clobbered)
+
+
+def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
+    """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`.
+
+    Elements that a thread holds in one register belong to an aligned word of `ref`, in global memory.
+    """
+    if interpreting():
+        for row in range(value.shape[0]):
+
+            @pl.when((row >= start) & (row < stop))
+            def _(row: int = row) -> None:
+                ref[first + row] = value[row]
+
+        return
+
+    def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
+        first, start, stop = (ptx.scalar(number.registers.item()) for number in numbers)
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        # Of a thread, where its first register belongs, and how much later the others do: `foreach` would compute
+        # an address for each element, from numbers that stay in registers.
+        origin = next(iter(value.layout.thread_idxs(value.shape)))
+        strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
+        later: dict[int, list[Any]] = {}
+        for place in np.ndindex(value.registers.shape):
+            row, *rest = np.unravel_index(np.dot(place, strides[: len(place)]), value.shape)
+            later.setdefault(int(row), []).append((rest, value.registers[place]))
+        for row, registers in later.items():
+            own_row = arith.addi(arith.index_cast(i32, origin[0]), mgpu.c(row, i32))
+            is_stored = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, own_row, start), arith.cmpi(arith.CmpIPredicate.slt, own_row, stop)
+            )
+            with mgpu.when(is_stored):
+                of_row = mgpu.memref_slice(ref, arith.index_cast(index, arith.addi(first, own_row)))
+                for rest, register in registers:
+                    columns = tuple(arith.addi(x, mgpu.c(int(y), index)) for x, y in zip(origin[1:], rest, strict=True))
+                    pointer = utils.memref_ptr(mgpu.memref_slice(of_row, columns) if columns else of_row)
+                    pointer = llvm.addrspacecast(llvm.PointerType.get(ptx.GLOBAL), pointer)
+                    llvm.store(register, pointer, alignment=utils.bitwidth(register.type) // 8)
+
+    number = plgpu.Layout.WG_SPLAT(())
+    types = plgpu.RefType(), layout, number, number, number
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, value, first, start, stop)
+
+
+def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
+    """`ref[indices]` of a one-dimensional reference to int32, one load per element."""
+    if interpreting():
+        return jnp.stack([ref[index] for index in indices])
+
+    def run(_: Any, ref: Any, indices: Any) -> Any:
+        def load_one(index: Any) -> Any:
+            return memref.load(ref, [arith.index_castui(ir.IndexType.get(), index)])
+
+        return indices._pointwise(_per_scalar(load_one), output_is_signed=True)
+
+    types = plgpu.RefType(), layout
+    result = plgpu.ShapeDtypeStruct(indices.shape, np.dtype(np.int32), layout=layout)
+    loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, indices)
+    return loaded
+
+
+def fetch_add(count: Any, before: Any) -> None:
+    """Adds 1 to `count`, in global memory, atomically, and stores what it was to `before`, in shared memory.
+
+    Both are references to an int32. One thread of the warpgroup does so: the others read it after a barrier.
+    """
+    if interpreting():  # programs of a grid run one after another
+        before[...] = count[...]
+        count[...] += 1
+        return
+
+    def run(_: Any, count: Any, before: Any) -> None:
+        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
+            i32 = ir.IntegerType.get_signless(32)
+            code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+            address = llvm.addrspacecast(llvm.PointerType.get(ptx.GLOBAL), utils.memref_ptr(count))
+            [got] = ptx.inline(code, [address], [i32], side_effects=True)
+            memref.store(got, before, [])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
+
+
+def store_numbers(ref: Any, *numbers: jax.Array) -> None:
+    """Stores int32 scalars to an int32 reference to shared memory; every thread stores all, without a barrier."""
+    if interpreting():
+        for i, number in enumerate(numbers):
+            ref[i] = number
+        return
+
+    def run(_: Any, ref: Any, *numbers: Any) -> None:
+        for i, number in enumerate(numbers):
+            memref.store(ptx.scalar(number.registers.item()), ref, [mgpu.c(i, ir.IndexType.get())])
+
+    types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(numbers)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
+
+
+def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
+    """Loads four bytes as int32 from each byte offset in `columns` of a row of a two-dimensional uint8 reference.
+
+    `row` is an int32 scalar; `columns` are int32 in `layout`, multiples of `alignment`.
+    """
+    if interpreting():
+        starts = columns[..., None] + jnp.arange(4)
+        return lax.bitcast_convert_type(ref[row][starts], jnp.int32)
+    row_bytes = ref.shape[1]
+    rows = layout_cast(lax.broadcast(row, columns.shape), layout)
+
+    def run(_: Any, ref: Any, rows: Any, columns: Any) -> Any:
+        i64, i32, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
+        pointer = utils.memref_ptr(ref)
+
+        def load_one(row: Any, column: Any) -> Any:
+            offset = arith.addi(arith.muli(arith.extui(i64, row), mgpu.c(row_bytes, i64)), arith.extui(i64, column))
+            return llvm.load(i32, utils.getelementptr(pointer, [offset], byte), alignment=min(alignment, 4))
+
+        return rows._pointwise(_per_scalar(load_one), columns, output_is_signed=True)
+
+    types = plgpu.RefType(), layout, layout
+    result = plgpu.ShapeDtypeStruct(columns.shape, np.dtype(np.int32), layout=layout)
+    loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, rows, columns)
+    return loaded
+
+
+_ACC = getattr(plgpu, "ACC")  # noqa: B009  # which its stubs lack
+
+
+def product(
+    a: Any, b: Any, meanwhile: Callable[[], None], total: jax.Array | None = None, *, transposed: bool = False
+) -> jax.Array:
+    """The matrix product of `a`, in registers or shared memory, and `b`, in shared memory, on Hopper's tensor cores.
+
+    Args:
+      a: `[64, k]`.
+      b: `[k, n]`, or `[n, k]`.
+      meanwhile: called while the tensor cores multiply.
+      total: float32 `[64, n]`, what the product is added to.
+      transposed: whether `b` is `[n, k]`.
+
+    Returns:
+      float32 `[64, n]`.
+    """
+    if interpreting():  # which has no `run_state`, and multiplies at once
+        left, right = a[...], b[...].T if transposed else b[...]
+        plgpu.commit_smem()  # tensor cores read shared memory as asynchronous copies do, without this fence
+        meanwhile()
+        result: jax.Array = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        return result if total is None else total + result
+    right = b.transpose((1, 0)) if transposed else b
+
+    def multiply(accumulator: Any) -> Any:
+        plgpu.wgmma(accumulator, a, right)
+        meanwhile()
+        return None if total is not None else accumulator[...]
+
+    if total is not None:
+        added: jax.Array = pl.run_state(multiply)(_ACC.init(total))
+        return added
+    shape = a.shape[0], right.shape[1]
+    multiplied: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
+    return multiplied
+
+
+def any_thread(mask: jax.Array, bits: int) -> jax.Array:
+    """The lowest `bits` bits of int32 `mask`, one element per thread, or-ed over all threads; also a `barrier`."""
+    if interpreting():
+        plgpu.commit_smem()
+        return lax.reduce(mask, np.int32(0), lax.bitwise_or, (0,))
+
+    def run(_: Any, mask: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        [mine] = [ptx.scalar(register) for register in mask.registers.flat]
+        result = mgpu.c(0, i32)
+        _forbid_moving()
+        for bit in range(bits):
+            one = arith.andi(arith.shrui(mine, mgpu.c(bit, i32)), mgpu.c(1, i32))
+            [found] = ptx.inline(_ANY_THREAD, [one], [i32], side_effects=True)
+            result = arith.ori(result, arith.shli(found, mgpu.c(bit, i32)))
+        _forbid_moving()
+        return mgpu.FragmentedArray.splat(result, (), is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
+    found: jax.Array = plgpu.inline_mgpu(arg_types=(lane_layout(mask.shape, 1),), return_type=result)(run)(mask)
+    return found
+
+
+# Barrier 1 is that of `barrier`.
+_ANY_THREAD = """{
+  .reg .pred %mine, %any;
+  setp.ne.s32 %mine, $1, 0;
+  barrier.cta.red.or.pred %any, 1, 128, %mine;
+  selp.s32 $0, 1, 0, %any;
+}"""
+
+
+def copy_each(
+    source: Any,
+    starts: jax.Array,
+    destination: Any,
+    rows: jax.Array,
+    columns: jax.Array,
+    condition: jax.Array,
+    size: int,
+    layout: Any,
+) -> None:
+    """Copies `size` bytes (up to 16) for each element whose condition holds; each thread copies for its own elements.
+
+    Copies from byte `starts` of `source`, shared memory of any dtype, to byte `columns` of row `rows` of `destination`,
+    a two-dimensional uint8 reference. `starts` and `columns` are multiples of `size`; indices are int32.
+    """
+    if interpreting():
+        flat = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
+        for i in range(starts.shape[0]):
+
+            @pl.when(condition[i])
+            def _(i: int = i) -> None:
+                destination[rows[i], pl.ds(columns[i], size)] = lax.dynamic_slice(flat, (starts[i],), (size,))
+
+        return
+    row_bytes = destination.shape[1]
+
+    def run(_: Any, source: Any, destination: Any, *arrays: Any) -> None:
+        i64, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 8))
+        word = ir.IntegerType.get_signless(8 * min(size, 4))
+        kind: Any = ir.VectorType.get((size // 4,), word) if size > 4 else word
+        from_pointer = utils.memref_ptr(source)
+        to_pointer = utils.memref_ptr(destination)
+
+        def wide(x: Any) -> Any:
+            return arith.extui(i64, x)
+
+        def copy_one(start: Any, row: Any, column: Any, condition: Any) -> None:
+            with mgpu.when(condition):
+                value = llvm.load(kind, utils.getelementptr(from_pointer, [start], byte), alignment=size)
+                offset = arith.addi(arith.muli(wide(row), mgpu.c(row_bytes, i64)), wide(column))
+                llvm.store(value, utils.getelementptr(to_pointer, [offset], byte), alignment=size)
+
+        for registers in zip(*(array.registers.flat for array in arrays), strict=True):
+            _per_scalar(copy_one)(*registers)
+
+    types = plgpu.RefType(), plgpu.RefType(), layout, layout, layout, layout
+    plgpu.inline_mgpu(arg_types=types)(run)(source, destination, starts, rows, columns, condition)
+
+
+def _per_scalar(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of registers, which may be vectors of one element, from a function of scalars."""
+
+    def of_registers(*registers: Any) -> Any:
+        result = run(*map(ptx.scalar, registers))
+        if result is None or not isinstance(registers[0].type, ir.VectorType):
+            return result
+        return vector.broadcast(ir.VectorType.get((1,), result.type), result)
+
+    return of_registers
