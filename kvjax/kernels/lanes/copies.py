@@ -168,9 +168,10 @@ def copy_bulk(
                 _copy_model(destination, sources[copy.source], copy, warp * LANES)
         return
 
-    def run(_: Any, destination: Any, first: Any, second: Any, barriers: Any, index: Any, *registers: Any) -> None:
+    def run(_: Any, destination: Any, *rest: Any) -> None:
+        pages, (barriers, index, *registers) = rest[: len(sources)], rest[len(sources) :]
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        bases = [llvm.ptrtoint(i64, utils.memref_ptr(source)) for source in (first, second)]
+        bases = [llvm.ptrtoint(i64, utils.memref_ptr(source)) for source in pages]
         shared = shared_address(destination)
         counter = arith.addi(shared_address(barriers), arith.muli(to_word(index), mgpu.c(8, i32)))
         operands, code = [counter], []
@@ -202,7 +203,7 @@ def copy_bulk(
     for copy in copies:
         registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
     registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
-    types = plgpu.RefType(transforms), *((plgpu.RefType(),) * 3), *((LAYOUT,) * len(registers))
+    types = plgpu.RefType(transforms), *((plgpu.RefType(),) * (len(sources) + 1)), *((LAYOUT,) * len(registers))
     plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)
 
 
