@@ -162,6 +162,9 @@ ATTENTION = [
     ("decode", KVCacheDType.BFLOAT16, {"one_memory": True, "layout": "HND"}),
     ("decode", KVCacheDType.FP8_E4M3, {"one_memory": True}),
     ("decode", KVCacheDType.FP8_E4M3, {"one_memory": True, "layout": "HND", "block_size": 64}),
+    ("decode", KVCacheDType.INT8_PER_TOKEN_HEAD, {}),
+    ("decode", KVCacheDType.INT8_PER_TOKEN_HEAD, {"interleaved": True}),
+    ("decode", KVCacheDType.FP8_PER_TOKEN_HEAD, {"q_len": 4, "layout": "HND"}),
 ]
 
 
@@ -170,7 +173,7 @@ ATTENTION = [
 @pytest.mark.parametrize(
     ("operation", "dtype", "options"),
     # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
-    [pytest.param(*each, marks=() if i in (1, 4, 8) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
+    [pytest.param(*each, marks=() if i in (1, 4, 8, 12) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     options = options | ({"target": kernels.Target(188, (12, 0), 99 * 1024)} if target == "rtx6000pro" else {})

@@ -78,13 +78,24 @@ def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
 
 
 def attention_kernels(
-    spec: AttentionSpec, *, group: int = 4, q_len: int = 1, dtype: np.dtype = BFLOAT16, **options: Any
+    spec: AttentionSpec,
+    *,
+    group: int = 4,
+    q_len: int = 1,
+    dtype: np.dtype = BFLOAT16,
+    interleaved: bool = False,
+    **options: Any,
 ) -> kernels.AnyBatch:
     known = {"sm_scale": 0.125, "window": None, "logits_soft_cap": None, "has_sinks": False} | options
     known = {"batch_invariant": False, "target": kernels.Target()} | known
     num_heads = group * spec.num_kv_heads
     memory = beside_memory(spec) if options.get("one_memory") else page_memory(spec)
-    return kernels.attention_kernels(spec, memory, dtype, (1, 1), num_heads=num_heads, q_len=q_len, **known)
+    scales = scale_memory(spec)
+    if interleaved:
+        memory, scales = interleaved_memory(spec)
+    return kernels.attention_kernels(
+        spec, memory, dtype, (1, 1), num_heads=num_heads, q_len=q_len, scale_pages=scales, **known
+    )
 
 
 def rotated_write() -> AnyCount:
