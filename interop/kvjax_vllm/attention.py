@@ -9,15 +9,15 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import kvjax_torch
-from kvjax import UnsupportedError
+from kvjax import FullAttentionSpec, UnsupportedError, parse_kv_cache_dtype
 from kvjax.ops import options
+from kvjax.ops.route import Query, route
+from kvjax_torch.arguments.dtypes import numpy_dtype
+from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, Sequences
-
-OTHER_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Unquantized dtypes of a cache that may not be the model's: prompts are then served in float32."""
 
 VIEWS = "_kvjax_views"
 """Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
@@ -189,11 +189,13 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         longest = config.model_config.max_model_len
         if (window := self._options["sliding_window"]) is not None:
             longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
-        sizes = self.head_size, output.shape[-1]
-        is_exact = self.kv_cache_dtype not in OTHER_DTYPES or OTHER_DTYPES[self.kv_cache_dtype] is query.dtype
-        each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, 2 if is_exact else 4)
+        sizes, dtype = (self.head_size, output.shape[-1]), numpy_dtype(query.dtype)
+        stored = parse_kv_cache_dtype(dtype.name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
+        spec = FullAttentionSpec(16, self.num_kv_heads, *sizes, dtype=stored)  # the same for blocks of any size
+        served = route(spec, Query(dtype, self.scale > 0), choosing.target_of(query.device))
+        each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, served.dense_dtype.itemsize)
         dense = each * options.prompts_at_once(each, config.scheduler_config.max_num_seqs)
-        if is_exact and prompt_kernels.is_for(query.device, sizes):
+        if served.why_no_prompt_kernel is None:
             more = 4 * options.SEGMENT_BYTES + output.nbytes  # joined in float32
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)

@@ -14,7 +14,6 @@ from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
 from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
-from kvjax.kernels.prompts import why_not as why_no_prompts
 from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
 from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
 from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
@@ -61,6 +60,5 @@ __all__ = [
     "prompt_segments",
     "step_schedule_kernel",
     "step_schedule_programs",
-    "why_no_prompts",
     "write_kernel",
 ]

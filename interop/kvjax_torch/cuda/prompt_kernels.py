@@ -25,11 +25,6 @@ _ROW_ALIGNMENT = 4
 """Bytes of a query's elements that a thread loads, and of those of a result that it stores, at once."""
 
 
-def is_for(device: torch.device, head_sizes: tuple[int, int]) -> bool:
-    """Whether the kernels are for a device and for heads of these sizes, of keys and of values."""
-    return kernels.why_no_prompts(head_sizes, choosing.target_of(device)) is None
-
-
 class Lots(NamedTuple):
     """The division of prompts into lots, whose tiles are in memory at the same time.
 
