@@ -81,7 +81,10 @@ OPTIMIZED = {
 """Modules of tests whose programs XLA optimizes in every run: they show that no optimization changes a stored byte."""
 
 
-INTERPRETED = {"test_kernels_any_count", "test_kernels_attention", "test_kernels_prompts", "test_kernels_ragged"}
+INTERPRETED = {
+    *("test_kernels_any_count", "test_kernels_attention", "test_kernels_gather", "test_kernels_interpret"),
+    *("test_kernels_prompts", "test_kernels_ragged"),
+}
 """Modules of tests whose programs XLA never optimizes: on a CPU it compiles only the interpreter of the kernels."""
 
 

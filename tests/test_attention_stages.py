@@ -65,6 +65,7 @@ def assert_each_row_is_brought_once(plan: StagePlan, num_heads: int) -> None:
         and (case["one_memory"] or case["head_size_v"] == 128)
     ),
     pairs=True,
+    whole=True,
 )
 def test_bulk_copies_bring_each_byte_once_to_where_it_is_read(
     dtype, layout, block_size, heads, head_size_v, one_memory, v_scale_layout
@@ -116,6 +117,7 @@ def test_what_follows_in_page_and_tile_is_one_copy(dtype, layout, num_chunks):
         "head_size_v": [128, 64],
     },
     pairs=True,
+    whole=True,
 )
 def test_values_beside_their_keys_are_copied_with_them(dtype, layout, block_size, heads, head_size_v):
     """Of all heads of two tokens together, or of all tokens of a head."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import matrix
+from support.helpers import FEW_DTYPES, matrix
 
 import kvjax
 from kvjax import BlockPool
@@ -78,7 +78,7 @@ def test_blocks_are_interleaved_and_used_again(model, requests):
     assert set(served[1].blocks) & set(served[3].blocks), "the fourth sequence starts when the second ends"
 
 
-@matrix({"dtype": kvjax.STORED_KV_CACHE_DTYPES}, few={"dtype": [kvjax.KVCacheDType.BFLOAT16, kvjax.KVCacheDType.NVFP4]})
+@matrix({"dtype": FEW_DTYPES}, few={"dtype": [kvjax.KVCacheDType.BFLOAT16, kvjax.KVCacheDType.NVFP4]})
 def test_where_blocks_lie_changes_no_bit(model, requests, dtype):
     together, _ = serve_all(model, dtype, requests)
     for request, among_others in zip(requests, together, strict=True):

@@ -97,15 +97,17 @@ def test_interpreted_programs_of_several_tokens_take_keys_or_values(monkeypatch)
         check_write(spec, 35, "mosaic")
 
 
-@pytest.mark.parametrize("is_kernel", [False, pytest.param(True, marks=pytest.mark.full)], ids=["xla", "interpreted"])
+WINDOWED = Case(DTYPE.value, lengths=(40, 0), window=39, sinks=True, cap=5.0, q_len=2, scales="scalar")
+SWIZZLED = Case(DTYPE.value, "float16", "HND", "swizzled", lengths=(37,), block_size=8)
+WIDER_VALUES = Case(DTYPE.value, lengths=(37,), head_size=80, head_size_v=128)
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "is_kernel"),
     [
-        Case(DTYPE.value, lengths=(40, 0), window=39, sinks=True, cap=5.0, q_len=2, scales="scalar"),
-        pytest.param(
-            Case(DTYPE.value, "float16", "HND", "swizzled", lengths=(37,), block_size=8), marks=pytest.mark.full
-        ),
-        pytest.param(Case(DTYPE.value, lengths=(37,), head_size=80, head_size_v=128), marks=pytest.mark.full),
+        (WINDOWED, False),
+        # Formats of keys and of values are those of fp8 and of NVFP4, whose caches are interpreted in more ways.
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((SWIZZLED, True), (WIDER_VALUES, False))),
     ],
     ids=str,
 )

@@ -169,11 +169,20 @@ ATTENTION = [
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("target", ["h100", *(pytest.param(x, marks=pytest.mark.full) for x in ("b200", "rtx6000pro"))])
 @pytest.mark.parametrize(
-    ("operation", "dtype", "options"),
-    # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it.
-    [pytest.param(*each, marks=() if i in (1, 4, 8, 12) else pytest.mark.full) for i, each in enumerate(ATTENTION)],
+    ("operation", "dtype", "options", "target"),
+    # `test_torch_launch.py` lowers NVFP4's decode, `test_kernels_attention.py` compiles it for each target.
+    [
+        *(
+            pytest.param(*each, "h100", marks=() if i in (1, 4, 8, 12) else pytest.mark.full)
+            for i, each in enumerate(ATTENTION)
+        ),
+        *(
+            pytest.param(*ATTENTION[i], target, marks=pytest.mark.full)
+            for i in (0, 1, 11)
+            for target in ("b200", "rtx6000pro")
+        ),
+    ],
 )
 def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, options, target):
     options = options | ({"target": kernels.Target(188, (12, 0), 99 * 1024)} if target == "rtx6000pro" else {})

@@ -49,12 +49,12 @@ from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 pytestmark = pytest.mark.gpu
 
 
-@each_case(covering(SHAPE_AXES | WRITE_AXES), pairs=True)
+@each_case(covering(SHAPE_AXES | WRITE_AXES), pairs=True, whole=True)
 def test_a_write_has_the_bytes_of_xla(case):
     check_write(case)
 
 
-@each_case(covering(SHAPE_AXES | GATHER_AXES), pairs=True)
+@each_case(covering(SHAPE_AXES | GATHER_AXES), pairs=True, whole=True)
 def test_a_gather_has_the_bits_of_xla(case):
     check_gather(case)
 
@@ -66,7 +66,7 @@ def test_a_reciprocal_is_rounded_right_for_every_mantissa(exponent):
     assert_same_bytes(np.asarray(jax.jit(reciprocals)(x)), expected)
 
 
-@matrix({"dtype": KERNEL_DTYPES, "num_tokens": [64, 3000, 20_000]})
+@matrix({"dtype": KERNEL_DTYPES, "num_tokens": [64, 3000, 20_000]}, whole=True)
 def test_of_eight_tokens_for_each_slot_the_last_is_written_whole(dtype, num_tokens):
     spec, num_blocks = simple_spec(dtype, num_kv_heads=4, head_size=128), num_tokens // 64
     key, value = kv_tokens(spec, num_tokens, jnp.bfloat16)
@@ -95,6 +95,7 @@ def numbers_next_to_roundings(dtype: KVCacheDType, source: np.dtype, scale: floa
     {"dtype": KERNEL_DTYPES, "scale": [1.0, 0.0173, 3.7, MIN_SCALE, MAX_SCALE], "dense_dtype": INPUT_DTYPES},
     valid=lambda case: case["dtype"].is_quantized or case["scale"] == 1,
     pairs=True,
+    whole=True,
 )
 def test_every_rounding_is_that_of_xla(dtype, scale, dense_dtype):
     with np.errstate(over="ignore", under="ignore"):

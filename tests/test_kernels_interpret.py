@@ -41,9 +41,16 @@ SMALL_AXES = kernel_cases.FORMAT_AXES | {
     "num_kv_heads": [1, 2, 3, 8],
     "block_size": [1, 8, 16],
 }
-WRITE_CASES = pairwise(SMALL_AXES | kernel_cases.WRITE_AXES | {"num_tokens": [1, 3, 11]}, kernel_cases.is_valid)
-GATHER_CASES = pairwise(SMALL_AXES | kernel_cases.GATHER_AXES, kernel_cases.is_valid)
-# A program is compiled operation by operation: of wide rows that takes seconds.
+
+
+def small(cases: list[kernel_cases.Case]) -> list[kernel_cases.Case]:
+    """A program is compiled operation by operation: of wider tokens it takes ten seconds, and they run on a GPU."""
+    return [case for case in cases if case["num_kv_heads"] * case["head_size"] <= 512]
+
+
+WRITE_AXES = SMALL_AXES | kernel_cases.WRITE_AXES | {"num_tokens": [1, 3, 11]}
+WRITE_CASES = small(pairwise(WRITE_AXES, kernel_cases.is_valid))
+GATHER_CASES = small(pairwise(SMALL_AXES | kernel_cases.GATHER_AXES, kernel_cases.is_valid))
 FEW_ROWS = {"head_size": [64, 80, 112], "num_kv_heads": [1, 2, 3]}
 
 
@@ -91,7 +98,7 @@ def test_the_sweep_for_a_gpu_holds_every_format_with_every_value(axes):
         assert sorted(met) == sorted(possible)
 
 
-@matrix({"check": ["write", "encoding", "gather", "ends"], "byte": [0, 1234, 50_000, -1]})
+@matrix({"check": ["write", "encoding", "gather", "ends"], "byte": [0, 50_000, -1]})
 def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatch):
     """Whether written, read or left alone, a byte of the kernel's result that differs in its last bit is found."""
 

@@ -1,4 +1,4 @@
-"""What every run tries of a matrix: every value of every axis, or every two values of two axes that meet anywhere."""
+"""What is tried of a matrix: in every run each value of each axis, or each two of two axes; in full each two."""
 
 from __future__ import annotations
 
@@ -22,10 +22,30 @@ def taken(mark: pytest.MarkDecorator) -> tuple[list[tuple], int]:
     return [param.values for param in params if not param.marks], len(params)
 
 
+def pairs_of(mark: pytest.MarkDecorator) -> set[tuple]:
+    """Each two values of two axes that a case has, with the axes' numbers."""
+    return {pair for param in mark.args[1] for pair in itertools.combinations(enumerate(param.values), 2)}
+
+
 def test_every_value_is_taken_and_little_else():
     few, total = taken(matrix(AXES, valid=is_valid))
     assert [set(values) for values in zip(*few, strict=True)] == [set(values) for values in AXES.values()]
-    assert (len(few), total) == (3, 3 * 2 * 3 - 2)
+    assert len(few) == 3 < total
+
+
+def test_in_full_every_two_values_that_meet_are_taken_and_few_other_cases():
+    full, whole = matrix(AXES, valid=is_valid), matrix(AXES, valid=is_valid, whole=True)
+    assert pairs_of(full) == pairs_of(whole)
+    assert len(full.args[1]) < len(whole.args[1]) == 3 * 2 * 3 - 2
+
+
+def test_dtypes_but_one_of_each_kind_meet_only_what_the_code_of_each_depends_on():
+    full = matrix({"dtype": STORED_KV_CACHE_DTYPES, "layout": AXES["layout"], "heads": AXES["heads"]})
+    met = pairs_of(full)
+    for dtype in STORED_KV_CACHE_DTYPES:
+        assert {((0, dtype), (1, layout)) for layout in AXES["layout"]} <= met
+        has_all = {((0, dtype), (2, heads)) for heads in AXES["heads"]} <= met
+        assert has_all == (dtype in FEW_DTYPES)
 
 
 def test_every_two_values_that_meet_are_taken():
@@ -33,7 +53,7 @@ def test_every_two_values_that_meet_are_taken():
     for a, b in itertools.combinations(range(3), 2):
         met = {(values[a], values[b]) for values in few}
         assert met == {pair for pair in itertools.product(*[*AXES.values()][a : b + 1 : b - a]) if pair != ("b", 8)}
-    assert len(few) < total
+    assert len(few) == total < 3 * 2 * 3 - 2
 
 
 def test_of_an_axis_there_may_be_few_values():

@@ -72,6 +72,11 @@ def test_a_soft_cap_that_is_not_positive_in_float32_is_refused(cap):
         options.as_soft_cap(cap)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0, 2.0**-126])
+def test_a_soft_cap_that_float32_holds_is_taken(cap):
+    assert options.as_soft_cap(cap) == cap
+
+
 def test_a_window_that_no_sequence_exceeds_is_none():
     assert options.as_window(2**31 - 1) == 2**31 - 1
     assert options.as_window(2**31) is None
@@ -84,15 +89,22 @@ def test_a_window_restricts_tables_that_hold_more_tokens():
     assert options.restricting(None, 64) is None
 
 
-def test_reached_blocks_hold_what_rows_see_at_any_offset():
+def test_reached_blocks_are_those_that_rows_see_at_the_worst_offset():
     size, max_blocks = 4, 6
-    for window, q_len in itertools.product(range(1, 10), range(1, 10)):
-        most = options.num_reached_blocks(window, q_len, max_blocks, size)
-        for end in range(q_len, max_blocks * size + 1):
-            first = max(end - q_len - (window - 1), 0)
-            assert min((end - 1) // size - first // size + 1, max_blocks) <= most
+    for window, q_len in itertools.product(range(1, 20), range(1, 10)):
+        ends = range(q_len + window, q_len + window + size)  # of sequences that are longer than what rows see
+        most = max((end - 1) // size - (end - q_len - (window - 1)) // size + 1 for end in ends)
+        assert options.num_reached_blocks(window, q_len, max_blocks, size) == min(most, max_blocks)
+    assert options.num_reached_blocks(None, 1, max_blocks, size) == max_blocks
 
 
 @pytest.mark.parametrize(("prompt_bytes", "expected"), [(0, 5), (1, 5), (1 << 29, 2), (1 << 30, 1), (1 << 31, 1)])
 def test_prompts_processed_at_once_fit_the_limit(prompt_bytes, expected):
     assert options.prompts_at_once(prompt_bytes, 5) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "num_heads", "row_bytes"), [(1, 1, 256), (2048, 32, 512), (70_000, 64, 512)])
+def test_segments_are_as_many_as_their_results_fit_the_limit(num_rows, num_heads, row_bytes):
+    segments = options.most_segments(num_rows, num_heads, row_bytes)
+    of_one = num_rows * num_heads * (row_bytes + 4)
+    assert segments * of_one <= options.SEGMENT_BYTES < (segments + 1) * of_one

@@ -165,10 +165,9 @@ def test_without_the_prompt_kernel_a_window_gathers_only_its_blocks(attend, monk
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("window", [None, 1024])
-@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("nvfp4", 700)])
 def test_long_chunks(attend, dtype, window):
-    problem = build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
+    problem = build(ragged((1024, 1, 9), (4096, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
     suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
 
 
@@ -233,13 +232,6 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
     problem = build(ragged((*q_lens, 20), (*lengths, 48), **options), seed=seed, garbage=garbage)
     padding = PADDING + 80 - sum(q_lens)
     suite.assert_right(problem, *run(problem, attend, padding), **slack(problem.case, attend))
-
-
-@pytest.mark.full
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(**STEPS)
-def test_any_step(attend, **step):
-    check_step(attend, **step)
 
 
 @pytest.mark.full

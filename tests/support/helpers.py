@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,12 +189,11 @@ def matrix(
     *,
     valid: Callable[[dict[str, Any]], bool] = lambda case: True,
     pairs: bool = False,
+    whole: bool = False,
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with every valid combination of values; but for a few (`_marks`) they are marked `full`."""
+    """Parametrizes a test with valid combinations of values, as `each_case` does with cases."""
     cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    cases = [case for case in cases if valid(case)]
-    marks = _marks(cases, few or {}, 2 if pairs else 1)
-    params = [pytest.param(*case.values(), id=_name(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    params = _params([case for case in cases if valid(case)], few, pairs, whole, lambda case: tuple(case.values()))
     return pytest.mark.parametrize(list(axes), params)
 
 
@@ -203,33 +202,69 @@ def each_case(
     few: Mapping[str, Collection[Any]] | None = None,
     *,
     pairs: bool = False,
+    whole: bool = False,
     argument: str = "case",
     make: Callable[[dict[str, Any]], Any] = lambda case: case,
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test with what is made of each case; but for a few (`_marks`) they are marked `full`."""
-    marks = _marks(cases, few or {}, 2 if pairs else 1)
-    params = [pytest.param(make(case), id=_name(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
-    return pytest.mark.parametrize(argument, params)
+    """Parametrizes a test with what is made of cases: a few in every run, more with `--full`.
 
+    In every run there is each value of each axis, or with `pairs` each two values of two axes. Of an axis that `few`
+    has, values are those there; of dtypes, if not there, those of `FEW_DTYPES`.
 
-def _marks(cases: Sequence[dict[str, Any]], few: Mapping[str, Collection[Any]], size: int) -> list[Any]:
-    """Marks that leave in every run cases that hold each value of each axis, or with `size` 2 each two of two axes.
-
-    Of an axis that `few` has these are its values there; of dtypes, if not there, those of `FEW_DTYPES`. Combinations
-    that no case has do not count.
+    With `--full` there is each two values of two axes, but of other dtypes than those of `FEW_DTYPES` only with the
+    values of `AXES_OF_EACH_DTYPE`; with `whole` there is every case.
     """
-    kinds = [*FEW_DTYPES, *(dtype.value for dtype in FEW_DTYPES)]
-    if "dtype" not in few and any(case.get("dtype") in kinds for case in cases):
-        few = {**few, "dtype": kinds}
-    held = [set(itertools.combinations([(axis, repr(value)) for axis, value in case.items()], size)) for case in cases]
-    candidates = [i for i, case in enumerate(cases) if all(case[axis] in values for axis, values in few.items())]
-    todo = set().union(*(held[i] for i in candidates))
-    taken = set()
+    return pytest.mark.parametrize(argument, _params(cases, few, pairs, whole, lambda case: (make(case),)))
+
+
+AXES_OF_EACH_DTYPE = {"layout", "operation", "input_dtype", "dense_dtype", "output_dtype", "source"}
+"""What the code of each dtype depends on, and not that of each kind alone."""
+
+_KINDS = [*FEW_DTYPES, *(dtype.value for dtype in FEW_DTYPES)]
+
+
+def _is_of_a_kind(combination: Iterable[tuple[str, Any]]) -> bool:
+    """Whether it has no dtype, one of `FEW_DTYPES`, or but for a dtype only values of `AXES_OF_EACH_DTYPE`."""
+    values = dict(combination)
+    return values.pop("dtype", _KINDS[0]) in _KINDS or values.keys() <= AXES_OF_EACH_DTYPE
+
+
+def _params(
+    cases: Sequence[dict[str, Any]],
+    few: Mapping[str, Collection[Any]] | None,
+    pairs: bool,
+    whole: bool,
+    values: Callable[[dict[str, Any]], tuple[Any, ...]],
+) -> list[Any]:
+    few = few or {}
+    has_kinds = any(case.get("dtype") in _KINDS for case in cases)
+    if "dtype" not in few and has_kinds:
+        few = {**few, "dtype": _KINDS}
+    items = [list(case.items()) for case in cases]
+    singles, twos = ([_named(itertools.combinations(each, size)) for each in items] for size in (1, 2))
+    of_kinds = [_named(filter(_is_of_a_kind, itertools.combinations(each, 2))) for each in items] if has_kinds else twos
+    in_few = [i for i, case in enumerate(cases) if all(case[axis] in some for axis, some in few.items())]
+    always = _covering(in_few, twos if pairs else singles)
+    wanted = [one | two for one, two in zip(singles, of_kinds, strict=True)]
+    kept = range(len(cases)) if whole else _covering(range(len(cases)), wanted, always)
+    marks = [() if i in always else pytest.mark.full for i in range(len(cases))]
+    return [pytest.param(*values(cases[i]), id=_name(cases[i]), marks=marks[i]) for i in sorted(kept)]
+
+
+def _named(combinations: Iterable[tuple[tuple[str, Any], ...]]) -> set[Any]:
+    """The same with the names of values, which are equal only where they are the same."""
+    return {tuple((axis, repr(value)) for axis, value in each) for each in combinations}
+
+
+def _covering(candidates: Sequence[int], held: Sequence[set[Any]], taken: Collection[int] = ()) -> set[int]:
+    """Candidates that, with those already taken, hold whatever any candidate holds."""
+    todo = set().union(*(held[i] for i in candidates)).difference(*(held[i] for i in taken))
+    chosen = set(taken)
     while todo:
         best = max(candidates, key=lambda i: len(held[i] & todo))
-        taken.add(best)
+        chosen.add(best)
         todo -= held[best]
-    return [() if i in taken else pytest.mark.full for i in range(len(cases))]
+    return chosen
 
 
 def _name(case: dict[str, Any]) -> str:
