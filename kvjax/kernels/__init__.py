@@ -1,6 +1,13 @@
 """Pallas Mosaic GPU kernels, for sm_90 and later; tests compare each with XLA byte for byte.
 
 The names exported here are for launchers that pass addresses instead of JAX arrays.
+
+- `target`, `placement`: the GPU that a call is lowered for, and what serves it there.
+- `compat`, `ptx`, `warpgroups`, `lanes`: Pallas on each version of jax and interpreted; PTX on arrays; operations of a
+  warpgroup; one register of each thread as an array.
+- `registers`, `tiles`, `memory`: layouts in registers and in shared memory; caller-owned memory.
+- `arithmetic`, `nvfp4`, `e2m1`, `four_over_six`, `decoding`, and `codecs`, which has the two directions of each dtype.
+- `write`, `gather`, `attention`, `prompts`: the kernels.
 """
 
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch

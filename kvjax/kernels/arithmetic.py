@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import DType
 from kvjax.quant import LEAST_TOKEN_SCALE, canonical_nan_bits
 
 
@@ -60,7 +60,7 @@ def times(x: jax.Array, inverse: jax.Array) -> jax.Array:
         return (x.astype(jnp.float64) * inverse).astype(jnp.float32)
 
 
-def cast(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def cast(x: jax.Array, dtype: DType) -> jax.Array:
     """`kvjax.quant.cast`: nearest even, with the canonical NaN."""
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
@@ -81,7 +81,7 @@ def encode_fp8(x: jax.Array, inverse: jax.Array, dtype: KVCacheDType) -> jax.Arr
     return float8_bits(times(x.astype(jnp.float32), inverse), dtype.info.storage_dtype)
 
 
-def float8_bits(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def float8_bits(x: jax.Array, dtype: DType) -> jax.Array:
     """float32 rounded to nearest even, clamped to the largest finite value, NaN kept, as bytes."""
     if compat.interpreting():  # the instruction saturates and has one NaN, XLA's conversion does neither
         largest = float(jnp.finfo(dtype).max)

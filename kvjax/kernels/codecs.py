@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import arithmetic, compat, decoding, nvfp4
+from kvjax.kernels.aliases import DType, DTypeLike, Layout, Ref, Scalar
 from kvjax.kernels.memory import Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.kernels.target import Target
@@ -31,13 +32,13 @@ class LoadedRows(NamedTuple):
     """Rows in registers: one array, or one of the even and one of the odd elements; and the register layout."""
 
     arrays: tuple[jax.Array, ...]
-    layout: Any
+    layout: Layout
 
 
 class Piece(Protocol):
     """Rows of a gather that are decoded together, tokens and heads first."""
 
-    def along(self, axis: int) -> Any:
+    def along(self, axis: int) -> Layout:
         """The layout of an array that has this one axis."""
 
     def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -80,15 +81,15 @@ class Codec:
         """Loads the rows of tokens, to be staged."""
         raise NotImplementedError
 
-    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Encodes loaded rows of elements of `dtype` to what is staged; `scale` is what `load_scale` loaded."""
         raise NotImplementedError
 
-    def load_scale(self, scale: Any) -> jax.Array | None:
+    def load_scale(self, scale: Ref) -> jax.Array | None:
         """The layer's scale; None for rows with scales of their own."""
         return scale[0]
 
-    def row_encoder(self, scale: Any, layout: Any, columns: int) -> Callable[[jax.Array], jax.Array]:
+    def row_encoder(self, scale: Ref, layout: Layout, columns: int) -> Callable[[jax.Array], jax.Array]:
         """A function that encodes the rows of a token where they are; the scale is loaded and inverted here."""
         if self.dtype.info.layer_scale is None:
             return functools.partial(arithmetic.cast, dtype=self.dtype.info.storage_dtype)
@@ -99,11 +100,11 @@ class Codec:
             inverse = arithmetic.reciprocal(scale[0])
         return functools.partial(arithmetic.encode_fp8, inverse=inverse, dtype=self.dtype)
 
-    def dense_type(self, dims: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
+    def dense_type(self, dims: tuple[int, ...], size: int, dtype: DType) -> jax.ShapeDtypeStruct:
         """The gather kernel's result for rows of `size` elements."""
         return jax.ShapeDtypeStruct((*dims, size), dtype)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
         """Decodes what a piece loaded, data and scales, to elements of `dtype`."""
         if self.dtype.info.layer_scale is None:
             return [decoding.cast(stored[0], dtype)]
@@ -129,17 +130,17 @@ class RowCodec(Codec):
         layout = lane_layout(shape, max_vector, whole_rows=True)
         return LoadedRows((compat.load(ref, layout, shape),), layout)
 
-    def load_scale(self, scale: Any) -> jax.Array | None:
+    def load_scale(self, scale: Ref) -> jax.Array | None:
         """None: each token and head has a scale."""
         return None
 
-    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Codes and scales of each token and head."""
         [x] = rows.arrays
         broadcast = functools.partial(compat.broadcast_columns, columns=x.shape[-1], layout=rows.layout)
         return arithmetic.encode_per_token_head(x.astype(jnp.float32), self.dtype, broadcast)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
         """Decodes codes and the scales of each token and head."""
         codes, token_scales = stored
         broadcast = functools.partial(piece.broadcast, axes=(0, 1))
@@ -187,19 +188,19 @@ class BlockCodec(Codec):
         refs = [words.at[:, :, i] for i in range(2)] if is_float32 else [words]
         return LoadedRows(tuple(compat.load(ref, layout, shape) for ref in refs), layout)
 
-    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Codes and block scales."""
         broadcast = functools.partial(compat.broadcast_columns, columns=self.pairs, layout=rows.layout)
         return self.encode_block(rows.arrays, np.dtype(dtype), scale, broadcast)
 
-    def dense_type(self, dims: tuple[int, ...], size: int, dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
+    def dense_type(self, dims: tuple[int, ...], size: int, dtype: DType) -> jax.ShapeDtypeStruct:
         """A word of two elements, or two float32, for each byte of a block."""
         blocks = (*dims, size // (2 * self.pairs), self.pairs)
         if np.dtype(dtype).itemsize == 4:
             return jax.ShapeDtypeStruct((*blocks, 2), dtype)
         return jax.ShapeDtypeStruct(blocks, jnp.uint32)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Any, piece: Piece, dtype: np.dtype[Any]) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
         """Decodes codes and block scales."""
         data, block_scales = stored
         broadcast = functools.partial(piece.broadcast, axes=tuple(range(data.ndim - 1)))

@@ -12,6 +12,8 @@ from jax import lax
 from jax._src import config
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.aliases import Kernel, Layout, Ref
+
 # Lane semantics: kernels choose register layouts themselves. They also have their own barriers wherever a thread reads
 # what another wrote; those that Mosaic would put around each store cost more than the store.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
@@ -28,7 +30,7 @@ def interpreting() -> bool:
 def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
     """`body` with the name that profilers show."""
 
-    def wrapper(*refs: Any) -> None:
+    def wrapper(*refs: Ref) -> None:
         body(*refs)
 
     wrapper.__name__ = name
@@ -37,9 +39,9 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
 def program_kernel(
     name: str, body: Callable[..., None], grid: int, out_type: Any = (), scratch_types: Sequence[Any] = ()
-) -> Callable[..., Any]:
+) -> Kernel:
     """The kernel of `body`, with a grid of programs that are one warpgroup each."""
-    kernel: Callable[..., Any] = plgpu.kernel(
+    kernel: Kernel = plgpu.kernel(
         named(name, body),
         out_type=out_type,
         grid=(grid,),
@@ -50,7 +52,7 @@ def program_kernel(
     return kernel
 
 
-def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Loads a reference, reshaped to `shape`, into registers in `layout`; the loads need not be coalesced."""
     if interpreting():  # which knows no reshaped references, and in jax 0.11.1 no `plgpu.load`
         whole: jax.Array = ref[...]
@@ -61,12 +63,12 @@ def load(ref: Any, layout: Any, shape: tuple[int, ...] | None = None) -> jax.Arr
     return loaded
 
 
-def layout_cast(x: jax.Array, layout: Any) -> jax.Array:
+def layout_cast(x: jax.Array, layout: Layout) -> jax.Array:
     """`x` in registers in `layout`, which interpret mode does not have, nor in jax 0.11.1 the cast."""
     return x if interpreting() else plgpu.layout_cast(x, layout)
 
 
-def broadcast_columns(column: jax.Array, columns: int, layout: Any) -> jax.Array:
+def broadcast_columns(column: jax.Array, columns: int, layout: Layout) -> jax.Array:
     """Broadcasts `[..., rows]` to `[..., rows, columns]` in `layout`."""
     dims = tuple(range(column.ndim))
     return layout_cast(lax.broadcast_in_dim(column, (*column.shape, columns), dims), layout)
@@ -74,16 +76,16 @@ def broadcast_columns(column: jax.Array, columns: int, layout: Any) -> jax.Array
 
 if hasattr(plgpu, "store"):
 
-    def _store(ref: Any, value: jax.Array) -> None:
+    def _store(ref: Ref, value: jax.Array) -> None:
         getattr(plgpu, "store")(ref, value, optimized=False)  # noqa: B009
 
 else:  # before 0.12 there is no other store
 
-    def _store(ref: Any, value: jax.Array) -> None:
+    def _store(ref: Ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def store(ref: Any, value: jax.Array) -> None:
+def store(ref: Ref, value: jax.Array) -> None:
     """Stores registers to a whole reference, reshaped to their shape; the stores need not be coalesced."""
     if interpreting():
         ref[...] = value.reshape(ref.shape)

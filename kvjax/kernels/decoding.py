@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import DType
 from kvjax.kernels.arithmetic import cast as cast
 
 _HALF_FROM_E2M1 = 2.0**14
@@ -25,14 +24,14 @@ def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
     return quant.with_canonical_nan(product) if compat.interpreting() else product
 
 
-def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any]) -> jax.Array:
+def decode_fp8(bits: jax.Array, scale: jax.Array, stored: KVCacheDType, dtype: DType) -> jax.Array:
     """`kvjax.quant.decode_fp8` of bytes, cast to `dtype`; `scale` is a scalar or of the shape of `bits`."""
     values = lax.bitcast_convert_type(bits, stored.info.storage_dtype).astype(jnp.float32)
     return cast(_product(values, scale), dtype)
 
 
 def decode_per_token_head(
-    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: np.dtype[Any], broadcast: Callable[..., jax.Array]
+    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: DType, broadcast: Callable[..., jax.Array]
 ) -> jax.Array:
     """`kvjax.quant.decode_per_token_head`, cast to `dtype`.
 
@@ -55,7 +54,7 @@ def decode_nvfp4(
     data: jax.Array,
     block_scales: jax.Array,
     scale: jax.Array,
-    dtype: np.dtype[Any],
+    dtype: DType,
     broadcast: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
     """`kvjax.quant.decode_nvfp4`, cast to `dtype`.

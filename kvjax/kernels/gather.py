@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, tiles, warpgroups
+from kvjax.kernels.aliases import DType, Layout, Ref, Scalar
 from kvjax.kernels.codecs import Codec, codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -67,7 +68,7 @@ class GatherConfig:
             raise ValueError(f"{self.tokens=} must be positive")
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, dtype: np.dtype[Any]) -> GatherConfig:
+    def choose(cls, spec: AttentionSpec, dtype: DType) -> GatherConfig:
         """As many tokens as `PROGRAM_BYTES` hold, rounded down to a power of two, which threads divide evenly."""
         token_bytes = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * np.dtype(dtype).itemsize
         least = SWIZZLE_TOKENS if spec.is_swizzled else 1
@@ -88,8 +89,8 @@ class KVOperand(NamedTuple):
 
     codec: Codec
     pages: Pages
-    scale: Any
-    dense: Any
+    scale: Scalar
+    dense: Ref
     scale_pages: Pages | None = None
 
 
@@ -99,7 +100,7 @@ class Table(NamedTuple):
     In a cache of several layers, whose pages lie next to each other in a block, `layer` is the layer to read.
     """
 
-    ref: Any
+    ref: Ref
     max_blocks: Number
     stride: Number
     last_block: Number
@@ -131,7 +132,7 @@ class Piece:
 
     stored: Sequence[Any]
     dense: Sequence[Any]
-    layout: Any
+    layout: Layout
     first_token: int = 0
     token_step: int = 1
 
@@ -147,7 +148,7 @@ class Piece:
         load_scales = [x if callable(x) else functools.partial(compat.load, x) for x in scales]
         return [compat.load(data, self.layout), *(load(of_rows) for load in load_scales)]
 
-    def along(self, axis: int) -> Any:
+    def along(self, axis: int) -> Layout:
         """The layout of an array that has this one axis."""
         return self.layout.reduce(tuple(other for other in range(len(self.shape)) if other != axis))
 
@@ -155,7 +156,7 @@ class Piece:
         """`x`, which has these axes, along all of them."""
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
-    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Any = None) -> None:
+    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Scalar = None) -> None:
         """Stores what was decoded, and zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
         token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
         token = token * self.token_step + self.first_token
@@ -171,7 +172,7 @@ class Piece:
         for dense in self.dense:
             self._store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
 
-    def _store(self, dense: Any, rows: jax.Array) -> None:
+    def _store(self, dense: Ref, rows: jax.Array) -> None:
         if isinstance(dense, tiles.Places):
             dense.store(rows, self.layout)
         else:
@@ -185,7 +186,7 @@ def gather(
     k_scale: jax.Array,
     v_scale: jax.Array,
     spec: AttentionSpec,
-    dtype: np.dtype[Any],
+    dtype: DType,
     config: GatherConfig,
     layer: jax.Array | None = None,
     num_layers: int = 1,
@@ -200,7 +201,7 @@ def gather(
     num_entries, last_block = num_seqs * max_blocks, pages.shape[0] // num_layers - 1
     layers, codecs = [] if layer is None else [layer.reshape(1)], codecs_of(spec)
 
-    def body(block_table: Any, seq_lens: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
+    def body(block_table: Any, seq_lens: Ref, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
         dense = others[len(layers) :]
         operands = [
             KVOperand(codec, Pages(pages, regions, spec.page_size_bytes), scale, ref)
@@ -226,7 +227,7 @@ def gather(
 def any_count(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
-    dtype: np.dtype[Any],
+    dtype: DType,
     scale_sizes: tuple[int, int],
     scale_pages: tuple[PageMemory, PageMemory] | None = None,
 ) -> AnyCount:
@@ -244,7 +245,7 @@ def any_count(
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
     dense_names = "key", "value"
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
         scales, of_tokens = scales_of(arrays, scale_pages)
         operands = [
             KVOperand(codec, memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
@@ -278,7 +279,7 @@ def any_count(
 _kernel = functools.partial(compat.program_kernel, "gather_kv")
 
 
-def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: DType) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The kernel's results for keys and for values."""
     dims = num_tokens, spec.num_kv_heads
     return tuple(
@@ -288,11 +289,11 @@ def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: np.dtype[Any]) -> 
 
 def _gather_tokens(
     table: Table,
-    seq_lens: Any,
+    seq_lens: Ref,
     operands: Sequence[KVOperand],
     spec: AttentionSpec,
     config: GatherConfig,
-    dtype: np.dtype[Any],
+    dtype: DType,
 ) -> None:
     """The body of the kernel."""
     chunks_per_block = spec.block_size // config.tokens
@@ -314,7 +315,7 @@ def decode_tokens(
     first_valid: Sequence[Any],
     spec: AttentionSpec,
     num_tokens: int,
-    dtype: np.dtype[Any],
+    dtype: DType,
 ) -> None:
     """Stores a program's tokens.
 
@@ -389,7 +390,7 @@ def _load_token_scales(
     token: jax.Array,
     spec: AttentionSpec,
     num_tokens: int,
-    layout: Any,
+    layout: Layout,
 ) -> jax.Array:
     """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
     shape, start = (num_tokens, spec.num_kv_heads), region.base + token * region.token_stride

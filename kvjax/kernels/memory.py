@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import DType, Ref
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -31,7 +31,7 @@ Number = int | jax.Array
 class Rows(NamedTuple):
     """Rows of tokens: those of token `t` are `ref[t - first]`, aligned to `alignment` bytes."""
 
-    ref: Any
+    ref: Ref
     alignment: int = compat.BASE_ALIGNMENT
     first: Number = 0
 
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 class Pages(NamedTuple):
     """Pages: page `p` is `ref[p]`, aligned to `alignment` bytes. Regions are in bytes."""
 
-    ref: Any
+    ref: Ref
     regions: Sequence[PageRegion]
     alignment: int
 
@@ -54,7 +54,7 @@ class RowMemory:
       alignment: alignment of each token's address in bytes; at least 4 for NVFP4.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     token_stride: int
     alignment: int
 
@@ -64,7 +64,7 @@ class RowMemory:
         return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *rows.shape[1:]), rows.dtype))
 
 
-def page_dtype(spec: AttentionSpec) -> np.dtype[Any]:
+def page_dtype(spec: AttentionSpec) -> DType:
     """The dtype of references to pages: elements, or bytes where pages also hold scales."""
     return spec.array_dtype if spec.stores_scales else spec.storage_dtype
 
@@ -83,11 +83,11 @@ class PageMemory:
     page_stride: int
     alignment: int
 
-    def argument(self, name: str, dtype: np.dtype[Any]) -> Argument:
+    def argument(self, name: str, dtype: DType) -> Argument:
         """The pages as an argument, in elements of `dtype`."""
         return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, self.page_stride // dtype.itemsize), dtype))
 
-    def pages(self, ref: Any) -> Pages:
+    def pages(self, ref: Ref) -> Pages:
         """The pages in a kernel."""
         return Pages(ref, self.regions, self.alignment)
 
@@ -185,7 +185,7 @@ class AnyCount:
         """
         num_packed = len(self.args) - len(self.arguments)
 
-        def body(*refs: Any) -> None:
+        def body(*refs: Ref) -> None:
             numbers = [number for ref in refs[:num_packed] for number in warpgroups.two_numbers(ref)]
             self._run(numbers[: len(self.counts)], refs[num_packed:])
 
@@ -194,7 +194,7 @@ class AnyCount:
     def with_counts(self, counts: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
         """Runs the kernel on JAX arrays, as the tests do in interpret mode; `amount` is that of `num_programs`."""
 
-        def body(*refs: Any) -> None:
+        def body(*refs: Ref) -> None:
             self._run(counts, refs)
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
@@ -205,7 +205,7 @@ class AnyCount:
         kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
         return [jax.freeze(ref) for ref in refs.values()]
 
-    def _run(self, counts: Sequence[Number], refs: Sequence[Any]) -> None:
+    def _run(self, counts: Sequence[Number], refs: Sequence[Ref]) -> None:
         names = [argument.name for argument in self.arguments]
         arrays, scratch = refs[: len(names)], refs[len(names) :]
         self.body(dict(zip(self.counts, counts, strict=True)), dict(zip(names, arrays, strict=True)), scratch)
@@ -236,7 +236,7 @@ def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[
     return [each.argument(name, spec.array_dtype) for name, each in zip(SCALES, memory, strict=True)]
 
 
-def scales_of(arrays: Mapping[str, Any], memory: Sequence[PageMemory] | None) -> tuple[list[Any], list[Pages | None]]:
+def scales_of(arrays: Mapping[str, Ref], memory: Sequence[PageMemory] | None) -> tuple[list[Any], list[Pages | None]]:
     """In a kernel, the scales of keys and of values, and the pages for the scales of each token and head; or None."""
     refs = [arrays[name] for name in SCALES]
     if memory is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,12 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels import arithmetic, compat, e2m1, four_over_six, ptx
+from kvjax.kernels.aliases import DType
 from kvjax.quant import E2M1_MAX, E2M1_SECOND
 
 
 def encode_nvfp4(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: DType, scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of rows of one block each.
 
@@ -35,7 +35,7 @@ def encode_nvfp4(
 
 
 def encode_nvfp4_4over6(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: DType, scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_nvfp4` of `NVFP4_4OVER6`; arguments and results as of `encode_nvfp4`."""
     if len(pairs) == 2:
@@ -50,7 +50,7 @@ def encode_nvfp4_4over6(
 
 
 def _lesser_error(
-    pairs: Sequence[jax.Array], dtype: np.dtype[Any], scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
+    pairs: Sequence[jax.Array], dtype: DType, scale: jax.Array, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`encode_nvfp4_4over6` of blocks that threads may share."""
     amax, magnitudes = _largest_magnitudes(pairs, dtype), _halves(_magnitudes(pairs), dtype)
@@ -70,7 +70,7 @@ def _lesser_error(
     ), bits
 
 
-def ptx_of_block(dtype: np.dtype[Any]) -> str:
+def ptx_of_block(dtype: DType) -> str:
     """PTX of `encode_nvfp4_4over6` for a thread that holds a whole block of 16-bit elements."""
     if dtype == jnp.bfloat16:
         kind, declared = "bf16", ".reg .b32 wide;"
@@ -181,7 +181,7 @@ def _magnitudes(pairs: Sequence[jax.Array]) -> list[jax.Array]:
     return [pairs[0] & jnp.uint32(0x7FFF7FFF)]
 
 
-def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
+def _halves(pairs: Sequence[jax.Array], dtype: DType) -> tuple[jax.Array, jax.Array]:
     """The even and the odd elements of pairs, in float32."""
     if len(pairs) == 2:
         return pairs[0], pairs[1]
@@ -196,7 +196,7 @@ def _halves(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> tuple[jax.Array
     return low, high
 
 
-def _largest_magnitudes(pairs: Sequence[jax.Array], dtype: np.dtype[Any]) -> jax.Array:
+def _largest_magnitudes(pairs: Sequence[jax.Array], dtype: DType) -> jax.Array:
     """The largest magnitude in each row of pairs, NaN ignored, in float32.
 
     The instruction returns the larger magnitude, with a sign that is ignored, and of a NaN and a number the number. A

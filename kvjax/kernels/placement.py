@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import Context
 from kvjax.kernels.target import Target, tracing_for
 
 MIN_COMPUTE_CAPABILITY = 9.0
@@ -196,7 +197,7 @@ def _run_here(*leaves: Any, required: bool, refuses: Any, mosaic: Any, otherwise
     return _For(target, _chosen(required, mosaic, otherwise, reason))(*leaves)
 
 
-def _lower(ctx: Any, *operands: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> Any:
+def _lower(ctx: Context, *operands: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
     reason = _why_not("/".join(platforms), _num_devices(ctx.module_context.axis_context), _visible_gpus())
     if reason is None:

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from kvjax.kernels.aliases import Context, Kernel, Value
 from kvjax.kernels.compat import interpreting
 from kvjax.kernels.registers import lane_layout
 
@@ -27,8 +28,8 @@ _LETTERS = {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f", f"!llvm.p
 
 
 def inline(
-    code: str, operands: Sequence[Any], types: Sequence[Any], *, side_effects: bool = False, clobber: str = ""
-) -> list[Any]:
+    code: str, operands: Sequence[Value], types: Sequence[Value], *, side_effects: bool = False, clobber: str = ""
+) -> list[Value]:
     """Runs PTX in each thread, which writes `$0` and so on, of `types`, and reads the operands after them.
 
     Mosaic GPU has had such a function since jax 0.11.2.
@@ -52,7 +53,7 @@ def inline(
     return [llvm.extractvalue(t, result, [i]) for i, t in enumerate(types)]
 
 
-def scalar(register: Any) -> Any:
+def scalar(register: Value) -> Value:
     """The value of a register, which may be a vector of one element."""
     return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
 
@@ -152,8 +153,8 @@ def _ptx_sum_result(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def _lower_ptx(
-    ctx: Any,
-    *operands: Any,
+    ctx: Context,
+    *operands: Value,
     code: str | Callable[[int], str],
     model: Callable[..., jax.Array],
     since: tuple[int, int],
@@ -168,16 +169,16 @@ def _lower_ptx(
     return first._pointwise(run, *others, output_is_signed=utils.is_signed(result.dtype))
 
 
-def _lower_ptx_reduce(ctx: Any, x: Any, *, code: str) -> Any:
+def _lower_ptx_reduce(ctx: Context, x: Value, *, code: str) -> Value:
     return x.reduce(_per_element(code, x.mlir_dtype), len(ctx.avals_in[0].shape) - 1)
 
 
-def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
+def _lower_ptx_sum(ctx: Context, *operands: Value, code: Callable[[int], str]) -> Value:
     [columns] = operands[0].registers.flat[0].type.shape
     step, f32 = min(columns, 4), ir.F32Type.get()
     add = _per_element("add.rn.f32 $0, $1, $2;", f32)
 
-    def of_a_thread(*registers: Any) -> Any:
+    def of_a_thread(*registers: Value) -> Value:
         sums = []
         for i in range(0, columns, step):
             scalars = [vector.extract(x, [], [j]) for x in registers for j in range(i, i + step)]
@@ -195,11 +196,11 @@ def _lower_ptx_sum(ctx: Any, *operands: Any, code: Callable[[int], str]) -> Any:
     return mgpu.FragmentedArray(_registers=partial, _layout=layout, _is_signed=None).reduce(add, len(shape) - 1)
 
 
-def _ptx_rows_results(x: Any, *_: Any, **__: Any) -> Any:
+def _ptx_rows_results(x: Value, *_: Any, **__: Any) -> Value:
     return [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in (x.shape, x.shape[:-1])]
 
 
-def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[..., Any]) -> Any:
+def _lower_ptx_rows(ctx: Context, x: Value, *scalars: Any, code: str, model: Callable[..., Any]) -> Value:
     [columns] = x.registers.flat[0].type.shape
     if columns != x.shape[-1]:
         return lowering._lower_fun(model)(ctx, x, *scalars)
@@ -219,10 +220,10 @@ def _lower_ptx_rows(ctx: Any, x: Any, *scalars: Any, code: str, model: Callable[
     ]
 
 
-def _per_element(code: str, element: Any) -> Callable[..., Any]:
+def _per_element(code: str, element: Value) -> Kernel:
     """A function from operand registers, or vectors of them, to a result register or vector."""
 
-    def run(*registers: Any) -> Any:
+    def run(*registers: Value) -> Value:
         if not isinstance(registers[0].type, ir.VectorType):
             [result] = inline(code, registers, [element])
             return result
@@ -233,10 +234,10 @@ def _per_element(code: str, element: Any) -> Callable[..., Any]:
     return run
 
 
-def _per_word(code: Callable[[int], str], byte: Any) -> Callable[..., Any]:
+def _per_word(code: Callable[[int], str], byte: Value) -> Kernel:
     """A function from vectors of operand registers to a vector of bytes."""
 
-    def run(*registers: Any) -> Any:
+    def run(*registers: Value) -> Value:
         [columns] = registers[0].type.shape
         step = min(columns, 4)
         results = []

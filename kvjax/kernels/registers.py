@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels.aliases import Layout
 
 LANES = 32
 WARPS = 4
@@ -15,7 +16,7 @@ THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
 
 
-def lane_layout(shape: Sequence[int], max_vector: int, *, whole_rows: bool = False) -> Any:
+def lane_layout(shape: Sequence[int], max_vector: int, *, whole_rows: bool = False) -> Layout:
     """A register layout in which each thread holds vectors of up to `max_vector` elements along the last axis.
 
     Threads are distributed over the last axis first and then over the ones before it, as far as powers of two divide

@@ -25,6 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, lanes, ptx
+from kvjax.kernels.aliases import Context, DType, DTypeLike, Layout, Lowered, Ref, Scalar, Value
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 GROUP = 8
@@ -49,12 +50,12 @@ def transforms_of(columns: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def shared(count: int, rows: int, columns: int, dtype: Any) -> Any:
+def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> Any:
     """Shared memory of `count` tiles."""
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms_of(columns))
 
 
-def offset(row: Any, column: Any, columns: int) -> Any:
+def offset(row: Value, column: Value, columns: int) -> Value:
     """The byte in its group of rows where an element is, given the row in the group; of integers of any kind."""
     swizzle = swizzle_of(columns)
     width = swizzle // ITEMSIZE
@@ -83,9 +84,9 @@ class Places:
       elements: columns of an element: 2 for words.
     """
 
-    ref: Any
+    ref: Ref
     axes: tuple[Axis, ...]
-    row: Any
+    row: Value
     column: int = 0
     elements: int = 1
 
@@ -95,7 +96,7 @@ class Places:
         return tuple(axis.size for axis in self.axes)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The array's dtype."""
         return np.dtype(np.uint32) if self.elements == 2 else np.dtype(self.ref.dtype)
 
@@ -104,7 +105,7 @@ class Places:
         """For slices, as of references."""
         return self
 
-    def __getitem__(self, index: Any) -> Places:
+    def __getitem__(self, index: Scalar) -> Places:
         axes, row, column = [], self.row, self.column
         index = index if isinstance(index, tuple) else (index,)
         for axis, each in zip(self.axes, (*index, *[slice(None)] * (len(self.axes) - len(index))), strict=True):
@@ -128,14 +129,14 @@ class Places:
         divided = Axis(outer, first.rows * inner, first.columns * inner), Axis(inner, first.rows, first.columns)
         return dataclasses.replace(self, axes=(*divided, *others))
 
-    def store(self, values: jax.Array, layout: Any) -> None:
+    def store(self, values: jax.Array, layout: Layout) -> None:
         """Stores an array, in registers in `layout`."""
         if compat.interpreting():
             self._store_interpreted(values)
             return
         columns = self.ref.shape[1]
 
-        def run(_: Any, ref: Any, values: Any, row: Any, *registers: Any) -> None:
+        def run(_: Context, ref: Lowered, values: Lowered, row: Lowered, *registers: Lowered) -> None:
             i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
             row = ptx.scalar(row.registers.item())
             strides = [ptx.scalar(x.registers.item()) for x in registers]
@@ -181,34 +182,34 @@ class Places:
 class _Integer:
     """An int32 register, for `offset`."""
 
-    value: Any
+    value: Value
 
-    def _with(self, operation: Any, other: Any) -> _Integer:
+    def _with(self, operation: Any, other: Scalar) -> _Integer:
         other = other.value if isinstance(other, _Integer) else mgpu.c(other, ir.IntegerType.get_signless(32))
         return _Integer(operation(self.value, other))
 
-    def __add__(self, other: Any) -> _Integer:
+    def __add__(self, other: Scalar) -> _Integer:
         return self._with(arith.addi, other)
 
-    def __mul__(self, other: Any) -> _Integer:
+    def __mul__(self, other: Scalar) -> _Integer:
         return self._with(arith.muli, other)
 
-    def __floordiv__(self, other: Any) -> _Integer:
+    def __floordiv__(self, other: Scalar) -> _Integer:
         return self._with(arith.divui, other)
 
-    def __mod__(self, other: Any) -> _Integer:
+    def __mod__(self, other: Scalar) -> _Integer:
         return self._with(arith.remui, other)
 
-    def __xor__(self, other: Any) -> _Integer:
+    def __xor__(self, other: Scalar) -> _Integer:
         return self._with(arith.xori, other)
 
-    def __and__(self, other: Any) -> _Integer:
+    def __and__(self, other: Scalar) -> _Integer:
         return self._with(arith.andi, other)
 
-    def __lshift__(self, other: Any) -> _Integer:
+    def __lshift__(self, other: Scalar) -> _Integer:
         return self._with(arith.shli, other)
 
-    def __rshift__(self, other: Any) -> _Integer:
+    def __rshift__(self, other: Scalar) -> _Integer:
         return self._with(arith.shrui, other)
 
 
@@ -228,7 +229,7 @@ def begin(each: Any, warpgroup: Any) -> None:
         lanes.initialize_barriers(ref, thread, [WARPS] * (ref.shape[0] // 2))
 
 
-def wait(ref: Any, slot: Any, times: Any) -> None:
+def wait(ref: Ref, slot: Any, times: Any) -> None:
     """Waits for a copy; `times` is how often its barrier has completed before."""
     if compat.interpreting():
         plgpu.barrier_wait(ref.at[slot])
@@ -236,7 +237,7 @@ def wait(ref: Any, slot: Any, times: Any) -> None:
         lanes.wait_for_barrier(ref, slot, times & 1)
 
 
-def copy(source: Any, row: Any, buffer: Any, slot: Any, ready: Any) -> None:
+def copy(source: Ref, row: Value, buffer: Any, slot: Any, ready: Any) -> None:
     """Starts the copy of a tile, from row `row` on, by the warps of a warpgroup; `ready` has its barrier."""
     _, rows, columns = buffer.shape
     if compat.interpreting():

@@ -17,11 +17,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from kvjax.kernels import ptx
+from kvjax.kernels.aliases import Context, Kernel, Layout, Lowered, Ref, Value
 from kvjax.kernels.compat import interpreting, layout_cast
 from kvjax.kernels.registers import lane_layout
 
 
-def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
+def two_numbers(ref: Ref) -> tuple[jax.Array, jax.Array]:
     """The lower and the upper half of the address of `ref` as int32.
 
     This is how a launcher passes numbers to a kernel whose arguments are references to JAX, without a copy to the GPU
@@ -29,7 +30,7 @@ def two_numbers(ref: Any) -> tuple[jax.Array, jax.Array]:
     """
     number = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
 
-    def from_address(_: Any, ref: Any) -> Any:
+    def from_address(_: Context, ref: Lowered) -> Lowered:
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         halves = address, arith.shrui(address, mgpu.c(32, i64))
@@ -50,7 +51,7 @@ def barrier() -> None:
         plgpu.commit_smem()
         return
 
-    def wait(_: Any) -> None:
+    def wait(_: Context) -> None:
         _forbid_moving()
         utils.warpgroup_barrier()
         _forbid_moving()
@@ -82,7 +83,7 @@ def _statement(code: str, clobbered: str = "") -> None:
     ptx.inline(code, [], [], clobber=clobbered)
 
 
-def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Any) -> None:
+def store_rows(ref: Ref, value: jax.Array, first: jax.Array, start: jax.Array, stop: jax.Array, layout: Layout) -> None:
     """Stores the rows `start` to `stop` of `value` to `ref[first + row]`; `ref` has the dimensions of `value`.
 
     Elements that a thread holds in one register belong to an aligned word of `ref`, in global memory.
@@ -96,7 +97,7 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
 
         return
 
-    def run(_: Any, ref: Any, value: Any, *numbers: Any) -> None:
+    def run(_: Context, ref: Lowered, value: Lowered, *numbers: Lowered) -> None:
         first, start, stop = (ptx.scalar(number.registers.item()) for number in numbers)
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         # Of a thread, where its first register belongs, and how much later the others do: `foreach` would compute
@@ -125,12 +126,12 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array, start: jax.Array, s
     plgpu.inline_mgpu(arg_types=types)(run)(ref, value, first, start, stop)
 
 
-def load_each(ref: Any, indices: jax.Array, layout: Any) -> jax.Array:
+def load_each(ref: Ref, indices: jax.Array, layout: Layout) -> jax.Array:
     """`ref[indices]` of a one-dimensional reference to int32, one load per element."""
     if interpreting():
         return jnp.stack([ref[index] for index in indices])
 
-    def run(_: Any, ref: Any, indices: Any) -> Any:
+    def run(_: Context, ref: Lowered, indices: Lowered) -> Lowered:
         def load_one(index: Any) -> Any:
             return memref.load(ref, [arith.index_castui(ir.IndexType.get(), index)])
 
@@ -152,7 +153,7 @@ def fetch_add(count: Any, before: Any) -> None:
         count[...] += 1
         return
 
-    def run(_: Any, count: Any, before: Any) -> None:
+    def run(_: Context, count: Lowered, before: Lowered) -> None:
         with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
             i32 = ir.IntegerType.get_signless(32)
             code = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
@@ -163,14 +164,14 @@ def fetch_add(count: Any, before: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(run)(count, before)
 
 
-def store_numbers(ref: Any, *numbers: jax.Array) -> None:
+def store_numbers(ref: Ref, *numbers: jax.Array) -> None:
     """Stores int32 scalars to an int32 reference to shared memory; every thread stores all, without a barrier."""
     if interpreting():
         for i, number in enumerate(numbers):
             ref[i] = number
         return
 
-    def run(_: Any, ref: Any, *numbers: Any) -> None:
+    def run(_: Context, ref: Lowered, *numbers: Lowered) -> None:
         for i, number in enumerate(numbers):
             memref.store(ptx.scalar(number.registers.item()), ref, [mgpu.c(i, ir.IndexType.get())])
 
@@ -178,7 +179,7 @@ def store_numbers(ref: Any, *numbers: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=types)(run)(ref, *numbers)
 
 
-def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, layout: Any) -> jax.Array:
+def load_words(ref: Ref, row: jax.Array, columns: jax.Array, alignment: int, layout: Layout) -> jax.Array:
     """Loads four bytes as int32 from each byte offset in `columns` of a row of a two-dimensional uint8 reference.
 
     `row` is an int32 scalar; `columns` are int32 in `layout`, multiples of `alignment`.
@@ -189,11 +190,11 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
     row_bytes = ref.shape[1]
     rows = layout_cast(lax.broadcast(row, columns.shape), layout)
 
-    def run(_: Any, ref: Any, rows: Any, columns: Any) -> Any:
+    def run(_: Context, ref: Lowered, rows: Lowered, columns: Lowered) -> Lowered:
         i64, i32, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
         pointer = utils.memref_ptr(ref)
 
-        def load_one(row: Any, column: Any) -> Any:
+        def load_one(row: Value, column: Value) -> Value:
             offset = arith.addi(arith.muli(arith.extui(i64, row), mgpu.c(row_bytes, i64)), arith.extui(i64, column))
             return llvm.load(i32, utils.getelementptr(pointer, [offset], byte), alignment=min(alignment, 4))
 
@@ -205,11 +206,11 @@ def load_words(ref: Any, row: jax.Array, columns: jax.Array, alignment: int, lay
     return loaded
 
 
-_ACC = getattr(plgpu, "ACC")  # noqa: B009  # which its stubs lack
+_ACC = getattr(plgpu, "ACC")  # noqa: B009  # missing from its type stubs
 
 
 def product(
-    a: Any, b: Any, meanwhile: Callable[[], None], total: jax.Array | None = None, *, transposed: bool = False
+    a: Ref, b: Ref, meanwhile: Callable[[], None], total: jax.Array | None = None, *, transposed: bool = False
 ) -> jax.Array:
     """The matrix product of `a`, in registers or shared memory, and `b`, in shared memory, on Hopper's tensor cores.
 
@@ -250,7 +251,7 @@ def any_thread(mask: jax.Array, bits: int) -> jax.Array:
         plgpu.commit_smem()
         return lax.reduce(mask, np.int32(0), lax.bitwise_or, (0,))
 
-    def run(_: Any, mask: Any) -> Any:
+    def run(_: Context, mask: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)
         [mine] = [ptx.scalar(register) for register in mask.registers.flat]
         result = mgpu.c(0, i32)
@@ -277,14 +278,14 @@ _ANY_THREAD = """{
 
 
 def copy_each(
-    source: Any,
+    source: Ref,
     starts: jax.Array,
-    destination: Any,
+    destination: Ref,
     rows: jax.Array,
     columns: jax.Array,
     condition: jax.Array,
     size: int,
-    layout: Any,
+    layout: Layout,
 ) -> None:
     """Copies `size` bytes (up to 16) for each element whose condition holds; each thread copies for its own elements.
 
@@ -302,17 +303,17 @@ def copy_each(
         return
     row_bytes = destination.shape[1]
 
-    def run(_: Any, source: Any, destination: Any, *arrays: Any) -> None:
+    def run(_: Context, source: Lowered, destination: Lowered, *arrays: Lowered) -> None:
         i64, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 8))
         word = ir.IntegerType.get_signless(8 * min(size, 4))
         kind: Any = ir.VectorType.get((size // 4,), word) if size > 4 else word
         from_pointer = utils.memref_ptr(source)
         to_pointer = utils.memref_ptr(destination)
 
-        def wide(x: Any) -> Any:
+        def wide(x: Value) -> Value:
             return arith.extui(i64, x)
 
-        def copy_one(start: Any, row: Any, column: Any, condition: Any) -> None:
+        def copy_one(start: Value, row: Value, column: Value, condition: Value) -> None:
             with mgpu.when(condition):
                 value = llvm.load(kind, utils.getelementptr(from_pointer, [start], byte), alignment=size)
                 offset = arith.addi(arith.muli(wide(row), mgpu.c(row_bytes, i64)), wide(column))
@@ -325,10 +326,10 @@ def copy_each(
     plgpu.inline_mgpu(arg_types=types)(run)(source, destination, starts, rows, columns, condition)
 
 
-def _per_scalar(run: Callable[..., Any]) -> Callable[..., Any]:
+def _per_scalar(run: Callable[..., Any]) -> Kernel:
     """A function of registers, which may be vectors of one element, from a function of scalars."""
 
-    def of_registers(*registers: Any) -> Any:
+    def of_registers(*registers: Value) -> Value:
         result = run(*map(ptx.scalar, registers))
         if result is None or not isinstance(registers[0].type, ir.VectorType):
             return result

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.choice import choose, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
@@ -62,7 +62,7 @@ class AnyBatch:
 def any_batch(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
-    query_dtype: np.dtype[Any],
+    query_dtype: DType,
     scale_sizes: tuple[int, int],
     *,
     num_heads: int,
@@ -129,7 +129,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         *(_vector(name, dtype) for name, dtype in results.items()),
     )
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         known = dataclasses.replace(
             problem,
             num_seqs=counts["num_seqs"],
@@ -140,7 +140,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         )
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
-        pages: tuple[Any, ...] = (keys, keys if problem.one_memory else values)
+        pages: tuple[Ref, ...] = (keys, keys if problem.one_memory else values)
         if problem.scale_memory is not None:
             pages += refs["k_scale"], refs["v_scale"]
         run_decode(known, config, Refs(pages=pages, **refs), *scratch)
@@ -165,7 +165,7 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         *(_vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
     )
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         known = dataclasses.replace(problem, max_blocks=counts["max_blocks"])
         run_merge(known, config, Refs(**arrays), scratch)
 
@@ -187,5 +187,5 @@ def _scale_arguments(problem: Problem) -> list[Argument]:
     return [memory.argument(name, problem.spec.array_dtype) for name, memory in pages]
 
 
-def _vector(name: str, dtype: Any) -> Argument:
+def _vector(name: str, dtype: DTypeLike) -> Argument:
     return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH,), dtype))

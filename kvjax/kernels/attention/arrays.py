@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.choice import array_memory, choose, passes, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
 from kvjax.kernels.attention.problem import (
@@ -118,7 +118,7 @@ def _attend(
     )
     pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
 
-    def decode_body(*refs: Any) -> None:
+    def decode_body(*refs: Ref) -> None:
         query, pages, *others, buffer, barriers = refs
         run_decode(problem, config, Refs(query, (pages, pages), *others), buffer, barriers)
 
@@ -129,7 +129,7 @@ def _attend(
     )  # fmt: skip
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
 
-    def merge_body(*refs: Any) -> None:
+    def merge_body(*refs: Ref) -> None:
         seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
         known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
         run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import operand_of
@@ -55,7 +56,7 @@ class Decode:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Any, barriers: Any
+        cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Ref, barriers: Ref
     ) -> Decode:
         """The body, for a plan of its stages and its shared memory."""
         warp = Warp.of(config)
@@ -86,7 +87,7 @@ class Decode:
         block = lax.axis_index("block")
         share = sequences.share(block, self.config.blocks)
 
-        def body(carry: Any) -> Any:
+        def body(carry: Carry) -> Carry:
             sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
@@ -117,7 +118,7 @@ class Decode:
         share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
         most = sequences.max_parts(least)
 
-        def body(carry: Any) -> Any:
+        def body(carry: Carry) -> Carry:
             sequence, skipped, left, cursor = carry
             length = jnp.maximum(self.refs.seq_lens[sequence], 0)
             first, count = sequences.stages(length)
@@ -144,13 +145,13 @@ class Decode:
         # Nothing is looked up or copied past the end.
         end = jnp.minimum(span.end, (first + count) * config.rows)
 
-        def position(stage: Any) -> jax.Array:
+        def position(stage: Scalar) -> jax.Array:
             return (first + stage) * config.rows
 
-        def blocks(stage: Any) -> list[jax.Array]:
+        def blocks(stage: Scalar) -> list[jax.Array]:
             return ring.blocks(entries, position(stage), span.start, end)
 
-        def fill(stage: Any, carry: Any) -> Any:
+        def fill(stage: Scalar, carry: Carry) -> Carry:
             (slot, parity), found = carry
             ring.fill(slot, parity, position(stage), found)
             return ring.next(slot, parity), blocks(stage + 1)
@@ -160,7 +161,7 @@ class Decode:
         lacks = ring.lacks_blocks(entries, jnp.maximum(span.start, position(0)), end)
         query, factor = operand_of(self.keys, self.refs, sequence)
 
-        def body(i: jax.Array, carry: Any) -> Any:
+        def body(i: jax.Array, carry: Carry) -> Carry:
             ((next_slot, next_parity), found), (slot, parity), state = carry
 
             @pl.when(i + ahead < count)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.formats import KEY_TERMS
 from kvjax.kernels.attention.problem import Problem
@@ -24,7 +24,7 @@ class Keys:
     problem: Problem
     plan: StagePlan
     warp: Warp
-    buffer: Any
+    buffer: Ref
 
     @functools.cached_property
     def unit(self) -> int:

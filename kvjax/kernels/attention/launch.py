@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.attention.choice import num_parts, scratch, stage_plan, too_many_parts
 from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
@@ -37,18 +38,16 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
     )
 
 
-def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Any, barriers: Any) -> None:
+def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Ref, barriers: Ref) -> None:
     """The body of the decode kernel; `buffer` and `barriers` are shared memory."""
     plan = stage_plan(problem, config.heads, config.groups * config.tiles)
     Decode.of(problem, config, plan, refs, buffer, barriers).run()
 
 
-def decode_kernel(
-    body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()
-) -> Callable[..., Any]:
+def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()) -> Kernel:
     """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
     buffer, barriers = scratch(problem, config)
-    kernel: Callable[..., Any] = plgpu.kernel(
+    kernel: Kernel = plgpu.kernel(
         compat.named("paged_attention", body),
         out_type=out_type,
         scratch_types=[
@@ -64,20 +63,18 @@ def decode_kernel(
     return kernel
 
 
-def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Any]) -> None:
+def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Ref]) -> None:
     """The body of the merge; `shared` is shared memory, where warps share rows."""
     Merge(problem, config, refs, shared[0] if shared else None).run()
 
 
-def merge_kernel(
-    body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int
-) -> Callable[..., Any]:
+def merge_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int) -> Kernel:
     """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
     warps_per_row = config.merge.warps
     several = warps_per_row > 1
     registers = 2 + elements_per_thread(problem, config)
     rows, per_row = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
-    kernel: Callable[..., Any] = plgpu.kernel(
+    kernel: Kernel = plgpu.kernel(
         compat.named("merge_paged_attention", body),
         out_type=(),
         scratch_types=[plgpu.SMEM((warps_per_row * registers * LANES * 4,), jnp.uint8)] if several else [],

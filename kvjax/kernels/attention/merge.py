@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Carry, Ref
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
@@ -38,7 +38,7 @@ class Merge:
     problem: Problem
     config: DecodeConfig
     refs: Refs
-    shared: Any
+    shared: Ref
 
     def run(self) -> None:
         """The body of the kernel."""
@@ -113,7 +113,7 @@ class Merge:
         step = self.warps_per_row * at_once
         rows, size = problem.q_len * problem.num_heads, problem.spec.head_size_v
 
-        def body(i: jax.Array, carry: Any) -> Any:
+        def body(i: jax.Array, carry: Carry) -> Carry:
             largest, total, output = carry
             loaded = []
             for k in range(at_once):

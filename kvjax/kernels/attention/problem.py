@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from kvjax.kernels.aliases import DTypeLike, Ref
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.memory import Number, PageMemory
@@ -107,16 +108,16 @@ class ReadArrays(NamedTuple):
 class Refs(NamedTuple):
     """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional."""
 
-    query: Any = None
-    pages: Any = None
-    table: Any = None
-    seq_lens: Any = None
+    query: Ref = None
+    pages: Ref = None
+    table: Ref = None
+    seq_lens: Ref = None
     layer: Any = None
-    k_scale: Any = None
-    v_scale: Any = None
-    sinks: Any = None
-    out: Any = None
-    lse: Any = None
+    k_scale: Ref = None
+    v_scale: Ref = None
+    sinks: Ref = None
+    out: Ref = None
+    lse: Ref = None
     partial: Any = None
     partial_lse: Any = None
     spans: Any = None
@@ -153,7 +154,7 @@ class Problem:
 
     spec: AttentionSpec
     memory: tuple[PageMemory, PageMemory]
-    query_dtype: Any
+    query_dtype: DTypeLike
     q_len: int
     num_heads: int
     num_seqs: Number

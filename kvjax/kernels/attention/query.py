@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import COLUMNS, Refs
 from kvjax.kernels.attention.softmax import LOG2_E
@@ -37,7 +37,7 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
     return [_in_two_terms(xs, operand) for xs in values], factor
 
 
-def _loaded(keys: Keys, ref: Any, sequence: jax.Array) -> list[list[jax.Array]]:
+def _loaded(keys: Keys, ref: Ref, sequence: jax.Array) -> list[list[jax.Array]]:
     """By tile of query rows the elements that a thread holds, each in the lower half of a register."""
     problem, warp = keys.problem, keys.warp
     unit_elements = keys.unit * 8 // keys.problem.key_format.bits
@@ -75,7 +75,7 @@ def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> 
     return [[x * (inverse * np.float32(factors[i // 2])) for i, x in enumerate(xs)] for xs in values], power
 
 
-def _in_two_terms(values: list[jax.Array], dtype: np.dtype[Any]) -> list[list[jax.Array]]:
+def _in_two_terms(values: list[jax.Array], dtype: DType) -> list[list[jax.Array]]:
     """Pairs of the rounded values, and pairs of the remainders: float16 has three bits more than bfloat16."""
     high = _pairs(values, dtype)
     halves = [high[i // 2] >> 16 if i % 2 else high[i // 2] & 0xFFFF for i in range(len(values))]
@@ -83,7 +83,7 @@ def _in_two_terms(values: list[jax.Array], dtype: np.dtype[Any]) -> list[list[ja
     return [high, _pairs(rest, dtype)]
 
 
-def _to_float(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def _to_float(x: jax.Array, dtype: DType) -> jax.Array:
     """A 16-bit element in the lower half of a register in float32."""
     if dtype == jnp.bfloat16:
         return lanes.bits(x << 16, jnp.float32)
@@ -95,5 +95,5 @@ def _to_float(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return lanes.asm(code, model, x, results=[jnp.float32])[0]
 
 
-def _pairs(values: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+def _pairs(values: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
     return [lanes.half2(x, y, dtype) for x, y in zip(values[::2], values[1::2], strict=True)]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.attention.stages import TILE, StagePlan
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS
@@ -34,7 +35,7 @@ class PartlyStaticInt(NamedTuple):
     known: int
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Scalar:
         """The number."""
         return self.varying + self.known
 
@@ -90,7 +91,7 @@ class Copy(NamedTuple):
     source: PartlyStaticInt
     token: PartlyStaticInt | None
     token_stride: Any
-    size: Any
+    size: Scalar
     is_one: jax.Array | None
     block: int
     array: int
@@ -127,10 +128,10 @@ class Ring:
     plan: StagePlan
     warps: int
     slots: int
-    buffer: Any
-    barriers: Any
-    pages: tuple[Any, ...]
-    table: Any
+    buffer: Ref
+    barriers: Ref
+    pages: tuple[Ref, ...]
+    table: Ref
     num_blocks: jax.Array
     num_layers: int
     layer: jax.Array
@@ -147,11 +148,11 @@ class Ring:
         """Tokens of a stage."""
         return TILE * self.plan.tiles
 
-    def full(self, slot: Any) -> Any:
+    def full(self, slot: Scalar) -> Scalar:
         """The index of the barrier that completes when a slot's copies have arrived."""
         return slot
 
-    def empty(self, slot: Any) -> Any:
+    def empty(self, slot: Scalar) -> Scalar:
         """The index of the barrier that completes when all warps have released a slot."""
         return self.slots + slot
 
@@ -225,7 +226,7 @@ class Ring:
                 copies.append(Copy(tile, to, source, *piece_of, is_one, tokens[same], rows.array, rows.page_stride))
         return copies, looked_up
 
-    def blocks(self, entries: Any, position: Any, start: Any, end: Any) -> list[jax.Array]:
+    def blocks(self, entries: Scalar, position: Scalar, start: Scalar, end: Scalar) -> list[jax.Array]:
         """The pages that the copies of a stage read, for each of `copies[1]`; -1 where nothing is to be copied.
 
         Args:
@@ -250,7 +251,7 @@ class Ring:
             found.append(jnp.where(exists, page, -1))
         return found
 
-    def lacks_blocks(self, entries: Any, start: Any, end: Any) -> jax.Array:
+    def lacks_blocks(self, entries: Scalar, start: Scalar, end: Scalar) -> jax.Array:
         """Whether a block of the positions from `start` to `end` is not in the cache: a scalar, equal in all warps."""
         size = self.plan.block_size
         first, last = start // size, jnp.maximum(end - 1, 0) // size
@@ -265,7 +266,7 @@ class Ring:
         lacks = lax.fori_loop(0, jnp.where(end > start, chunks, 0), body, self.thread * 0)
         return lanes.any_in_warp(lacks != 0)
 
-    def fill(self, slot: Any, parity: Any, position: Any, blocks: list[jax.Array]) -> None:
+    def fill(self, slot: Scalar, parity: Scalar, position: Scalar, blocks: list[jax.Array]) -> None:
         """Starts the copies of a stage when all warps have released the slot.
 
         `parity` is that of the number of times the slot has been filled before.
@@ -294,11 +295,11 @@ class Ring:
                 lanes.copy_async(self.buffer, self.pages, each)
             lanes.arrive_with_copies(self.barriers, self.full(slot), asynchronous=plan.copies_asynchronously)
 
-    def wait(self, slot: Any, parity: Any) -> None:
+    def wait(self, slot: Scalar, parity: Scalar) -> None:
         """Waits until the stage in a slot has arrived; `parity` is as in `fill`."""
         lanes.wait_for_barrier(self.barriers, self.full(slot), parity)
 
-    def release(self, slot: Any) -> None:
+    def release(self, slot: Scalar) -> None:
         """Releases the stage in a slot for this warp."""
         lanes.arrive_as_warp(self.barriers, self.empty(slot))
 

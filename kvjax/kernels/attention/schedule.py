@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.registers import LANES
 
 MIN_STAGES = 2
@@ -41,7 +42,7 @@ class Share(NamedTuple):
     size: jax.Array
 
 
-def part_of_block(block: Any, begins: Any) -> Any:
+def part_of_block(block: Scalar, begins: Scalar) -> Scalar:
     """The index in the workspace of a thread block's partial result, where a call has no parts of a fixed size.
 
     A block leaves at most two, because its share is consecutive stages: part `2 * block` of its first sequence, if that
@@ -63,9 +64,9 @@ class Sequences:
 
     problem: Any
     rows: int
-    seq_lens: Any
+    seq_lens: Ref
 
-    def stages(self, length: Any) -> tuple[Any, Any]:
+    def stages(self, length: Scalar) -> tuple[Any, Any]:
         """The first stage of a sequence of a length that contains a visible token, and the number of such stages."""
         problem = self.problem
         length = jnp.maximum(length, 0)
@@ -92,7 +93,7 @@ class Sequences:
             return min(last // (least * self.rows) + 1, MAX_PARTS)
         return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MAX_PARTS)
 
-    def _counts(self, first: Any) -> jax.Array:
+    def _counts(self, first: Scalar) -> jax.Array:
         """Stages of 32 sequences, one per thread of each warp."""
         lane = lanes.thread_index() & (LANES - 1)
         index = lane + first

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.problem import COLUMNS, Problem
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StagePlan
@@ -58,7 +59,7 @@ class Seen:
     problem: Problem
     plan: StagePlan
     warp: Warp
-    table: Any
+    table: Ref
     num_blocks: jax.Array
 
     def is_there(self, start: jax.Array, entries: jax.Array, span: Span, row: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.softmax import State, normalized, sink
 from kvjax.kernels.attention.values import ValueRows
@@ -45,7 +45,7 @@ class Segments:
     refs: Refs
     warp: Warp
     rows: ValueRows
-    buffer: Any
+    buffer: Ref
 
     def finish(
         self,
@@ -89,7 +89,7 @@ class Segments:
         lane = self.warp.lane
         count, rows = len(registers), 2 * problem.tiles
 
-        def offset(warp: Any, register: int) -> jax.Array:
+        def offset(warp: Scalar, register: int) -> jax.Array:
             return (((warp - config.heads) * count + register) * LANES + lane) * 4
 
         lanes.wait_for_block()  # all stages have been read
@@ -152,7 +152,7 @@ class Segments:
         """The output registers of a row of the state."""
         return [output[i - 4 * self.problem.tiles] for i in self.registers_of_row(row)]
 
-    def store_row(self, ref: Any, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
+    def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
         """Stores the output of a row of the state as row `index` of `ref`."""
         start, size = 4 * self.problem.tiles, self.problem.spec.head_size_v
         for i, value in zip(self.registers_of_row(row), values, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import DTypeLike
 from kvjax.kernels.attention.problem import Problem, Refs
 
 LOG2_E = math.log2(math.e)
@@ -70,7 +71,7 @@ def capped(x: jax.Array, cap: float | None, exp2: Callable[[jax.Array], jax.Arra
     return np.float32(cap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
 
 
-def margin(dtype: Any) -> float:
+def margin(dtype: DTypeLike) -> float:
     """`MARGIN` where operands of a dtype need it, else 0."""
     return MARGIN if dtype == jnp.bfloat16 else 0.0
 
@@ -107,7 +108,11 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
 
 
 def weights(
-    logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array], dtype: Any, row_scales: list[jax.Array]
+    logits: list[jax.Array],
+    largest: list[jax.Array],
+    total: list[jax.Array],
+    dtype: DTypeLike,
+    row_scales: list[jax.Array],
 ) -> list[list[jax.Array]]:
     """The weights of a tile as matrix operands, by tile of query rows; adds them to `total`.
 

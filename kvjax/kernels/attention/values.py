@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.problem import Problem
 from kvjax.kernels.attention.stages import SharedRows, StagePlan
@@ -39,7 +40,7 @@ class ValueRows:
     problem: Problem
     plan: StagePlan
     warp: Warp
-    buffer: Any
+    buffer: Ref
 
     @functools.cached_property
     def units(self) -> int:

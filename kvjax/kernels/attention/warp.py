@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.attention.stages import SharedRows, StagePlan
@@ -60,13 +60,13 @@ class Warp:
         """Offset in the buffer of the rows of one kind that the warp reads from a stage."""
         return slot * plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
 
-    def row_scales(self, plan: StagePlan, buffer: Any, slot: jax.Array, tile: int, rows: SharedRows) -> list[jax.Array]:
+    def row_scales(self, plan: StagePlan, buffer: Ref, slot: jax.Array, tile: int, rows: SharedRows) -> list[jax.Array]:
         """The float32 scales of the thread's row of each half of a tile."""
         start, known = self.offset(plan, slot, rows) + rows.offset(self.row), tile * rows.tile_stride
         loaded = [lanes.load_shared(buffer, start, 4, known + half * rows.half_pitch)[0] for half in range(2)]
         return [lanes.bits(word, jnp.float32) for word in loaded]
 
-    def scale(self, fmt: Format, ref: Any, size: int) -> jax.Array:
+    def scale(self, fmt: Format, ref: Ref, size: int) -> jax.Array:
         """The layer's float32 decode scale for the warp's head; 1 where the format has none."""
         if fmt.dtype.info.layer_scale is None:
             return lanes.splat(1.0, jnp.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import Context, Lowered, Ref, Value
 from kvjax.kernels.lanes.words import LAYOUT, bits, column, from_word, half2, to_word
 from kvjax.kernels.registers import THREADS, WARPS
 
 
-def load_shared(ref: Any, offsets: jax.Array, size: int, immediate: int = 0) -> list[jax.Array]:
+def load_shared(ref: Ref, offsets: jax.Array, size: int, immediate: int = 0) -> list[jax.Array]:
     """Loads `size` bytes (1, 2, 4, 8 or 16) from byte `offsets + immediate` of shared memory, as uint32 registers."""
     if compat.interpreting():
         data = bytes_at(ref, offsets + immediate, size)
@@ -30,7 +30,7 @@ def load_shared(ref: Any, offsets: jax.Array, size: int, immediate: int = 0) -> 
         return [column(words, i) for i in range(words.shape[1])]
     count = max(1, size // 4)
 
-    def run(_: Any, ref: Any, offsets: Any) -> Any:
+    def run(_: Context, ref: Lowered, offsets: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)
         address = arith.addi(shared_address(ref), to_word(offsets))
         registers = ", ".join(f"${i}" for i in range(count))
@@ -48,7 +48,7 @@ def load_shared(ref: Any, offsets: jax.Array, size: int, immediate: int = 0) -> 
     return list(plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=shapes)(run)(ref, offsets))
 
 
-def load_transposed(ref: Any, offsets: jax.Array, count: int, immediate: int = 0) -> list[jax.Array]:
+def load_transposed(ref: Ref, offsets: jax.Array, count: int, immediate: int = 0) -> list[jax.Array]:
     """Loads `count` (1, 2 or 4) 8 by 8 matrices of 16-bit elements from shared memory, transposed.
 
     Thread `8 * i + j` of a warp provides the offset of row `j` of matrix `i`: 16 bytes, 16-byte aligned. The thread in
@@ -62,7 +62,7 @@ def load_transposed(ref: Any, offsets: jax.Array, count: int, immediate: int = 0
         words = column(columns, 0) | column(columns, 1) << 16
         return [lax.index_in_dim(words, i, 1, keepdims=False).reshape(-1) for i in range(count)]
 
-    def run(_: Any, ref: Any, offsets: Any) -> Any:
+    def run(_: Context, ref: Lowered, offsets: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)
         address = arith.addi(shared_address(ref), to_word(offsets))
         registers = ", ".join(f"${i}" for i in range(count))
@@ -74,7 +74,7 @@ def load_transposed(ref: Any, offsets: jax.Array, count: int, immediate: int = 0
     return list(plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=shapes)(run)(ref, offsets))
 
 
-def store_shared(ref: Any, offsets: jax.Array, words: Sequence[jax.Array], size: int, condition: jax.Array) -> None:
+def store_shared(ref: Ref, offsets: jax.Array, words: Sequence[jax.Array], size: int, condition: jax.Array) -> None:
     """Stores `size` bytes (1, or 4 for each of `words`) at byte `offsets` of shared memory where `condition` holds."""
     if compat.interpreting():
         data = lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.uint8).reshape(THREADS, -1)
@@ -84,7 +84,7 @@ def store_shared(ref: Any, offsets: jax.Array, words: Sequence[jax.Array], size:
         ref[...] = flat.at[index].set(data, mode="drop")
         return
 
-    def run(_: Any, ref: Any, offsets: Any, condition: Any, *words: Any) -> None:
+    def run(_: Context, ref: Lowered, offsets: Lowered, condition: Lowered, *words: Lowered) -> None:
         address = arith.addi(shared_address(ref), to_word(offsets))
         operands = ", ".join(f"${i + 2}" for i in range(len(words)))
         kind = {1: "u8", 2: "u16"}.get(size, {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(words)])
@@ -97,7 +97,7 @@ def store_shared(ref: Any, offsets: jax.Array, words: Sequence[jax.Array], size:
     plgpu.inline_mgpu(arg_types=types)(run)(ref, offsets, condition.astype(jnp.int32), *words)
 
 
-def bytes_at(ref: Any, offsets: jax.Array, size: int) -> jax.Array:
+def bytes_at(ref: Ref, offsets: jax.Array, size: int) -> jax.Array:
     """The `size` bytes from each of `offsets` of a uint8 reference, in interpret mode."""
     whole = ref[...]
     return jnp.take(whole, byte_indices(offsets, size), mode="clip")
@@ -108,13 +108,13 @@ def byte_indices(offsets: jax.Array, size: int) -> jax.Array:
     return lax.broadcast_in_dim(offsets, (THREADS, size), (0,)) + lax.broadcasted_iota(jnp.int32, (THREADS, size), 1)
 
 
-def shared_address(ref: Any) -> Any:
+def shared_address(ref: Lowered) -> Value:
     """The address in shared memory of a reference, as i32."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.ptrtoint(i32, utils.memref_ptr(ref))
 
 
-def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, otherwise: int = 0) -> jax.Array:
+def load_global(ref: Ref, index: jax.Array, condition: jax.Array | None = None, otherwise: int = 0) -> jax.Array:
     """Loads element `index` of a one-dimensional reference in global memory, of 2 or 4 bytes, where `condition` holds.
 
     Returns uint32, with elements of 2 bytes in the lower half; `otherwise` where `condition` does not hold.
@@ -127,7 +127,7 @@ def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, 
         ).astype(jnp.uint32)
         return loaded if condition is None else jnp.where(condition, loaded, jnp.uint32(otherwise & 0xFFFFFFFF))
 
-    def run(_: Any, ref: Any, index: Any, *condition: Any) -> Any:
+    def run(_: Context, ref: Lowered, index: Lowered, *condition: Lowered) -> Lowered:
         address = global_address(ref, to_word(index), dtype.itemsize)
         predicate = "setp.ne.b32 p, $2, 0;" if condition else ""
         guard = "@p " if condition else ""
@@ -147,12 +147,12 @@ def load_global(ref: Any, index: jax.Array, condition: jax.Array | None = None, 
     return plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)(ref, index, *extra)[0]
 
 
-def prefetch_global(ref: Any, index: jax.Array, condition: jax.Array) -> None:
+def prefetch_global(ref: Ref, index: jax.Array, condition: jax.Array) -> None:
     """Brings element `index` of a one-dimensional reference in global memory to L2 where `condition` holds."""
     if compat.interpreting():
         return
 
-    def run(_: Any, ref: Any, index: Any, condition: Any) -> None:
+    def run(_: Context, ref: Lowered, index: Lowered, condition: Lowered) -> None:
         address = global_address(ref, to_word(index), np.dtype(ref_dtype).itemsize)
         code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
         ptx.inline(code, [address, to_word(condition)], [], side_effects=True)
@@ -162,7 +162,7 @@ def prefetch_global(ref: Any, index: jax.Array, condition: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32))
 
 
-def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
+def store_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
     """Stores `value`, converted to the type of a one-dimensional reference, at element `index` where `condition` holds.
 
     `value` is float32 for references to floats, int32 for int32 and for uint16, of which the lower half is stored.
@@ -176,7 +176,7 @@ def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Ar
         value = half2(value, value, dtype)
     value = bits(value, jnp.uint32)
 
-    def run(_: Any, ref: Any, index: Any, value: Any, condition: Any) -> None:
+    def run(_: Context, ref: Lowered, index: Lowered, value: Lowered, condition: Lowered) -> None:
         address = global_address(ref, to_word(index), dtype.itemsize)
         if dtype.itemsize == 2:
             store = ".reg .b16 x, y; mov.b32 {x, y}, $1; @p st.global.b16 [$0], x;"
@@ -189,7 +189,7 @@ def store_global(ref: Any, index: jax.Array, value: jax.Array, condition: jax.Ar
     plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
 
 
-def global_address(ref: Any, index: Any, itemsize: int) -> Any:
+def global_address(ref: Lowered, index: Value, itemsize: int) -> Value:
     """The address of an element of a reference in global memory, as i64."""
     i64 = ir.IntegerType.get_signless(64)
     base = llvm.ptrtoint(i64, utils.memref_ptr(ref))

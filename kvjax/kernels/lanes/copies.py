@@ -16,13 +16,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import Context, Lowered, Ref, Scalar
 from kvjax.kernels.lanes.access import byte_indices, shared_address
 from kvjax.kernels.lanes.words import LAYOUT, splat, to_word
 from kvjax.kernels.registers import LANES, WARPS
 
 
 def _statement(code: str) -> None:
-    def run(_: Any) -> None:
+    def run(_: Context) -> None:
         ptx.inline(code, [], [], clobber="~{memory}")
 
     plgpu.inline_mgpu()(run)()
@@ -73,7 +74,7 @@ class Copy(NamedTuple):
     condition: jax.Array
 
 
-def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
+def copy_async(destination: Ref, sources: Sequence[Ref], copy: Copy) -> None:
     """Starts each thread's copy of 1, 2, 4, 8 or 16 bytes; copies of 1 or 2 bytes are synchronous."""
     which, to, to_immediate, row, row_bytes, offset, immediate, size, condition = copy
     source = sources[which]
@@ -88,7 +89,15 @@ def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
         destination[...] = flat.at[index].set(words, mode="drop")
         return
 
-    def run(_: Any, destination: Any, source: Any, to: Any, row: Any, offset: Any, condition: Any) -> None:
+    def run(
+        _: Context,
+        destination: Lowered,
+        source: Lowered,
+        to: Lowered,
+        row: Lowered,
+        offset: Lowered,
+        condition: Lowered,
+    ) -> None:
         i64 = ir.IntegerType.get_signless(64)
         base = llvm.ptrtoint(i64, utils.memref_ptr(source))
         address = arith.addi(base, arith.muli(arith.extui(i64, to_word(row)), mgpu.c(row_bytes, i64)))
@@ -108,7 +117,7 @@ def copy_async(destination: Any, sources: Sequence[Any], copy: Copy) -> None:
     plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
 
 
-def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) -> None:
+def initialize_barriers(ref: Ref, thread: jax.Array, arrivals: Sequence[int]) -> None:
     """Initializes barriers in shared memory (int32, two words each), each with its number of arrivals.
 
     `thread`: each thread's number in the block; all of them call this.
@@ -116,7 +125,7 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
     if compat.interpreting():  # one warpgroup and synchronous copies: no barrier is needed
         return
 
-    def run(_: Any, ref: Any, thread: Any) -> None:
+    def run(_: Context, ref: Lowered, thread: Lowered) -> None:
         address = shared_address(ref)
         inits = " ".join(f"@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {count};" for i, count in enumerate(arrivals))
         # Copies arrive through another proxy than threads, which requires the fence.
@@ -127,10 +136,10 @@ def initialize_barriers(ref: Any, thread: jax.Array, arrivals: Sequence[int]) ->
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))(run)(ref, thread)
 
 
-def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
+def _with_barrier(ref: Ref, index: Scalar, code: str, *operands: Scalar) -> None:
     """Runs PTX with the address of barrier `index` as `$0`, and numbers as other operands."""
 
-    def run(_: Any, ref: Any, index: Any, *operands: Any) -> None:
+    def run(_: Context, ref: Lowered, index: Lowered, *operands: Lowered) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = arith.addi(shared_address(ref), arith.muli(to_word(index), mgpu.c(8, i32)))
         ptx.inline(code, [address, *map(to_word, operands)], [], clobber="~{memory}")
@@ -141,7 +150,7 @@ def _with_barrier(ref: Any, index: Any, code: str, *operands: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *((LAYOUT,) * len(numbers))))(run)(ref, *numbers)
 
 
-def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
+def wait_for_barrier(ref: Ref, index: Scalar, parity: Scalar) -> None:
     """Waits until a barrier has completed the phase of a parity: 0 for its first; the one before that is complete."""
     code = (
         "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
@@ -151,10 +160,10 @@ def wait_for_barrier(ref: Any, index: Any, parity: Any) -> None:
 
 
 def copy_bulk(
-    destination: Any,
-    sources: Sequence[Any],
-    barriers: Any,
-    index: Any,
+    destination: Ref,
+    sources: Sequence[Ref],
+    barriers: Ref,
+    index: Scalar,
     copies: Sequence[Copy],
     transforms: tuple[Any, ...] = (),
 ) -> None:
@@ -168,7 +177,7 @@ def copy_bulk(
                 _copy_model(destination, sources[copy.source], copy, warp * LANES)
         return
 
-    def run(_: Any, destination: Any, *rest: Any) -> None:
+    def run(_: Context, destination: Lowered, *rest: Lowered) -> None:
         pages, (barriers, index, *registers) = rest[: len(sources)], rest[len(sources) :]
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         bases = [llvm.ptrtoint(i64, utils.memref_ptr(source)) for source in pages]
@@ -207,7 +216,7 @@ def copy_bulk(
     plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)
 
 
-def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:
+def _copy_model(destination: Ref, source: Ref, copy: Copy, thread: int) -> None:
     row, offset, to, condition = (
         lax.index_in_dim(x, thread, keepdims=False) for x in (copy.row, copy.offset, copy.to, copy.condition)
     )
@@ -219,7 +228,7 @@ def _copy_model(destination: Any, source: Any, copy: Copy, thread: int) -> None:
     destination[...] = jnp.where(condition & (at >= 0) & (at < size), copied, flat)
 
 
-def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
+def arrive_with_copies(ref: Ref, index: Scalar, *, asynchronous: bool) -> None:
     """Each thread arrives at a barrier when its copies have completed; it waits for them unless `asynchronous`."""
     if asynchronous:
         code = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
@@ -228,7 +237,7 @@ def arrive_with_copies(ref: Any, index: Any, *, asynchronous: bool) -> None:
     _with_barrier(ref, index, code)
 
 
-def arrive_as_warp(ref: Any, index: Any) -> None:
+def arrive_as_warp(ref: Ref, index: Scalar) -> None:
     """One thread of each warp arrives at a barrier, after all threads of the warp."""
     code = (
         "{ .reg .pred p; .reg .u32 lane; .reg .b64 state; bar.warp.sync 0xffffffff;"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import Context, DTypeLike, Lowered
 from kvjax.kernels.lanes.words import LAYOUT, SIGNED, asm, column, to_word
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
@@ -98,7 +98,7 @@ def transpose(x: jax.Array) -> jax.Array:
     return asm(code, model, x, results=[jnp.uint32], convergent=True)[0]
 
 
-def mma(acc: Sequence[jax.Array], a: Sequence[jax.Array], b: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+def mma(acc: Sequence[jax.Array], a: Sequence[jax.Array], b: Sequence[jax.Array], dtype: DTypeLike) -> list[jax.Array]:
     """`acc + a @ b` in each warp: `a` 16 by 16 and `b` 16 by 8, of float16 or bfloat16, `acc` float32 16 by 8.
 
     Registers of the thread in row `g` and column `c` (each pair the lower column or row first):
@@ -147,7 +147,7 @@ def any_in_warp(mask: jax.Array) -> jax.Array:
     if compat.interpreting():
         return mask.any()
 
-    def run(_: Any, mask: Any) -> Any:
+    def run(_: Context, mask: Lowered) -> Lowered:
         code = (
             "{ .reg .pred mine, any; setp.ne.b32 mine, $1, 0;"
             " vote.sync.any.pred any, mine, 0xffffffff; selp.b32 $0, 1, 0, any; }"
@@ -165,7 +165,7 @@ def of_first_thread(x: jax.Array) -> jax.Array:
     if compat.interpreting():
         return lax.index_in_dim(x, 0, keepdims=False)
 
-    def run(_: Any, x: Any) -> Any:
+    def run(_: Context, x: Lowered) -> Lowered:
         return mgpu.FragmentedArray.splat(to_word(x), (), is_signed=SIGNED[np.dtype(np.int32)])
 
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))

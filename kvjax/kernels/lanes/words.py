@@ -16,12 +16,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import Context, DType, DTypeLike, Lowered, Scalar, Value
 from kvjax.kernels.registers import THREADS, lane_layout
 
 LAYOUT = lane_layout((THREADS,), 1)
 """One element of an array of `THREADS` for each thread, in order."""
 
-SIGNED = {np.dtype(np.int32): True, np.dtype(np.uint32): False, np.dtype(np.float32): None}
+SIGNED: dict[DType, bool | None] = {np.dtype(np.int32): True, np.dtype(np.uint32): False, np.dtype(np.float32): None}
 
 
 def thread_index() -> jax.Array:
@@ -29,13 +30,13 @@ def thread_index() -> jax.Array:
     return compat.layout_cast(lax.iota(jnp.int32, THREADS), LAYOUT)
 
 
-def splat(value: Any, dtype: Any) -> jax.Array:
+def splat(value: Scalar, dtype: DTypeLike) -> jax.Array:
     """A register that holds `value`, a number or a scalar, in every thread."""
     x = lax.broadcast(jnp.asarray(value, dtype), (THREADS,))
     return compat.layout_cast(x, LAYOUT)
 
 
-def bits(x: jax.Array, dtype: Any) -> jax.Array:
+def bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A bitcast of a register to another 32-bit type."""
     if x.dtype == dtype:
         return x
@@ -48,7 +49,7 @@ def asm(
     code: str,
     model: Callable[..., Any],
     *registers: jax.Array,
-    results: Sequence[Any],
+    results: Sequence[DTypeLike],
     convergent: bool = False,
 ) -> list[jax.Array]:
     """Runs PTX in each thread.
@@ -63,7 +64,7 @@ def asm(
     if compat.interpreting():
         return list(model(*registers))
 
-    def run(_: Any, *operands: Any) -> Any:
+    def run(_: Context, *operands: Lowered) -> Lowered:
         values = [to_word(x) for x in operands]
         types = [utils.dtype_to_ir_type(np.dtype(dtype)) for dtype in results]
         outputs = ptx.inline(code, values, types, side_effects=convergent)
@@ -73,13 +74,13 @@ def asm(
     return list(plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(registers), return_type=shapes)(run)(*registers))
 
 
-def to_word(x: Any) -> Any:
+def to_word(x: Lowered) -> Value:
     """The only register of a thread, as a value of MLIR."""
     [register] = x.registers.flat
     return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
 
 
-def from_word(value: Any, dtype: Any) -> Any:
+def from_word(value: Value, dtype: DTypeLike) -> Lowered:
     """A value of MLIR, one in each thread, as a register."""
     layout = LAYOUT.to_mgpu()
     return mgpu.FragmentedArray.splat(value, (THREADS,), layout, is_signed=SIGNED[np.dtype(dtype)])
@@ -90,7 +91,7 @@ def column(x: jax.Array, index: int) -> jax.Array:
     return lax.index_in_dim(x, index, x.ndim - 1, keepdims=False)
 
 
-def half2(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+def half2(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Two float32 registers as one of two 16-bit elements, rounded to nearest even, `x` in the lower half."""
     name = {jnp.dtype(jnp.float16): "f16x2", jnp.dtype(jnp.bfloat16): "bf16x2"}[jnp.dtype(dtype)]
 

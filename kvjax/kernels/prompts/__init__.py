@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
+from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.prompts.memory import ArrayMemory
 from kvjax.kernels.prompts.memory import Operands as Operands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
@@ -43,7 +44,7 @@ from kvjax.kernels.target import current
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem, config: PromptConfig) -> None:
+def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: Problem, config: PromptConfig) -> None:
     """Attends and stores results in place.
 
     Args:
@@ -60,7 +61,7 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
     heads, rows = block_shape(query.shape[1], keys.shape[2])
     most_items = keys.shape[0] * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.segments
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         count = len(Operands._fields)
         memory = ArrayMemory(Operands(*refs[:count]), *refs[count : count + 3])
         run(problem, config, memory, Scratch(*refs[count + 3 :]))
@@ -72,8 +73,8 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
 
 
 def kernel_of(
-    body: Callable[..., None], config: PromptConfig, sizes: tuple[int, int, Any], ready: Any, num_blocks: int
-) -> Callable[..., Any]:
+    body: Callable[..., None], config: PromptConfig, sizes: tuple[int, int, Any], ready: Ref, num_blocks: int
+) -> Kernel:
     """The kernel of `body`, which gets its `Scratch` after references.
 
     Args:
@@ -84,7 +85,7 @@ def kernel_of(
       num_blocks: thread blocks.
     """
     size, size_v, dtype = sizes
-    kernel: Callable[..., Any] = plgpu.kernel(
+    kernel: Kernel = plgpu.kernel(
         compat.named("prompt_attention", body),
         out_type=(),
         scratch_types=[

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
+from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
 from kvjax.kernels.memory import (
@@ -47,7 +48,7 @@ from kvjax.spec import AttentionSpec
 _NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 
-def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:
+def dense_dtype(spec: AttentionSpec, query_dtype: DType) -> DType:
     """The dtype of tiles, as `kvjax.ops.route` has it: the query's, or one that holds stored elements exactly.
 
     The scales of a layer or a head are applied later.
@@ -60,7 +61,7 @@ def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any
 def any_gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
-    query_dtype: np.dtype[Any],
+    query_dtype: DType,
     scale_pages: tuple[PageMemory, PageMemory] | None = None,
 ) -> AnyCount:
     """The gather of a lot's pages to tiles, without the scales of the whole or of a head.
@@ -76,7 +77,7 @@ def any_gather(
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
     results = "keys", "values", "bias"
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
         _gather(spec, pages, scale_pages, tokens, dtype, counts, arrays)
 
     arguments = (
@@ -97,7 +98,7 @@ def any_gather(
     )
 
 
-def _tile_arguments(spec: AttentionSpec, dtype: np.dtype[Any]) -> tuple[Argument, ...]:
+def _tile_arguments(spec: AttentionSpec, dtype: DType) -> tuple[Argument, ...]:
     return (
         Argument("keys", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size), dtype)),
         Argument("values", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size_v), dtype)),
@@ -110,9 +111,9 @@ def _gather(
     pages: tuple[PageMemory, PageMemory],
     scale_pages: tuple[PageMemory, PageMemory] | None,
     tokens: int,
-    dtype: np.dtype[Any],
+    dtype: DType,
     counts: Mapping[str, Number],
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Ref],
 ) -> None:
     num_tokens = jnp.int32(counts["num_tokens"])
     size = jnp.int32(spec.block_size)
@@ -162,7 +163,7 @@ def _gather(
 
 
 def _places(
-    spec: AttentionSpec, part: KVCacheDType, ref: Any, tokens: int, prompt: Any, position: Any, num_tokens: Any
+    spec: AttentionSpec, part: KVCacheDType, ref: Ref, tokens: int, prompt: Scalar, position: Scalar, num_tokens: Scalar
 ) -> tiles.Places:
     """Where tokens of all heads belong; of blocks of elements in words, as their bytes are decoded."""
     columns, block = ref.shape[1], part.info.elements_per_scale
@@ -231,7 +232,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     takes_scale = spec.dtype.takes_scale
     problem = Problem(0, kind.window, kind.logits_soft_cap)
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         k_scale, v_scale = (arrays[name] if takes_scale else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
         memory = CallerMemory(
@@ -257,7 +258,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
         run(problem, dataclasses.replace(config, segments=segments), memory, shared)
 
-    def kernel(body: Callable[..., None], **_: Any) -> Callable[..., Any]:
+    def kernel(body: Callable[..., None], **_: Any) -> Kernel:
         sizes = spec.head_size, spec.head_size_v, dtype
         return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
+from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.memory import Number
 from kvjax.kernels.prompts.problem import ROWS
 
@@ -36,14 +37,14 @@ class Operands(NamedTuple):
         none. With several segments there must be none: each would count it.
     """
 
-    query: Any
-    keys: Any
-    values: Any
+    query: Ref
+    keys: Ref
+    values: Ref
     q_starts: Any
     q_lens: Any
     positions: Any
-    bias: Any
-    first_absent: Any
+    bias: Ref
+    first_absent: Scalar
     ends: Any
     heads: Any
 
@@ -75,41 +76,43 @@ class Memory(Protocol):
     def claims(self) -> Any:
         """Reference to an int32 scalar."""
 
-    def q_start(self, prompt: Any) -> jax.Array:
+    def q_start(self, prompt: Scalar) -> jax.Array:
         """As in `Operands`, here and below."""
 
-    def q_len(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+    def q_len(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def position(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+    def position(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def first_absent(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+    def first_absent(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def end(self, prompt: Any) -> jax.Array: ...  # noqa: D102
+    def end(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def factor(self, head: Any, kv_head: Any) -> Any:
+    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the logits."""
 
-    def weight(self, head: Any, kv_head: Any) -> Any:
+    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the results."""
 
-    def sink(self, head: Any) -> Any: ...  # noqa: D102
+    def sink(self, head: Scalar) -> Scalar: ...  # noqa: D102
 
-    def load_query(self, first: Any, head: Any) -> jax.Array:
+    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         """`ROWS` rows of a head."""
 
-    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:
+    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:
         """0, or -inf for absent tokens, for `count` tokens: the columns of `plgpu.Layout.WGMMA`."""
 
-    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:
+    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
-    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The first token that is copied of a tile: one of an earlier tile where there is none."""
 
-    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:
+    def copy(
+        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
+    ) -> None:
         """Starts the copy of a tile of keys or values to a slot of shared memory."""
 
-    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:
+    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:
         """Waits for the copy to a slot, which was filled `times()` times before."""
 
 
@@ -118,8 +121,8 @@ class ArrayMemory:
     """JAX's arrays: shapes are known, and copies have descriptors."""
 
     operands: Operands
-    out_ref: Any
-    lse_ref: Any
+    out_ref: Ref
+    lse_ref: Ref
     claims_ref: Any
 
     @property
@@ -151,52 +154,54 @@ class ArrayMemory:
     def claims(self) -> Any:  # noqa: D102
         return self.claims_ref.at[0]
 
-    def q_start(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.q_starts[prompt]
 
-    def q_len(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.q_lens[prompt]
 
-    def position(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.positions[prompt]
 
-    def first_absent(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.first_absent[prompt]
 
-    def end(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.ends[prompt]
 
-    def factor(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return self.operands.heads[0, head]
 
-    def weight(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return self.operands.heads[1, head]
 
-    def sink(self, head: Any) -> Any:  # noqa: D102
+    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
         return self.operands.heads[2, head]
 
-    def load_query(self, first: Any, head: Any) -> jax.Array:  # noqa: D102
+    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
         return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
 
-    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:  # noqa: D102
+    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:  # noqa: D102
         return compat.load(self.operands.bias.at[prompt, pl.ds(first, count)], plgpu.Layout.WGMMA.reduce(0))
 
-    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
+    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
 
-    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The last tile starts earlier, to end with the dense tokens.
 
         What it shares with the tile before is masked.
         """
         return jnp.minimum(tile * size, self.operands.keys.shape[1] - size)
 
-    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
+    def copy(  # noqa: D102
+        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
+    ) -> None:
         source = self.operands.values if values else self.operands.keys
         tokens = pl.ds(first, buffer.shape[1])
         plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
 
-    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:  # noqa: D102
+    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
         plgpu.barrier_wait(ready.at[slot])
 
 
@@ -241,78 +246,80 @@ class CallerMemory:
     head_size: int
     head_size_v: int
     num_rows: Any
-    num_tokens: Any
+    num_tokens: Scalar
     first_prompt: Any
-    num_prompts: Any
+    num_prompts: Scalar
     lot: Any
     sm_scale: float
     prompts: Any
     header: Any
-    query: Any
-    keys: Any
-    values: Any
-    bias: Any
-    k_scale: Any
-    v_scale: Any
-    sinks: Any
-    out_ref: Any
-    lse_ref: Any
+    query: Ref
+    keys: Ref
+    values: Ref
+    bias: Ref
+    k_scale: Ref
+    v_scale: Ref
+    sinks: Ref
+    out_ref: Ref
+    lse_ref: Ref
 
     @property
     def claims(self) -> Any:  # noqa: D102
         return self.header.at[1 + self.lot]
 
-    def _field(self, prompt: Any, name: str) -> jax.Array:
+    def _field(self, prompt: Scalar, name: str) -> jax.Array:
         return self.prompts[(self.first_prompt + prompt) * len(FIELDS) + FIELDS.index(name)]
 
-    def q_start(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "q_start")
 
-    def q_len(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "q_len")
 
-    def position(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "position")
 
-    def first_absent(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "first_absent")
 
-    def end(self, prompt: Any) -> jax.Array:  # noqa: D102
+    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "end")
 
-    def factor(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale)
 
-    def weight(self, head: Any, kv_head: Any) -> Any:  # noqa: D102
+    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.v_scale, kv_head)
 
-    def sink(self, head: Any) -> Any:  # noqa: D102
+    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
         return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
 
-    def load_query(self, first: Any, head: Any) -> jax.Array:  # noqa: D102
+    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
         columns = pl.ds(head * self.head_size, self.head_size)
         return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
 
-    def load_bias(self, prompt: Any, first: Any, count: int) -> jax.Array:  # noqa: D102
+    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:  # noqa: D102
         return compat.load(self.bias.at[pl.ds(prompt * self.num_tokens + first, count)], plgpu.Layout.WGMMA.reduce(0))
 
-    def out(self, segment: Any, head: Any) -> tuple[Any, Any, Any]:  # noqa: D102
+    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows
 
-    def first_token(self, prompt: Any, tile: Any, size: int) -> Any:
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
         last = lax.div(self.end(prompt) + (size - 1), jnp.int32(size)) - 1
         return jnp.minimum(tile, jnp.maximum(last, 0)) * size
 
-    def copy(self, values: bool, prompt: Any, kv_head: Any, first: Any, buffer: Any, slot: Any, ready: Any) -> None:  # noqa: D102
+    def copy(  # noqa: D102
+        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
+    ) -> None:
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
         tiles.copy(self.values if values else self.keys, row, buffer, slot, ready)
 
-    def wait(self, ready: Any, slot: Any, times: Callable[[], Any]) -> None:  # noqa: D102
+    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
         tiles.wait(ready, slot, times())
 
 
-def _scale(scale: Any, kv_head: Any) -> Any:
+def _scale(scale: Ref, kv_head: Scalar) -> Scalar:
     if scale is None:
         return jnp.float32(1.0)
     return scale[0] if scale.shape[0] == 1 else scale[kv_head]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.kernels.aliases import Carry, Scalar
 from kvjax.kernels.memory import Number
 from kvjax.kernels.prompts.memory import Memory
 from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig, block_shape
@@ -29,13 +30,13 @@ class Claimed(NamedTuple):
       stop: the tile after the last.
     """
 
-    index: Any
-    prompt: Any
-    before: Any
-    count: Any
-    kv_head: Any
-    start: Any
-    stop: Any
+    index: Scalar
+    prompt: Scalar
+    before: Scalar
+    count: Scalar
+    kv_head: Scalar
+    start: Scalar
+    stop: Scalar
 
 
 class Span(NamedTuple):
@@ -58,11 +59,11 @@ def _span(
     problem: Problem,
     config: PromptConfig,
     memory: Memory,
-    segment: Any,
-    first: Any,
-    last: Any,
-    first_absent: Any,
-    end: Any,
+    segment: Scalar,
+    first: Scalar,
+    last: Scalar,
+    first_absent: Scalar,
+    end: Scalar,
 ) -> Span:
     """The tiles for rows at the positions `first` to `last`.
 
@@ -126,7 +127,7 @@ class Queue:
         return self.memory.num_prompts
 
     @property
-    def _last_prompt(self) -> Any:
+    def _last_prompt(self) -> Scalar:
         return self.num_prompts - 1 if isinstance(self.num_prompts, int) else jnp.maximum(self.num_prompts - 1, 0)
 
     @property
@@ -143,13 +144,13 @@ class Queue:
         """Items of the same rows."""
         return self.memory.num_heads // self._block_shape[0] * self.config.segments
 
-    def _count(self, prompt: Any) -> Any:
+    def _count(self, prompt: Scalar) -> Scalar:
         """Items of a prompt; of the last one, if there is no such."""
         rows = self._block_shape[1]
         q_len = self.memory.q_len(jnp.minimum(prompt, self._last_prompt))
         return lax.div(jnp.maximum(q_len, 0) + (rows - 1), jnp.int32(rows)) * self._items_of_rows
 
-    def first(self, index: Any) -> Claimed:
+    def first(self, index: Scalar) -> Claimed:
         """The item of an index, from the first prompt on."""
         zero = jnp.int32(0)
         return self.seek(Claimed(index, zero, zero, self._count(zero), zero, zero, zero))
@@ -158,11 +159,11 @@ class Queue:
         """The item of `claimed.index`, which is not before the item that the other fields describe."""
         index = claimed.index
 
-        def is_later(at: Any) -> Any:
+        def is_later(at: Carry) -> Scalar:
             prompt, before, count = at
             return (prompt < self.num_prompts) & (index - before >= count)
 
-        def next_prompt(at: Any) -> Any:
+        def next_prompt(at: Carry) -> Carry:
             prompt, before, count = at
             return prompt + 1, before + count, self._count(prompt + 1)
 
@@ -173,7 +174,7 @@ class Queue:
         stop = jnp.where(prompt < self.num_prompts, stop, start)
         return found._replace(kv_head=item.kv_head, start=start, stop=stop)
 
-    def item(self, claimed: Claimed, warpgroup: Any) -> Item:
+    def item(self, claimed: Claimed, warpgroup: Scalar) -> Item:
         """A warpgroup's part of an item; if there is none, one that no row belongs to, of the last prompt."""
         memory, (heads, rows) = self.memory, self._block_shape
         prompt = jnp.minimum(claimed.prompt, self._last_prompt)

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.prompts.memory import Memory
 from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
@@ -46,13 +47,13 @@ class Scratch(NamedTuple):
       turn: a barrier of the warpgroups; see above.
     """
 
-    query: Any
-    keys: Any
-    values: Any
-    claimed: Any
-    keys_full: Any
-    values_full: Any
-    turn: Any
+    query: Ref
+    keys: Ref
+    values: Ref
+    claimed: Ref
+    keys_full: Ref
+    values_full: Ref
+    turn: Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,9 @@ class Rows:
     memory: Memory
     scratch: Scratch
     queue: Queue
-    warpgroup: Any
+    warpgroup: Scalar
     item: Item
-    step: Any
+    step: Scalar
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
@@ -157,7 +158,7 @@ class Rows:
         return following, next_rows.step
 
     @property
-    def _copied_base(self) -> Any:
+    def _copied_base(self) -> Scalar:
         """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
         return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
 
@@ -186,21 +187,21 @@ class Rows:
     def _claimed(self) -> Claimed:
         return Claimed(*(self.scratch.claimed[i] for i in range(len(Claimed._fields))))
 
-    def _slot(self, tile: Any) -> Any:
+    def _slot(self, tile: Scalar) -> Scalar:
         """The stage of a tile."""
         return lax.rem(self.step + tile - self.item.span.start, jnp.int32(self.config.stages))
 
-    def _wait(self, ready: Any, tile: Any) -> None:
+    def _wait(self, ready: Ref, tile: Scalar) -> None:
         number = self.step + tile - self.item.span.start
         self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
-    def _copy_keys(self, tile: Any) -> None:
+    def _copy_keys(self, tile: Scalar) -> None:
         self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
 
-    def _copy_values(self, tile: Any) -> None:
+    def _copy_values(self, tile: Scalar) -> None:
         self._copy(tile, True, self.scratch.values, self.scratch.values_full)
 
-    def _copy(self, tile: Any, values: bool, buffer: Any, ready: Any) -> None:
+    def _copy(self, tile: Scalar, values: bool, buffer: Ref, ready: Ref) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
         item = self.item
 
@@ -222,7 +223,7 @@ class Rows:
         plgpu.barrier_arrive(self.scratch.turn)
         plgpu.barrier_wait(self.scratch.turn)
 
-    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Any, state: Any) -> Any:
+    def _tile(self, own_query: Any, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits."""
         _, keys, values, _, keys_full, values_full, turn = self.scratch
         acc, largest, total = state
@@ -267,7 +268,7 @@ class Rows:
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total
 
-    def _masked(self, logits: jax.Array, tile: Any) -> jax.Array:
+    def _masked(self, logits: jax.Array, tile: Scalar) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see."""
         first = self._copied_base - self.item.q_start + self.item.position
         config = self.config
@@ -290,7 +291,7 @@ def run(problem: Problem, config: PromptConfig, memory: Memory, scratch: Scratch
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Any) -> Rows:
+    def rows(item: Item, step: Scalar) -> Rows:
         return Rows(problem, config, memory, scratch, queue, warpgroup, item, step)
 
     @pl.when(first.prompt < queue.num_prompts)
@@ -300,7 +301,7 @@ def run(problem: Problem, config: PromptConfig, memory: Memory, scratch: Scratch
         pl.when(warpgroup == 1)(functools.partial(first_rows.begin, claimed))
         first_rows.store_query(first_rows.load_query())
 
-        def is_item(state: Any) -> Any:
+        def is_item(state: Carry) -> Scalar:
             return state[0].prompt < queue.num_prompts
 
         lax.while_loop(is_item, lambda state: rows(*state).run(), (first, zero))

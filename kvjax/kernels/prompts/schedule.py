@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.prompts.memory import FIELDS
 from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units
@@ -83,7 +84,7 @@ def any_schedule(kind: StepKind) -> AnyCount:
     decodes = kind.decode_q_len > 0
     results = "prompts", "header", "out", "lse", *(("packed", "places", "lens") if decodes else ())
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], scratch: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         _schedule(kind, counts, arrays, scratch[0])
 
     shared = [plgpu.SMEM((4 * WARPS,), np.dtype(np.uint8))]
@@ -110,8 +111,8 @@ class _Schedule:
 
     kind: StepKind
     counts: Mapping[str, Number]
-    arrays: Mapping[str, Any]
-    shared: Any
+    arrays: Mapping[str, Ref]
+    shared: Ref
     thread: jax.Array
 
     def run(self) -> None:
@@ -264,7 +265,7 @@ class _Schedule:
         lanes.store_global(arrays["prompts"], index, row, self.thread < len(FIELDS))
 
 
-def _schedule(kind: StepKind, counts: Mapping[str, Number], arrays: Mapping[str, Any], shared: Any) -> None:
+def _schedule(kind: StepKind, counts: Mapping[str, Number], arrays: Mapping[str, Ref], shared: Ref) -> None:
     _Schedule(kind, counts, arrays, shared, lanes.thread_index()).run()
 
 
@@ -273,7 +274,7 @@ def _divided_up(x: Any, divisor: int) -> jax.Array:
     return lax.div(x, jnp.int32(divisor)) + (lax.rem(x, jnp.int32(divisor)) > 0).astype(jnp.int32)
 
 
-def _over_block(shared: Any, of_warp: jax.Array, operation: Callable[..., jax.Array]) -> jax.Array:
+def _over_block(shared: Ref, of_warp: jax.Array, operation: Callable[..., jax.Array]) -> jax.Array:
     """A scalar of the four numbers that the warps of a block hold."""
     thread = lanes.thread_index()
     warp = thread >> LANES.bit_length() - 1

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, lanes
+from kvjax.kernels.aliases import DType, Ref, Scalar
 from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.registers import THREADS
 
@@ -32,19 +33,21 @@ class Units(NamedTuple):
     in_row: int
 
     @classmethod
-    def of(cls, elements: int, dtype: np.dtype[Any], is_aligned: bool = True) -> Units:
+    def of(cls, elements: int, dtype: DType, is_aligned: bool = True) -> Units:
         """Those of a row of so many elements, which is aligned to 4 bytes if its size is, unless not `is_aligned`."""
         num_bytes = elements * dtype.itemsize
         size = 4 if num_bytes % 4 == 0 and (is_aligned or dtype.itemsize == 4) else 2
         return cls(size, num_bytes // size)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """The dtype that units are passed as."""
         return np.dtype(np.uint16 if self.size == 2 else np.int32)
 
 
-def copy_units(source: Any, start: Any, target: Any, to: Any, units: Units, thread: jax.Array, condition: Any) -> None:
+def copy_units(
+    source: Ref, start: Scalar, target: Any, to: Scalar, units: Units, thread: jax.Array, condition: Any
+) -> None:
     """Copies a row from unit `start` on to unit `to` on; where `condition` does not hold, stores zeros."""
 
     def copy(i: jax.Array, _: None) -> None:
@@ -56,7 +59,7 @@ def copy_units(source: Any, start: Any, target: Any, to: Any, units: Units, thre
     lax.fori_loop(0, -(-units.in_row // (_AT_ONCE * THREADS)), copy, None)
 
 
-def fill_units(target: Any, start: Any, units: Units, thread: jax.Array) -> None:
+def fill_units(target: Any, start: Scalar, units: Units, thread: jax.Array) -> None:
     """Stores zeros in a row."""
 
     def fill(i: jax.Array, _: None) -> None:
@@ -76,7 +79,7 @@ def any_placement(results: Units, num_heads: int) -> AnyCount:
     """
     written = "out", "lse"
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
         packed, thread = lax.axis_index("program"), lanes.thread_index()
         row = arrays["places"][packed]
 

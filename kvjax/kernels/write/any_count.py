@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import UnsupportedError
+from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -43,7 +44,7 @@ def any_count(
     spec: AttentionSpec,
     rows: tuple[RowMemory, RowMemory],
     pages: tuple[PageMemory, PageMemory],
-    slot_dtype: np.dtype[Any],
+    slot_dtype: DType,
     scale_sizes: tuple[int, int],
     *,
     unique_slots: bool,
@@ -79,7 +80,7 @@ def any_count(
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Any], staged: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], staged: Sequence[Any]) -> None:
         num_tokens = counts["num_tokens"]
         destinations = [memory.pages(arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
         step = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import Pages, Rows
 from kvjax.kernels.write import plan, program
@@ -61,7 +62,7 @@ def write(
     if words_per_slot == 2:
         slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
-    def body(slots: Any, key: Any, value: Any, k_scale: Any, v_scale: Any, pages: Any, *others: Any) -> None:
+    def body(slots: Any, key: Any, value: Any, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
         operands = [
             KVOperand(codec, Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for codec, rows, scale, regions in zip(codecs, (key, value), (k_scale, v_scale), spec.regions, strict=True)

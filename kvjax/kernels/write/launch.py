@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import DType, Kernel
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.target import Target
 from kvjax.kernels.write.rotation_step import key_staging
@@ -21,8 +21,8 @@ def write_kernel(
     tokens: int,
     grid: int,
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
-    rotated_dtype: np.dtype[Any] | None = None,
-) -> Callable[..., Any]:
+    rotated_dtype: DType | None = None,
+) -> Kernel:
     """A kernel of `body` over programs of up to `tokens` tokens.
 
     `body` takes the references and then the shared memory: data and scales of keys, data and scales of values, of those

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import DTypeLike, Ref
 from kvjax.kernels.codecs import LoadedRows
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.write.plan import WriteConfig
@@ -40,7 +41,7 @@ class Program(NamedTuple):
     """
 
     spec: AttentionSpec
-    dtype: Any
+    dtype: DTypeLike
     slots: Slots
     tokens: int
     first: jax.Array
@@ -56,7 +57,7 @@ def run(
     spec: AttentionSpec,
     config: WriteConfig,
     num_tokens: Number,
-    dtype: Any,
+    dtype: DTypeLike,
     rotation: RotationStep | None = None,
 ) -> None:
     """The body of the kernel.
@@ -153,7 +154,7 @@ def _load_rows(
     return positions, copies, [list(rows) for rows in zip(*loaded, strict=True)]
 
 
-def _row_copy(spec: AttentionSpec, operand: KVOperand, dtype: Any) -> RowCopy:
+def _row_copy(spec: AttentionSpec, operand: KVOperand, dtype: DTypeLike) -> RowCopy:
     """The copy of rows of `dtype` whose encoding leaves every element in its place."""
     itemsize = jnp.dtype(operand.pages.ref.dtype).itemsize
     copy = RowCopy.of(spec, operand.pages, 0, itemsize, by_head=operand.scale.shape[0] > 1)
@@ -219,7 +220,7 @@ class _Staged(NamedTuple):
     """
 
     operand: KVOperand
-    refs: Sequence[Any]
+    refs: Sequence[Ref]
     scatters: Sequence[Scatter]
     positions: Sequence[Position]
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax import quant
 from kvjax.kernels import compat, ptx
+from kvjax.kernels.aliases import DType, Layout
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 
@@ -34,7 +34,7 @@ class LoadedHeads(NamedTuple):
     """
 
     pairs: Sequence[jax.Array]
-    layout: Any
+    layout: Layout
     unrotated: jax.Array | None
 
 
@@ -50,7 +50,7 @@ class Rotation:
       table_itemsize: bytes of a table element.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     head_size: int
     rot_dim: int
     is_neox: bool
@@ -86,7 +86,7 @@ class Rotation:
         max_vector = min(run_bytes // column_bytes, table_bytes // self.table_itemsize)
         layout = lane_layout((heads, half), max_vector)
 
-        def load(column: int, columns: int, layout: Any) -> jax.Array:
+        def load(column: int, columns: int, layout: Layout) -> jax.Array:
             rows = source.ref.at[token - source.first, pl.ds(0, heads * self.columns)]
             if compat.interpreting():  # which does not support reshaped references
                 return compat.load(rows, layout).reshape(heads, self.columns)[:, column : column + columns]
@@ -145,7 +145,7 @@ def store_heads(rows: Rows, token: Number, columns: int, values: jax.Array, colu
     compat.store(run.at[:, pl.ds(column, count)], values)
 
 
-def _halves(words: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
+def _halves(words: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Array]:
     low, high = (
         lax.bitcast_convert_type(half.astype(jnp.uint16), dtype).astype(jnp.float32)
         for half in (words & 0xFFFF, words >> 16)
@@ -153,11 +153,11 @@ def _halves(words: jax.Array, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Arra
     return low, high
 
 
-def _narrow(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def _narrow(x: jax.Array, dtype: DType) -> jax.Array:
     return quant.cast(x, dtype) if compat.interpreting() else x.astype(dtype)
 
 
-def _joined(low: jax.Array, high: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+def _joined(low: jax.Array, high: jax.Array, dtype: DType) -> jax.Array:
     kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
 
     def model(low: jax.Array, high: jax.Array) -> jax.Array:

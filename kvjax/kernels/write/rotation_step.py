@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
 from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
@@ -52,8 +52,8 @@ class RotatedMemory:
     rotation: Rotation
     num_heads: int
     query: RowMemory
-    position_dtype: np.dtype[Any]
-    table_dtype: np.dtype[Any]
+    position_dtype: DType
+    table_dtype: DType
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -66,7 +66,7 @@ class RotatedMemory:
             rotated_query.argument("rotated_query", self.rotation.as_columns),
         )
 
-    def step(self, arrays: Mapping[str, Any], last_position: Number, staged_keys: tuple[Any, Any]) -> RotationStep:
+    def step(self, arrays: Mapping[str, Ref], last_position: Number, staged_keys: tuple[Any, Any]) -> RotationStep:
         """The step in a kernel, over the references of `arguments`."""
         words_per_position = self.position_dtype.itemsize // 4
         return RotationStep(
@@ -83,7 +83,7 @@ class RotatedMemory:
 class Positions(NamedTuple):
     """The positions of a call in `ref`, as int32 words, low word first; that of token `t` is number `t`."""
 
-    ref: Any
+    ref: Ref
     words_per_position: int
     last: Number
 
@@ -170,7 +170,7 @@ class RotationStep(NamedTuple):
         self.staged_keys[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
 
 
-def key_staging(spec: AttentionSpec, tokens: int, dtype: np.dtype[Any]) -> Any:
+def key_staging(spec: AttentionSpec, tokens: int, dtype: DType) -> Any:
     """Shared memory for rotated keys of `dtype`, 16 bits wide, as words and as elements."""
     row = spec.num_kv_heads * spec.head_size
     views = plgpu.SMEM((tokens, row // 2), jnp.uint32), plgpu.SMEM((tokens, row), dtype)

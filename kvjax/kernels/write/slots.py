@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.memory import Number
 from kvjax.kernels.registers import THREADS, lane_layout
 from kvjax.spec import AttentionSpec
@@ -38,7 +39,7 @@ class Slots(NamedTuple):
       num_layers: layers of the cache.
     """
 
-    ref: Any
+    ref: Ref
     words_per_slot: int
     last_slot: Number
     num_searched: Number | None

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, warpgroups
+from kvjax.kernels.aliases import Layout, Scalar
 from kvjax.kernels.codecs import Codec
 from kvjax.kernels.memory import Number, Pages, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
@@ -34,7 +35,7 @@ class KVOperand(NamedTuple):
 
     codec: Codec
     rows: Rows
-    scale: Any
+    scale: Scalar
     pages: Pages
     scale_pages: Pages | None = None
 
@@ -88,7 +89,7 @@ class RowCopy:
         return offset
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """The register layout of a token's rows."""
         return lane_layout((self.rows, self.columns), self.max_vector)
 
@@ -130,7 +131,7 @@ class Scatter:
         return self.copy.rows * self.copy.columns // self.chunk_bytes
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """The register layout of one number per chunk, padded to whole warpgroups."""
         return lane_layout((self._padded_chunks,), 1)
 
