@@ -97,7 +97,8 @@ def any_count(
         def write_as(rung: Rung) -> None:
             num_searched = None if unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
-            program.run(own_slots, operands, staged, spec, rung.config, num_tokens, rows[0].dtype, step)
+            call = program.Call(spec, rung.config, num_tokens, rows[0].dtype)
+            program.run(own_slots, operands, staged, call, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
             name, later_name = (f"from {each.min_tokens} tokens on" for each in (rung, later))
