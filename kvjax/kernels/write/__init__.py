@@ -20,6 +20,7 @@ How rows are encoded is `kvjax.kernels.codecs`. Modules:
 - `any_count`: the entry point for caller-owned memory, whose sizes and addresses are known at launch.
 """
 
+from kvjax.kernels.write.any_count import WriteKind as WriteKind
 from kvjax.kernels.write.any_count import any_count as any_count
 from kvjax.kernels.write.arrays import WriteArrays as WriteArrays
 from kvjax.kernels.write.arrays import write as write
