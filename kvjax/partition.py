@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -264,20 +264,23 @@ def run_on_shares(
                 f"{what}: got num_seqs={size} for a cache whose blocks are divided into {shares} shares, expected a"
                 f" multiple of {shares}: each share serves num_seqs / {shares} consecutive sequences"
             )
-    return _run_on_shares(kv, args, what, function, signature, partition, spec, tuple(static.items()))
+    return _run_on_shares(kv, args, _Divided(what, function, signature, partition, spec, tuple(static.items())))
 
 
-@functools.partial(jax.jit, static_argnums=range(2, 8), inline=True)
-def _run_on_shares(
-    kv: jax.Array,
-    args: tuple[jax.Array | None, ...],
-    what: str,
-    function: Callable[..., Any],
-    signature: Signature,
-    partition: Partition,
-    spec: AttentionSpec,
-    static: tuple[tuple[str, Any], ...],
-) -> Any:
+class _Divided(NamedTuple):
+    """The static arguments of `run_on_shares`."""
+
+    what: str
+    function: Callable[..., Any]
+    signature: Signature
+    partition: Partition
+    spec: AttentionSpec
+    static: tuple[tuple[str, Any], ...]
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _run_on_shares(kv: jax.Array, args: tuple[jax.Array | None, ...], divided: _Divided) -> Any:
+    what, function, signature, partition, spec, static = divided
     share, sharding = partition.share(spec), partition.sharding(spec)
 
     def on_share(kv: jax.Array, *args: Any) -> Any:

@@ -19,6 +19,7 @@ from support.helpers import INPUT_DTYPES, assert_same_bytes, simple_spec
 
 import kvjax
 from kvjax import (
+    FullAttentionSpec,
     KVCache,
     KVCacheTypeError,
     KVCacheValueError,
@@ -312,8 +313,9 @@ def test_means_of_several_chunks_and_of_dense_16_bit_values_do_not_overflow(monk
     def read(number):
         return jnp.zeros_like(values), values, jnp.ones((1, 64), bool)
 
-    static = {"num_kv_heads": 1, "head_size_v": 16, "sm_scale": 1.0, "window": None, "logits_soft_cap": None}
-    out, lse = softmax.attend(jnp.ones((1, 1, 2, 16)), read, 2, jnp.full((1, 1), 127), jnp.zeros(2), **static)
+    rows, last, chunks = jnp.ones((1, 1, 2, 16)), jnp.full((1, 1), 127), softmax.Chunks(2, read)
+    spec = FullAttentionSpec(64, 1, 16, dtype="bfloat16")
+    out, lse = softmax.attend(rows, chunks, last, jnp.zeros(2), spec, softmax.Softmax(1.0))
     np.testing.assert_allclose(out, np.full(out.shape, np.float64(values[0, 0, 0, 0]) * 128 / 129), rtol=1e-6)
     np.testing.assert_allclose(lse, np.full(lse.shape, np.log(129)), rtol=1e-6)
 

@@ -82,7 +82,8 @@ def interleaved_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
         return kernels.gather_kernel(spec, pages, BFLOAT16, (1, 1), scale_pages)
     rows = [kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size, 16) for size in (spec.head_size, spec.head_size_v)]
     options = {"unique_slots": False, "scale_pages": scale_pages}
-    return kernels.write_kernel(spec, (rows[0], rows[1]), pages, np.dtype(np.int64), (1, 1), **options)
+    kind = kernels.WriteKind(spec, (rows[0], rows[1]), pages, np.dtype(np.int64), (1, 1), **options)
+    return kernels.write_kernel(kind)
 
 
 def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) -> list[jax.Array]:

@@ -201,16 +201,17 @@ def rope_kernel(case: dict[str, Any]) -> kernels.AnyCount:
     rows = kernels.RowMemory(BFLOAT16, (num_heads + 2 * num_kv_heads) * 128, 16)
     turn = kernels.Rotation(BFLOAT16, 128, case["rotated"], case["is_neox"], table_itemsize=4)
     rotated = kernels.RotatedMemory(turn, num_heads, rows, np.dtype(np.int64), np.dtype(np.float32))
-    return kernels.write_kernel(
+    kind = kernels.WriteKind(
         spec,
         (rows, rows),
         page_memory(spec),
         np.dtype(np.int64),
         (1, 1),
-        unique_slots=case["unique_slots"],
-        rotated=rotated,
-        scale_pages=scale_memory(spec),
+        case["unique_slots"],
+        scale_memory(spec),
+        rotated,
     )
+    return kernels.write_kernel(kind)
 
 
 def call_rope(case: dict[str, Any], *arrays: jax.Array) -> list[jax.Array]:

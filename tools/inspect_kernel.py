@@ -130,8 +130,8 @@ def main() -> None:
     from jax import ShapeDtypeStruct
 
     from kvjax import FullAttentionSpec, KVCacheDType
-    from kvjax.kernels.gather import GatherConfig, gather
-    from kvjax.kernels.write import WriteConfig, write
+    from kvjax.kernels.gather import GatherArrays, GatherConfig, gather
+    from kvjax.kernels.write import WriteArrays, WriteConfig, write
 
     spec = FullAttentionSpec(
         args.block_size,
@@ -151,12 +151,13 @@ def main() -> None:
         function = functools.partial(
             write, spec=spec, config=WriteConfig(args.tokens, args.split_kv), unique_slots=args.unique_slots
         )
-        inspect(function, (pages, rows, rows, slots, scale, scale), args.target, donate_argnums=0, show=args.show)
+        arrays = WriteArrays(rows, rows, slots, scale, scale)
+        inspect(function, (pages, arrays), args.target, donate_argnums=0, show=args.show)
     else:
         table = ShapeDtypeStruct((64, -(-num_blocks // 64)), jnp.int32)
         lengths = ShapeDtypeStruct((64,), jnp.int32)
         function = functools.partial(gather, spec=spec, dtype=dense_dtype, config=GatherConfig(tokens=args.tokens))
-        inspect(function, (pages, table, lengths, scale, scale), args.target, show=args.show)
+        inspect(function, (pages, GatherArrays(table, lengths, scale, scale)), args.target, show=args.show)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ The names exported here are for launchers that pass addresses instead of JAX arr
 """
 
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
+from kvjax.kernels.attention.any_batch import AttentionKind as AttentionKind
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
 from kvjax.kernels.attention.choice import BATCHES as ATTENTION_BATCHES
 from kvjax.kernels.attention.choice import passes as attention_passes
+from kvjax.kernels.attention.problem import Softmax as Softmax
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
@@ -36,6 +38,7 @@ from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
 from kvjax.kernels.write import Rotation as Rotation
+from kvjax.kernels.write import WriteKind as WriteKind
 from kvjax.kernels.write import any_count as write_kernel
 from kvjax.pages import PageRegion as PageRegion
 
@@ -48,15 +51,18 @@ __all__ = [
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
+    "AttentionKind",
     "PageMemory",
     "PageRegion",
     "PromptKind",
     "RotatedMemory",
     "Rotation",
     "RowMemory",
+    "Softmax",
     "StepKind",
     "Target",
     "Units",
+    "WriteKind",
     "attention_kernels",
     "attention_passes",
     "gather_kernel",

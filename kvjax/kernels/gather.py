@@ -179,24 +179,38 @@ class Piece:
             compat.store(dense, rows)
 
 
+class GatherArrays(NamedTuple):
+    """The sequences to gather, and how they are stored.
+
+    Attributes:
+      block_table: int32 `[num_seqs, max_blocks]`.
+      seq_lens: int32 `[num_seqs]`.
+      k_scale: float32 `[1]` or `[num_kv_heads]`.
+      v_scale: likewise.
+      layer: int32 scalar, the layer to read, as in the write; None for pages of one layer.
+    """
+
+    block_table: jax.Array
+    seq_lens: jax.Array
+    k_scale: jax.Array
+    v_scale: jax.Array
+    layer: jax.Array | None = None
+
+
 def gather(
     pages: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
+    arrays: GatherArrays,
     spec: AttentionSpec,
     dtype: DType,
     config: GatherConfig,
-    layer: jax.Array | None = None,
     num_layers: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` (`head_size_v`), of `dtype`.
 
-    `pages` are flat, `[num_blocks, page_elements]` of the storage dtype; `block_table` `[num_seqs, max_blocks]` and
-    `seq_lens` are int32; scales are float32, `[1]` or `[num_kv_heads]`. Of `num_layers` layers the pages are
-    `[num_blocks * num_layers, page_elements]`, and `layer` is an int32 scalar, as in the write.
+    `pages` are flat, `[num_blocks, page_elements]` of the storage dtype; of `num_layers` layers
+    `[num_blocks * num_layers, page_elements]`.
     """
+    block_table, seq_lens, k_scale, v_scale, layer = arrays
     num_seqs, max_blocks = block_table.shape
     num_entries, last_block = num_seqs * max_blocks, pages.shape[0] // num_layers - 1
     layers, codecs = [] if layer is None else [layer.reshape(1)], codecs_of(spec)
@@ -304,31 +318,33 @@ def _gather_tokens(
     num_valid = jnp.where(is_page, jnp.maximum(seq_lens[seq], 0) - position, 0)
     first = seq * (table.max_blocks * spec.block_size) + position
     operands = [each._replace(dense=each.dense.at[pl.ds(first, config.tokens)]) for each in operands]
-    decode_tokens(operands, page, part * config.tokens, num_valid, (None, None), spec, config.tokens, dtype)
+    decode_tokens(operands, PageTokens(page, part * config.tokens, config.tokens, num_valid), spec, dtype)
 
 
-def decode_tokens(
-    operands: Sequence[KVOperand],
-    page: jax.Array,
-    token: jax.Array,
-    num_valid: jax.Array,
-    first_valid: Sequence[Any],
-    spec: AttentionSpec,
-    num_tokens: int,
-    dtype: DType,
-) -> None:
-    """Stores a program's tokens.
+class PageTokens(NamedTuple):
+    """Tokens of a page.
 
-    Args:
-      operands: keys and values; `dense` are the places of these tokens alone.
+    Attributes:
       page: the page that they are in.
       token: the first of them in the page.
+      number: how many they are.
       num_valid: how many of them to read, at most; the others are zeros.
       first_valid: for keys and for values the first that is not zero, or None.
-      spec: of the pages.
-      num_tokens: their number.
-      dtype: of the elements.
     """
+
+    page: jax.Array
+    token: jax.Array
+    number: int
+    num_valid: jax.Array
+    first_valid: Sequence[Any] = (None, None)
+
+
+def decode_tokens(operands: Sequence[KVOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
+    """Stores a program's tokens, as elements of `dtype`.
+
+    `operands` are keys and values, whose `dense` are the places of these tokens alone; the pages are those of a spec.
+    """
+    page, token, num_tokens, num_valid, first_valid = tokens
     pieces: list[tuple[Piece, Callable[..., list[jax.Array]], Any]] = []
     for (codec, pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
         data, *scales = pages.regions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -277,21 +277,28 @@ _ANY_THREAD = """{
 }"""
 
 
-def copy_each(
-    source: Ref,
-    starts: jax.Array,
-    destination: Ref,
-    rows: jax.Array,
-    columns: jax.Array,
-    condition: jax.Array,
-    size: int,
-    layout: Layout,
-) -> None:
+class Copies(NamedTuple):
+    """What `copy_each` copies, for each element; indices are int32.
+
+    Attributes:
+      starts: the byte of the source, a multiple of the size.
+      rows: the row of the destination.
+      columns: the byte in this row, a multiple of the size.
+      condition: whether to copy, bool.
+    """
+
+    starts: jax.Array
+    rows: jax.Array
+    columns: jax.Array
+    condition: jax.Array
+
+
+def copy_each(source: Ref, destination: Ref, copies: Copies, size: int, layout: Layout) -> None:
     """Copies `size` bytes (up to 16) for each element whose condition holds; each thread copies for its own elements.
 
-    Copies from byte `starts` of `source`, shared memory of any dtype, to byte `columns` of row `rows` of `destination`,
-    a two-dimensional uint8 reference. `starts` and `columns` are multiples of `size`; indices are int32.
+    `source` is shared memory of any dtype, `destination` a two-dimensional uint8 reference.
     """
+    starts, rows, columns, condition = copies
     if interpreting():
         flat = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
         for i in range(starts.shape[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,26 @@ from kvjax.ops.arguments import (
     check_devices,
     reach_of,
 )
-from kvjax.ops.gather import as_sequences, in_one_layer, own_sequences
+from kvjax.ops.gather import Stored, as_sequences, in_one_layer, own_sequences
 from kvjax.ops.options import as_bool, as_sm_scale, as_soft_cap
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.partition import Signature, partition_of
 from kvjax.spec import AttentionSpec
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Arguments of `paged_attention` by name, which do not decide what it returns."""
+
+    layer: ArrayLike | None
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
+    sm_scale: float | None
+    sliding_window: Window
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    batch_invariant: bool
+    implementation: str | None
 
 
 @overload
@@ -43,16 +57,8 @@ def paged_attention(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
-    layer: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    sm_scale: float | None = ...,
-    sliding_window: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
 
 
@@ -63,16 +69,8 @@ def paged_attention(
     block_table: ArrayLike,
     seq_lens: ArrayLike,
     *,
-    layer: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    sm_scale: float | None = ...,
-    sliding_window: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: ArrayLike | None = ...,
     return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    implementation: str | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -149,7 +147,8 @@ def paged_attention(
     num_seqs, q_len = rows.shape[:2]
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), q_len, q_len)
-    sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, num_seqs, last_tokens=reach)
+    stored = Stored(layer, k_scale, v_scale)
+    sequences = as_sequences(cache, block_table, seq_lens, stored, num_seqs, last_tokens=reach)
     batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
     asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes)

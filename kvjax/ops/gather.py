@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def gather_kv(
     check_cache(cache)
     cache = local_view(cache)
     spec = cache.spec
-    sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale)
+    sequences = as_sequences(cache, block_table, seq_lens, Stored(layer, k_scale, v_scale))
     out = _result_dtype(dtype, spec)
     serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
     keys, values = serve(cache, *sequences, dtype=out)
@@ -89,13 +89,19 @@ def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]
     return out
 
 
+class Stored(NamedTuple):
+    """Which of a cache's layers a call reads, and with which scales, as the caller gives them."""
+
+    layer: ArrayLike | None
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
+
+
 def as_sequences(
     cache: KVCache,
     block_table: ArrayLike,
     seq_lens: ArrayLike,
-    layer: ArrayLike | None,
-    k_scale: ArrayLike | None,
-    v_scale: ArrayLike | None,
+    stored: Stored,
     num_seqs: int | None = None,
     last_tokens: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
@@ -105,14 +111,14 @@ def as_sequences(
     one for each), earlier entries are neither checked nor attributed to another share.
     """
     check_array("block_table", block_table, [("num_seqs", num_seqs), ("max_blocks", None)], INDEX_DTYPES)
-    check_devices(cache, block_table=block_table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, v_scale=v_scale)
+    check_devices(cache, block_table=block_table, seq_lens=seq_lens, **stored._asdict())
     check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
     if last_tokens is not None and (is_checked() or cache.sharding is not None):
         block_table = _last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
     if is_checked():
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
-    layer = as_layer(cache, layer)
-    scales = as_scales(cache, layer, k_scale, v_scale)
+    layer = as_layer(cache, stored.layer)
+    scales = as_scales(cache, layer, stored.k_scale, stored.v_scale)
     lengths = as_lengths(seq_lens)
     if lengths.dtype != jnp.int32:
         lengths = jnp.clip(lengths, 0, np.iinfo(np.int32).max).astype(jnp.int32)
@@ -195,9 +201,9 @@ def gather_mosaic(
     if not spec.dtype.is_quantized:
         pages = from_array_dtype(pages, spec.storage_dtype)
     scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
+    arrays = kernel.GatherArrays(block_table, seq_lens, *scales, layer)
     config = kernel.GatherConfig.choose(spec, dtype)
-    num_layers = cache.num_layers or 1
-    return kernel.gather(pages, block_table, seq_lens, *scales, spec, dtype, config, layer, num_layers)
+    return kernel.gather(pages, arrays, spec, dtype, config, cache.num_layers or 1)
 
 
 def own_sequences(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from kvjax.ops.arguments import (
     reach_of,
 )
 from kvjax.ops.attention import (
+    AttentionOptions,
     as_read,
     attended,
     attention_mosaic,
@@ -38,7 +39,7 @@ from kvjax.ops.attention import (
     own_query_sequences,
     why_no_kernels,
 )
-from kvjax.ops.gather import as_sequences, in_one_layer
+from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
@@ -49,6 +50,14 @@ TILE_ROWS = 64
 """Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
 
 
+class RaggedOptions(AttentionOptions, total=False):
+    """Arguments of `ragged_paged_attention` by name, which do not decide what it returns."""
+
+    max_q_len: int | None
+    max_prompts: int | None
+    decode_q_len: int | None
+
+
 @overload
 def ragged_paged_attention(
     query: ArrayLike,
@@ -57,19 +66,8 @@ def ragged_paged_attention(
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
     *,
-    layer: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    sm_scale: float | None = ...,
-    sliding_window: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    max_q_len: int | None = ...,
-    max_prompts: int | None = ...,
-    decode_q_len: int | None = ...,
-    implementation: str | None = ...,
+    **options: Unpack[RaggedOptions],
 ) -> jax.Array: ...
 
 
@@ -81,19 +79,8 @@ def ragged_paged_attention(
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
     *,
-    layer: ArrayLike | None = ...,
-    k_scale: ArrayLike | None = ...,
-    v_scale: ArrayLike | None = ...,
-    sm_scale: float | None = ...,
-    sliding_window: Window = ...,
-    logits_soft_cap: float | None = ...,
-    sinks: ArrayLike | None = ...,
     return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    max_q_len: int | None = ...,
-    max_prompts: int | None = ...,
-    decode_q_len: int | None = ...,
-    implementation: str | None = ...,
+    **options: Unpack[RaggedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -190,7 +177,7 @@ def ragged_paged_attention(
         bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
     window, window_array = as_window(sliding_window, spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
-    sequences = as_sequences(cache, block_table, seq_lens, layer, k_scale, v_scale, last_tokens=reach)
+    sequences = as_sequences(cache, block_table, seq_lens, Stored(layer, k_scale, v_scale), last_tokens=reach)
     sm_scale = as_sm_scale(sm_scale, spec.head_size)
     sizes = None
     if batch_invariant:

@@ -194,18 +194,10 @@ def write_mosaic(
     pages = flat_pages(cache)
     if not spec.dtype.is_quantized:
         pages = from_array_dtype(pages, spec.storage_dtype)
+    arrays = kernel.WriteArrays(key, value, slot_mapping, *scales, layer)
+    num_layers = cache.num_layers or 1
     written = kernel.write(
-        pages,
-        key,
-        value,
-        slot_mapping,
-        *scales,
-        spec,
-        config,
-        unique_slots=unique_slots,
-        layer=layer,
-        num_layers=cache.num_layers or 1,
-        rotated=rotated,
+        pages, arrays, spec, config, unique_slots=unique_slots, num_layers=num_layers, rotated=rotated
     )
     query, written = (None, written) if rotated is None else written
     kv = lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)

@@ -62,15 +62,10 @@ def write_kernel(spec: AttentionSpec, slot_dtype: type = np.int64, **options: An
     rows = [
         kernels.RowMemory(BFLOAT16, spec.num_kv_heads * size + 64, 16) for size in (spec.head_size, spec.head_size_v)
     ]
-    return kernels.write_kernel(
-        spec,
-        (rows[0], rows[1]),
-        page_memory(spec),
-        np.dtype(slot_dtype),
-        (1, 1),
-        scale_pages=scale_memory(spec),
-        **{"unique_slots": False} | options,
-    )
+    target = options.pop("target", None)
+    options |= {"scale_pages": scale_memory(spec)}
+    kind = kernels.WriteKind(spec, (rows[0], rows[1]), page_memory(spec), np.dtype(slot_dtype), (1, 1), **options)
+    return kernels.write_kernel(kind, target)
 
 
 def gather_kernel(spec: AttentionSpec) -> kernels.AnyCount:
@@ -86,16 +81,14 @@ def attention_kernels(
     interleaved: bool = False,
     **options: Any,
 ) -> kernels.AnyBatch:
-    known = {"sm_scale": 0.125, "window": None, "logits_soft_cap": None, "has_sinks": False} | options
-    known = {"batch_invariant": False, "target": kernels.Target()} | known
-    num_heads = group * spec.num_kv_heads
-    memory = beside_memory(spec) if options.get("one_memory") else page_memory(spec)
-    scales = scale_memory(spec)
+    target = options.pop("target", kernels.Target())
+    own = {name: options.pop(name) for name in ("has_sinks", "one_memory") if name in options}
+    memory, scales = beside_memory(spec) if own.get("one_memory") else page_memory(spec), scale_memory(spec)
     if interleaved:
         memory, scales = interleaved_memory(spec)
-    return kernels.attention_kernels(
-        spec, memory, dtype, (1, 1), num_heads=num_heads, q_len=q_len, scale_pages=scales, **known
-    )
+    softmax, num_heads = kernels.Softmax(**{"sm_scale": 0.125} | options), group * spec.num_kv_heads
+    kind = kernels.AttentionKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
+    return kernels.attention_kernels(kind, target)
 
 
 def rotated_write() -> AnyCount:
@@ -108,7 +101,7 @@ def rotated_write() -> AnyCount:
     )
     rows = kernels.RowMemory(BFLOAT16, 1024, 64), kernels.RowMemory(BFLOAT16, 1024, 64)
     options = {"unique_slots": True, "rotated": rotated}
-    return kernels.write_kernel(SPEC, rows, page_memory(SPEC), np.dtype(np.int32), (1, 8), **options)
+    return kernels.write_kernel(kernels.WriteKind(SPEC, rows, page_memory(SPEC), np.dtype(np.int32), (1, 8), **options))
 
 
 def all_kinds() -> dict[str, AnyCount]:

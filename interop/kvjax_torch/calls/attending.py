@@ -143,22 +143,19 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
         values = dataclasses.replace(keys, regions=regions)
-    return kernels.attention_kernels(
+    kind = kernels.AttentionKind(
         plan.cache.spec,
         (keys, values),
         numpy_dtype(plan.dtype),
+        plan.num_heads,
+        plan.q_len,
         plan.scale_sizes,
-        num_heads=plan.num_heads,
-        q_len=plan.q_len,
-        sm_scale=plan.sm_scale,
-        window=plan.window,
-        logits_soft_cap=plan.logits_soft_cap,
-        has_sinks=plan.has_sinks,
-        batch_invariant=plan.batch_invariant,
-        target=target,
+        kernels.Softmax(plan.sm_scale, plan.window, plan.logits_soft_cap, plan.batch_invariant),
+        plan.has_sinks,
         one_memory=places.value_start is not None,
         scale_pages=scale_memory(plan.cache, places.scale_alignments),
     )
+    return kernels.attention_kernels(kind, target)
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def _write_kernel(
 ) -> kernels.AnyCount:
     """The kernel for keys and values with `rows`, the strides of tokens and the alignments of each."""
     keys, values = (kernels.RowMemory(numpy_dtype(plan.dtype), *memory) for memory in rows)
-    return kernels.write_kernel(
+    kind = kernels.WriteKind(
         plan.cache.spec,
         (keys, values),
         page_memory(plan.cache, page_alignments),
@@ -118,5 +118,5 @@ def _write_kernel(
         unique_slots=unique_slots,
         scale_pages=scale_memory(plan.cache, scale_alignments),
         rotated=rotated,
-        target=target,
     )
+    return kernels.write_kernel(kind, target)

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.choice import choose, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs, Softmax
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -59,35 +59,45 @@ class AnyBatch:
         return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
 
 
-def any_batch(
-    spec: AttentionSpec,
-    pages: tuple[PageMemory, PageMemory],
-    query_dtype: DType,
-    scale_sizes: tuple[int, int],
-    *,
-    num_heads: int,
-    q_len: int,
-    sm_scale: float,
-    window: int | None,
-    logits_soft_cap: float | None,
-    has_sinks: bool,
-    batch_invariant: bool,
-    target: Target,
-    one_memory: bool = False,
-    scale_pages: tuple[PageMemory, PageMemory] | None = None,
-) -> AnyBatch:
-    """The attention of one of `passes`, over pages given for keys and for values.
+@dataclasses.dataclass(frozen=True)
+class AttentionKind:
+    """What the attention of one of `passes` over caller-owned memory is compiled for.
 
-    With `one_memory`, values are in the pages of keys, and so are the positions of their rows; the kernel does not read
-    its argument for values. `scale_pages` are those of scales of each token and head in arrays of their own; elsewhere
-    these are in the pages.
+    Attributes:
+      spec: the cache's.
+      pages: memory of the keys' and of the values' pages.
+      query_dtype: float16 or bfloat16.
+      num_heads: heads of the query.
+      q_len: query tokens of each sequence.
+      scale_sizes: elements of k_scale and v_scale: 1, or `num_kv_heads`.
+      softmax: the options.
+      has_sinks: whether heads have sinks.
+      one_memory: whether values are in the pages of keys, and so are the positions of their rows. The kernel then does
+        not read its argument for values.
+      scale_pages: memory of scales of each token and head in arrays of their own; elsewhere these are in the pages.
     """
+
+    spec: AttentionSpec
+    pages: tuple[PageMemory, PageMemory]
+    query_dtype: DType
+    num_heads: int
+    q_len: int
+    scale_sizes: tuple[int, int]
+    softmax: Softmax
+    has_sinks: bool = False
+    one_memory: bool = False
+    scale_pages: tuple[PageMemory, PageMemory] | None = None
+
+
+def any_batch(kind: AttentionKind, target: Target) -> AnyBatch:
+    """The attention of a kind on a GPU."""
+    softmax = kind.softmax
     problem = Problem(
-        spec=spec,
-        memory=pages,
-        query_dtype=np.dtype(query_dtype),
-        q_len=q_len,
-        num_heads=num_heads,
+        spec=kind.spec,
+        memory=kind.pages,
+        query_dtype=np.dtype(kind.query_dtype),
+        q_len=kind.q_len,
+        num_heads=kind.num_heads,
         num_seqs=0,
         max_blocks=0,
         table_stride=0,
@@ -95,15 +105,15 @@ def any_batch(
         num_blocks=0,
         num_layers=1,
         has_layer=False,
-        sm_scale=sm_scale,
-        window=restricting(window, q_len),
-        logits_soft_cap=logits_soft_cap,
-        scale_sizes=scale_sizes,
-        one_memory=one_memory,
-        has_sinks=has_sinks,
-        batch_invariant=batch_invariant,
+        sm_scale=softmax.sm_scale,
+        window=restricting(softmax.window, kind.q_len),
+        logits_soft_cap=softmax.logits_soft_cap,
+        scale_sizes=kind.scale_sizes,
+        one_memory=kind.one_memory,
+        has_sinks=kind.has_sinks,
+        batch_invariant=softmax.batch_invariant,
         converts_e2m1=target.converts_e2m1,
-        scale_memory=scale_pages,
+        scale_memory=kind.scale_pages,
     )
     return AnyBatch(problem, target)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,20 @@ from kvjax.kernels.registers import LANES, THREADS
 
 SECTOR_ENTRIES = 8
 """Entries of a block table in a sector, the unit of reads from memory."""
+
+
+class Tokens(NamedTuple):
+    """The tokens of a stage that a warp takes.
+
+    Attributes:
+      start: the position of the first one.
+      entries: the start of the sequence's entries in the block table.
+      span: what the sequence's rows see.
+    """
+
+    start: jax.Array
+    entries: jax.Array
+    span: Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +187,7 @@ class Decode:
             is_plain = (start >= span.sees_all_from) & (start + TILE * config.tiles <= span.sees_all_to)
             needs_look = lanes.any_in_warp(~is_plain) | lacks
             ring.wait(slot, parity)
-            state = self.stage(slot, start, entries, span, needs_look, query, factor, state)
+            state = self.stage(slot, Tokens(start, entries, span), needs_look, query, factor, state)
             ring.release(slot)
             return filled, ring.next(slot, parity), state
 
@@ -185,15 +199,14 @@ class Decode:
     def stage(
         self,
         slot: jax.Array,
-        start: jax.Array,
-        entries: jax.Array,
-        span: Span,
+        tokens: Tokens,
         needs_look: jax.Array,
         query: list[list[list[jax.Array]]],
         factor: jax.Array,
         state: State,
     ) -> State:
-        """One stage, whose first token is at `start`: all tiles of the warp's tokens."""
+        """One stage: all tiles of the warp's tokens."""
+        start, entries, span = tokens
         config, cap = self.config, self.problem.logits_soft_cap
         logits = [self.keys.logits(slot, tile, query) for tile in range(config.tiles)]
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]

@@ -22,7 +22,7 @@ from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.gather import GatherConfig, KVOperand, decode_tokens
+from kvjax.kernels.gather import GatherConfig, KVOperand, PageTokens, decode_tokens
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -158,8 +158,8 @@ def _gather(
             ]
             # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
             first = None, field("first_seen") - position
-            token = lax.rem(position, size)
-            decode_tokens(operands, entry, token, num_valid, first, spec, tokens, dtype)
+            of_page = PageTokens(entry, lax.rem(position, size), tokens, num_valid, first)
+            decode_tokens(operands, of_page, spec, dtype)
 
 
 def _places(

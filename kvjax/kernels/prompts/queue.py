@@ -58,17 +58,16 @@ class Span(NamedTuple):
 def _span(
     problem: Problem,
     config: PromptConfig,
-    memory: Memory,
     segment: Scalar,
-    first: Scalar,
-    last: Scalar,
-    first_absent: Scalar,
-    end: Scalar,
+    rows: tuple[Scalar, Scalar],
+    present: tuple[Scalar, Scalar],
 ) -> Span:
-    """The tiles for rows at the positions `first` to `last`.
+    """The tiles for rows at positions `rows`, the first and the last.
 
-    Where no row sees a token it is one tile, which is masked.
+    `present` are the first token that is absent and the end of those present. Where no row sees a token it is one tile,
+    which is masked.
     """
+    (first, last), (first_absent, end) = rows, present
     size = config.tokens
     ends = jnp.clip(last + 1, 0, end)
     begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
@@ -191,7 +190,7 @@ class Queue:
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
         present = memory.first_absent(prompt), memory.end(prompt)
-        span = _span(self.problem, self.config, memory, segment, first, last, *present)
+        span = _span(self.problem, self.config, segment, (first, last), present)
         own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         kv_head = lax.div(head, jnp.int32(self._group))
         return Item(claimed.prompt, segment, own_head, kv_head, own_base, q_start, q_end, position, span)

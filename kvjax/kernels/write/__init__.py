@@ -20,7 +20,9 @@ How rows are encoded is `kvjax.kernels.codecs`. Modules:
 - `any_count`: the entry point for caller-owned memory, whose sizes and addresses are known at launch.
 """
 
+from kvjax.kernels.write.any_count import WriteKind as WriteKind
 from kvjax.kernels.write.any_count import any_count as any_count
+from kvjax.kernels.write.arrays import WriteArrays as WriteArrays
 from kvjax.kernels.write.arrays import write as write
 from kvjax.kernels.write.launch import why_no_staging as why_no_staging
 from kvjax.kernels.write.plan import SEARCHED as SEARCHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import UnsupportedError
-from kvjax.kernels.aliases import DType, Ref
+from kvjax.kernels.aliases import Ref
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
@@ -39,22 +40,11 @@ from kvjax.kernels.write.transfer import KVOperand
 from kvjax.spec import AttentionSpec
 
 
-@with_origin
-def any_count(
-    spec: AttentionSpec,
-    rows: tuple[RowMemory, RowMemory],
-    pages: tuple[PageMemory, PageMemory],
-    slot_dtype: DType,
-    scale_sizes: tuple[int, int],
-    *,
-    unique_slots: bool,
-    scale_pages: tuple[PageMemory, PageMemory] | None = None,
-    rotated: RotatedMemory | None = None,
-    target: Target | None = None,
-) -> AnyCount:
-    """The write into caller-owned memory, for any number of tokens and blocks.
+@dataclasses.dataclass(frozen=True)
+class WriteKind:
+    """What a write into caller-owned memory is compiled for.
 
-    Args:
+    Attributes:
       spec: the cache's.
       rows: memory of keys and of values.
       pages: memory of the keys' and of the values' pages.
@@ -64,7 +54,21 @@ def any_count(
       scale_pages: where each token and head has a scale, the memory these are written to, as its only region. It is
         passed instead of k_scale and v_scale.
       rotated: memory of queries and positions, to rotate keys and queries first.
-      target: the GPU, where it is known.
+    """
+
+    spec: AttentionSpec
+    rows: tuple[RowMemory, RowMemory]
+    pages: tuple[PageMemory, PageMemory]
+    slot_dtype: np.dtype[Any]
+    scale_sizes: tuple[int, int]
+    unique_slots: bool = False
+    scale_pages: tuple[PageMemory, PageMemory] | None = None
+    rotated: RotatedMemory | None = None
+
+
+@with_origin
+def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
+    """The write of a kind, for any number of tokens and blocks; `target` is the GPU, where it is known.
 
     Returns:
       A kernel of slots, keys, values, the keys' and values' pages, those of `rotated`, k_scale, v_scale.
@@ -72,11 +76,12 @@ def any_count(
     Raises:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
     """
+    spec, rows, pages, rotated, scale_pages = kind.spec, kind.rows, kind.pages, kind.rotated, kind.scale_pages
     keys, values = codecs_of(spec)
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
         raise UnsupportedError(f"reshape_and_cache_flash: {reason}")
-    words_per_slot = np.dtype(slot_dtype).itemsize // 4
-    rungs = plan.rungs(spec, unique_slots, rotates=rotated is not None)
+    words_per_slot = np.dtype(kind.slot_dtype).itemsize // 4
+    rungs = plan.rungs(spec, kind.unique_slots, rotates=rotated is not None)
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
 
@@ -96,9 +101,10 @@ def any_count(
         ]
 
         def write_as(rung: Rung) -> None:
-            num_searched = None if unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
+            num_searched = None if kind.unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
-            program.run(own_slots, operands, staged, spec, rung.config, num_tokens, rows[0].dtype, step)
+            call = program.Call(spec, rung.config, num_tokens, rows[0].dtype)
+            program.run(own_slots, operands, staged, call, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
             name, later_name = (f"from {each.min_tokens} tokens on" for each in (rung, later))
@@ -130,7 +136,7 @@ def any_count(
             rows[1].argument("value", values.token_rows),
             *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),
             *rotation_arguments,
-            *scale_arguments(spec, scale_sizes, scale_pages),
+            *scale_arguments(spec, kind.scale_sizes, scale_pages),
         ),
         writes=(
             *PAGES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,35 @@ from kvjax.kernels.write.transfer import KVOperand
 from kvjax.spec import AttentionSpec
 
 
+class WriteArrays(NamedTuple):
+    """The tokens to write, and how they are stored.
+
+    Attributes:
+      key: `[num_tokens, num_kv_heads, head_size]`.
+      value: `[num_tokens, num_kv_heads, head_size_v]`.
+      slot_mapping: int32 `[num_tokens]`, or int64 where x64 is on. Of tokens with the same slot the last is written;
+        from `SEARCHED` tokens on slots have to be unique.
+      k_scale: float32 `[1]` or `[num_kv_heads]`.
+      v_scale: likewise.
+      layer: int32 scalar, the layer to write. The kernel reads it, so that pages are not sliced and one kernel serves
+        all layers. A layer out of range writes nothing. None for pages of one layer.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    slot_mapping: jax.Array
+    k_scale: jax.Array
+    v_scale: jax.Array
+    layer: jax.Array | None = None
+
+
 def write(
     pages: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
+    tokens: WriteArrays,
     spec: AttentionSpec,
     config: WriteConfig,
     *,
     unique_slots: bool,
-    layer: jax.Array | None = None,
     num_layers: int = 1,
     rotated: Rotated | None = None,
 ) -> Any:
@@ -39,23 +56,17 @@ def write(
 
     Args:
       pages: `[num_blocks, page_elements]`; of several layers `[num_blocks * num_layers, page_elements]`.
-      key: `[num_tokens, num_kv_heads, head_size]`.
-      value: `[num_tokens, num_kv_heads, head_size_v]`.
-      slot_mapping: int32 `[num_tokens]`, or int64 where x64 is on. Of tokens with the same slot the last is written;
-        from `SEARCHED` tokens on slots have to be unique.
-      k_scale: float32 `[1]` or `[num_kv_heads]`.
-      v_scale: likewise.
+      tokens: see there.
       spec: the cache's.
       config: how the kernel is launched.
       unique_slots: whether slots are unique, so that no search is needed.
-      layer: int32 scalar, the layer to write. The kernel reads it, so that pages are not sliced and one kernel serves
-        all layers. A layer out of range writes nothing. None for pages of one layer.
       num_layers: layers of the cache.
       rotated: queries and positions, to rotate keys and queries first.
 
     Returns:
       The pages; with `rotated`, the rotated queries and the pages.
     """
+    key, value, slot_mapping, k_scale, v_scale, layer = tokens
     num_tokens, num_blocks = key.shape[0], pages.shape[0] // num_layers
     last_slot = min(num_blocks * spec.block_size, 1 << 31) - 1
     words_per_slot = slot_mapping.dtype.itemsize // 4
@@ -85,7 +96,7 @@ def write(
                 staged_keys,
                 rotated.rotation,
             )
-        program.run(own_slots, operands, staged, spec, config, num_tokens, dtype, step)
+        program.run(own_slots, operands, staged, program.Call(spec, config, num_tokens, dtype), step)
 
     dtype, codecs = key.dtype, codecs_of(spec)
     key_rows = codecs[0].token_rows(key) if rotated is None else rotated.rotation.as_columns(key)

@@ -50,20 +50,27 @@ class Program(NamedTuple):
     writes_values: bool = True
 
 
+class Call(NamedTuple):
+    """What is written: tokens of `dtype` into pages of a spec, by programs of a configuration."""
+
+    spec: AttentionSpec
+    config: WriteConfig
+    num_tokens: Number
+    dtype: Any
+
+
 def run(
     slots: Slots,
     operands: Sequence[KVOperand],
     staged: Sequence[Any],
-    spec: AttentionSpec,
-    config: WriteConfig,
-    num_tokens: Number,
-    dtype: DTypeLike,
+    call: Call,
     rotation: RotationStep | None = None,
 ) -> None:
     """The body of the kernel.
 
     `operands` are the keys and the values; `staged` is shared memory for data and scales of those that are staged.
     """
+    spec, config, num_tokens, dtype = call
     index = lax.axis_index("program")
     which = lax.rem(index, jnp.int32(2)) if config.split_kv else None
     first_owned = (lax.div(index, jnp.int32(2)) if config.split_kv else index) * config.tokens

@@ -162,7 +162,8 @@ class Scatter:
         row, column = lax.div(byte, jnp.int32(self.copy.columns)), lax.rem(byte, jnp.int32(self.copy.columns))
         offsets = self.copy.offset(positions.token, row, column)
         size = self.chunk_bytes
-        warpgroups.copy_each(staged, chunk * size, pages.ref, positions.page, offsets, written, size, self.layout)
+        copies = warpgroups.Copies(chunk * size, positions.page, offsets, written)
+        warpgroups.copy_each(staged, pages.ref, copies, size, self.layout)
 
     def _chunk_indices(self) -> jax.Array:
         return compat.layout_cast(lax.iota(jnp.int32, self._padded_chunks), self.layout)
