@@ -123,7 +123,8 @@ def texts() -> Texts:
 
 def _is_word(token: str) -> bool:
     """Returns whether a token is a space and a word of at least three lowercase letters."""
-    return token.startswith("Ġ") and len(token) > 3 and token[1:].isascii() and token[1:].isalpha() and token.islower()
+    word = token.removeprefix("Ġ")
+    return word != token and len(word) > 2 and word.isascii() and word.isalpha() and word.islower()
 
 
 def run(
@@ -202,7 +203,7 @@ class AccuracyBenchmark(absltest.TestCase):
             samples = [run(model, float32, tokens, position, ())[1] for tokens in of.calibration]
             rows += measure(model, position, of, samples)
         for row in rows:
-            self.assertTrue(np.isfinite([*row.text, *row.recall]).all(), row)
+            assert np.isfinite([*row.text, *row.recall]).all(), row
         document = {
             "schema": SCHEMA,
             "program": "benchmarks.accuracy",

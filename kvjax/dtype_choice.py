@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from kvjax.calibration import calibrate
 from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
 from kvjax.model_config import ModelKVConfig
 from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
@@ -82,6 +82,8 @@ def choose_layer_dtypes(
     """
     if not isinstance(model, ModelKVConfig):
         raise KVCacheTypeError(f"model: got {kind_of(model)}, expected a ModelKVConfig")
+    if any(layer.is_latent for layer in model.layers):
+        raise UnsupportedError("choose_layer_dtypes: got a model of multi-head latent attention (MLA)")
     if (bits is None) == (bytes_per_token is None):
         raise KVCacheValueError(f"bits, bytes_per_token: got {bits} and {bytes_per_token}, expected one of them")
     if not callable(samples) and iter(samples) is samples:
@@ -89,13 +91,10 @@ def choose_layer_dtypes(
             f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
         )
     read: Callable[[], Sequences] = samples if callable(samples) else lambda: samples
-    specs_of = {}
-    for name in dtypes:
-        specs = resolve_layer_specs(model, {"*": parse_kv_cache_dtype(name)})
-        specs_of[name] = specs
-    if not specs_of:
+    allowed = dict.fromkeys(map(parse_kv_cache_dtype, dtypes))
+    if not allowed:
         raise KVCacheValueError("dtypes: got none, expected at least one")
-    by_dtype = [*specs_of.values()]
+    by_dtype = [resolve_layer_specs(model, dtype) for dtype in allowed]
     elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in by_dtype[0])
     budget = bytes_per_token if bytes_per_token is not None else math.floor(float(bits or 0) * elements / 8)
     costs = np.array([[specs[layer].bytes_per_token for specs in by_dtype] for layer in range(len(model.layers))])
