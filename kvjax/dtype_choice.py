@@ -69,7 +69,7 @@ def choose_layer_dtypes(
     Args:
       model: its layers.
       samples: sequences, each with `(query, key, value)` for every layer, as attention takes them, RoPE applied:
-        float32, float16 or bfloat16 `[tokens, heads, head_size]`. Read twice: a list, or a function that returns them.
+        float32, float16 or bfloat16 `[tokens, heads, head_size]`. Read twice for each dtype: a list, or a function that returns them.
       dtypes: what layers may have; `"auto"` is the model's dtype.
       bits: the budget as mean bits of an element, stored scales included: NVFP4 has 4.5.
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
