@@ -92,6 +92,11 @@ class Texts:
     calibration: list[np.ndarray]
 
 
+def sizes() -> tuple[int, int]:
+    """Returns the number of texts, and of the tokens of each."""
+    return (1, 32) if output.SMOKE.value else (TEXTS.value, TOKENS.value)
+
+
 @functools.cache
 def model_file() -> gguf_file.GGUFModel:
     path = Path(MODEL.value) if MODEL.value else smollm2.fetch()
@@ -110,14 +115,13 @@ def texts() -> Texts:
         np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8),
         text.read(root, held_out),
     ]
-    size = TOKENS.value * BYTES_PER_TOKEN
+    num_texts, num_tokens = sizes()
     plain = []
-    for number in range(TEXTS.value + 2):
-        [piece] = text.excerpts(sources[number % 2], [size], rng)
-        plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[: TOKENS.value], np.int32))
+    for number in range(num_texts + 2):
+        [piece] = text.excerpts(sources[number % 2], [num_tokens * BYTES_PER_TOKEN], rng)
+        plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[:num_tokens], np.int32))
     words = [number for word, number in sorted(model_file().tokenizer.get_vocab().items()) if _is_word(word)]
-    half = TOKENS.value // 2
-    repeated = [np.tile(rng.choice(np.asarray(words, np.int32), half), 2) for _ in range(TEXTS.value)]
+    repeated = [np.tile(rng.choice(np.asarray(words, np.int32), num_tokens // 2), 2) for _ in range(num_texts)]
     return Texts(plain[2:], repeated, plain[:2])
 
 
@@ -194,8 +198,6 @@ def as_markdown(document: Mapping[str, Any]) -> str:
 
 class AccuracyBenchmark(absltest.TestCase):
     def test_divergence(self) -> None:
-        if output.SMOKE.value:
-            TEXTS.value, TOKENS.value = 1, 32
         model, of = Pretrained.from_gguf(model_file()), texts()
         rows = []
         for position in output.chosen(POSITIONS, int, (0, 6000)):
@@ -208,8 +210,7 @@ class AccuracyBenchmark(absltest.TestCase):
             "schema": SCHEMA,
             "program": "benchmarks.accuracy",
             "environment": environment(),
-            "texts": TEXTS.value,
-            "tokens": TOKENS.value,
+            **dict(zip(("texts", "tokens"), sizes(), strict=True)),
             "rows": [
                 dataclasses.asdict(row) | {"text": row.text._asdict(), "recall": row.recall._asdict()} for row in rows
             ],

@@ -69,7 +69,8 @@ def choose_layer_dtypes(
     Args:
       model: its layers.
       samples: sequences, each with `(query, key, value)` for every layer, as attention takes them, RoPE applied:
-        float32, float16 or bfloat16 `[tokens, heads, head_size]`. Read twice for each dtype: a list, or a function that returns them.
+        float32, float16 or bfloat16 `[tokens, heads, head_size]`. A list, or a function that returns them, since they
+        are read twice for each dtype.
       dtypes: what layers may have; `"auto"` is the model's dtype.
       bits: the budget as mean bits of an element, stored scales included: NVFP4 has 4.5.
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
@@ -189,13 +190,13 @@ def _squares(
     query: jax.Array, key: jax.Array, value: jax.Array, scales: KVScales, *, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums of squares of the error of attention, and of attention."""
-    stored = [
+    keys, values = (
         # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
         decode_rows(lax.optimization_barrier(encode_rows(x, part, scale)), part, scale, np.dtype(np.float32))
         for x, part, scale in zip((key, value), spec.dtype.parts, scales, strict=True)
-    ]
+    )
     exact = _attention(query, key, value, spec.sliding_window)
-    error = _attention(query, *stored, spec.sliding_window) - exact
+    error = _attention(query, keys, values, spec.sliding_window) - exact
     return jnp.sum(error * error), jnp.sum(exact * exact)
 
 
