@@ -152,12 +152,9 @@ def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Atte
     wanted = requests(model, samples)
     plain: dict[str, list[Divergence]] = {name: [] for name in wanted}
     recall: dict[str, list[Divergence]] = {name: [] for name in wanted}
-    for results, texts_of, start in (
-        (plain, of.plain, lambda tokens: 0),
-        (recall, of.repeated, lambda tokens: len(tokens) // 2),
-    ):
+    for results, texts_of, first_share in ((plain, of.plain, 0), (recall, of.repeated, 0.5)):
         for number, tokens in enumerate(texts_of):
-            predicted = slice(start(tokens), len(tokens) - 1)
+            predicted = slice(int(first_share * len(tokens)), len(tokens) - 1)
             reference = run(model, kvjax.KVCacheDType.FLOAT32, tokens, position, ())[0][predicted]
             for name, request in wanted.items():
                 logits = run(model, request, tokens, position, samples)[0][predicted]
