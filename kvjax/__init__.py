@@ -11,6 +11,8 @@ from kvjax.cache_views import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache_views import nvfp4_split_views as nvfp4_split_views
 from kvjax.calibration import CalibrationMethod as CalibrationMethod
 from kvjax.calibration import calibrate as calibrate
+from kvjax.dtype_choice import DTypeChoice as DTypeChoice
+from kvjax.dtype_choice import choose_layer_dtypes as choose_layer_dtypes
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES as STORED_KV_CACHE_DTYPES
 from kvjax.dtypes import KVCacheDType as KVCacheDType

@@ -36,6 +36,7 @@ class KVCacheDType(enum.Enum):
     NVFP4 = "nvfp4"
     NVFP4_4OVER6 = "nvfp4_4over6"
     FP8_K_NVFP4_V = "fp8_k_nvfp4_v"
+    FP8_K_NVFP4_4OVER6_V = "fp8_k_nvfp4_4over6_v"
 
     @property
     def info(self) -> DTypeInfo:
@@ -56,9 +57,9 @@ class KVCacheDType(enum.Enum):
     def byte_format(self) -> KVCacheDType:
         """The dtype of the stored bytes, which is all that readers need to know.
 
-        `NVFP4` for `NVFP4_4OVER6`, which only chooses block scales differently when writing; else the dtype itself.
+        That with `NVFP4` for `NVFP4_4OVER6`, which only chooses block scales differently when writing.
         """
-        return KVCacheDType.NVFP4 if self is KVCacheDType.NVFP4_4OVER6 else self
+        return _BYTE_FORMATS.get(self, self)
 
     @property
     def parts(self) -> tuple[KVCacheDType, KVCacheDType]:
@@ -190,9 +191,20 @@ _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
 )
 
 _MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyType(
-    {KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)}
+    {
+        KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
+        KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+    }
 )
 """The dtypes whose keys and values differ, and the dtypes of these."""
+
+_BYTE_FORMATS: Mapping[KVCacheDType, KVCacheDType] = MappingProxyType(
+    {
+        KVCacheDType.NVFP4_4OVER6: KVCacheDType.NVFP4,
+        KVCacheDType.FP8_K_NVFP4_4OVER6_V: KVCacheDType.FP8_K_NVFP4_V,
+    }
+)
+"""The dtypes that write bytes of another."""
 
 _BY_NAME: Mapping[str, KVCacheDType] = MappingProxyType(
     {dtype.value: dtype for dtype in KVCacheDType}

@@ -36,8 +36,13 @@ NAMES = {
     "nvfp4": KVCacheDType.NVFP4,
     "nvfp4_4over6": KVCacheDType.NVFP4_4OVER6,
     "fp8_k_nvfp4_v": KVCacheDType.FP8_K_NVFP4_V,
+    "fp8_k_nvfp4_4over6_v": KVCacheDType.FP8_K_NVFP4_4OVER6_V,
 }
-WITH_A_ROW = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype is not KVCacheDType.FP8_K_NVFP4_V]
+MIXED = {
+    KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
+    KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+}
+WITH_A_ROW = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype not in MIXED]
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES.items())
@@ -116,7 +121,8 @@ def test_storage_of_each_dtype():
 def test_only_dtypes_that_are_quantized_by_tensor_take_scales():
     take_scales = {
         *(KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2),
-        *(KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_V),
+        *(KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6),
+        *MIXED,
     }
     per_token_head = {KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD}
     assert {dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.takes_scale} == take_scales
@@ -125,9 +131,11 @@ def test_only_dtypes_that_are_quantized_by_tensor_take_scales():
 
 
 def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
-    others = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype is not KVCacheDType.NVFP4_4OVER6]
+    writes_4over6 = {KVCacheDType.NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_4OVER6_V}
+    others = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype not in writes_4over6]
     assert [dtype.byte_format for dtype in others] == others
     assert KVCacheDType.NVFP4_4OVER6.byte_format is KVCacheDType.NVFP4
+    assert KVCacheDType.FP8_K_NVFP4_4OVER6_V.byte_format is KVCacheDType.FP8_K_NVFP4_V
     assert KVCacheDType.NVFP4_4OVER6.info == KVCacheDType.NVFP4.info
 
 
@@ -149,11 +157,11 @@ def test_bytes_of_one_head_of_one_token(dtype: KVCacheDType, row: tuple[int, int
     assert dtype.info.row_bytes(128) == row
 
 
-def test_keys_and_values_may_have_dtypes_of_their_own():
-    dtype = KVCacheDType.FP8_K_NVFP4_V
-    assert dtype.parts == (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)
+@pytest.mark.parametrize(("dtype", "parts"), MIXED.items())
+def test_keys_and_values_may_have_dtypes_of_their_own(dtype, parts):
+    assert dtype.parts == parts
     assert all(dtype.parts == (dtype, dtype) for dtype in WITH_A_ROW)
-    with pytest.raises(KVCacheValueError, match="FP8_K_NVFP4_V stores keys and values in different dtypes: ask its p"):
+    with pytest.raises(KVCacheValueError, match=f"{dtype.name} stores keys and values in different dtypes: ask its p"):
         _ = dtype.info
 
 

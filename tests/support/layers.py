@@ -29,6 +29,7 @@ LAYERS = (
     "ops",
     "scales",
     "calibration",
+    "dtype_choice",
     "step",
     "kvjax",
     "table",

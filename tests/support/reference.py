@@ -30,7 +30,10 @@ ELEMENT = {
     KVCacheDType.FP8_PER_TOKEN_HEAD: np.dtype(E4M3),
     KVCacheDType.INT8_PER_TOKEN_HEAD: np.dtype(np.int8),
 }
-PARTS = {KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4)}
+PARTS = {
+    KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
+    KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+}
 """Of a dtype whose keys and values differ, the dtypes of these."""
 
 FP8 = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)

@@ -1,0 +1,224 @@
+"""How far a pretrained model's predictions are from those with an unquantized cache, by KV cache dtype and option.
+
+Teacher-forced: a text is one step of `kvjax.attend`, whose queries read every key and value, their own included, from a
+cache of the dtype. All else is float32. The reference is the same step over a float32 cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from absl.testing import absltest
+
+import kvjax
+from benchmarks import output
+from kvjax.demo import gguf_file, smollm2, text
+from kvjax.demo.divergence import Divergence, Summary, diverge, summarize
+from kvjax.demo.pretrained import Attended, Pretrained, step_of
+from kvjax.table import markdown_table
+
+DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
+BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
+POSITIONS = output.define_numbers("positions", "positions of RoPE that texts start at (default: 0, 6000)", least=0)
+TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code, and word lists", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", 512, "tokens of each", lower_bound=32)
+SEED = flags.DEFINE_integer("seed", 0, "selects them", lower_bound=0)
+MODEL = flags.DEFINE_string("model", None, "a GGUF file of a Llama, or a folder with one (default: SmolLM2-135M)")
+
+MEASURED = (
+    kvjax.KVCacheDType.BFLOAT16,
+    kvjax.KVCacheDType.INT8_PER_TOKEN_HEAD,
+    kvjax.KVCacheDType.FP8_E4M3,
+    kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
+    kvjax.KVCacheDType.FP8_K_NVFP4_V,
+    kvjax.KVCacheDType.NVFP4_4OVER6,
+    kvjax.KVCacheDType.NVFP4,
+)
+CHOICES = (
+    kvjax.KVCacheDType.FP8_E4M3,
+    kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
+    kvjax.KVCacheDType.NVFP4_4OVER6,
+)
+"""Dtypes that layers' are chosen of."""
+
+SCHEMA = 1
+BYTES_PER_TOKEN = 8
+"""Of text to encode for a token that is wanted."""
+
+COLUMNS = ("dtype", "bits", "position", "divergence", "greedy agreement", "perplexity", "recall divergence")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A dtype's results from a first position; `recall` is of the second time that words are given."""
+
+    dtype: str
+    bits: float
+    position: int
+    text: Summary
+    recall: Summary
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.dtype,
+            f"{self.bits:.2f}",
+            f"{self.position:,}",
+            _divergence(self.text),
+            f"{self.text.agreement:.1%}",
+            f"{self.text.perplexity:.2f}",
+            _divergence(self.recall),
+        )
+
+
+def _divergence(summary: Summary) -> str:
+    return f"{summary.kl * 1e3:.2f} ± {summary.kl_error * 1e3:.2f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """int32 `[tokens]` each. `repeated`: random words, then the same again. `calibration`: other text."""
+
+    plain: list[np.ndarray]
+    repeated: list[np.ndarray]
+    calibration: list[np.ndarray]
+
+
+def sizes() -> tuple[int, int]:
+    """Returns the number of texts, and of the tokens of each."""
+    return (1, 32) if output.SMOKE.value else (TEXTS.value, TOKENS.value)
+
+
+@functools.cache
+def model_file() -> gguf_file.GGUFModel:
+    path = Path(MODEL.value) if MODEL.value else smollm2.fetch()
+    if path.is_dir():
+        [path] = path.rglob("*.gguf")
+    return gguf_file.read(path)
+
+
+def texts() -> Texts:
+    """Returns documentation and code of this Python, which every machine with this version of it has."""
+    rng, encode = np.random.default_rng(SEED.value), model_file().tokenizer.encode
+    root = text.standard_library()
+    _, held_out = text.split(text.source_files(root))
+    topics = importlib.import_module("pydoc_data.topics").topics
+    sources = [
+        np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8),
+        text.read(root, held_out),
+    ]
+    num_texts, num_tokens = sizes()
+    plain = []
+    for number in range(num_texts + 2):
+        [piece] = text.excerpts(sources[number % 2], [num_tokens * BYTES_PER_TOKEN], rng)
+        plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[:num_tokens], np.int32))
+    words = [number for word, number in sorted(model_file().tokenizer.get_vocab().items()) if _is_word(word)]
+    repeated = [np.tile(rng.choice(np.asarray(words, np.int32), num_tokens // 2), 2) for _ in range(num_texts)]
+    return Texts(plain[2:], repeated, plain[:2])
+
+
+def _is_word(token: str) -> bool:
+    """Returns whether a token is a space and a word of at least three lowercase letters."""
+    word = token.removeprefix("Ġ")
+    return word != token and len(word) > 2 and word.isascii() and word.isalpha() and word.islower()
+
+
+def run(
+    model: Pretrained, dtype: Any, tokens: np.ndarray, position: int, samples: Sequence[Sequence[Attended]]
+) -> tuple[jax.Array, list[Attended]]:
+    step, num_blocks = step_of([len(tokens)])
+    return model.run(tokens, step, model.allocate(dtype, num_blocks, samples), first_position=position)
+
+
+def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Any]:
+    """Returns what to measure: requests for `kvjax.resolve_layer_specs`, by name."""
+    wanted: dict[str, Any] = {dtype.value: dtype for dtype in output.chosen(DTYPES, kvjax.KVCacheDType, list(MEASURED))}
+    for bits in map(float, BITS.value):
+        choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits)
+        wanted[f"chosen, at most {bits:g} bits"] = choice.dtypes
+    return wanted
+
+
+def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Attended]]) -> list[Row]:
+    """Returns a row for each request, with scales and choices by `samples`."""
+    wanted = requests(model, samples)
+    plain: dict[str, list[Divergence]] = {name: [] for name in wanted}
+    recall: dict[str, list[Divergence]] = {name: [] for name in wanted}
+    for results, texts_of, first_share in ((plain, of.plain, 0), (recall, of.repeated, 0.5)):
+        for number, tokens in enumerate(texts_of):
+            predicted = slice(int(first_share * len(tokens)), len(tokens) - 1)
+            reference = run(model, kvjax.KVCacheDType.FLOAT32, tokens, position, ())[0][predicted]
+            for name, request in wanted.items():
+                logits = run(model, request, tokens, position, samples)[0][predicted]
+                results[name].append(diverge(logits, reference, tokens[predicted.start + 1 :]))
+                shown = summarize(results[name][-1:])
+                output.say(f"position {position}, text {number}, {name}: {_divergence(shown)}")
+    return [
+        Row(name, bits_of(model, request), position, summarize(plain[name]), summarize(recall[name]))
+        for name, request in wanted.items()
+    ]
+
+
+def bits_of(model: Pretrained, request: Any) -> float:
+    """Returns the mean bits of an element, stored scales included."""
+    specs = kvjax.resolve_layer_specs(model.kv_config, request)
+    elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in specs)
+    return 8 * sum(spec.bytes_per_token for spec in specs) / elements
+
+
+def environment() -> dict[str, str]:
+    where = output.environment("benchmarks.accuracy")
+    return where | {"model": MODEL.value or smollm2.FILE_NAME, "kvjax": kvjax.__version__}
+
+
+def as_markdown(document: Mapping[str, Any]) -> str:
+    """Returns the table and what it is of, from what `--json` wrote."""
+    where = document["environment"]
+    rows = [
+        Row(**row | {name: Summary(**row[name]) for name in ("text", "recall")}).cells() for row in document["rows"]
+    ]
+    versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "kvjax", "commit", "date"))
+    facts = (
+        f"`{where['command']}` with {where['model']} on {where['device']}: {versions}. {document['texts']} texts of"
+        f" {document['tokens']} tokens."
+    )
+    return f"{markdown_table(COLUMNS, rows)}\n\n{facts}"
+
+
+class AccuracyBenchmark(absltest.TestCase):
+    def test_divergence(self) -> None:
+        model, of = Pretrained.from_gguf(model_file()), texts()
+        rows = []
+        for position in output.chosen(POSITIONS, int, (0, 6000)):
+            float32 = kvjax.KVCacheDType.FLOAT32
+            samples = [run(model, float32, tokens, position, ())[1] for tokens in of.calibration]
+            rows += measure(model, position, of, samples)
+        for row in rows:
+            assert np.isfinite([*row.text, *row.recall]).all(), row
+        document = {
+            "schema": SCHEMA,
+            "program": "benchmarks.accuracy",
+            "environment": environment(),
+            **dict(zip(("texts", "tokens"), sizes(), strict=True)),
+            "rows": [
+                dataclasses.asdict(row) | {"text": row.text._asdict(), "recall": row.recall._asdict()} for row in rows
+            ],
+        }
+        shown = as_markdown(document)
+        print(f"\n{shown}", flush=True)
+        if output.JSON.value:
+            Path(output.JSON.value).write_text(json.dumps(document, indent=1) + "\n")
+        if output.MARKDOWN.value:
+            Path(output.MARKDOWN.value).write_text(f"{shown}\n")
+
+
+if __name__ == "__main__":
+    absltest.main()

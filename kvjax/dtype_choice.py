@@ -1,0 +1,211 @@
+"""Chooses each layer's dtype by the error of attention on samples, under a budget of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvjax.calibration import calibrate
+from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
+from kvjax.model_config import ModelKVConfig
+from kvjax.ops.arguments import INPUT_DTYPES
+from kvjax.ops.rows import decode_rows, encode_rows
+from kvjax.resolve import resolve_layer_specs
+from kvjax.scales import KVScales
+from kvjax.spec import AttentionSpec
+
+type Sequences = Iterable[Iterable[Iterable[ArrayLike]]]
+"""Sequences, each with `(query, key, value)` of every layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DTypeChoice:
+    """Chosen dtypes, and what they were chosen by.
+
+    Attributes:
+      dtypes: of each layer, by its index: a request for `resolve_layer_specs`.
+      bits: mean bits of an element of keys and values, stored scales included.
+      bytes_per_token: of all layers.
+      errors: of each layer in order, the relative error of attention with each allowed dtype.
+    """
+
+    dtypes: Mapping[int, KVCacheDType]
+    bits: float
+    bytes_per_token: int
+    errors: tuple[Mapping[KVCacheDType, float], ...]
+
+
+def choose_layer_dtypes(
+    model: ModelKVConfig,
+    samples: Sequences | Callable[[], Sequences],
+    dtypes: Sequence[str | KVCacheDType],
+    *,
+    bits: float | None = None,
+    bytes_per_token: int | None = None,
+) -> DTypeChoice:
+    """Chooses of `dtypes` one for each layer, with the least error of attention that fits a budget.
+
+    A layer's error is relative: with `o` its causal attention over the samples' keys and values and `o'` that over
+    them stored and read back, both in float32 with softmax's scale `head_size ** -0.5` and the layer's window,
+
+        error = sum((o' - o) ** 2) / sum(o ** 2)
+
+    over all samples. Scales are those of `calibrate(method="amax")` on the same samples. The sum of errors over layers
+    is minimized under `sum of the layers' bytes per token <= budget`, exactly: a knapsack with one dtype per layer,
+    solved by dynamic programming over bytes. Of equal sums, the choice with fewer bytes.
+
+    Soft caps, sinks and other scales of the softmax are not part of the measure.
+
+    Args:
+      model: its layers.
+      samples: sequences, each with `(query, key, value)` for every layer, as attention takes them, RoPE applied:
+        float32, float16 or bfloat16 `[tokens, heads, head_size]`. A list, or a function that returns them, since they
+        are read twice for each dtype.
+      dtypes: what layers may have; `"auto"` is the model's dtype.
+      bits: the budget as mean bits of an element, stored scales included: NVFP4 has 4.5.
+      bytes_per_token: the budget in bytes of all layers, instead of `bits`.
+
+    Raises:
+      KVCacheValueError: no dtype, no sample, or samples that do not match the layers; not exactly one budget; one that
+        the smallest dtypes exceed.
+      KVCacheTypeError: another type of model or samples; an iterator of samples.
+      UnsupportedError: layers of multi-head latent attention.
+    """
+    if not isinstance(model, ModelKVConfig):
+        raise KVCacheTypeError(f"model: got {kind_of(model)}, expected a ModelKVConfig")
+    if any(layer.is_latent for layer in model.layers):
+        raise UnsupportedError("choose_layer_dtypes: got a model of multi-head latent attention (MLA)")
+    if (bits is None) == (bytes_per_token is None):
+        raise KVCacheValueError(f"bits, bytes_per_token: got {bits} and {bytes_per_token}, expected one of them")
+    if not callable(samples) and iter(samples) is samples:
+        raise KVCacheTypeError(
+            f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
+        )
+    read: Callable[[], Sequences] = samples if callable(samples) else lambda: samples
+    allowed = dict.fromkeys(map(parse_kv_cache_dtype, dtypes))
+    if not allowed:
+        raise KVCacheValueError("dtypes: got none, expected at least one")
+    by_dtype = [resolve_layer_specs(model, dtype) for dtype in allowed]
+    elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in by_dtype[0])
+    budget = bytes_per_token if bytes_per_token is not None else math.floor(float(bits or 0) * elements / 8)
+    costs = np.array([[specs[layer].bytes_per_token for specs in by_dtype] for layer in range(len(model.layers))])
+    if costs.min(axis=1).sum() > budget:
+        raise KVCacheValueError(
+            f"budget: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
+        )
+    errors = np.stack([_errors(specs, read) for specs in by_dtype], axis=1)
+    chosen = _least(errors, costs, budget)
+    layers = range(len(model.layers))
+    total = int(costs[layers, chosen].sum())
+    return DTypeChoice(
+        dtypes={model.layer_indices[layer]: by_dtype[chosen[layer]][layer].dtype for layer in layers},
+        bits=8 * total / elements,
+        bytes_per_token=total,
+        errors=tuple(
+            {specs[layer].dtype: float(error) for specs, error in zip(by_dtype, errors[layer], strict=True)}
+            for layer in layers
+        ),
+    )
+
+
+def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
+    """Returns the index of each layer's dtype, `[layers]`, of the least sum of errors with costs up to `budget`."""
+    unit = int(np.gcd.reduce(costs, axis=None))
+    costs, capacity = costs // unit, min(budget // unit, int((costs // unit).max(axis=1).sum()))
+    best = np.zeros(capacity + 1)  # the least sum of the layers so far that cost at most as much
+    chosen = np.empty((len(costs), capacity + 1), int)
+    for layer, (of_layer, of_dtypes) in enumerate(zip(errors, costs, strict=True)):
+        sums = np.full((len(of_layer), capacity + 1), np.inf)
+        for dtype, (error, cost) in enumerate(zip(of_layer, of_dtypes, strict=True)):
+            if cost <= capacity:
+                sums[dtype, cost:] = best[: capacity + 1 - cost] + error
+        chosen[layer] = np.argmin(sums, axis=0)
+        best = sums.min(axis=0)
+    left = int(np.argmin(best))  # the first of the least: the fewest bytes
+    result = np.empty(len(costs), int)
+    for layer in reversed(range(len(costs))):
+        result[layer] = chosen[layer, left]
+        left -= costs[layer, result[layer]]
+    return result
+
+
+def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> np.ndarray:
+    """Returns each layer's relative error, `[layers]`."""
+    checked = functools.partial(_checked, specs, read)
+    scales = calibrate(specs, lambda: ([layer[1:] for layer in sequence] for sequence in checked()))
+    sums = np.zeros((len(specs), 2))
+    for sequence in checked():
+        sums += [
+            jax.device_get(_squares(*map(jnp.asarray, layer), of_layer, spec=spec))
+            for layer, spec, of_layer in zip(sequence, specs, scales, strict=True)
+        ]
+    return np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
+
+
+def _checked(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> Iterable[list[tuple[Any, ...]]]:
+    """Yields the sequences after checking their shapes."""
+    for number, sequence in enumerate(read()):
+        layers = [tuple(layer) for layer in sequence]
+        if len(layers) != len(specs):
+            raise KVCacheValueError(f"samples[{number}]: got {len(layers)} layers, expected {len(specs)}")
+        for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+            _check(f"samples[{number}], layer {index}", layer, spec)
+        yield layers
+
+
+def _check(what: str, layer: tuple[Any, ...], spec: AttentionSpec) -> None:
+    if len(layer) != 3:
+        raise KVCacheValueError(f"{what}: got {len(layer)} arrays, expected query, key and value")
+    for name, x in zip(("query", "key", "value"), layer, strict=True):
+        if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype not in INPUT_DTYPES:
+            raise KVCacheTypeError(
+                f"{what}, {name}: got {kind_of(x)}, expected an array of one of"
+                f" {', '.join(map(str, INPUT_DTYPES))}{for_torch(x)}"
+            )
+    query, key, value = layer
+    tokens, heads, (size, size_v) = key.shape[0] if key.ndim else 0, spec.num_kv_heads, spec.head_sizes
+    if key.shape != (tokens, heads, size) or value.shape != (tokens, heads, size_v) or not tokens:
+        raise KVCacheValueError(
+            f"{what}: got keys {key.shape} and values {value.shape}, expected [tokens, {heads}, {size}] and"
+            f" [tokens, {heads}, {size_v}]"
+        )
+    if query.ndim != 3 or query.shape[::2] != (tokens, size) or not query.shape[1] or query.shape[1] % heads:
+        raise KVCacheValueError(
+            f"{what}, query: got shape {shown(query.shape)}, expected [tokens={tokens}, a multiple of {heads}, {size}]"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _squares(
+    query: jax.Array, key: jax.Array, value: jax.Array, scales: KVScales, *, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums of squares of the error of attention, and of attention."""
+    keys, values = (
+        # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
+        decode_rows(lax.optimization_barrier(encode_rows(x, part, scale)), part, scale, np.dtype(np.float32))
+        for x, part, scale in zip((key, value), spec.dtype.parts, scales, strict=True)
+    )
+    exact = _attention(query, key, value, spec.sliding_window)
+    error = _attention(query, keys, values, spec.sliding_window) - exact
+    return jnp.sum(error * error), jnp.sum(exact * exact)
+
+
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, window: int | None) -> jax.Array:
+    """Returns causal attention in float32, `[kv_heads, group, tokens, head_size_v]`."""
+    tokens, num_kv_heads, size = key.shape
+    grouped = query.astype(jnp.float32).reshape(tokens, num_kv_heads, -1, size) * size**-0.5
+    distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
+    visible = (distance >= 0) & (distance < (window or tokens))
+    logits = jnp.einsum("tkgd,skd->kgts", grouped, key.astype(jnp.float32), precision="highest")
+    weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("kgts,skd->kgtd", weights, value.astype(jnp.float32), precision="highest")

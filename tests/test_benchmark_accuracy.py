@@ -1,0 +1,71 @@
+"""`benchmarks.accuracy` measures any Llama in a GGUF file, and README's table is made of what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("tokenizers")
+
+from support.tiny_gguf import write_gguf
+
+ROOT = Path(__file__).parents[1]
+DTYPES = ["float32", "fp8_e4m3", "nvfp4"]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a smoke run wrote."""
+    folder = tmp_path_factory.mktemp("accuracy")
+    write_gguf(folder / "tiny.gguf")
+    command = [sys.executable, "-m", "benchmarks.accuracy", "--smoke", f"--model={folder}", "--bits=6"]
+    command += [f"--dtypes={','.join(DTYPES)}", "--positions=0,40", f"--json={folder / 'accuracy.json'}"]
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "accuracy.json"
+
+
+@pytest.fixture(scope="module")
+def rows(document) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(row["dtype"], row["position"]): row for row in json.loads(document.read_text())["rows"]}
+
+
+def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
+    assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, "chosen, at most 6 bits")]
+    assert {name: row["bits"] for (name, _), row in rows.items() if name in DTYPES} == {
+        "float32": 32,
+        "fp8_e4m3": 8,
+        "nvfp4": 4.5,
+    }
+    assert all(row["bits"] <= 6 for (name, _), row in rows.items() if name not in DTYPES)
+
+
+def test_a_float32_cache_does_not_diverge_and_fewer_bits_do_more(rows):
+    for measure in ("text", "recall"):
+        for position in (0, 40):
+            exact, fp8, nvfp4 = (rows[dtype, position][measure] for dtype in DTYPES)
+            assert (exact["kl"], exact["kl_error"], exact["agreement"]) == (0, 0, 1)
+            assert 0 < fp8["kl"] < nvfp4["kl"]
+
+
+def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import update_readme
+
+    before = "<!-- accuracy: begin -->\nold\n<!-- accuracy: end -->\nrest\n"
+    (tmp_path / "README.md").write_text(before)
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    update_readme.main([str(document)])
+    begin, header, *_, end, rest = (tmp_path / "README.md").read_text().splitlines()
+    assert begin == "<!-- accuracy: begin -->"
+    assert header.startswith("| dtype ")
+    assert (end, rest) == ("<!-- accuracy: end -->", "rest")
+    assert "| nvfp4 " in (tmp_path / "README.md").read_text()

@@ -1,0 +1,171 @@
+"""`choose_layer_dtypes`: the least sum of errors that fits, of errors that are attention's over stored bytes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+    KVCacheDType,
+    KVCacheTypeError,
+    KVCacheValueError,
+    LayerKVConfig,
+    UnsupportedError,
+    choose_layer_dtypes,
+)
+from kvjax.dtype_choice import _least
+
+FP8, NVFP4 = KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4
+LAYERS = (LayerKVConfig(2, 32, 32), LayerKVConfig(1, 16, 32, sliding_window=5), LayerKVConfig(2, 16, 16))
+MODEL = kvjax.ModelKVConfig(LAYERS, "float32")
+TOKENS = 23
+
+
+def sequence(seed: int = 0, outliers: tuple[float, ...] = (1, 1, 1)) -> list[tuple[np.ndarray, ...]]:
+    """Query, key and value of each layer; one channel of the keys is `outliers` times as large."""
+    rng = np.random.default_rng(seed)
+    layers = []
+    for layer, outlier in zip(LAYERS, outliers, strict=True):
+        heads, size, size_v = layer.num_kv_heads, layer.head_size, layer.head_size_v
+        query, key, value = (
+            rng.normal(size=(TOKENS, *shape)).astype(np.float32)
+            for shape in ((2 * heads, size), (heads, size), (heads, size_v))
+        )
+        key[..., 3] *= outlier
+        layers.append((query, key, value))
+    return layers
+
+
+def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None) -> np.ndarray:
+    """Row by row and head by head, in float64."""
+    out = np.zeros((TOKENS, query.shape[1], value.shape[2]))
+    for row, head in itertools.product(range(TOKENS), range(query.shape[1])):
+        first = 0 if window is None else max(row + 1 - window, 0)
+        kv = head // (query.shape[1] // key.shape[1])
+        logits = key[first : row + 1, kv].astype(float) @ query[row, head] / np.sqrt(query.shape[2])
+        weights = np.exp(logits - logits.max())
+        out[row, head] = weights / weights.sum() @ value[first : row + 1, kv]
+    return out
+
+
+def stored(spec: kvjax.AttentionSpec, scales: kvjax.KVScales, key: np.ndarray, value: np.ndarray) -> list[np.ndarray]:
+    """Keys and values written to a cache and gathered."""
+    num_blocks = -(-TOKENS // spec.block_size)
+    cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
+    write = kvjax.reshape_and_cache_flash_diffkv
+    cache = write(jnp.asarray(key), jnp.asarray(value), cache, jnp.arange(TOKENS))
+    read = kvjax.gather_kv(cache, jnp.arange(num_blocks)[None], jnp.array([TOKENS]), dtype=jnp.float32)
+    return [np.asarray(x[0, :TOKENS]) for x in read]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "nvfp4_4over6", "fp8_k_nvfp4_v", "int8_per_token_head", "bfloat16"])
+def test_an_error_is_that_of_attention_over_stored_keys_and_values(dtype):
+    samples = [sequence(0), sequence(1)]
+    specs = kvjax.resolve_layer_specs(MODEL, dtype)
+    choice = choose_layer_dtypes(MODEL, samples, [dtype], bits=16)
+    scales = kvjax.calibrate(specs, [[layer[1:] for layer in one] for one in samples])
+    for number, spec in enumerate(specs):
+        squares = np.zeros(2)
+        for query, key, value in (one[number] for one in samples):
+            exact = attention(query, key, value, spec.sliding_window)
+            error = attention(query, *stored(spec, scales[number], key, value), spec.sliding_window) - exact
+            squares += np.sum(error**2), np.sum(exact**2)
+        assert choice.errors[number][KVCacheDType(dtype)] == pytest.approx(squares[0] / squares[1], rel=1e-3)
+
+
+def test_the_layer_that_needs_more_bits_gets_them():
+    samples = [sequence(outliers=(1, 1, 100))]
+    choice = choose_layer_dtypes(MODEL, samples, ["nvfp4", "fp8"], bits=6)
+    assert choice.dtypes[2] is FP8
+    assert choice.bits <= 6
+    specs = kvjax.resolve_layer_specs(MODEL, choice.dtypes)
+    assert [spec.dtype for spec in specs] == [*choice.dtypes.values()]
+    assert choice.bytes_per_token == sum(spec.bytes_per_token for spec in specs)
+    assert choice.bits == 8 * choice.bytes_per_token / sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in specs)
+
+
+def test_keys_are_indices_of_the_model_where_some_layers_have_no_cache():
+    model = kvjax.ModelKVConfig(LAYERS, "float32", layer_indices=(1, 4, 5), num_hidden_layers=7)
+    assert [*choose_layer_dtypes(model, [sequence()], ["fp8"], bits=8).dtypes] == [1, 4, 5]
+
+
+def test_budgets_in_bits_and_in_bytes_are_the_same():
+    samples, dtypes = [sequence()], ["nvfp4", "fp8", "bfloat16"]
+    by_bits = choose_layer_dtypes(MODEL, samples, dtypes, bits=7)
+    elements = 2 * 64 + 48 + 2 * 32
+    assert by_bits == choose_layer_dtypes(MODEL, samples, dtypes, bytes_per_token=elements * 7 // 8)
+
+
+def test_samples_may_be_a_function():
+    expected = choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=4.5)
+    assert choose_layer_dtypes(MODEL, lambda: iter([sequence()]), ["nvfp4"], bits=4.5) == expected
+    assert set(expected.dtypes.values()) == {NVFP4}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_that_fits_has_a_smaller_sum(seed):
+    rng = np.random.default_rng(seed)
+    layers, dtypes = 5, 3
+    errors = rng.choice([0, rng.random()], size=(layers, dtypes)) + rng.random((layers, dtypes))
+    costs = rng.integers(1, 9, (layers, dtypes)) * 12
+    budget = int(rng.integers(costs.min(axis=1).sum(), costs.max(axis=1).sum() + 30))
+    every = [
+        (errors[range(layers), choice].sum(), costs[range(layers), choice].sum())
+        for choice in itertools.product(range(dtypes), repeat=layers)
+    ]
+    chosen = _least(errors, costs, budget)
+    assert costs[range(layers), chosen].sum() <= budget
+    least = min(error for error, cost in every if cost <= budget)
+    assert errors[range(layers), chosen].sum() == pytest.approx(least)
+
+
+def test_of_equal_errors_the_fewest_bytes_are_chosen():
+    assert _least(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[4, 2], [2, 6]]), 100).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": None}, "bits, bytes_per_token: got None and None, expected one of them"),
+        ({"bytes_per_token": 9}, "bits, bytes_per_token: got 8 and 9, expected one of them"),
+        ({"dtypes": []}, "dtypes: got none, expected at least one"),
+        ({"dtypes": ["fp9"]}, "kv_cache_dtype: got 'fp9'"),
+        ({"bits": 4.4}, "budget: got 132 bytes per token, expected at least 135, of the smallest dtypes"),
+        ({"samples": []}, "samples: got no batch"),
+        ({"samples": [sequence()[:2]]}, r"samples\[0\]: got 2 layers, expected 3"),
+        ({"samples": [[layer[1:] for layer in sequence()]]}, r"samples\[0\], layer 0: got 2 arrays, expected query"),
+        (
+            {"samples": [[(q[:, :3], k, v) for q, k, v in sequence()]]},
+            r"layer 0, query: got shape \(23, 3, 32\), expected \[tokens=23, a multiple of 2, 32\]",
+        ),
+        (
+            {"samples": [[(q, k[:9], v) for q, k, v in sequence()]]},
+            r"layer 0: got keys \(9, 2, 32\) and values \(23, 2, 32\), expected \[tokens, 2, 32\]",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, message):
+    arguments: dict[str, Any] = {"samples": [sequence()], "dtypes": ["nvfp4"], "bits": 8} | changes
+    with pytest.raises(KVCacheValueError, match=message):
+        choose_layer_dtypes(MODEL, **arguments)
+
+
+def test_other_types_are_refused():
+    with pytest.raises(KVCacheTypeError, match="model: got "):
+        choose_layer_dtypes("llama", [sequence()], ["nvfp4"], bits=8)
+    with pytest.raises(KVCacheTypeError, match="which can be read only once"):
+        choose_layer_dtypes(MODEL, iter([sequence()]), ["nvfp4"], bits=8)
+    lists = [[tuple(x.tolist() for x in layer) for layer in sequence()]]
+    with pytest.raises(KVCacheTypeError, match=r"samples\[0\], layer 0, query: got "):
+        choose_layer_dtypes(MODEL, lists, ["nvfp4"], bits=8)
+
+
+def test_latents_are_refused():
+    model = kvjax.ModelKVConfig((LayerKVConfig(1, 512, 64, is_latent=True),), "bfloat16")
+    with pytest.raises(UnsupportedError, match="latent"):
+        choose_layer_dtypes(model, [], ["fp8"], bits=8)
