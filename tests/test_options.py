@@ -77,6 +77,12 @@ def test_a_soft_cap_that_float32_holds_is_taken(cap):
     assert options.as_soft_cap(cap) == cap
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_tokens_is_refused(window):
+    with pytest.raises(KVCacheValueError, match=rf"sliding_window: got {window}, expected a positive int or None"):
+        options.as_window(window)
+
+
 def test_a_window_that_no_sequence_exceeds_is_none():
     assert options.as_window(2**31 - 1) == 2**31 - 1
     assert options.as_window(2**31) is None
