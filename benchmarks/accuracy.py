@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from absl import flags
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import output
+from benchmarks import accuracy_table, output
+from benchmarks.accuracy_table import Row
 from kvjax.demo import gguf_file, smollm2, text
-from kvjax.demo.divergence import Divergence, Summary, diverge, summarize
+from kvjax.demo.divergence import Divergence, diverge, summarize
 from kvjax.demo.pretrained import Attended, Pretrained, step_of
-from kvjax.table import markdown_table
 
 DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
 BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
@@ -53,34 +53,6 @@ CHOICES = (
 SCHEMA = 1
 BYTES_PER_TOKEN = 8
 """Of text to encode for a token that is wanted."""
-
-COLUMNS = ("dtype", "bits", "position", "divergence", "greedy agreement", "perplexity", "recall divergence")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A dtype's results from a first position; `recall` is of the second time that words are given."""
-
-    dtype: str
-    bits: float
-    position: int
-    text: Summary
-    recall: Summary
-
-    def cells(self) -> tuple[str, ...]:
-        return (
-            self.dtype,
-            f"{self.bits:.2f}",
-            f"{self.position:,}",
-            _divergence(self.text),
-            f"{self.text.agreement:.1%}",
-            f"{self.text.perplexity:.2f}",
-            _divergence(self.recall),
-        )
-
-
-def _divergence(summary: Summary) -> str:
-    return f"{summary.kl * 1e3:.2f} ± {summary.kl_error * 1e3:.2f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +132,7 @@ def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Atte
                 logits = run(model, request, tokens, position, samples)[0][predicted]
                 results[name].append(diverge(logits, reference, tokens[predicted.start + 1 :]))
                 shown = summarize(results[name][-1:])
-                output.say(f"position {position}, text {number}, {name}: {_divergence(shown)}")
+                output.say(f"position {position}, text {number}, {name}: {accuracy_table.divergence(shown)}")
     return [
         Row(name, bits_of(model, request), position, summarize(plain[name]), summarize(recall[name]))
         for name, request in wanted.items()
@@ -177,20 +149,6 @@ def bits_of(model: Pretrained, request: Any) -> float:
 def environment() -> dict[str, str]:
     where = output.environment("benchmarks.accuracy")
     return where | {"model": MODEL.value or smollm2.FILE_NAME, "kvjax": kvjax.__version__}
-
-
-def as_markdown(document: Mapping[str, Any]) -> str:
-    """Returns the table and what it is of, from what `--json` wrote."""
-    where = document["environment"]
-    rows = [
-        Row(**row | {name: Summary(**row[name]) for name in ("text", "recall")}).cells() for row in document["rows"]
-    ]
-    versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "kvjax", "commit", "date"))
-    facts = (
-        f"`{where['command']}` with {where['model']} on {where['device']}: {versions}. {document['texts']} texts of"
-        f" {document['tokens']} tokens."
-    )
-    return f"{markdown_table(COLUMNS, rows)}\n\n{facts}"
 
 
 class AccuracyBenchmark(absltest.TestCase):
@@ -212,7 +170,7 @@ class AccuracyBenchmark(absltest.TestCase):
                 dataclasses.asdict(row) | {"text": row.text._asdict(), "recall": row.recall._asdict()} for row in rows
             ],
         }
-        shown = as_markdown(document)
+        shown = accuracy_table.as_markdown(document)
         print(f"\n{shown}", flush=True)
         if output.JSON.value:
             Path(output.JSON.value).write_text(json.dumps(document, indent=1) + "\n")

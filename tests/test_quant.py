@@ -23,7 +23,6 @@ from support.hard_numbers import (
 from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix
 
 from kvjax import KVCacheDType, UnsupportedError, quant
-from kvjax.kernels.attention.formats import Format
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
 PER_TOKEN_HEAD = pytest.mark.parametrize("dtype", reference.PER_TOKEN_HEAD, ids=lambda dtype: dtype.value)
@@ -326,9 +325,3 @@ def test_a_dtype_that_nothing_encodes_is_refused():
         quant.encode(one, dtype, jnp.float32(1))
     with pytest.raises(UnsupportedError, match=r"dtype: got 'auto', which kvjax\.quant does not decode"):
         quant.decode([one], dtype, jnp.float32(1))
-
-
-@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD])
-def test_a_dtype_that_16_bits_do_not_hold_is_refused_where_they_have_to(dtype):
-    with pytest.raises(UnsupportedError, match=f"dtype: got '{dtype.value}', which attention does not decode"):
-        Format.of(dtype)

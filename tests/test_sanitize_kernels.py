@@ -12,8 +12,8 @@ from support.interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
 
-KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2
-"""Of unquantized caches, fp8, those with a scale for each token and head, NVFP4, fp8 keys with NVFP4 values."""
+KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2 * 2
+"""Of unquantized caches, fp8, those with a scale for each token and head, NVFP4, fp8 keys with NVFP4 values of both kinds."""
 
 DRIVER = runpy.run_path(str(Path(__file__).parents[1] / "tools/sanitize_kernels.py"))
 
@@ -89,7 +89,12 @@ def test_it_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kvjax_torch, "paged_attention", watched_attend)
     arguments = ["--from-torch", "--attention", "--num-tokens", "20", "--num-kv-heads", "1", "--dtype"]
     DRIVER["main"]([*arguments, "nvfp4", "int8_per_token_head"])
-    assert attended == [([32, 19], "nvfp4", None), ([32, 19], "nvfp4", 20)] * 2 * 2 * 2
+    assert attended == [
+        ([32, 19], dtype, window)
+        for dtype, calls in (("nvfp4", 2 * 2 * 2), ("int8_per_token_head", 2 * 2))  # layouts, and those of scales
+        for _ in range(calls)
+        for window in (None, 20)
+    ]
 
 
 def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatch):

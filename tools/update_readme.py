@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     """Rewrites the files in place."""
     if arguments:
         sys.path.append(str(Path(__file__).parents[1]))
-        from benchmarks.accuracy import as_markdown
+        from benchmarks.accuracy_table import as_markdown
 
         _replace(ROOT / "README.md", "accuracy", as_markdown(json.loads(Path(arguments[0]).read_text())))
         return
