@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU kernels, for sm_90 and later; tests compare each with XLA byte for byte.
+"""Pallas Mosaic GPU kernels, for sm_90 and later; tests compare bytes with XLA's, attention with float64.
 
 The names exported here are for launchers that pass addresses instead of JAX arrays.
 

@@ -131,7 +131,7 @@ def ragged_paged_attention(
       sm_scale: factor on the logits, a Python number; default `1 / sqrt(head_size)`.
       sliding_window: tokens that a row attends to, its own included: an int; an int32 scalar that may be traced (XLA
         only; below 1 it masks all tokens); or None for no window. Default: the layer's.
-      logits_soft_cap: upper bound of the logits, a positive Python number; None for no cap.
+      logits_soft_cap: bound on the magnitude of logits, a positive Python number; None for no cap.
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch, for the same
