@@ -19,10 +19,14 @@ from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
 from kvjax.model_config import ModelKVConfig
 from kvjax.ops.arguments import INPUT_DTYPES
+from kvjax.ops.options import as_float, as_int
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.resolve import resolve_layer_specs
 from kvjax.scales import KVScales
 from kvjax.spec import AttentionSpec
+
+OVERFLOWS = 1e30
+"""The error of a dtype whose values overflow: finite, as sums that exceed a budget are not."""
 
 type Sequences = Iterable[Iterable[Iterable[ArrayLike]]]
 """Sequences, each with `(query, key, value)` of every layer."""
@@ -62,7 +66,8 @@ def choose_layer_dtypes(
 
     over all samples. Scales are those of `calibrate(method="amax")` on the same samples. The sum of errors over layers
     is minimized under `sum of the layers' bytes per token <= budget`, exactly: a knapsack with one dtype per layer,
-    solved by dynamic programming over bytes. Of equal sums, the choice with fewer bytes.
+    solved by dynamic programming over bytes. Of equal sums, the choice with fewer bytes. A dtype whose values overflow
+    has an infinite error, and is chosen only where no other fits.
 
     Soft caps, sinks and other scales of the softmax are not part of the measure.
 
@@ -76,9 +81,9 @@ def choose_layer_dtypes(
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
 
     Raises:
-      KVCacheValueError: no dtype, no sample, or samples that do not match the layers; not exactly one budget; one that
-        the smallest dtypes exceed.
-      KVCacheTypeError: another type of model or samples; an iterator of samples.
+      KVCacheValueError: no dtype, no sample, samples that do not match the layers, or whose attention is not finite;
+        not exactly one budget; one that the smallest dtypes exceed.
+      KVCacheTypeError: another type of model, samples or budget; an iterator of samples.
       UnsupportedError: layers of multi-head latent attention.
     """
     if not isinstance(model, ModelKVConfig):
@@ -87,6 +92,8 @@ def choose_layer_dtypes(
         raise UnsupportedError("choose_layer_dtypes: got a model of multi-head latent attention (MLA)")
     if (bits is None) == (bytes_per_token is None):
         raise KVCacheValueError(f"bits, bytes_per_token: got {bits} and {bytes_per_token}, expected one of them")
+    if not callable(samples) and not isinstance(samples, Iterable):
+        raise KVCacheTypeError(f"samples: got {kind_of(samples)}, expected a list or a function")
     if not callable(samples) and iter(samples) is samples:
         raise KVCacheTypeError(
             f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
@@ -97,11 +104,14 @@ def choose_layer_dtypes(
         raise KVCacheValueError("dtypes: got none, expected at least one")
     by_dtype = [resolve_layer_specs(model, dtype) for dtype in allowed]
     elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in by_dtype[0])
-    budget = bytes_per_token if bytes_per_token is not None else math.floor(float(bits or 0) * elements / 8)
+    if bits is None:
+        name, budget = "bytes_per_token", as_int("bytes_per_token", bytes_per_token, least=1)
+    else:
+        name, budget = "bits", math.floor((as_float("bits", bits) or 0.0) * elements / 8)
     costs = np.array([[specs[layer].bytes_per_token for specs in by_dtype] for layer in range(len(model.layers))])
     if costs.min(axis=1).sum() > budget:
         raise KVCacheValueError(
-            f"budget: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
+            f"{name}: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
         )
     errors = np.stack([_errors(specs, read) for specs in by_dtype], axis=1)
     chosen = _least(errors, costs, budget)
@@ -120,6 +130,7 @@ def choose_layer_dtypes(
 
 def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
     """Returns the index of each layer's dtype, `[layers]`, of the least sum of errors with costs up to `budget`."""
+    errors = np.where(np.isfinite(errors), errors, OVERFLOWS)
     unit = int(np.gcd.reduce(costs, axis=None))
     costs, capacity = costs // unit, min(budget // unit, int((costs // unit).max(axis=1).sum()))
     best = np.zeros(capacity + 1)  # the least sum of the layers so far that cost at most as much
@@ -149,7 +160,11 @@ def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> np
             jax.device_get(_squares(*map(jnp.asarray, layer), of_layer, spec=spec))
             for layer, spec, of_layer in zip(sequence, specs, scales, strict=True)
         ]
-    return np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
+    for layer, total in enumerate(sums[:, 1]):
+        if not np.isfinite(total):
+            raise KVCacheValueError(f"samples: got attention of layer {layer} that is not finite")
+    errors = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
+    return np.where(np.isfinite(errors), errors, np.inf)
 
 
 def _checked(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> Iterable[list[tuple[Any, ...]]]:

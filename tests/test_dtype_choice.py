@@ -124,6 +124,40 @@ def test_no_other_choice_that_fits_has_a_smaller_sum(seed):
     assert errors[range(layers), chosen].sum() == pytest.approx(least)
 
 
+def test_a_dtype_whose_values_overflow_is_chosen_only_where_no_other_fits():
+    samples = [[(query, key, value * np.float32(1e5)) for query, key, value in sequence()]]
+    choice = choose_layer_dtypes(MODEL, samples, ["float16", "fp8"], bits=16)
+    assert {*choice.dtypes.values()} == {FP8}
+    assert choice.errors[0][KVCacheDType.FLOAT16] == np.inf
+    assert {*choose_layer_dtypes(MODEL, samples, ["float16"], bits=16).dtypes.values()} == {KVCacheDType.FLOAT16}
+    errors = np.array([[np.inf, np.inf], [np.inf, 0.1]])
+    assert _least(errors, np.array([[4, 1], [4, 1]]), 5).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_samples_that_are_not_finite_are_refused(name):
+    layers = [list(layer) for layer in sequence()]
+    layers[1][("query", "key", "value").index(name)][:] = np.nan
+    with pytest.raises(KVCacheValueError, match="samples: got attention of layer 1 that is not finite"):
+        choose_layer_dtypes(MODEL, [layers], ["float32", "nvfp4"], bits=32)
+
+
+@pytest.mark.parametrize("budget", [{"bits": "4"}, {"bits": True}, {"bytes_per_token": 99.5}, {"bytes_per_token": "9"}])
+def test_a_budget_of_another_type_is_refused(budget):
+    with pytest.raises(KVCacheTypeError, match=f"{[*budget][0]}: got"):
+        choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], **budget)
+
+
+def test_a_budget_that_is_not_finite_is_refused():
+    with pytest.raises(KVCacheValueError, match="bits: got nan, expected a number that is finite"):
+        choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=float("nan"))
+
+
+def test_samples_that_cannot_be_read_are_refused():
+    with pytest.raises(KVCacheTypeError, match="samples: got an int, expected a list or a function"):
+        choose_layer_dtypes(MODEL, 3, ["nvfp4"], bits=8)
+
+
 def test_of_equal_errors_the_fewest_bytes_are_chosen():
     assert _least(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[4, 2], [2, 6]]), 100).tolist() == [1, 0]
 
@@ -135,7 +169,7 @@ def test_of_equal_errors_the_fewest_bytes_are_chosen():
         ({"bytes_per_token": 9}, "bits, bytes_per_token: got 8 and 9, expected one of them"),
         ({"dtypes": []}, "dtypes: got none, expected at least one"),
         ({"dtypes": ["fp9"]}, "kv_cache_dtype: got 'fp9'"),
-        ({"bits": 4.4}, "budget: got 132 bytes per token, expected at least 135, of the smallest dtypes"),
+        ({"bits": 4.4}, "bits: got 132 bytes per token, expected at least 135, of the smallest dtypes"),
         ({"samples": []}, "samples: got no batch"),
         ({"samples": [sequence()[:2]]}, r"samples\[0\]: got 2 layers, expected 3"),
         ({"samples": [[layer[1:] for layer in sequence()]]}, r"samples\[0\], layer 0: got 2 arrays, expected query"),

@@ -105,7 +105,7 @@ class KvjaxBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """The reason why a model is refused that has what each question by itself accepts: ALiBi."""
+        """Why a model is refused although every other check accepts it: it has ALiBi."""
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
             return "ALiBi not supported"

@@ -74,7 +74,7 @@ class PageMemory:
     """Caller-owned pages of keys or of values.
 
     Attributes:
-      regions: offsets of rows in a page, in bytes: data and, for NVFP4, block scales.
+      regions: offsets of rows in a page, in bytes: data and, where pages hold them, scales; or scales alone.
       page_stride: bytes between pages.
       alignment: alignment of each page's address in bytes, a multiple of the element size.
     """

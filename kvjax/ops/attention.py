@@ -37,7 +37,7 @@ from kvjax.spec import AttentionSpec
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Arguments of `paged_attention` by name, which do not decide what it returns."""
+    """Keyword arguments of `paged_attention` that do not change the type of its result."""
 
     layer: ArrayLike | None
     k_scale: ArrayLike | None

@@ -1,6 +1,7 @@
 """The limits and options of attention, which calls on JAX arrays and on torch tensors share.
 
-`kvjax_torch` uses this module and `route` besides public names. Nothing here knows of arrays.
+`kvjax_torch` uses this module and `route` besides public names, and takes from here the checks that it shares with
+kvjax (`kind_of`, `as_bool`, `as_int`). Nothing here knows of arrays.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvjax.ops.prompts import (
 
 
 def attend(prompts: Prompts, results: tuple[jax.Array, jax.Array], options: Softmax) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of prompts, in lots of as many as `options.DENSE_BYTES` holds.
+    """Attends with the rows of prompts, in lots of as many as `DENSE_BYTES` of `ops.options` holds.
 
     With `batch_invariant`, rows are not divided into segments, whose number depends on the batch, and tiles of tokens
     begin where they would in any table. `results` are those of other rows, and for these rows those of rows that attend

@@ -51,7 +51,7 @@ TILE_ROWS = 64
 
 
 class RaggedOptions(AttentionOptions, total=False):
-    """Arguments of `ragged_paged_attention` by name, which do not decide what it returns."""
+    """Keyword arguments of `ragged_paged_attention` that do not change the type of its result."""
 
     max_q_len: int | None
     max_prompts: int | None
@@ -253,7 +253,7 @@ def _ragged_xla(
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
       arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
         `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
-      options: see there.
+      options: the call's; no result depends on its `limits`.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first

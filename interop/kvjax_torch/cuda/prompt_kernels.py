@@ -115,8 +115,8 @@ def attend(
         gather_counts = first, num_tokens, max_blocks, table_stride, step.num_blocks - 1
         pages = table, *found, tensors.key_cache, tensors.value_cache, *row_scales
         running.run(running.Call(gather, gather_counts, (*pages, *tiles), at_once * num_tokens))
-        arrays = *found, step.rows, *tiles, *scales, *sinks, *results
-        running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), arrays, 1))
+        inputs = *found, step.rows, *tiles, *scales, *sinks, *results
+        running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), inputs, 1))
     if segments > 1:
         # What the rows hold is one more part, with the sinks.
         parts = [x.unflatten(0, (segments, num_rows)).unbind() for x in results]

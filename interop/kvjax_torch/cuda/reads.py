@@ -28,8 +28,8 @@ def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequen
     """What the kernels are called for, one after another; nothing if torch attends.
 
     Raises:
-      UnsupportedError: the GPU has no kernels, or none that is batch-invariant if that is requested.
-      KVCacheValueError: the workspace of a batch-invariant call is too large.
+      UnsupportedError: the GPU has no kernels, or none that is batch-invariant if that is requested; the workspace of
+        a batch-invariant call is too large.
     """
     running.check_capability(tensors.key_cache.get_device())
     serves = attending.has_attention(plan, num_seqs, tensors.block_table)

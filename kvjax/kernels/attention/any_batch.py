@@ -47,9 +47,9 @@ class AnyBatch:
         `max_blocks`, the entries of the block table for each sequence, determines the size of the workspace only.
 
         The arguments of the decode kernel are seq_lens, block_table (int32), query, the keys' and the values' pages,
-        k_scale, v_scale, sinks if there are any, and the results: out, lse and the workspace. Its `num_blocks` is that
-        of the cache. The arguments of the merge are seq_lens, sinks if there are any, the workspace, out and lse; its
-        amount is the number of sequences.
+        k_scale and v_scale (the layer's, or those pages that `scale_pages` describes), sinks if there are any, and the
+        results: out, lse and the workspace. Its `num_blocks` is that of the cache. The arguments of the merge are
+        seq_lens, sinks if there are any, the workspace, out and lse; its amount is the number of sequences.
         """
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
         config = choose(problem, self.target)

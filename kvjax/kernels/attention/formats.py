@@ -23,8 +23,8 @@ The product with the block scale, an e4m3 number that float16 holds exactly, is 
 on an instruction converts the two codes of a byte: for keys as they lie, for values after the codes of two tokens were
 put beside each other.
 
-Rows with a scale each become bfloat16, which holds their elements exactly: `Keys` multiplies logits by the scales of
-keys, `softmax.weights` weights by those of values, whose magnitudes float16 might not hold.
+Rows with a scale each become bfloat16, which holds their elements exactly. `Keys` multiplies logits by the scales of
+keys. `softmax.weights` multiplies weights by the scales of values; the products may exceed float16's range.
 
 float32 is a sum of bfloat16 *terms*, each the upper half of what the terms before it leave: three are exact, and so are
 keys. Values have two, 16 bits, for their products are with weights of 8.

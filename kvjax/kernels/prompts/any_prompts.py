@@ -22,7 +22,7 @@ from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.gather import GatherConfig, KVOperand, PageTokens, decode_tokens
+from kvjax.kernels.gather import GatherConfig
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -38,6 +38,7 @@ from kvjax.kernels.memory import (
     scales_of,
     with_origin,
 )
+from kvjax.kernels.page_tokens import KVOperand, PageTokens, decode_tokens
 from kvjax.kernels.prompts import kernel_of
 from kvjax.kernels.prompts.memory import FIELDS, CallerMemory
 from kvjax.kernels.prompts.problem import TOKENS, Problem, choose

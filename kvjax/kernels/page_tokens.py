@@ -1,0 +1,247 @@
+"""The tokens of a page as a program decodes them: loads of their rows, and stores of what these become.
+
+Every array in registers has the axes of the result, tokens first, whatever the order in the page, so that each thread
+stores what it loaded. An NVFP4 byte holds two elements. For 16-bit results they become one uint32 word, which makes
+decoding elementwise as for other formats; for float32 the two elements are stored separately.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kvjax.kernels import compat, tiles, warpgroups
+from kvjax.kernels.aliases import DType, Layout, Ref, Scalar
+from kvjax.kernels.codecs import Codec
+from kvjax.kernels.memory import Pages
+from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
+from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
+from kvjax.spec import AttentionSpec
+
+MAX_PIECES_LOADED = 9
+"""Maximum number of pieces in registers at once. Swizzled values have many: this is the keys and half of the values
+where those are quarters of a row. More do not fit where odd numbers of heads leave threads idle."""
+
+
+class KVOperand(NamedTuple):
+    """The keys or the values of a gather.
+
+    Attributes:
+      codec: how they are decoded.
+      pages: the pages to read.
+      scale: reference to their decode scale, or a scalar; None where each token and head has a scale.
+      dense: the result, `ref[tokens, heads, ...]`.
+      scale_pages: the pages of the scales of each token and head, where those are not in `pages`.
+    """
+
+    codec: Codec
+    pages: Pages
+    scale: Scalar
+    dense: Ref
+    scale_pages: Pages | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens, or some of their rows, that are decoded together.
+
+    Attributes:
+      stored: data in the page and, where it holds scales, those: a reference of NVFP4's block scales, or what loads
+        those of each token and head, as int32, into a layout.
+      dense: where in the result to put what the data decodes to, one or two places of the data's shape.
+      layout: the registers of all arrays of that shape.
+      first_token: the first of its tokens in the program.
+      token_step: from one token to the next.
+    """
+
+    stored: Sequence[Any]
+    dense: Sequence[Any]
+    layout: Layout
+    first_token: int = 0
+    token_step: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Tokens and heads first."""
+        return tuple(self.dense[0].shape)
+
+    def load(self) -> list[jax.Array]:
+        """What is stored; block scales in the registers of the blocks that they belong to."""
+        data, *scales = self.stored
+        of_rows = self.layout.reduce(len(self.shape) - 1)
+        load_scales = [x if callable(x) else functools.partial(compat.load, x) for x in scales]
+        return [compat.load(data, self.layout), *(load(of_rows) for load in load_scales)]
+
+    def along(self, axis: int) -> Layout:
+        """The layout of an array that has this one axis."""
+        return self.layout.reduce(tuple(other for other in range(len(self.shape)) if other != axis))
+
+    def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """`x`, which has these axes, along all of them."""
+        return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
+
+    def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Scalar = None) -> None:
+        """Stores what was decoded, and zeros for the program's tokens from `num_valid` on, and before `first_valid`."""
+        token = compat.layout_cast(lax.iota(jnp.int32, self.shape[0]), self.along(0))
+        token = token * self.token_step + self.first_token
+        is_valid = token < num_valid
+        if first_valid is not None:
+            is_valid &= token >= first_valid
+        is_valid = self.broadcast(is_valid, (0,))
+        for dense, rows in zip(self.dense, decoded, strict=True):
+            self._store(dense, jnp.where(is_valid, rows, jnp.zeros_like(rows)))
+
+    def store_zeros(self) -> None:
+        """Stores zeros, for tokens past the end of a sequence or of a block that is not in the cache."""
+        for dense in self.dense:
+            self._store(dense, compat.layout_cast(jnp.zeros(self.shape, dense.dtype), self.layout))
+
+    def _store(self, dense: Ref, rows: jax.Array) -> None:
+        if isinstance(dense, tiles.Places):
+            dense.store(rows, self.layout)
+        else:
+            compat.store(dense, rows)
+
+
+class PageTokens(NamedTuple):
+    """Tokens of a page.
+
+    Attributes:
+      page: the page that they are in.
+      token: the first of them in the page.
+      number: how many they are.
+      num_valid: how many of them to read, at most; the others are zeros.
+      first_valid: for keys and for values the first that is not zero, or None.
+    """
+
+    page: jax.Array
+    token: jax.Array
+    number: int
+    num_valid: jax.Array
+    first_valid: Sequence[Any] = (None, None)
+
+
+def decode_tokens(operands: Sequence[KVOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
+    """Stores a program's tokens, as elements of `dtype`.
+
+    `operands` are keys and values, whose `dense` are the places of these tokens alone; the pages are those of a spec.
+    """
+    page, token, num_tokens, num_valid, first_valid = tokens
+    pieces: list[tuple[Piece, Callable[..., list[jax.Array]], Any]] = []
+    for (codec, pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
+        data, *scales = pages.regions
+        stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
+        if spec.dtype.is_per_token_head:
+            source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
+            stored.append(functools.partial(_load_token_scales, *source, page, token, spec, num_tokens))
+        else:
+            stored += [_tokens_of_page(pages, page, token, spec, num_tokens, region) for region in scales]
+        decode_scale = scale[0] if scale is not None and scale.shape == (1,) else scale
+        pieces += [
+            (piece, functools.partial(codec.decode, scale=decode_scale, piece=piece, dtype=dtype), first)
+            for piece in _pieces(stored, dense, pages)
+        ]
+
+    @pl.when(num_valid > 0)
+    def _() -> None:
+        for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
+            loaded = [piece.load() for piece, _, _ in batch]
+            for (piece, decode, first), stored in zip(batch, loaded, strict=True):
+                piece.store(decode(stored), num_valid, first)
+
+    @pl.when(num_valid <= 0)
+    def _() -> None:
+        for piece, _, _ in pieces:
+            piece.store_zeros()
+
+
+def _tokens_of_page(
+    pages: Pages, number: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
+) -> Any:
+    """A region's rows of `num_tokens` tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
+    itemsize = jnp.dtype(pages.ref.dtype).itemsize
+    heads_first = spec.num_kv_heads == 1 or (spec.block_size > 1 and region.head_stride > region.token_stride)
+    strides, dims = (region.token_stride, region.head_stride), (spec.block_size, spec.num_kv_heads)
+    (outer, inner), (length, width) = (strides[::-1], dims[::-1]) if heads_first else (strides, dims)
+    base, outer, inner, row = (size // itemsize for size in (region.base, outer, inner, region.row_bytes))
+    # The stride of rows is their own size or, in pages with K and V side by side, the size of both.
+    start, offset = (base, 0) if inner == row else (0, base)
+    outer = width * inner if length == 1 else outer
+    page = pages.ref.at[number, pl.ds(start, length * outer)]
+    if outer != width * inner:
+        page = page.reshape(length, outer).at[:, pl.ds(0, width * inner)]
+    page = page.reshape(length, width, inner)
+    if heads_first:
+        return page.at[:, pl.ds(token, num_tokens), pl.ds(offset, row)].transpose((1, 0, 2))
+    return page.at[pl.ds(token, num_tokens), :, pl.ds(offset, row)]
+
+
+def _load_token_scales(
+    pages: Pages,
+    region: PageRegion,
+    number: jax.Array,
+    token: jax.Array,
+    spec: AttentionSpec,
+    num_tokens: int,
+    layout: Layout,
+) -> jax.Array:
+    """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
+    shape, start = (num_tokens, spec.num_kv_heads), region.base + token * region.token_stride
+    of_token, of_head = (compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
+    columns = of_token * region.token_stride + of_head * region.head_stride + start
+    alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
+    return warpgroups.load_words(pages.ref, number, columns, alignment, layout)
+
+
+def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
+    """The pieces of a program's keys or values, given its tokens in each region and in the result."""
+    max_vector = _max_vector(stored[0], dense, pages)
+
+    def piece(stored: Sequence[Any], dense: Any, *tokens: int) -> Piece:
+        shape = stored[0].shape
+        if len(dense.shape) == len(shape):
+            return Piece(stored, [dense], lane_layout(shape, max_vector), *tokens)
+        even_and_odd = [dense.at[(*(slice(None),) * len(shape), i)] for i in range(2)]
+        return Piece(stored, even_and_odd, lane_layout(shape, max_vector=1), *tokens)  # neither is contiguous
+
+    if len(stored) == 1 or callable(stored[1]):
+        yield piece(stored, dense)
+        return
+    data, scales = stored
+    num_tokens, _, num_scales = scales.shape
+    data = data.reshape(*scales.shape, data.shape[-1] // num_scales)
+    if not pages.regions[1].swizzled:
+        yield piece((data, scales), dense)
+        return
+    # A swizzled row holds scales of four tokens. Those of one token lie four bytes apart, a quarter of them in each of
+    # four rows; or, where a quarter is no whole number of scales, they are taken one by one.
+    groups = num_tokens // SWIZZLE_TOKENS
+    data, dense, scales = (x.reshape(groups, SWIZZLE_TOKENS, *x.shape[1:]) for x in (data, dense, scales))
+    in_quarters = num_scales % SWIZZLE_TOKENS == 0
+    run = num_scales // SWIZZLE_TOKENS if in_quarters else 1
+    for token, first in itertools.product(range(SWIZZLE_TOKENS), range(0, num_scales, run)):
+        row, column = swizzled_position(token, first, num_scales)
+        rows = scales.at[:, row]
+        if in_quarters:
+            run_scales = rows.reshape(*rows.shape[:2], run, SWIZZLE_TOKENS).at[:, :, :, column]
+        else:
+            run_scales = rows.at[:, :, pl.ds(column, run)]
+        run_data, run_dense = (x.at[:, token, :, pl.ds(first, run)] for x in (data, dense))
+        yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
+
+
+def _max_vector(stored: Any, dense: Any, pages: Pages) -> int:
+    """Maximum number of elements of a vector load and store: 16 bytes, where everything is aligned to them."""
+    itemsizes = [jnp.dtype(x.dtype).itemsize for x in (stored, dense)]
+    region = pages.regions[0]
+    alignment = math.gcd(MAX_VECTOR_BYTES, pages.alignment, region.base, region.token_stride, region.head_stride)
+    return max(1, min(alignment // itemsizes[0], MAX_VECTOR_BYTES // max(itemsizes)))
