@@ -144,7 +144,7 @@ def test_samples_that_are_not_finite_are_refused(name):
 
 @pytest.mark.parametrize("budget", [{"bits": "4"}, {"bits": True}, {"bytes_per_token": 99.5}, {"bytes_per_token": "9"}])
 def test_a_budget_of_another_type_is_refused(budget):
-    with pytest.raises(KVCacheTypeError, match=f"{[*budget][0]}: got"):
+    with pytest.raises(KVCacheTypeError, match=f"{next(iter(budget))}: got"):
         choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], **budget)
 
 
