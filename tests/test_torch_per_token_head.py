@@ -254,43 +254,50 @@ def assert_near(out: np.ndarray, pages: Pages, dtype: str, query: np.ndarray) ->
         )
 
 
-@pytest.mark.parametrize("device", ["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def written(layout: str, dtype: str, query_dtype: str, device: str) -> tuple[Pages, np.ndarray, list[torch.Tensor]]:
+    """Pages full of tokens, a query of a row for each sequence, and the block table and lengths."""
+    pages = Pages(spec := make_spec(dtype, layout), layout, torch.uint8, device)
+    rows = [from_numpy(x).to(device) for x in kv_tokens(spec, 80, INPUT_DTYPES["float32"])]
+    slots = torch.arange(80, device=device)
+    kvjax_torch.reshape_and_cache_flash(*rows, *pages.tensors, slots, dtype, *pages.scales)
+    query = np.random.default_rng(1).standard_normal((3, 6, 64)).astype(INPUT_DTYPES[query_dtype])
+    return pages, query, [torch.from_numpy(x).to(device) for x in (TABLE, LENGTHS)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "dtype", "query_dtype"),
+    [("interleaved", "int8_per_token_head", "bfloat16"), ("apart", "fp8_per_token_head", "float16")],
+)
+def test_the_interpreted_kernel_attends_to_vllms_layouts(layout, dtype, query_dtype):
+    pages, query, numbers = written(layout, dtype, query_dtype, "cpu")
+    rows = from_numpy(query)[:, None]
+    tensors = ReadTensors(*pages.tensors, *numbers, *pages.scales)
+    plan = attention_plan(rows, tensors, Encoding(dtype), Softmax())
+    with interpret_mode():  # it has no barrier of several warpgroups, so kernels are made for it
+        decode, merge = attention_calls(plan, rows, tensors, None)
+    run_interpreted(decode)
+    run_interpreted(merge)
+    assert_near(to_numpy(merge.tensors[-2][:, 0], query.dtype), pages, dtype, query)
+
+
+@pytest.mark.gpu
 @matrix(
     {
         "layout": LAYOUTS,
         "dtype": [dtype.value for dtype in reference.PER_TOKEN_HEAD],
         "query_dtype": ["bfloat16", "float16"],
     },
-    few={"layout": ["interleaved"], "dtype": ["int8_per_token_head"], "query_dtype": ["bfloat16"]},
     pairs=True,
 )
-def test_kernels_attend_to_vllms_layouts(layout, dtype, query_dtype, device):
-    spec = make_spec(dtype, layout)
-    pages = Pages(spec, layout, torch.uint8, "cpu" if device == "interpreted" else device)
-    where = pages.bytes.device
-    key, value = kv_tokens(spec, 80, INPUT_DTYPES["float32"])
-    rows = from_numpy(key).to(where), from_numpy(value).to(where)
-    slots = torch.arange(80, device=where)
-    kvjax_torch.reshape_and_cache_flash(*rows, *pages.tensors, slots, dtype, *pages.scales)
-    query = np.random.default_rng(1).standard_normal((3, 6, 64)).astype(INPUT_DTYPES[query_dtype])
-    table, lengths = (torch.from_numpy(x).to(where) for x in (TABLE, LENGTHS))
-    if device == "interpreted":
-        rows = from_numpy(query)[:, None]
-        tensors = ReadTensors(*pages.tensors, table, lengths, *pages.scales)
-        plan = attention_plan(rows, tensors, Encoding(dtype), Softmax())
-        with interpret_mode():  # it has no barrier of several warpgroups, so kernels are made for it
-            decode, merge = attention_calls(plan, rows, tensors, None)
-        run_interpreted(decode), run_interpreted(merge)
-        assert_near(to_numpy(merge.tensors[-2][:, 0], query.dtype), pages, dtype, query)
-    else:
-        rows = from_numpy(query).to(where)
-        out = kvjax_torch.paged_attention(rows, *pages.tensors, table, lengths, dtype, *pages.scales)
-        ends = torch.arange(4, device=where)  # a row of each sequence, served as prompts
-        step = kvjax_torch.ragged_paged_attention(
-            rows, *pages.tensors, table, lengths, ends, dtype, *pages.scales, decode_q_len=0
-        )
-        for got in (step, out):
-            assert_near(to_numpy(got, query.dtype), pages, dtype, query)
+def test_kernels_attend_to_vllms_layouts(layout, dtype, query_dtype):
+    pages, query, numbers = written(layout, dtype, query_dtype, "cuda")
+    given = from_numpy(query).cuda(), *pages.tensors, *numbers
+    out = kvjax_torch.paged_attention(*given, dtype, *pages.scales)
+    ends = torch.arange(4, device="cuda")  # a row of each sequence, served as prompts
+    step = kvjax_torch.ragged_paged_attention(*given, ends, dtype, *pages.scales, decode_q_len=0)
+    for got in (step, out):
+        assert_near(to_numpy(got, query.dtype), pages, dtype, query)
 
 
 @pytest.mark.parametrize("operation", ["paged_attention", "ragged_paged_attention"])
