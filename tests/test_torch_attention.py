@@ -36,7 +36,7 @@ from support.torch_helpers import (  # noqa: E402
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError, kernels  # noqa: E402
-from kvjax.kernels import attention  # noqa: E402
+from kvjax.kernels.attention import choice  # noqa: E402
 from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
@@ -342,7 +342,7 @@ def memory(tensor: torch.Tensor, form: Any) -> np.ndarray:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreter]:
     attending.attention_kernels.cache_clear()  # of other configurations
-    monkeypatch.setattr(attention, "MAX_TILES", 2)  # several, and no more than that
+    monkeypatch.setattr(choice, "MAX_TILES", 2)  # several, and no more than that
     with interpret_mode():
         yield Interpreter(monkeypatch)
     attending.attention_kernels.cache_clear()
