@@ -456,6 +456,14 @@ def test_the_kernels_are_the_same_for_every_batch(recorder):
     assert len({call.kernel for call in merges}) == 3
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_mean_that_float32_holds_does_not_overflow(dtype, device):
+    def run(*args: Any) -> Any:
+        return attend_on(device)(*args, k_scale=np.float32(1), v_scale=np.float32(1), sinks=None)
+
+    suite.check_large_values(run, dtype, 40)
+
+
 @pytest.mark.parametrize("case", [Case(query_dtype="float32"), Case(head_size=24)], ids=str)
 def test_where_no_kernel_attends_it_is_gathered(case, recorder, monkeypatch):
     monkeypatch.setattr(reads, "_attend_to_gathered", lambda plan, query, *arrays: (query, query[..., 0]))

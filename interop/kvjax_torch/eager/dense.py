@@ -8,6 +8,10 @@ import torch
 
 from kvjax_torch.arguments.plan import AttentionPlan
 
+MARGIN = 2.0**-28
+"""Factor of weights in products of float32 and bfloat16, as in the decode kernel: a sum of up to 2**28 values does not
+exceed the largest. Sums of float16 fit float32, and weights that small would not fit float16."""
+
 
 class Tokens(NamedTuple):
     """Gathered keys and values, and what says which of them a sequence has.
@@ -83,8 +87,9 @@ def attend(
     shift = torch.where(shift == -torch.inf, 0.0, shift)
     weights = logits.sub_(shift).exp_()
     total = weights.sum(-1, keepdim=True)
-    attended = product(weights.to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
-    attended = attended.view(*logits.shape[:-1], values.shape[-1]) / torch.where(total > 0, total, 1.0)
+    margin = 1.0 if values.dtype is torch.float16 else MARGIN
+    attended = product(weights.mul_(margin).to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
+    attended = attended.view(*logits.shape[:-1], values.shape[-1]) / torch.where(total > 0, total * margin, 1.0)
     lse = shift + torch.log(total)
     if sinks is not None:  # last: weights relative to a large sink would round to 0
         whole = torch.logaddexp(lse, sinks.view(num_kv_heads, 1, group, 1))
