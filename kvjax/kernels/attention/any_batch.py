@@ -17,12 +17,11 @@ from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
-    SCALES,
     AnyCount,
     Argument,
     Number,
     PageMemory,
-    scale_argument,
+    scale_arguments,
     with_origin,
 )
 from kvjax.kernels.target import Target
@@ -134,7 +133,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         _vector("table", jnp.int32),
         _vector("query", problem.query_dtype),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
-        *_scale_arguments(problem),
+        *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
         *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
         *(_vector(name, dtype) for name, dtype in results.items()),
     )
@@ -187,14 +186,6 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         writes=tuple(results),
         num_programs=lambda num_seqs: num_seqs,
     )
-
-
-def _scale_arguments(problem: Problem) -> list[Argument]:
-    """The layer's scales, or the pages of the scales of each token and head."""
-    if problem.scale_memory is None:
-        return [scale_argument(name, size) for name, size in zip(SCALES, problem.scale_sizes, strict=True)]
-    pages = zip(SCALES, problem.scale_memory, strict=True)
-    return [memory.argument(name, problem.spec.array_dtype) for name, memory in pages]
 
 
 def _vector(name: str, dtype: DTypeLike) -> Argument:
