@@ -81,13 +81,6 @@ OPTIMIZED = {
 """Modules of tests whose programs XLA optimizes in every run: they show that no optimization changes a stored byte."""
 
 
-INTERPRETED = {
-    *("test_kernels_any_count", "test_kernels_attention", "test_kernels_gather", "test_kernels_interpret"),
-    *("test_kernels_prompts", "test_kernels_ragged"),
-}
-"""Modules of tests whose programs XLA never optimizes: on a CPU it compiles only the interpreter of the kernels."""
-
-
 SAMPLED = {
     *("test_attention", "test_attention_ring", "test_benchmark_attention", "test_blocks", "test_calibration"),
     *("test_checked", "test_fp8_k_nvfp4_v", "test_gather", "test_kernels_any_count", "test_kernels_arithmetic"),
@@ -96,7 +89,7 @@ SAMPLED = {
     *("test_step", "test_torch_prompts", "test_torch_ragged", "test_torch_write", "test_transformers_cache"),
     *("test_vllm_plugin", "test_write", "test_write_in_place"),
 }
-"""Modules whose cases each compile programs or import a library: a third of a test's cases is in every run."""
+"""Modules whose cases each compile programs or import a library: a fifth of a test's cases is in every run."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,11 +97,10 @@ def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leaves optimizations out where they change nothing that a test looks at: compiling takes longer than running."""
     import jax
 
-    name, is_full = request.module.__name__, request.config.getoption("full")
-    if _has_nvidia_driver() or (is_full and name not in INTERPRETED):
+    if _has_nvidia_driver():
         yield
         return
-    is_optimized = name in OPTIMIZED
+    is_optimized = request.module.__name__ in OPTIMIZED
     if is_optimized:
         jax.clear_caches()  # of what other modules have compiled
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
@@ -121,15 +113,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def mark_sample(items: Iterable[pytest.Item]) -> None:
-    """Marks two of three cases `full`, of tests of `SAMPLED` that need no GPU and have more than two others."""
+    """Marks four of five cases `full`, of tests of `SAMPLED` that need no GPU and have more than two others."""
     families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         is_marked = any(item.get_closest_marker(name) for name in ("full", "gpu"))
         if item.path.stem in SAMPLED and not is_marked:
             families[item.nodeid.split("[")[0]].append(item)
     for name, cases in families.items():
-        # Drawn, for every third one may have the same value along an axis. The same ones in every process.
-        kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // 3))
+        # Drawn, for every fifth one may have the same value along an axis. The same ones in every process.
+        kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // 5))
         for i, case in enumerate(cases if len(cases) > 2 else ()):
             if i not in kept:
                 case.add_marker("full")

@@ -62,6 +62,7 @@ def test_scales_of_each_token_and_head(attend, case):
     suite.check(case, attend)
 
 
+@pytest.mark.full
 def test_one_token_and_100_000_together(attend):
     problem = suite.build(Case("float32", lengths="long", num_kv_heads=1, block_size=32))
     suite.assert_right(problem, *problem.run(attend))

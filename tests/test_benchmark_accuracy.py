@@ -17,6 +17,8 @@ pytest.importorskip("tokenizers")
 
 from support.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.full  # a whole run of the program
+
 ROOT = Path(__file__).parents[1]
 DTYPES = ["float32", "fp8_e4m3", "nvfp4"]
 

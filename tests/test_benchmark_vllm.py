@@ -74,6 +74,7 @@ time.sleep(int(sys.stdin.read()))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("seconds", "status"), [(0, 0), (600, None)])
 def test_a_process_leaves_none_behind(

@@ -214,6 +214,7 @@ for i in range(int(sys.argv[3])):
 """
 
 
+@pytest.mark.full
 def test_processes_share_a_folder_and_one_that_is_killed_leaves_it_whole(folder: Folder):
     command = [sys.executable, "-W", "error", "-c", WRITES_AND_READS, str(folder.path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -218,6 +218,7 @@ def test_a_donated_cache_keeps_its_buffer_and_only_the_copied_pages_take_memory(
     assert cache.kv.is_deleted()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize("target", TARGETS)
 @EACH_KIND
@@ -291,6 +292,7 @@ def test_a_traced_swap_copies_between_two_caches(spec):
     assert not other.kv.is_deleted()
 
 
+@pytest.mark.full
 def test_between_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -88,6 +88,7 @@ def test_the_shipped_weights_are_small_and_say_how_they_were_made():
     assert {"steps", "seed", "python", "held_out_bits_per_byte"} <= shipped.training.keys()
 
 
+@pytest.mark.full
 def test_the_shipped_model_has_learned_its_text():
     shipped = weights.load()
     root = text.standard_library()

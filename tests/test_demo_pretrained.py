@@ -116,6 +116,7 @@ def test_a_float32_cache_gives_the_logits_of_no_cache(file, model, first_positio
     assert [one.key.shape for one in attended] == [(21, KV_HEADS, HEAD_SIZE)] * LAYERS
 
 
+@pytest.mark.full
 def test_layers_have_dtypes_of_their_own_and_sequences_do_not_mix(model):
     rng = np.random.default_rng(3)
     texts = [rng.integers(0, len(WORDS), length).astype(np.int32) for length in (17, 30)]
@@ -210,6 +211,7 @@ def test_a_fetch_that_takes_too_long_is_ended(pip, limits, message):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.full
 def test_the_demo_serves_the_pretrained_model(pip, wheel, capsys):
     pip(copying(wheel))
     arguments = ["demo", "--tokens", "32", "--sequences", "2", "--dtype", "float32", "--dtype", "nvfp4"]

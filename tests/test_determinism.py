@@ -71,6 +71,7 @@ def test_two_runs_store_the_same_bytes(name, dtypes):
     assert digests(name, dtypes) == first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtypes"), RUNS)
 def test_two_processes_store_the_same_bytes(name, dtypes):
     """Each compiles for itself, with a hash seed of its own; the other one has a single core."""

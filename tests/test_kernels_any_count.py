@@ -109,6 +109,7 @@ def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target
     assert kernel.parameters == [f".align 8 .b8[{8 * len(args)}]"]
 
 
+@pytest.mark.full
 def test_interpreted_kernels_serve_scales_between_rows():
     dtype = KVCacheDType.INT8_PER_TOKEN_HEAD
     spec = simple_spec(dtype, num_kv_heads=2, head_size=128, head_size_v=64)

@@ -51,7 +51,10 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         pytest.param(Case("nvfp4", lengths=(37,), head_size=80, v_scale_layout="swizzled"), marks=pytest.mark.full),
         pytest.param(Case("float32", "float16", "HND", lengths=(20,), head_size_v=36, q_len=2), marks=pytest.mark.full),
         pytest.param(Case("nvfp4", lengths=(37,), head_size=16, group=16), marks=pytest.mark.full),  # states fill more
-        Case("int8_per_token_head", lengths=(37, 5), num_kv_heads=2, window=20, sinks=True, q_len=2),
+        pytest.param(
+            Case("int8_per_token_head", lengths=(37, 5), num_kv_heads=2, window=20, sinks=True, q_len=2),
+            marks=pytest.mark.full,
+        ),
         pytest.param(Case("fp8_per_token_head", "float16", "HND", lengths=(37,), head_size=80), marks=pytest.mark.full),
         pytest.param(Case("int8_per_token_head", lengths=(37,), block_size=8, group=5), marks=pytest.mark.full),
     ],
@@ -572,6 +575,7 @@ def shapes(spec: AttentionSpec) -> tuple[Any, ...]:
     return query, cache, jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
+@pytest.mark.full
 def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
     """Programs that are alike share what was traced; not where they are for other GPUs."""
     seen = []

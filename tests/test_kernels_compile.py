@@ -241,6 +241,7 @@ def step_over_layers(cache, keys, values, slots, table, lengths, implementation)
     return jax.lax.scan(step, cache, (keys, values, jnp.arange(NUM_LAYERS, dtype=jnp.int32)))
 
 
+@pytest.mark.full
 @matrix(
     {"implementation": [None, "mosaic", "xla"], "dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4]},
     few={"dtype": [KVCacheDType.NVFP4]},

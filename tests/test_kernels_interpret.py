@@ -74,6 +74,7 @@ def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
         kernel_cases.check_encoding(dtype, x, 0.0371)
 
 
+@pytest.mark.full
 @matrix({"dtype": KERNEL_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_the_first_and_the_last_blocks_of_a_cache(dtype):
     with interpret_mode():

@@ -122,6 +122,7 @@ LENGTHS = {"q_lens": (0, 60, -3, 70, 1, 0), "positions": (0, 0, 5, 130, 60, 9), 
 """Sequences without rows among those of one to four tiles."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shapes", "problem", "config"),
     [
@@ -261,6 +262,7 @@ def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, 
     return jax.freeze(out), jax.freeze(lse), jax.freeze(claims)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
     ("head_size", "group", "problem", "segments"),

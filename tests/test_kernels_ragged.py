@@ -63,6 +63,7 @@ def arguments(dtype: str, num_seqs: int, num_tokens: int, num_layers: int | None
 ALL_TARGETS = [pytest.param(name, marks=() if name == "h100" else pytest.mark.full) for name in TARGETS]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize("target", ALL_TARGETS)
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_it_is_traced_in_the_mode_of_the_call(cache):
     assert "i64" in lower(write, ("cuda",), cache)
 
 
+@pytest.mark.full
 @matrix({"dtype": [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4]}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_a_program_exported_for_two_platforms_has_the_implementation_of_each(dtype):
     spec = simple_spec(dtype)

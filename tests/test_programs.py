@@ -100,6 +100,7 @@ def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query:
     return gather_kv(written, TABLE, LENS, **scales), views, attended, copied
 
 
+@pytest.mark.full
 @matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
 def test_operations_promote_no_ranks(dtype: KVCacheDType):
     """JAX refuses when it traces: implementations when it lowers, and those of both platforms."""

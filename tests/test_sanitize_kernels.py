@@ -44,6 +44,7 @@ def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: py
     ]
 
 
+@pytest.mark.full
 def test_from_torch_it_runs_what_torch_calls(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Every dtype, layout and kind of scales, in torch's terms; on the CPU, which has no kernels."""
     torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")

@@ -66,6 +66,7 @@ def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(
     assert "creating" not in again.stdout
 
 
+@pytest.mark.full
 def test_jax_looks_for_no_gpu_in_it_where_there_is_no_driver(made: tuple[Path, str], tmp_path: Path):
     environment, _ = made
     [packages] = environment.glob("lib/python*/site-packages")

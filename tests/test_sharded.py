@@ -35,13 +35,20 @@ def run_program(name: str, *args: str, num_devices: int | None, seconds: int = 5
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+QUICK = "rotations", "within_shard_map", "layers", "copies", "checked_values", "blocks_out_of_range_are_not_read"
+
+
 @pytest.mark.parametrize(
-    ("axis_type", "formats"),
-    [("Auto", "few"), pytest.param("Explicit", "full", marks=pytest.mark.full)],
+    ("axis_type", "formats", "checks"),
+    [
+        ("Auto", "few", QUICK),
+        pytest.param("Auto", "few", (), marks=pytest.mark.full),
+        pytest.param("Explicit", "full", (), marks=pytest.mark.full),
+    ],
 )
-def test_eight_devices(axis_type, formats):
+def test_eight_devices(axis_type, formats, checks):
     """A dtype of each kind, in full every dtype and layout, by heads, by blocks and both: see `sharded_caches.py`."""
-    program = run_program("sharded_caches.py", axis_type, "2", "4", formats, num_devices=8)
+    program = run_program("sharded_caches.py", axis_type, "2", "4", formats, *checks, num_devices=8)
     output, _ = program.communicate()
     assert program.returncode == 0, output
 

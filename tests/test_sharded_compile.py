@@ -82,6 +82,7 @@ def test_xla_writes_in_place_on_each_device(dtype, division):
     assert program.temp_size < 16 * 2 * NUM_TOKENS * 8 * 128  # float64 quotients of its tokens, and their codes
 
 
+@pytest.mark.full
 @matrix(
     {"operation": OPERATIONS, "dtype": KERNEL_DTYPES, "division": MESHES},
     few={"dtype": FEW_DTYPES},

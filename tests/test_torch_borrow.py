@@ -465,6 +465,7 @@ to_torch(spread)
 """
 
 
+@pytest.mark.full
 def test_an_array_on_several_devices_is_refused_and_its_shards_are_lent():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SEVERAL_DEVICES]

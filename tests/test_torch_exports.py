@@ -202,6 +202,7 @@ ENDS = {
 }
 
 
+@pytest.mark.full
 @matrix({"end": ENDS}, few={"end": ["results_of_several_programs_are_kept"]})
 def test_python_ends_while_jax_reads_what_torch_lent(end: str, device: str):
     """With JAX and torch alone, an H200 aborts so in one to three of seven ends of the first kind, two cores in one."""

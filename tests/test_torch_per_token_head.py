@@ -220,6 +220,7 @@ def test_torch_knows_that_scales_in_tensors_of_their_own_are_written():
             operation(*arguments, *stored_as)
 
 
+@pytest.mark.full
 @matrix(
     {"layout": LAYOUTS, "dtype": [dtype.value for dtype in reference.PER_TOKEN_HEAD]},
     few={"layout": ["apart"], "dtype": ["int8_per_token_head"]},

@@ -206,6 +206,7 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
     return make(*made, **options).function(*arrays)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize(
     ("made", "options"),

@@ -162,6 +162,7 @@ def test_torch_rotates_what_the_kernel_does_not_take_to_the_same_bytes(dtype: st
 
 
 # Of each kind; `test_rope.py` interprets kernels of every dtype.
+@pytest.mark.full
 @each_case(
     [case for case in KERNEL_CASES if KVCacheDType(case["dtype"]) in FEW_DTYPES],
     few={"dtype": ["nvfp4"], "rotated": [0.5]},

@@ -450,6 +450,7 @@ def test_a_crop_to_a_length_is_refused(device: str):
 EXAMPLE = Path(__file__).parents[1] / "examples/generate_with_kvjax_cache.py"
 
 
+@pytest.mark.full
 def test_the_example_shows_what_each_dtype_costs_and_keeps(capsys: pytest.CaptureFixture[str]):
     runpy.run_path(str(EXAMPLE))
     rows = re.findall(r"(\w+): +(\d+) bytes/token, (\d+) of 40", capsys.readouterr().out)

@@ -27,6 +27,7 @@ def run(folder: Path, version: str, code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("version", "reason"), [("0.34.0", ""), ("0.33.9", " (No module named 'vllm.v1')")])
 def test_a_vllm_of_another_interface_is_told_both_versions(tmp_path: Path, version: str, reason: str):
     """It goes on without the backend, which is an error where it is chosen."""
