@@ -1,4 +1,4 @@
-"""What every test shares: the devices jax may look for, the markers `gpu` and `full`, and hypothesis' settings."""
+"""What every test shares: the devices jax may look for, the markers `gpu`, `full` and `nightly`, and hypothesis' settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -110,34 +110,42 @@ def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full matrices too: the tests marked full")
+    parser.addoption("--nightly", action="store_true", help="run every test: those marked full or nightly too")
 
 
-def mark_sample(items: Iterable[pytest.Item]) -> None:
-    """Marks four of five cases `full`, of tests of `SAMPLED` that need no GPU and have more than two others."""
+def leave_to(mark: str, tests: Iterable[pytest.Item], one_of: int, least: int) -> None:
+    """Marks cases of each test with more than `least`, all but one of so many."""
     families: dict[str, list[pytest.Item]] = collections.defaultdict(list)
-    for item in items:
-        is_marked = any(item.get_closest_marker(name) for name in ("full", "gpu"))
-        if item.path.stem in SAMPLED and not is_marked:
-            families[item.nodeid.split("[")[0]].append(item)
+    for item in tests:
+        families[item.nodeid.split("[")[0]].append(item)
     for name, cases in families.items():
         # Drawn, for every fifth one may have the same value along an axis. The same ones in every process.
-        kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // 5))
-        for i, case in enumerate(cases if len(cases) > 2 else ()):
+        kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // one_of))
+        for i, case in enumerate(cases if len(cases) > least else ()):
             if i not in kept:
-                case.add_marker("full")
+                case.add_marker(mark)
+
+
+def mark_samples(items: Sequence[pytest.Item]) -> None:
+    """Leaves most cases of `SAMPLED` to the full matrices, and of these most to nightly runs; none that needs a GPU."""
+    here = [item for item in items if not item.get_closest_marker("gpu")]
+    unmarked = [item for item in here if not (item.get_closest_marker("full") or item.get_closest_marker("nightly"))]
+    leave_to("full", [item for item in unmarked if item.path.stem in SAMPLED], one_of=5, least=2)
+    leave_to("nightly", [item for item in here if item.get_closest_marker("full")], one_of=4, least=4)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own, which looks for the marks that -m names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `full`, but where it is asked for: with `--full`, or by its name."""
+    """Leaves out what is marked `full` or `nightly`, but where it is asked for: by option, or by its name."""
     if not config.option.keyword:
-        mark_sample(items)
-    if config.getoption("full") or any("::" in arg for arg in config.args):
+        mark_samples(items)
+    if config.getoption("nightly") or any("::" in arg for arg in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    marks = ("nightly",) if config.getoption("full") else ("full", "nightly")
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if not any(item.get_closest_marker(mark) for mark in marks)]
 
 
 def pytest_sessionfinish() -> None:

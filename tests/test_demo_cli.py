@@ -21,10 +21,25 @@ INCLUDED = ["demo", "--no-pretrained"]
 SMALL = ["--tokens", "96", "--sequences", "6"]
 
 
+FEW = [kvjax.KVCacheDType.FLOAT32, kvjax.KVCacheDType.NVFP4]
+DTYPES = pytest.mark.parametrize(
+    "result",
+    [
+        pytest.param(FEW, marks=pytest.mark.full),
+        pytest.param(kvjax.STORED_KV_CACHE_DTYPES, marks=pytest.mark.nightly),
+    ],
+    ids=["few", "all"],
+    indirect=True,
+    scope="module",
+)
+
+
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    """What `--json` prints for every dtype, on short text."""
+def result(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `--json` prints for these dtypes, on short text."""
     command = [sys.executable, "-W", "error", "-m", "kvjax", *INCLUDED, "--json", "--scales", *SMALL]
+    if request.param is FEW:
+        command += [f"--dtype={dtype.value}" for dtype in FEW]
     # Two programs are compiled for each dtype; unoptimized, that takes a fifth of the time.
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -37,17 +52,18 @@ def rows(result) -> dict[str, dict[str, Any]]:
     return {row["dtype"]: row for row in result["rows"]}
 
 
-@pytest.mark.full
-def test_every_dtype_has_its_row(result):
-    assert [row["dtype"] for row in result["rows"]] == [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES]
+@DTYPES
+def test_every_dtype_has_its_row(result, request):
+    expected = request.node.callspec.params["result"]
+    assert [row["dtype"] for row in result["rows"]] == [dtype.value for dtype in expected]
 
 
-@pytest.mark.full
+@DTYPES
 def test_the_model_beats_byte_frequencies(result):
     assert result["dense_float32_bits_per_byte"] < 0.75 * result["unigram_bits_per_byte"]
 
 
-@pytest.mark.full
+@DTYPES
 def test_a_float32_cache_loses_nothing(result, rows):
     row = rows["float32"]
     assert row["greedy_agreement"] == 1
@@ -58,7 +74,7 @@ def test_a_float32_cache_loses_nothing(result, rows):
 # Attention averages values, each rounded by half a step of its dtype: 2**-11 of it in float16, 2**-8 in bfloat16, 2**-4
 # in fp8_e4m3, 2**-3 in fp8_e5m2, up to a sixth of the largest of its block in nvfp4. Rounded keys move the weights as
 # well; the bounds leave room for that, and none for a wrong scale or a wrong block.
-@pytest.mark.full
+@DTYPES
 def test_narrow_dtypes_stay_near_float32(rows):
     allowed = {
         "float16": (1e-3, 0.99),
@@ -79,7 +95,7 @@ def test_narrow_dtypes_stay_near_float32(rows):
         assert agreement <= row["greedy_agreement"] <= 1, dtype
 
 
-@pytest.mark.full
+@DTYPES
 def test_fewer_bits_err_more(rows):
     in_order = ("float32", "float16", "bfloat16", "fp8_e4m3", "nvfp4")
     errors = [rows[dtype]["attention_error"] for dtype in in_order if dtype in rows]
@@ -87,7 +103,7 @@ def test_fewer_bits_err_more(rows):
     assert len(set(errors)) == len(errors)
 
 
-@pytest.mark.full
+@DTYPES
 def test_memory_is_what_the_specs_say(rows):
     # Four layers, keys and values, two heads of 64.
     elements = 4 * 2 * 2 * 64
@@ -109,7 +125,7 @@ def test_memory_is_what_the_specs_say(rows):
         assert 0 <= 2**30 - row["tokens_per_gib"] * row["bytes_per_token"] < 16 * row["bytes_per_token"]
 
 
-@pytest.mark.full
+@DTYPES
 def test_every_way_to_find_scales_has_its_row(result, rows):
     ways = {(row["dtype"], row["scales"]) for row in result["scales"]}
     per_tensor = {"1", "1, other magnitudes", "amax", "percentile 99.99", "mse"}
@@ -124,7 +140,7 @@ def test_every_way_to_find_scales_has_its_row(result, rows):
     assert ways == {(dtype, way) for dtype in rows for way in expected.get(dtype, ())}
 
 
-@pytest.mark.full
+@DTYPES
 def test_calibrated_scales_keep_what_scales_of_1_lose(result, rows):
     table = {(row["dtype"], row["scales"]): row for row in result["scales"]}
     for dtype in {dtype for dtype, _ in table}:
@@ -138,14 +154,14 @@ def test_calibrated_scales_keep_what_scales_of_1_lose(result, rows):
             assert lost["bits_per_byte"] > amax["bits_per_byte"]
 
 
-@pytest.mark.full
+@DTYPES
 def test_blocks_were_reused_and_writes_timed(rows):
     for row in rows.values():
         assert 0 < row["blocks_reused"] <= row["blocks"]
         assert row["write_seconds_per_token"] > 0
 
 
-@pytest.mark.full
+@DTYPES
 def test_the_model_writes_on(result):
     continuation = result["continuation"]
     assert continuation["dtype"] == result["rows"][-1]["dtype"]

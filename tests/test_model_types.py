@@ -49,7 +49,7 @@ def test_what_is_read_is_what_transformers_keeps(model_type: str):
     check(model_type)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", [kind for kind in tiny_models.CAUSAL_MODEL_TYPES if kind not in REPRESENTATIVE])
 def test_what_is_read_is_what_transformers_keeps_of_every_type(model_type: str):
     check(model_type)
@@ -93,7 +93,7 @@ def test_sizes_that_a_file_leaves_out_are_those_of_transformers():
     assert (layer.num_kv_heads, layer.head_size) == (32, 128)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", [kind for kind in MODEL_TYPES if kind in tiny_models.CONFIG_MAPPING])
 def test_what_a_file_leaves_out_is_what_transformers_fills_in_of_every_type(model_type: str):
     assert misread(model_type) == []
