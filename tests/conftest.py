@@ -1,4 +1,4 @@
-"""What every test shares: the devices jax may look for, the markers `gpu`, `full` and `nightly`, and hypothesis' settings."""
+"""What every test shares: devices, the markers `gpu`, `full` and `nightly`, and hypothesis' settings."""
 
 from __future__ import annotations
 
