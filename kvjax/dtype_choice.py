@@ -43,7 +43,7 @@ class DTypeChoice:
       errors: of each layer in order, the relative error of attention with each allowed dtype.
     """
 
-    dtypes: Mapping[int, KVCacheDType]
+    dtypes: Mapping[int | str, str | KVCacheDType]
     bits: float
     bytes_per_token: int
     errors: tuple[Mapping[KVCacheDType, float], ...]

@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import kvjax  # noqa: E402
 from kvjax.cli import main  # noqa: E402
+from kvjax.cli.arguments import kv_cache_dtypes  # noqa: E402
 
 LENGTH, WINDOW, BEGIN = 24, 5, 256
 SIZES = {"vocab_size": 300, "head_dim": 32, "num_key_value_heads": 2, "dtype": "float32"}
@@ -33,8 +34,8 @@ TEXT = "The quick brown fox jumps over the lazy dog, again and again; 0123456789
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 SHARED = 2  # the last layers of gemma3n, which read an earlier layer's keys and values
 
-type Stored = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Each layer's keys and values, `[num_tokens, num_kv_heads, head_size]`."""
+type Seen = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""Each layer's keys and values, `[num_tokens, num_kv_heads, head_size]`, and its query times softmax's scale."""
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -101,13 +102,14 @@ def out(tmp_path: Path) -> Path:
     return folder / "scales.safetensors"
 
 
-def what_attention_gets(folder: Path, num_samples: int) -> list[Stored]:
-    """Of each sample, the keys and values that each layer's attention gets, from a forward pass without a cache."""
+def what_attention_gets(folder: Path, num_samples: int) -> list[Seen]:
+    """Of each sample, what each layer's attention gets, from a forward pass without a cache."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-    seen: Stored = {}
+    seen: Seen = {}
 
     def spy(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        seen[module.layer_idx] = tuple(x[0].transpose(0, 1).float().numpy().copy() for x in (key, value))
+        arrays = key, value, query * kwargs["scaling"]
+        seen[module.layer_idx] = tuple(x[0].transpose(0, 1).float().numpy().copy() for x in arrays)
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     transformers.AttentionInterface.register("spy", spy)
@@ -165,7 +167,7 @@ def test_scales_are_those_of_what_attention_gets(models, text, out, capsys, mode
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     assert [int(row.split("|")[1]) for row in rows] == list(model.layer_indices)
     keys = np.concatenate([sample[model.layer_indices[0]][0] for sample in samples])
-    assert float(rows[0].split("|")[3]) == pytest.approx(float(np.abs(keys).max()), rel=1e-3)
+    assert float(rows[0].split("|")[4]) == pytest.approx(float(np.abs(keys).max()), rel=1e-3)
 
 
 def test_the_file_says_what_it_is_for(models, text, out):
@@ -215,9 +217,40 @@ def test_the_methods_are_those_of_calibrate(models, text, out, options):
     folder = models["llama"]
     assert calibrate(folder, text, out, "--samples", "2", "--method", *options) == 0
     specs = kvjax.resolve_layer_specs(read_model(folder), "nvfp4")
-    samples = [[sample[layer] for layer in (0, 1)] for sample in what_attention_gets(folder, 2)]
+    samples = [[sample[layer][:2] for layer in (0, 1)] for sample in what_attention_gets(folder, 2)]
     expected = kvjax.calibrate(specs, samples, method=options[0], percentile=90)
     np.testing.assert_allclose(load(out, folder, "nvfp4"), expected, rtol=1e-6)
+
+
+CHOICE = ["--choose", "fp8_e4m3,nvfp4_4over6,int8_per_token_head", "--bits", "7"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("gemma3n_text", marks=pytest.mark.full)])
+def test_a_choice_is_that_of_what_attention_gets(models, text, out, capsys, model_type):
+    """Whatever softmax's scale is: these models' is not `head_size ** -0.5`."""
+    folder = models[model_type]
+    assert calibrate(folder, text, out, *CHOICE, "--samples", "2") == 0
+    model, size = read_model(folder), SIZES["head_dim"]
+    samples = [
+        [
+            (query * np.float32(size**0.5), key, value)
+            for key, value, query in (sample[index] for index in model.layer_indices)
+        ]
+        for sample in what_attention_gets(folder, 2)
+    ]
+    expected = kvjax.choose_layer_dtypes(model, samples, CHOICE[1].split(","), bits=7)
+    with safe_open(out, "numpy") as file:
+        request = file.metadata()["kv_cache_dtype"]
+    resolved = kvjax.resolve_layer_dtypes(model, kv_cache_dtypes(request))
+    assert dict(zip(model.layer_indices, (one.dtype for one in resolved), strict=True)) == expected.dtypes
+    assert len(set(expected.dtypes.values())) > 1
+    printed = capsys.readouterr().out
+    assert f"scales for {request} of" in printed
+    assert f"{expected.bits:.2f} bits of an element, {expected.bytes_per_token:,} bytes of a token" in printed
+    specs = kvjax.resolve_layer_specs(model, expected.dtypes)
+    scales = kvjax.calibrate(specs, [[layer[1:] for layer in sample] for sample in samples])
+    loaded = kvjax.load_kv_scales(out, model, expected.dtypes)
+    np.testing.assert_allclose(loaded, scales, rtol=1e-6)
 
 
 def test_without_a_number_the_whole_text_is_sampled(models, text, out, capsys):
@@ -295,6 +328,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no token left": (passed("--length", "1"), "length: got 1, expected more than the tokenizer's 1 special token"),
     "a device": (passed("--device", "nonsense"), "device: got 'nonsense': "),
     "per head": (passed("--per-head"), "per_head: got True, expected False"),
+    "a choice without bits": (passed("--choose", "fp8"), "--choose, --bits: got one of them, expected both or none"),
+    "bits without a choice": (passed("--bits", "5"), "--choose, --bits: got one of them, expected both or none"),
+    "too few bits": (
+        passed("--choose", "fp8,nvfp4", "--bits", "4"),
+        "bits: got 128 bytes per token, expected at least",
+    ),
 }
 
 
@@ -348,6 +387,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(text, out, capsys, 
     [
         (["--dtype", "bfloat16"], "got 'bfloat16', which takes no scales, expected one of fp8_e4m3"),
         (["--dtype", "float8"], "argument --dtype: "),
+        (["--choose", "fp8,float8"], "argument --choose: kv_cache_dtype: got 'float8'"),
         (["--percentile", "0"], "got '0', expected a number above 0 and at most 100"),
         (["--model-dtype", "int8"], "argument --model-dtype: "),
         (["--samples", "0"], "got 0, expected at least 1"),

@@ -1,13 +1,14 @@
-"""`kvjax calibrate`: computes the decode scales of a model's cache from a text, and writes them to a file."""
+"""`kvjax calibrate`: computes the scales of a model's cache from a text, or chooses its dtypes, and writes a file."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -54,6 +55,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help=f"the cache's dtype, one of {', '.join(_SCALED)} (default: nvfp4)",
     )
     parser.add_argument(
+        "--choose",
+        type=argument_of(_dtypes),
+        default=(),
+        metavar="DTYPE,DTYPE",
+        help="choose each layer's dtype of these, by the error of its attention, instead of --dtype; needs --bits",
+    )
+    parser.add_argument(
+        "--bits", type=float, help="of --choose: the most bits of an element, as a mean of all layers (NVFP4 has 4.5)"
+    )
+    parser.add_argument(
         "--method",
         choices=[method.value for method in kvjax.CalibrationMethod],
         default=kvjax.CalibrationMethod.AMAX.value,
@@ -84,6 +95,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Calibrates, writes the file and prints what was found; returns the exit status."""
+    if bool(args.choose) != (args.bits is not None):
+        return _failed("--choose, --bits: got one of them, expected both or none")
     # torch and JAX share a GPU here.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -96,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         return _failed(f"{error.name} is not installed: pip install 'kvjax[transformers]'")
     options = Options(
         dtype=args.dtype,
+        choose_from=args.choose,
+        bits=args.bits,
         method=kvjax.CalibrationMethod(args.method),
         percentile=args.percentile,
         per_head=args.per_head,
@@ -108,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         with warnings.catch_warnings(record=True) as caught, _new_file(args.output, replace=args.force) as file:
             warnings.simplefilter("always", kvjax.KVCacheWarning)
             found = calibrate_model(args.model, args.text, options)
-            file.write(save(_tensors(found.layers, args.dtype), metadata=_metadata(args, found)))
+            file.write(save(_tensors(found.layers), metadata=_metadata(args, found)))
     except kvjax.KVCacheError as error:
         return _failed(str(error))
     except OSError as error:
@@ -119,9 +134,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvjax calibrate: warning: {message}", file=sys.stderr)
     print(_table(found.layers))
     print(
-        f"\n{args.output}: scales for {args.dtype.value} of {len(found.layers)} layers, from"
+        f"\n{args.output}: scales for {_requested(found)} of {len(found.layers)} layers, from"
         f" {found.num_samples:,} samples of {found.length:,} tokens; read it with kvjax.load_kv_scales"
     )
+    if found.choice:
+        print(f"{found.choice.bits:.2f} bits of an element, {found.choice.bytes_per_token:,} bytes of a token")
     return 0
 
 
@@ -135,21 +152,44 @@ def _scaled_dtype(name: str) -> kvjax.KVCacheDType:
 _SCALED = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES if dtype.takes_scale]
 
 
-def _tensors(layers: Iterable[CalibratedLayer], dtype: kvjax.KVCacheDType) -> dict[str, np.ndarray]:
+def _dtypes(names: str) -> tuple[kvjax.KVCacheDType, ...]:
+    return tuple(kvjax.parse_kv_cache_dtype(name.strip()) for name in names.split(","))
+
+
+def _divisor(layers: Iterable[CalibratedLayer]) -> float:
+    """What the file's scales times the largest magnitudes are: the largest key of the first dtype that has a scale."""
+    return next((layer.dtype.parts[0].info.max for layer in layers if layer.dtype.takes_scale), 1.0)
+
+
+def _tensors(layers: Sequence[CalibratedLayer]) -> dict[str, np.ndarray]:
     """Scales by names that `load_kv_scales` reads, which are vLLM's, all of the divisor that the metadata says."""
-    factors = [np.float32(part.info.max / dtype.parts[0].info.max) for part in dtype.parts]
+    divisor = _divisor(layers)
     return {
-        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(scale * factor, np.float32)
+        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(
+            scale * np.float32(part.info.max / divisor), np.float32
+        )
         for layer in layers
-        for (name, scale), factor in zip(layer.scales._asdict().items(), factors, strict=True)
+        if layer.dtype.takes_scale
+        for (name, scale), part in zip(layer.scales._asdict().items(), layer.dtype.parts, strict=True)
     }
+
+
+def _requested(found: Calibration) -> str:
+    """The dtypes as `kvjax plan --kv-cache-dtype` takes them: a name, or `0-3=fp8_e4m3,4=nvfp4`."""
+    if found.choice is None:
+        return found.layers[0].dtype.value
+    entries = []
+    for dtype, group in itertools.groupby(found.layers, key=lambda layer: layer.dtype):
+        first, *_, last = [layer.index for layer in group] * 2
+        entries.append(f"{first if first == last else f'{first}-{last}'}={dtype.value}")
+    return ",".join(entries)
 
 
 def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
     return {
         "kvjax_version": kvjax.__version__,
-        AMAX_DIVISOR: f"{args.dtype.parts[0].info.max:g}",
-        "kv_cache_dtype": args.dtype.value,
+        AMAX_DIVISOR: f"{_divisor(found.layers):g}",
+        "kv_cache_dtype": _requested(found),
         "model": args.model,
         "method": args.method,
         "num_samples": f"{found.num_samples}",
@@ -158,12 +198,13 @@ def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
 
 
 def _table(layers: Iterable[CalibratedLayer]) -> str:
-    header = ("layer", "window", "largest key", "k_scale", "largest value", "v_scale")
+    header = ("layer", "dtype", "window", "largest key", "k_scale", "largest value", "v_scale")
     return markdown_table(
         header,
         [
             (
                 f"{layer.index}",
+                layer.dtype.value,
                 f"{layer.sliding_window or '-'}",
                 f"{layer.k_amax:.4g}",
                 _in_words(layer.scales.k_scale),

@@ -1,4 +1,4 @@
-"""Decode scales for a transformers model's cache, from what the model stores for sample text: `kvjax calibrate`."""
+"""Decode scales and dtypes for a transformers model's cache, from what it computes of a text: `kvjax calibrate`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvjax
 from kvjax import (
     AttentionSpec,
     CalibrationMethod,
+    DTypeChoice,
     KVCacheDType,
     KVCacheMemoryError,
     KVCacheValueError,
@@ -49,12 +51,15 @@ MAX_MESSAGE = 500
 class Options:
     """What to calibrate, and from which samples.
 
-    `length`: tokens of a sample, None for `LENGTH`, or fewer if the model takes fewer. `num_samples`: None for as many
-    as the text has, at most `MAX_SAMPLES`. `device`: None for a GPU if there is one. `model_dtype`: None for the
-    checkpoint's. The others are those of `kvjax.calibrate`.
+    `dtype`: of every layer, unless `choose_from` has some: then each layer gets the one of these that
+    `kvjax.choose_layer_dtypes` chooses for at most `bits`. `length`: tokens of a sample, None for `LENGTH`, or fewer if
+    the model takes fewer. `num_samples`: None for as many as the text has, at most `MAX_SAMPLES`. `device`: None for a
+    GPU if there is one. `model_dtype`: None for the checkpoint's. The others are those of `kvjax.calibrate`.
     """
 
     dtype: KVCacheDType
+    choose_from: tuple[KVCacheDType, ...] = ()
+    bits: float | None = None
     method: CalibrationMethod = CalibrationMethod.AMAX
     percentile: float = 99.99
     per_head: bool = False
@@ -66,9 +71,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedLayer:
-    """What was found of a layer: its index in the model, its largest magnitudes and its scales."""
+    """What was found of a layer: its index in the model, its dtype, its largest magnitudes and its scales."""
 
     index: int
+    dtype: KVCacheDType
     sliding_window: int | None
     k_amax: float
     v_amax: float
@@ -77,16 +83,19 @@ class CalibratedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The layers that have a cache of their own, and what they were calibrated from."""
+    """The layers that have a cache of their own, and what they were calibrated from; `choice` of their dtypes."""
 
     layers: tuple[CalibratedLayer, ...]
     num_samples: int
     length: int
     device: str
+    choice: DTypeChoice | None = None
 
 
 def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
-    """Runs a model over samples of a text and computes the scales of its cache; shows progress if on a terminal.
+    """Runs a model over samples of a text and computes the scales of its cache, and chooses its dtypes if asked to.
+
+    Shows progress if on a terminal. A choice reads the samples twice for each dtype, running the model each time.
 
     The model's code is transformers' own (no remote code), its weights are safetensors.
 
@@ -99,7 +108,8 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     Raises:
       KVCacheValueError: a model that transformers cannot load, or of which kvjax cannot read the cache; a text that is
         empty, too short, or not UTF-8; a sample longer than the model takes; keys or values that are not finite; as
-        `kvjax.calibrate`.
+        `kvjax.calibrate` and `kvjax.choose_layer_dtypes`; for a choice, a model whose attention does not take
+        transformers' interface.
       KVCacheMemoryError: the device's memory does not suffice.
       OSError: the text cannot be read.
     """
@@ -109,6 +119,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     stated = ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=options.model_dtype)
     specs = kvjax.resolve_layer_specs(stated, options.dtype)
+    choice: DTypeChoice | None = None
     length = _length(options.length, config.get_text_config(decoder=True))
     with _errors_of("model", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -116,12 +127,15 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     try:
         model = _load(name, options.model_dtype, device)
         _check_vocabulary(model, samples)
+        if options.choose_from:
+            choice = _choose(model, stated, specs, samples, options)
+            specs = kvjax.resolve_layer_specs(stated, choice.dtypes)
         layers = _calibrate(model, stated.layer_indices, specs, samples, options)
     except torch.OutOfMemoryError as error:
         raise KVCacheMemoryError(
             f"device: {device} is out of memory for the model and {length} tokens, expected a smaller length"
         ) from error
-    return Calibration(layers, len(samples), length, str(device))
+    return Calibration(layers, len(samples), length, str(device), choice)
 
 
 class RecordingCache(DynamicCache):
@@ -141,6 +155,67 @@ class RecordingCache(DynamicCache):
         """Keeps new tokens; returns what transformers' own cache does."""
         self.stored.setdefault(layer_idx, []).append((key_states, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def recorded_queries() -> Iterator[dict[int, torch.Tensor]]:
+    """Within it, the query of each layer's last attention, `[num_seqs, num_heads, num_tokens, head_size]`.
+
+    Multiplied so that softmax's scale is `head_size ** -0.5`, whatever the model's is.
+    """
+    queries: dict[int, torch.Tensor] = {}
+    get_interface = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_recording(*args: Any, **kwargs: Any) -> Any:
+        attend = get_interface(*args, **kwargs)
+
+        @functools.wraps(attend)
+        def record(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            scaling = options.get("scaling")
+            factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
+            queries[module.layer_idx] = query if factor == 1.0 else query * factor
+            return attend(module, query, *rest, **options)
+
+        return record
+
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_recording  # type: ignore[method-assign]
+    try:
+        yield queries
+    finally:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
+
+
+def _choose(
+    model: Any,
+    stated: ModelKVConfig,
+    specs: Sequence[AttentionSpec],
+    samples: Sequence[Sequence[int]],
+    options: Options,
+) -> DTypeChoice:
+    """Chooses each layer's dtype by the error of its attention."""
+    run, lend = _forward(model), _lender(model.device)
+    indices = stated.layer_indices
+
+    def sequences() -> Iterator[list[list[jax.Array | np.ndarray]]]:
+        for number, ids in enumerate(samples):
+            with torch.no_grad(), recorded_queries() as queries:
+                stored = run(torch.tensor([ids], device=model.device))
+                states = [_states(stored, index, spec) for index, spec in zip(indices, specs, strict=True)]
+                largest = torch.stack([x.abs().amax() for pair in states for x in pair]).float().cpu().reshape(-1, 2)
+            _check_finite(number, indices, largest)
+            if missing := [index for index in indices if index not in queries]:
+                raise KVCacheValueError(
+                    f"model: got no query of layer {missing[0]}, expected attention by transformers' interface"
+                )
+            bar.update()
+            yield [
+                [lend(x[0].transpose(0, 1).contiguous()) for x in (queries[index], *pair)]
+                for index, pair in zip(indices, states, strict=True)
+            ]
+
+    total = 2 * len(dict.fromkeys(options.choose_from)) * len(samples)
+    with tqdm(total=total, unit=" samples", desc="dtypes", disable=None, leave=False) as bar:
+        return kvjax.choose_layer_dtypes(stated, sequences, options.choose_from, bits=options.bits)
 
 
 def _calibrate(
@@ -171,7 +246,7 @@ def _calibrate(
             specs, batches, method=options.method, percentile=options.percentile, per_head=options.per_head
         )
     return tuple(
-        CalibratedLayer(index, spec.sliding_window, k_amax, v_amax, of_layer)
+        CalibratedLayer(index, spec.dtype, spec.sliding_window, k_amax, v_amax, of_layer)
         for index, spec, (k_amax, v_amax), of_layer in zip(indices, specs, amax.tolist(), scales, strict=True)
     )
 
