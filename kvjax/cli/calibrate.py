@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         str(warning.message) for warning in caught if warning.category is kvjax.KVCacheWarning
     ):
         print(f"kvjax calibrate: warning: {message}", file=sys.stderr)
-    print(_table(found.layers))
+    print(_table(found.layers, args.dtype))
     print(
         f"\n{args.output}: scales for {args.dtype.value} of {len(found.layers)} layers, from"
         f" {found.num_samples:,} samples of {found.length:,} tokens; read it with kvjax.load_kv_scales"
@@ -137,18 +137,26 @@ _SCALED = [dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES if dtype.takes_
 
 def _tensors(layers: Iterable[CalibratedLayer], dtype: kvjax.KVCacheDType) -> dict[str, np.ndarray]:
     """Scales by names that `load_kv_scales` reads, which are vLLM's, all of the divisor that the metadata says."""
-    factors = [np.float32(part.info.max / dtype.parts[0].info.max) for part in dtype.parts]
+    divisor = _divisor(dtype)
     return {
-        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(scale * factor, np.float32)
+        f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(
+            scale * np.float32(part.info.max / divisor), np.float32
+        )
         for layer in layers
-        for (name, scale), factor in zip(layer.scales._asdict().items(), factors, strict=True)
+        for (name, scale), part in zip(layer.scales._asdict().items(), dtype.parts, strict=True)
+        if part.takes_scale
     }
+
+
+def _divisor(dtype: kvjax.KVCacheDType) -> float:
+    """What the largest magnitudes are divided by in the file: the largest number of the first part with a scale."""
+    return next(part.info.max for part in dtype.parts if part.takes_scale)
 
 
 def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
     return {
         "kvjax_version": kvjax.__version__,
-        AMAX_DIVISOR: f"{args.dtype.parts[0].info.max:g}",
+        AMAX_DIVISOR: f"{_divisor(args.dtype):g}",
         "kv_cache_dtype": args.dtype.value,
         "model": args.model,
         "method": args.method,
@@ -157,7 +165,8 @@ def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
     }
 
 
-def _table(layers: Iterable[CalibratedLayer]) -> str:
+def _table(layers: Iterable[CalibratedLayer], dtype: kvjax.KVCacheDType) -> str:
+    keys, values = dtype.parts
     header = ("layer", "window", "largest key", "k_scale", "largest value", "v_scale")
     return markdown_table(
         header,
@@ -166,9 +175,9 @@ def _table(layers: Iterable[CalibratedLayer]) -> str:
                 f"{layer.index}",
                 f"{layer.sliding_window or '-'}",
                 f"{layer.k_amax:.4g}",
-                _in_words(layer.scales.k_scale),
+                _in_words(layer.scales.k_scale) if keys.takes_scale else "-",
                 f"{layer.v_amax:.4g}",
-                _in_words(layer.scales.v_scale),
+                _in_words(layer.scales.v_scale) if values.takes_scale else "-",
             )
             for layer in layers
         ],
