@@ -97,9 +97,10 @@ def load_kv_scales(
 ) -> tuple[KVScales, ...]:
     """Loads the decode scales of each of `model.layers` from the tensors of a checkpoint.
 
-    Unquantized layers get 1, which they ignore. Quantized layers without a scale in the checkpoint also get 1, with a
-    warning that names them and states the loss. A layer with a scale of keys only, or of values only, uses it for both,
-    as vLLM does, with a warning. Keys or values whose dtype takes no scale get 1, whatever the checkpoint holds. Layers that take one scale (NVFP4) get the largest of scales per head.
+    Unquantized layers get 1, which they ignore, and so do keys or values whose dtype takes no scale, whatever the
+    checkpoint holds. Quantized layers without a scale in the checkpoint also get 1, with a warning that names them and
+    states the loss. A layer with a scale of keys only, or of values only, uses it for both, as vLLM does, with a
+    warning. Layers that take one scale (NVFP4) get the largest of scales per head.
 
     A scale is the largest magnitude that the exporter saw, over a divisor. All exporters divide by 448 for fp8 caches.
     For NVFP4 caches, ModelOpt's Hugging Face export also does; its Megatron export and auto-round divide by 6 * 448. A
@@ -192,9 +193,7 @@ def _layer_scales(
         names.get(kind) if part.takes_scale else None for kind, part in zip("kv", dtype.parts, strict=True)
     )
     # Where one is missing, the other's is read for both.
-    found = [
-        (name, divisor) for name, divisor in zip((k_name, v_name), divisors, strict=True) if name is not None
-    ]
+    found = [(name, divisor) for name, divisor in zip((k_name, v_name), divisors, strict=True) if name is not None]
     if not found:
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
     k_scale, v_scale = (
@@ -308,9 +307,11 @@ def _of_scaled[Of](dtype: KVCacheDType, of_both: tuple[Of, Of]) -> list[Of]:
 
 
 def _of_parts(dtype: KVCacheDType, text: Callable[[KVCacheDType], str]) -> str:
-    texts = {what: text(part) for what, part in _of_scaled(dtype, tuple(zip(("keys", "values"), dtype.parts)))}
-    same = set(texts.values())
-    return same.pop() if len(texts) > len(same) else "; ".join(f"{what}: {each}" for what, each in texts.items())
+    keys, values = dtype.parts
+    texts = {what: text(part) for what, part in _of_scaled(dtype, (("keys", keys), ("values", values)))}
+    if len(texts) > len(set(texts.values())):
+        return texts["keys"]
+    return "; ".join(f"{what}: {each}" for what, each in texts.items())
 
 
 def _lost_with_one(part: KVCacheDType) -> str:
