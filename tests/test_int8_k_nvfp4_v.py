@@ -144,7 +144,7 @@ def test_the_scale_of_keys_is_dropped_and_neither_is_one_per_head():
     spec = simple_spec(DTYPE)
     cache = KVCache.allocate(spec, 1, k_scale=3.0, v_scale=2.0)
     assert (cache.k_scale, float(cache.v_scale)) == (None, 2.0)
-    with pytest.raises(KVCacheValueError, match="k_scale: got -1.0, expected between"):
+    with pytest.raises(KVCacheValueError, match=r"k_scale: got -1\.0, expected between"):
         KVCache.allocate(spec, 1, k_scale=-1.0)
     for name in SCALES:
         with pytest.raises(KVCacheValueError, match=rf"{name}: got shape \(2,\), expected a scalar for dtype 'int8_k"):

@@ -235,7 +235,8 @@ def row_scale_arguments(spec: AttentionSpec, memory: RowScaleMemory) -> list[Arg
     """
     if [part.info.has_row_scales for part in spec.dtype.parts] != [each is not None for each in memory]:
         raise ValueError(f"{memory=} does not fit {spec.dtype}")
-    return [each.argument(name, spec.array_dtype) for name, each in zip(SCALES, memory, strict=True) if each]
+    named = zip(SCALES, memory, strict=True)
+    return [each.argument(name, spec.array_dtype) for name, each in named if each is not None]
 
 
 def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: RowScaleMemory) -> list[Argument]:
@@ -250,13 +251,15 @@ def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: RowScaleM
 
 def row_scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> list[Pages | None]:
     """In a kernel, the pages for scales of each token and head, of keys and of values; None where there are none."""
-    return [each and each.pages(arrays[name]) for name, each in zip(SCALES, memory, strict=True)]
+    named = zip(SCALES, memory, strict=True)
+    return [None if each is None else each.pages(arrays[name]) for name, each in named]
 
 
 def scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> tuple[list[Any], list[Pages | None]]:
     """In a kernel, the layer's scales of keys and of values, each None where `row_scales_of` has pages; and these."""
     pages = row_scales_of(arrays, memory)
-    return [None if each else arrays[name] for name, each in zip(SCALES, memory, strict=True)], pages
+    named = zip(SCALES, memory, strict=True)
+    return [arrays[name] if each is None else None for name, each in named], pages
 
 
 def packed(counts: Sequence[int]) -> list[int]:
