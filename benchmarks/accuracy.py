@@ -38,6 +38,8 @@ MEASURED = (
     kvjax.KVCacheDType.BFLOAT16,
     kvjax.KVCacheDType.INT8_PER_TOKEN_HEAD,
     kvjax.KVCacheDType.FP8_E4M3,
+    kvjax.KVCacheDType.INT8_K_NVFP4_4OVER6_V,
+    kvjax.KVCacheDType.INT8_K_NVFP4_V,
     kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
     kvjax.KVCacheDType.FP8_K_NVFP4_V,
     kvjax.KVCacheDType.NVFP4_4OVER6,

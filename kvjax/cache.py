@@ -128,8 +128,8 @@ class KVCache:
 
         `k_scale` and `v_scale` are the cache's decode scales: numbers or arrays of the attributes' shapes, as
         `load_kv_scales` and `calibrate` return for a layer and `KVScales.stack` for several. They are copied to the
-        pages' devices, per-head scales divided as the heads are. Default: 1. For dtypes that take no scale
-        (`KVCacheDType.takes_scale`) a scale is checked and dropped.
+        pages' devices, per-head scales divided as the heads are. Default: 1. The scale of keys or values whose dtype
+        takes none (`KVCacheDType.takes_scale` of its part) is checked and dropped.
 
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` is not an
@@ -340,6 +340,11 @@ def _as_sharding(sharding: Any) -> Sharding | None:
     raise KVCacheTypeError(message)
 
 
+def _part_of(what: str, spec: AttentionSpec) -> KVCacheDType:
+    """Returns the dtype of the keys or of the values, whichever a scale is of; its name ends in one of `SCALES`."""
+    return spec.dtype.parts[SCALES.index(what.rpartition(".")[2])]
+
+
 def _scale_shapes(part: KVCacheDType, spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
     """Returns the valid shapes of a scale of keys or of values, each with its name for messages."""
     layers = () if num_layers is None else (num_layers,)
@@ -352,8 +357,7 @@ def _scale_shapes(part: KVCacheDType, spec: AttentionSpec, num_layers: int | Non
 
 def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None = None) -> None:
     """Raises `KVCacheValueError` if a scale has an invalid shape; `what` ends in "k_scale" or "v_scale"."""
-    part = spec.dtype.parts[SCALES.index(what.rpartition(".")[2])]
-    if np.shape(scale) not in (shapes := _scale_shapes(part, spec, num_layers)):
+    if np.shape(scale) not in (shapes := _scale_shapes(_part_of(what, spec), spec, num_layers)):
         raise KVCacheValueError(
             f"{what}: got shape {np.shape(scale)}, expected {' or '.join(shapes.values())} for dtype"
             f" {spec.dtype.value!r}"
@@ -365,7 +369,7 @@ def _scale_leaf(what: str, scale: Any, spec: AttentionSpec, num_layers: int | No
     if scale is None:
         return None
     (check_scale_type if isinstance(scale, jax.core.Tracer) else check_scale)(what, scale)
-    if not spec.dtype.takes_scale:
+    if not _part_of(what, spec).takes_scale:
         return None
     check_scale_shape(what, scale, spec, num_layers)
     return jnp.array(scale, jnp.float32)  # a copy, for it is donated with the cache

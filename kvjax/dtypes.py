@@ -37,6 +37,8 @@ class KVCacheDType(enum.Enum):
     NVFP4_4OVER6 = "nvfp4_4over6"
     FP8_K_NVFP4_V = "fp8_k_nvfp4_v"
     FP8_K_NVFP4_4OVER6_V = "fp8_k_nvfp4_4over6_v"
+    INT8_K_NVFP4_V = "int8_k_nvfp4_v"
+    INT8_K_NVFP4_4OVER6_V = "int8_k_nvfp4_4over6_v"
 
     @property
     def info(self) -> DTypeInfo:
@@ -75,7 +77,8 @@ class KVCacheDType(enum.Enum):
     def takes_scale(self) -> bool:
         """Whether writes and reads take a decode scale of the layer.
 
-        False for unquantized dtypes and for those with a scale per token and head.
+        False for unquantized dtypes and for those with a scale per token and head. Of `parts` that differ, each decides
+        for itself: keys or values that take none ignore theirs.
         """
         return any(part.info.layer_scale is not None for part in self.parts)
 
@@ -88,7 +91,7 @@ class KVCacheDType(enum.Enum):
     @property
     def is_per_token_head(self) -> bool:
         """Whether each token and head has a scale, of its key and of its value."""
-        return all(part.info.block == "row" for part in self.parts)
+        return all(part.info.has_row_scales for part in self.parts)
 
 
 class KVQuantMode(enum.IntEnum):
@@ -139,6 +142,11 @@ class DTypeInfo:
         return self.block if isinstance(self.block, int) else None
 
     @property
+    def has_row_scales(self) -> bool:
+        """Whether each row, that of a token and head, has a scale in the page, which the write computes."""
+        return self.block == "row"
+
+    @property
     def takes_head_scales(self) -> bool:
         """Whether the layer's scale may be one for each KV head."""
         return self.layer_scale == "head"
@@ -155,7 +163,7 @@ class DTypeInfo:
 
     def head_size_of(self, row_bytes: int) -> int | None:
         """Returns the head size whose rows have `row_bytes`, data and stored scales; None if there is none."""
-        own = self.row_bytes(1)[1] if self.block == "row" else 0
+        own = self.row_bytes(1)[1] if self.has_row_scales else 0
         unit = self.elements_per_scale or 1
         unit_bytes = sum(self.row_bytes(unit)) - own
         elements = (row_bytes - own) * unit  # times `unit_bytes`; maybe torch's symbolic int, which has no divmod
@@ -194,6 +202,8 @@ _MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyT
     {
         KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
         KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+        KVCacheDType.INT8_K_NVFP4_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4),
+        KVCacheDType.INT8_K_NVFP4_4OVER6_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4_4OVER6),
     }
 )
 """The dtypes whose keys and values differ, and the dtypes of these."""
@@ -202,6 +212,7 @@ _BYTE_FORMATS: Mapping[KVCacheDType, KVCacheDType] = MappingProxyType(
     {
         KVCacheDType.NVFP4_4OVER6: KVCacheDType.NVFP4,
         KVCacheDType.FP8_K_NVFP4_4OVER6_V: KVCacheDType.FP8_K_NVFP4_V,
+        KVCacheDType.INT8_K_NVFP4_4OVER6_V: KVCacheDType.INT8_K_NVFP4_V,
     }
 )
 """The dtypes that write bytes of another."""

@@ -97,9 +97,10 @@ def load_kv_scales(
 ) -> tuple[KVScales, ...]:
     """Loads the decode scales of each of `model.layers` from the tensors of a checkpoint.
 
-    Unquantized layers get 1, which they ignore. Quantized layers without a scale in the checkpoint also get 1, with a
-    warning that names them and states the loss. A layer with a scale of keys only, or of values only, uses it for both,
-    as vLLM does, with a warning. Layers that take one scale (NVFP4) get the largest of scales per head.
+    Unquantized layers get 1, which they ignore, and so do keys or values whose dtype takes no scale, whatever the
+    checkpoint holds. Quantized layers without a scale in the checkpoint also get 1, with a warning that names them and
+    states the loss. A layer with a scale of keys only, or of values only, uses it for both, as vLLM does, with a
+    warning. Layers that take one scale (NVFP4) get the largest of scales per head.
 
     A scale is the largest magnitude that the exporter saw, over a divisor. All exporters divide by 448 for fp8 caches.
     For NVFP4 caches, ModelOpt's Hugging Face export also does; its Megatron export and auto-round divide by 6 * 448. A
@@ -188,16 +189,18 @@ def read_layer_scales(
 def _layer_scales(
     tensors: Tensors, names: Mapping[str, str], layer: LayerKVConfig, dtype: KVCacheDType, divisors: Divisors
 ) -> LayerScales:
-    of_both = names.get("k"), names.get("v")
-    if not dtype.takes_scale or of_both == (None, None):
-        return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
+    k_name, v_name = (
+        names.get(kind) if part.takes_scale else None for kind, part in zip("kv", dtype.parts, strict=True)
+    )
     # Where one is missing, the other's is read for both.
-    found = [(name, divisor) for name, divisor in zip(of_both, divisors, strict=True) if name is not None]
+    found = [(name, divisor) for name, divisor in zip((k_name, v_name), divisors, strict=True) if name is not None]
+    if not found:
+        return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
     k_scale, v_scale = (
-        _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
+        _read_scale(name, tensors, layer.num_kv_heads, part, divisor) if part.takes_scale else np.float32(1)
         for (name, divisor), part in zip((found[0], found[-1]), dtype.parts, strict=True)
     )
-    return LayerScales(KVScales(k_scale, v_scale), dtype, of_both, divisors)
+    return LayerScales(KVScales(k_scale, v_scale), dtype, (k_name, v_name), divisors)
 
 
 def _read_scale(
@@ -275,13 +278,13 @@ def _warn_of_assumptions(layers: Mapping[int, LayerScales]) -> None:
             " ModelOpt's *_cast recipes: otherwise calibrate (kvjax.calibrate), or pass k_scale and v_scale",
         )
         _warn(
-            [index for index, layer in found.items() if None in layer.names],
+            [index for index, layer in found.items() if None in _of_scaled(dtype, layer.names)],
             dtype,
             "the checkpoint holds a scale of keys or of values only, which is used for both. If the other kind is"
             " larger, it is clamped",
         )
         _warn(
-            [index for index, layer in found.items() if None in layer.divisors],
+            [index for index, layer in found.items() if None in _of_scaled(dtype, layer.divisors)],
             dtype,
             "the divisor of the scales is unknown, so they are used unchanged. Exporters of fp8 caches and ModelOpt's"
             " Hugging Face export divide the largest magnitude by 448 (amax_divisor=448), ModelOpt's Megatron export"
@@ -298,9 +301,17 @@ def _warn(layers: Sequence[int], dtype: KVCacheDType, message: str) -> None:
         )
 
 
+def _of_scaled[Of](dtype: KVCacheDType, of_both: tuple[Of, Of]) -> list[Of]:
+    """Returns what belongs to keys and to values, of those that take a scale."""
+    return [each for each, part in zip(of_both, dtype.parts, strict=True) if part.takes_scale]
+
+
 def _of_parts(dtype: KVCacheDType, text: Callable[[KVCacheDType], str]) -> str:
-    keys, values = map(text, dtype.parts)
-    return keys if keys == values else f"keys: {keys}; values: {values}"
+    keys, values = dtype.parts
+    texts = {what: text(part) for what, part in _of_scaled(dtype, (("keys", keys), ("values", values)))}
+    if len(texts) > len(set(texts.values())):
+        return texts["keys"]
+    return "; ".join(f"{what}: {each}" for what, each in texts.items())
 
 
 def _lost_with_one(part: KVCacheDType) -> str:

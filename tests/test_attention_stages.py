@@ -90,7 +90,7 @@ def test_bulk_copies_bring_scales_from_arrays_of_their_own(layout, heads, one_me
     data = page_memory(dataclasses.replace(spec, dtype=KVCacheDType.FP8_E4M3), one_memory=one_memory)
     rows = separate_regions([4], 16, 8, spec.layout)
     scales = tuple(PageMemory(tuple(rows), 16 * 8 * 4, 16) for _ in range(2))
-    plan = StagePlan.of(spec, (*data, *scales), heads, 2, one_memory=one_memory)
+    plan = StagePlan.of(spec, data, heads, 2, one_memory=one_memory, scale_memory=scales)
     assert {rows.array for _, rows in kinds(plan)} == ({0, 2, 3} if one_memory else {0, 1, 2, 3})
     assert [rows.page.row_bytes for _, rows in kinds(plan)] == [128, 4, 128, 4]
     assert_each_row_is_brought_once(plan, 8)

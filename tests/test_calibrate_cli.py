@@ -192,6 +192,19 @@ def test_the_file_says_what_it_is_for(models, text, out):
         np.testing.assert_allclose(fp8, np.array(nvfp4) * 6, rtol=1e-6)
 
 
+def test_keys_that_take_no_scale_have_none_in_the_file(models, text, out, capsys):
+    folder, dtype = models["llama"], "int8_k_nvfp4_v"
+    assert calibrate(folder, text, out, "--dtype", dtype, "--samples", "2") == 0
+    with safe_open(out, "numpy") as file:
+        assert sorted(file.keys()) == [f"model.layers.{layer}.self_attn.attn.v_scale" for layer in (0, 1)]
+        assert file.metadata()["kvjax_amax_divisor"] == "2688"
+    values = [np.concatenate([sample[layer][1] for sample in what_attention_gets(folder, 2)]) for layer in (0, 1)]
+    expected = [(1, np.abs(of_layer).max() / np.float32(2688)) for of_layer in values]
+    np.testing.assert_allclose(load(out, folder, dtype), expected, rtol=1e-6)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    assert [row.split("|")[5].strip() for row in rows] == ["-", "-"]
+
+
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8"])
 def test_nothing_that_was_seen_is_clipped(models, text, out, dtype):
     folder = models["gemma3_text"]

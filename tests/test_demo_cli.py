@@ -87,6 +87,8 @@ def test_narrow_dtypes_stay_near_float32(rows):
         "nvfp4_4over6": (0.08, 0.85),
         "fp8_k_nvfp4_v": (0.08, 0.85),
         "fp8_k_nvfp4_4over6_v": (0.08, 0.85),
+        "int8_k_nvfp4_v": (0.08, 0.85),
+        "int8_k_nvfp4_4over6_v": (0.08, 0.85),
     }
     assert len(rows) > 1
     for dtype in rows.keys() - {"float32"}:
@@ -119,6 +121,8 @@ def test_memory_is_what_the_specs_say(rows):
         "nvfp4_4over6": elements * 9 // 16,
         "fp8_k_nvfp4_v": elements // 2 + elements * 9 // 32,
         "fp8_k_nvfp4_4over6_v": elements // 2 + elements * 9 // 32,
+        "int8_k_nvfp4_v": elements * 68 // 128 + elements * 9 // 32,
+        "int8_k_nvfp4_4over6_v": elements * 68 // 128 + elements * 9 // 32,
     }
     for dtype, row in rows.items():
         assert row["bytes_per_token"] == expected[dtype]
@@ -136,6 +140,8 @@ def test_every_way_to_find_scales_has_its_row(result, rows):
         "nvfp4_4over6": per_tensor,
         "fp8_k_nvfp4_v": per_tensor | {"amax, per head", "mse, per head"},
         "fp8_k_nvfp4_4over6_v": per_tensor | {"amax, per head", "mse, per head"},
+        "int8_k_nvfp4_v": per_tensor,
+        "int8_k_nvfp4_4over6_v": per_tensor,
     }
     assert ways == {(dtype, way) for dtype in rows for way in expected.get(dtype, ())}
 

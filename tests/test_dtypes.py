@@ -37,10 +37,14 @@ NAMES = {
     "nvfp4_4over6": KVCacheDType.NVFP4_4OVER6,
     "fp8_k_nvfp4_v": KVCacheDType.FP8_K_NVFP4_V,
     "fp8_k_nvfp4_4over6_v": KVCacheDType.FP8_K_NVFP4_4OVER6_V,
+    "int8_k_nvfp4_v": KVCacheDType.INT8_K_NVFP4_V,
+    "int8_k_nvfp4_4over6_v": KVCacheDType.INT8_K_NVFP4_4OVER6_V,
 }
 MIXED = {
     KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
     KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+    KVCacheDType.INT8_K_NVFP4_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4),
+    KVCacheDType.INT8_K_NVFP4_4OVER6_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4_4OVER6),
 }
 WITH_A_ROW = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype not in MIXED]
 
@@ -131,11 +135,14 @@ def test_only_dtypes_that_are_quantized_by_tensor_take_scales():
 
 
 def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
-    writes_4over6 = {KVCacheDType.NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_4OVER6_V}
+    writes_4over6 = {
+        *(KVCacheDType.NVFP4_4OVER6, KVCacheDType.FP8_K_NVFP4_4OVER6_V, KVCacheDType.INT8_K_NVFP4_4OVER6_V),
+    }
     others = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype not in writes_4over6]
     assert [dtype.byte_format for dtype in others] == others
     assert KVCacheDType.NVFP4_4OVER6.byte_format is KVCacheDType.NVFP4
     assert KVCacheDType.FP8_K_NVFP4_4OVER6_V.byte_format is KVCacheDType.FP8_K_NVFP4_V
+    assert KVCacheDType.INT8_K_NVFP4_4OVER6_V.byte_format is KVCacheDType.INT8_K_NVFP4_V
     assert KVCacheDType.NVFP4_4OVER6.info == KVCacheDType.NVFP4.info
 
 

@@ -251,7 +251,7 @@ def test_no_program_takes_more_than_it_should(dtype, num_heads, rotates):
         assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.max_elements(spec)
         assert config.num_programs(least) >= min(least, plan.PROGRAMS)
         is_small = least == 1 and (spec.stores_scales or rotates)
-        assert config.split_kv == (is_small or spec.dtype.parts[0] is not spec.dtype.parts[1])
+        assert config.split_kv == (is_small or plan.has_to_split(spec))
 
 
 @matrix(
@@ -282,12 +282,16 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
     rows = [with_gaps(jnp.asarray(x), part) for x, part in zip((key, value), spec.dtype.parts, strict=True)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
-    in_pages = spec.dtype.is_per_token_head  # what the scales lie in, which are then taken for keys and for values
+
+    def of_scales(pages: jax.Array) -> list[jax.Array]:
+        """The layer's, or for scales of each token and head what these lie in."""
+        in_pages = [part.is_per_token_head for part in spec.dtype.parts]
+        return [pages if each else scale for each, scale in zip(in_pages, both_scales, strict=True)]
+
     with interpret_mode():
         kernel = write_kernel(spec, np.int32, unique_slots=unique_slots)
-        of_scales = [pages] * 2 if in_pages else both_scales
         written = kernel.with_counts(
-            (num_tokens, last_slot), num_tokens, jnp.asarray(slots), *rows, pages, pages, *of_scales
+            (num_tokens, last_slot), num_tokens, jnp.asarray(slots), *rows, pages, pages, *of_scales(pages)
         )
         # Of what is written each has its own copy of the pages here; put together, they are the cache.
         changed = bits(written[0])
@@ -299,8 +303,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
         table, lengths = jnp.array([NUM_BLOCKS, 0, 2, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
         kernel = gather_kernel(spec)
         dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
-        of_scales = [full] * 2 if in_pages else both_scales
-        read = kernel.with_counts((2, 2, NUM_BLOCKS - 1), 4, table, lengths, *of_scales, full, full, *dense)
+        read = kernel.with_counts((2, 2, NUM_BLOCKS - 1), 4, table, lengths, *of_scales(full), full, full, *dense)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
     for got, want in zip(read, wanted, strict=True):

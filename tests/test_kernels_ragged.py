@@ -34,7 +34,13 @@ def interpreted(*args: Any, **options: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"sinks": True, "scales": "scalar"}, {"window": 5}, {"cap": 5.0}, {"dtype": "int8_per_token_head"}],
+    [
+        {"sinks": True, "scales": "scalar"},
+        {"window": 5},
+        {"cap": 5.0},
+        {"dtype": "int8_per_token_head"},
+        pytest.param({"dtype": "int8_k_nvfp4_v", "scales": "scalar"}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_interpreted_it_is_right(options):

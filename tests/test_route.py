@@ -60,7 +60,8 @@ def test_dense_keys_and_values_are_of_16_bits_where_these_hold_what_is_stored(dt
         if dtype.value in UNQUANTIZED:
             expected = query_dtype if UNQUANTIZED[dtype.value] == query_dtype else FLOAT32
         else:
-            expected = query_dtype if dtype.is_per_token_head else FLOAT16
+            has_row_scales = any(part.is_per_token_head for part in dtype.parts)
+            expected = query_dtype if has_row_scales else FLOAT16
         assert dense_dtype(spec, query_dtype) == expected
     assert dense_dtype(spec, FLOAT32) == FLOAT32
 

@@ -1,4 +1,4 @@
-"""`make test` runs a third of the cases of tests that compile much; the others are marked `full`."""
+"""Which cases of a test every run takes, which CI besides, and which only nightly runs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,31 @@ def cases(test: str, count: int, *marks: str) -> list[Case]:
     return [Case(f"tests/{test}[{i}]", [*marks]) for i in range(count)]
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 2), (3, 1), (4, 2), (100, 34)])
-def test_a_third_of_a_tests_cases_is_kept_and_the_same_ones_in_every_process(count, kept):
+@pytest.mark.parametrize(
+    ("count", "in_every_run", "in_ci"), [(1, 1, 0), (2, 2, 0), (3, 1, 2), (6, 2, 4), (7, 2, 2), (100, 20, 20)]
+)
+def test_of_many_cases_a_fifth_is_in_every_run_and_a_quarter_of_the_others_in_ci(count, in_every_run, in_ci):
     ours = cases("test_write.py::test_a", count)
-    again, others = cases("test_write.py::test_a", count), cases("test_write.py::test_b", 9)
-    conftest.mark_sample(ours)
-    conftest.mark_sample([*others, *again])
-    assert sum(not case.marks for case in ours) == kept
+    conftest.mark_samples(ours)
+    assert sum(not case.marks for case in ours) == in_every_run
+    assert sum(case.marks == ["full"] for case in ours) == in_ci
+    assert all(case.marks == ["full", "nightly"] for case in ours if case.marks not in ([], ["full"]))
+
+
+def test_every_process_takes_the_same_cases():
+    ours, again = (cases("test_write.py::test_a", 40) for _ in range(2))
+    conftest.mark_samples(ours)
+    conftest.mark_samples([*cases("test_write.py::test_b", 9), *again])
     assert ours == again
 
 
-def test_cases_for_a_gpu_and_of_other_modules_are_all_kept():
+def test_cases_for_a_gpu_and_of_other_modules_are_in_every_run():
     for kept in (cases("test_write.py::test_a", 9, "gpu"), cases("test_resolve.py::test_a", 9)):
-        conftest.mark_sample(kept)
+        conftest.mark_samples(kept)
         assert all("full" not in case.marks for case in kept)
+
+
+def test_of_cases_that_are_marked_full_some_are_left_to_nightly_runs():
+    ours = cases("test_resolve.py::test_a", 9, "full")
+    conftest.mark_samples(ours)
+    assert sum(case.marks == ["full"] for case in ours) == 3

@@ -162,6 +162,7 @@ def test_axes_of_elements_are_those_of_unpooled_fp8_and_unquantized_arrays():
     assert without == [
         *(FP8_ROWS, INT8_ROWS, NVFP4, NVFP4_4OVER6),
         *(KVCacheDType.FP8_K_NVFP4_V, KVCacheDType.FP8_K_NVFP4_4OVER6_V),
+        *(KVCacheDType.INT8_K_NVFP4_V, KVCacheDType.INT8_K_NVFP4_4OVER6_V),
     ]
     assert without == [dtype for dtype in STORED_KV_CACHE_DTYPES if full(dtype).stores_scales]
     assert not full(BFLOAT16, page_size_padded=65536).has_head_axis

@@ -85,6 +85,7 @@ CASES = [
             ragged((70, 2, 13), (150, 17, 40), dtype="bfloat16", head_size=32, cap=5.0, window=9, sinks=True),
             ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=80, head_size_v=48, scales="per_head"),
             ragged((40,), (300,), dtype="nvfp4", head_size=64, window=64, block_size=48),
+            ragged((20, 1, 0), (40, 17, 0), dtype="int8_k_nvfp4_v", head_size=32, scales="scalar"),
         )
     ),
 ]

@@ -51,6 +51,7 @@ CASES = [
     ragged((12, 1, 0), (18, 17, 0), dtype="bfloat16", cap=5.0, window=9, sinks=True),
     ragged((12, 2), (18, 17), dtype="float32", query_dtype="float32", block_size=1),
     ragged((12, 1, 0), (18, 17, 0), dtype="int8_per_token_head", window=9),
+    ragged((12, 1, 0), (18, 17, 0), dtype="int8_k_nvfp4_v", scales="scalar", sinks=True),
     ragged((12, 1, 0), (18, 17, 0), dtype="nvfp4", head_size=272, scales="scalar", cap=5.0),
 ]
 MORE_CASES = [

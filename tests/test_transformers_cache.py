@@ -79,6 +79,7 @@ def test_the_models_own_dtype_gives_the_bits_of_dynamic_cache(
         ("nvfp4", "bfloat16", {"layout": "HND", "v_scale_layout": "swizzled"}),
         ("nvfp4", "float16", {"v_scale_layout": "swizzled"}),
         ("fp8_k_nvfp4_v", "float32", {"layout": "HND", "v_scale_layout": "swizzled"}),
+        ("int8_k_nvfp4_4over6_v", "bfloat16", {"v_scale_layout": "swizzled"}),
     ],
     ids=str,
 )

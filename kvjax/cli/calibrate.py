@@ -157,8 +157,9 @@ def _dtypes(names: str) -> tuple[kvjax.KVCacheDType, ...]:
 
 
 def _divisor(layers: Iterable[CalibratedLayer]) -> float:
-    """What the file's scales times the largest magnitudes are: the largest key of the first dtype that has a scale."""
-    return next((layer.dtype.parts[0].info.max for layer in layers if layer.dtype.takes_scale), 1.0)
+    """What the largest magnitudes are divided by in the file: the largest number of the first part with a scale."""
+    parts = (part for layer in layers for part in layer.dtype.parts)
+    return next((part.info.max for part in parts if part.takes_scale), 1.0)
 
 
 def _tensors(layers: Sequence[CalibratedLayer]) -> dict[str, np.ndarray]:
@@ -169,8 +170,8 @@ def _tensors(layers: Sequence[CalibratedLayer]) -> dict[str, np.ndarray]:
             scale * np.float32(part.info.max / divisor), np.float32
         )
         for layer in layers
-        if layer.dtype.takes_scale
         for (name, scale), part in zip(layer.scales._asdict().items(), layer.dtype.parts, strict=True)
+        if part.takes_scale
     }
 
 
@@ -207,9 +208,9 @@ def _table(layers: Iterable[CalibratedLayer]) -> str:
                 layer.dtype.value,
                 f"{layer.sliding_window or '-'}",
                 f"{layer.k_amax:.4g}",
-                _in_words(layer.scales.k_scale),
+                _in_words(layer.scales.k_scale) if layer.dtype.parts[0].takes_scale else "-",
                 f"{layer.v_amax:.4g}",
-                _in_words(layer.scales.v_scale),
+                _in_words(layer.scales.v_scale) if layer.dtype.parts[1].takes_scale else "-",
             )
             for layer in layers
         ],

@@ -32,6 +32,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     Pages,
+    RowScaleMemory,
     page_dtype,
     scale_arguments,
     scales_of,
@@ -155,13 +156,14 @@ def any_count(
     pages: tuple[PageMemory, PageMemory],
     dtype: DType,
     scale_sizes: tuple[int, int],
-    scale_pages: tuple[PageMemory, PageMemory] | None = None,
+    scale_pages: RowScaleMemory = (None, None),
 ) -> AnyCount:
     """The gather from caller-owned memory, given for keys and for values.
 
     The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
-    dense keys and values. Where each token and head has a scale, k_scale and v_scale are the memory of these,
-    `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the next.
+    dense keys and values. Of keys or values that have a scale for each token and head, k_scale or v_scale is the memory
+    of these, `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the
+    next.
 
     Raises:
       UnsupportedError: no kernel decodes the dtype.

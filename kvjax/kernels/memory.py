@@ -223,25 +223,43 @@ def scale_argument(name: str, size: int) -> Argument:
     return Argument(name, jax.ShapeDtypeStruct((size,), jnp.float32))
 
 
-def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: Sequence[PageMemory] | None) -> list[Argument]:
-    """The arguments for scales: of `sizes` elements, or the `memory` of the scales of each token and head.
+type RowScaleMemory = tuple[PageMemory | None, PageMemory | None]
+"""Of keys and of values, the memory of the scales of each token and head; None where they have none."""
+
+
+def row_scale_arguments(spec: AttentionSpec, memory: RowScaleMemory) -> list[Argument]:
+    """The arguments for scales of each token and head, of those of keys and values that have them.
 
     Raises:
-      ValueError: `memory` is missing for a dtype with a scale for each token and head, or given for another.
+      ValueError: `memory` is missing for keys or values with a scale for each token and head, or given for others.
     """
-    if spec.dtype.is_per_token_head is (memory is None):
+    if [part.info.has_row_scales for part in spec.dtype.parts] != [each is not None for each in memory]:
         raise ValueError(f"{memory=} does not fit {spec.dtype}")
-    if memory is None:
-        return [scale_argument(name, size) for name, size in zip(SCALES, sizes, strict=True)]
-    return [each.argument(name, spec.array_dtype) for name, each in zip(SCALES, memory, strict=True)]
+    named = zip(SCALES, memory, strict=True)
+    return [each.argument(name, spec.array_dtype) for name, each in named if each is not None]
 
 
-def scales_of(arrays: Mapping[str, Ref], memory: Sequence[PageMemory] | None) -> tuple[list[Any], list[Pages | None]]:
-    """In a kernel, the scales of keys and of values, and the pages for the scales of each token and head; or None."""
-    refs = [arrays[name] for name in SCALES]
-    if memory is None:
-        return refs, [None, None]
-    return [None, None], [each.pages(ref) for each, ref in zip(memory, refs, strict=True)]
+def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: RowScaleMemory) -> list[Argument]:
+    """The arguments for scales of keys and of values: the layer's, of `sizes` elements, or those in `memory`.
+
+    Raises:
+      ValueError: as `row_scale_arguments`.
+    """
+    of_rows = {argument.name: argument for argument in row_scale_arguments(spec, memory)}
+    return [of_rows.get(name) or scale_argument(name, size) for name, size in zip(SCALES, sizes, strict=True)]
+
+
+def row_scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> list[Pages | None]:
+    """In a kernel, the pages for scales of each token and head, of keys and of values; None where there are none."""
+    named = zip(SCALES, memory, strict=True)
+    return [None if each is None else each.pages(arrays[name]) for name, each in named]
+
+
+def scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> tuple[list[Any], list[Pages | None]]:
+    """In a kernel, the layer's scales of keys and of values, each None where `row_scales_of` has pages; and these."""
+    pages = row_scales_of(arrays, memory)
+    named = zip(SCALES, memory, strict=True)
+    return [arrays[name] if each is None else None for name, each in named], pages
 
 
 def packed(counts: Sequence[int]) -> list[int]:

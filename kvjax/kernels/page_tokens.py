@@ -140,7 +140,7 @@ def decode_tokens(operands: Sequence[KVOperand], tokens: PageTokens, spec: Atten
     for (codec, pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
         data, *scales = pages.regions
         stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
-        if spec.dtype.is_per_token_head:
+        if codec.dtype.info.has_row_scales:
             source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
             stored.append(functools.partial(_load_token_scales, *source, page, token, spec, num_tokens))
         else:

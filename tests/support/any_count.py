@@ -22,16 +22,19 @@ KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "me
 
 def page_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory]:
     """Of data, and of the scales that are not given by themselves."""
-    count = 1 if spec.dtype.is_per_token_head else None
-    keys, values = (kernels.PageMemory(tuple(regions[:count]), spec.page_size_bytes, 16) for regions in spec.regions)
+    keys, values = (
+        kernels.PageMemory(tuple(regions[: 1 if part.is_per_token_head else None]), spec.page_size_bytes, 16)
+        for regions, part in zip(spec.regions, spec.dtype.parts, strict=True)
+    )
     return keys, values
 
 
-def scale_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
+def scale_memory(spec: AttentionSpec) -> tuple[kernels.PageMemory | None, kernels.PageMemory | None]:
     """Of the scales of each token and head, in the same pages."""
-    if not spec.dtype.is_per_token_head:
-        return None
-    keys, values = (kernels.PageMemory(tuple(regions[1:]), spec.page_size_bytes, 16) for regions in spec.regions)
+    keys, values = (
+        kernels.PageMemory(tuple(regions[1:]), spec.page_size_bytes, 16) if part.is_per_token_head else None
+        for regions, part in zip(spec.regions, spec.dtype.parts, strict=True)
+    )
     return keys, values
 
 

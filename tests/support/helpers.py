@@ -66,8 +66,9 @@ def raise_scales(pages: np.ndarray, spec: AttentionSpec) -> None:
 
     XLA on CPU flushes those; no write stores a scale below 1e-6.
     """
-    if spec.dtype.is_per_token_head:
-        for _, region in spec.regions:
+    for regions, part in zip(spec.regions, spec.dtype.parts, strict=True):
+        if part.is_per_token_head:
+            region = regions[1]
             tops = pages[:, region.base + 3 : region.base + 4 * spec.block_size * spec.num_kv_heads : 4]
             tops |= 0x30  # the exponent's highest bits but one
 

@@ -95,7 +95,7 @@ def slack(case: Case, attend: Any) -> dict[str, float]:
     """
     if not attend.by_kernels:
         return {}
-    if case.spec.dtype.is_per_token_head:
+    if any(part.is_per_token_head for part in case.spec.dtype.parts):
         return {"lse_factor": 256 if case.query_dtype == "bfloat16" else 32, "max_factor": 2}
     return {"lse_factor": 1 if case.scales == "one" else 64, "max_factor": 2}
 

@@ -33,6 +33,8 @@ ELEMENT = {
 PARTS = {
     KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),
     KVCacheDType.FP8_K_NVFP4_4OVER6_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4_4OVER6),
+    KVCacheDType.INT8_K_NVFP4_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4),
+    KVCacheDType.INT8_K_NVFP4_4OVER6_V: (KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4_4OVER6),
 }
 """Of a dtype whose keys and values differ, the dtypes of these."""
 
@@ -199,6 +201,13 @@ def per_head(scale: np.ndarray | float) -> np.ndarray:
     return scale[:, None] if scale.ndim else scale
 
 
+def row_bytes(dtype: KVCacheDType, size: int) -> tuple[int, int]:
+    """Bytes of a head of a token, `size` elements of keys or of values: its data, and its scales."""
+    if dtype in NVFP4:
+        return size // 2, size // 16
+    return size * ELEMENT[dtype].itemsize, 4 if dtype in PER_TOKEN_HEAD else 0
+
+
 def byte_offsets(spec: AttentionSpec, half: int, token: int, head: int) -> list[np.ndarray]:
     """Where in its page one head of one token keeps the bytes of its data and, where there are some, of its scales."""
     block_size, num_heads = spec.block_size, spec.num_kv_heads
@@ -208,21 +217,16 @@ def byte_offsets(spec: AttentionSpec, half: int, token: int, head: int) -> list[
         return token * num_heads + head if spec.layout is CacheLayout.NHD else head * block_size + token
 
     region = block_size * num_heads
-    if spec.dtype in PARTS and half == KEYS:
-        return [row(token) * sizes[KEYS] + np.arange(sizes[KEYS])]
-    if spec.dtype in NVFP4 or spec.dtype in PARTS:
-        data, scales = sizes[half] // 2, sizes[half] // 16
-        of_keys = sizes[KEYS] if spec.dtype in PARTS else sizes[KEYS] // 2 + sizes[KEYS] // 16
-        start = 0 if half == KEYS else region * of_keys
+    if spec.dtype in PARTS or spec.dtype in NVFP4 or spec.dtype in PER_TOKEN_HEAD:
+        data, scales = row_bytes(part(spec, half), sizes[half])
+        start = 0 if half == KEYS else region * sum(row_bytes(part(spec, KEYS), sizes[KEYS]))
+        in_data = start + row(token) * data + np.arange(data)
+        if not scales:
+            return [in_data]
         in_tile = token * scales + np.arange(scales)
         if half == VALUES and spec.v_scale_layout is VScaleLayout.SWIZZLED:
             in_tile = (token // 4) * 4 * scales + 4 * np.arange(scales) + token % 4
-        scale_bytes = start + region * data + row(in_tile // scales) * scales + in_tile % scales
-        return [start + row(token) * data + np.arange(data), scale_bytes]
-    if spec.dtype in PER_TOKEN_HEAD:
-        start = 0 if half == KEYS else region * (sizes[KEYS] + 4)
-        scale = start + region * sizes[half] + row(token) * 4
-        return [start + row(token) * sizes[half] + np.arange(sizes[half]), scale + np.arange(4)]
+        return [in_data, start + region * data + row(in_tile // scales) * scales + in_tile % scales]
     bytes_k, bytes_v = (size * ELEMENT[spec.dtype].itemsize for size in sizes)
     if bytes_k != bytes_v:
         start = row(token) * (bytes_k + bytes_v) + (0, bytes_k)[half]

@@ -127,11 +127,10 @@ class CachePlan:
     def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.
 
-        These are the caches where their rows hold a scale for each token and head, else `k_scale` and `v_scale`.
+        Each is the cache if its rows hold a scale for each token and head, else `k_scale` or `v_scale`.
         """
-        if self.spec.dtype.is_per_token_head and self.scales is None:
-            return tensors.key_cache, tensors.value_cache
-        return tensors.k_scale, tensors.v_scale
+        keys, values = (part.info.has_row_scales and self.scales is None for part in self.spec.dtype.parts)
+        return tensors.key_cache if keys else tensors.k_scale, tensors.value_cache if values else tensors.v_scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,18 +24,23 @@ PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""
 
 
+type ScaleAlignments = tuple[int | None, int | None]
+"""Of keys and of values the alignment of the pages of their scales of each token and head; None where they have none.
+"""
+
+
 class PagePlaces(NamedTuple):
     """Where pages are, as far as kernels that read them are compiled for it.
 
     Attributes:
       alignments: of the pages of keys and of those of values.
       value_start: bytes from a page of keys to that of values where both have the same pages; None elsewhere.
-      scale_alignments: of the pages of the scales of each token and head; None if there are none.
+      scale_alignments: of the pages of the scales of each token and head.
     """
 
     alignments: tuple[int, int]
     value_start: int | None = None
-    scale_alignments: tuple[int, int] | None = None
+    scale_alignments: ScaleAlignments = (None, None)
 
 
 def page_places(plan: CachePlan, tensors: ReadTensors) -> PagePlaces:
@@ -75,15 +80,20 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
 
 def scale_arrays(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The scale arrays of a kernel call; those of each token and head are never copied."""
-    return scales if cache.spec.dtype.is_per_token_head else tuple(map(_scale, scales))
+    pairs = zip(scales, _have_row_scales(cache), strict=True)
+    return tuple(scale if of_rows else _scale(scale) for scale, of_rows in pairs)
 
 
-def scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int] | None:
-    """The alignments of the scales of each token and head that kernels are compiled for; None if there are none."""
-    if not cache.spec.dtype.is_per_token_head:
-        return None
-    k_scale, v_scale = scales
-    return page_alignment(k_scale), page_alignment(v_scale)
+def scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> ScaleAlignments:
+    """The alignments of the scales of each token and head that kernels are compiled for."""
+    pairs = zip(scales, _have_row_scales(cache), strict=True)
+    k_scale, v_scale = (page_alignment(scale) if of_rows else None for scale, of_rows in pairs)
+    return k_scale, v_scale
+
+
+def _have_row_scales(cache: CachePlan) -> list[bool]:
+    """Whether keys, and whether values, have a scale for each token and head."""
+    return [part.info.has_row_scales for part in cache.spec.dtype.parts]
 
 
 def page_alignment(cache: torch.Tensor) -> int:
@@ -93,43 +103,39 @@ def page_alignment(cache: torch.Tensor) -> int:
 
 
 def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    """The pages of keys and of values, without scales that are arrays of their own."""
-    rows = cache.keys, cache.values
-    if cache.spec.dtype.is_per_token_head:  # scales are arrays of their own
-        rows = _part(cache.keys, 0), _part(cache.values, 0)
-    return _memory(cache.spec, ("key_cache", "value_cache"), rows, alignments)
+    """The pages of keys and of values; of rows with a scale for each token and head without these."""
+    keys, values = (
+        _memory(cache.spec, name, _part(rows, 0) if of_rows else rows, alignment)
+        for name, rows, of_rows, alignment in zip(
+            ("key_cache", "value_cache"), (cache.keys, cache.values), _have_row_scales(cache), alignments, strict=True
+        )
+    )
+    return keys, values
 
 
 def scale_memory(
-    cache: CachePlan, alignments: tuple[int, int] | None
-) -> tuple[kernels.PageMemory, kernels.PageMemory] | None:
-    """The pages of the scales of each token and head; None if there are none."""
-    if alignments is None:
-        return None
-    rows = cache.scales or (_part(cache.keys, 1), _part(cache.values, 1))
-    return _memory(cache.spec, ("k_scale", "v_scale"), rows, alignments)
+    cache: CachePlan, alignments: ScaleAlignments
+) -> tuple[kernels.PageMemory | None, kernels.PageMemory | None]:
+    """The pages of the scales of each token and head, as arrays of their own, which they may be."""
+    keys, values = (
+        None if alignment is None else _memory(cache.spec, name, own or _part(rows, 1), alignment)
+        for name, rows, own, alignment in zip(
+            ("k_scale", "v_scale"), (cache.keys, cache.values), cache.scales or (None, None), alignments, strict=True
+        )
+    )
+    return keys, values
 
 
 def _part(rows: BlockRows, index: int) -> BlockRows:
     return rows._replace(regions=rows.regions[index : index + 1])
 
 
-def _memory(
-    spec: AttentionSpec,
-    names: tuple[str, str],
-    rows: tuple[BlockRows, BlockRows],
-    alignments: tuple[int, int],
-) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    halves = [
-        kernels.PageMemory(of_half.regions, of_half.block_stride, alignment)
-        for of_half, alignment in zip(rows, alignments, strict=True)
-    ]
-    for name, memory in zip(names, halves, strict=True):
-        for region in memory.regions:
-            reach = max(spec.num_kv_heads * region.head_stride, spec.block_size * region.token_stride)
-            if reach > memory.page_stride:
-                raise UnsupportedError(
-                    f"{name}: got blocks {memory.page_stride} bytes apart with rows of a block {reach} bytes apart,"
-                    " expected the rows of a block side by side; on CUDA no kernel serves blocks that interleave"
-                )
-    return halves[0], halves[1]
+def _memory(spec: AttentionSpec, name: str, rows: BlockRows, alignment: int) -> kernels.PageMemory:
+    for region in rows.regions:
+        reach = max(spec.num_kv_heads * region.head_stride, spec.block_size * region.token_stride)
+        if reach > rows.block_stride:
+            raise UnsupportedError(
+                f"{name}: got blocks {rows.block_stride} bytes apart with rows of a block {reach} bytes apart,"
+                " expected the rows of a block side by side; on CUDA no kernel serves blocks that interleave"
+            )
+    return kernels.PageMemory(rows.regions, rows.block_stride, alignment)

@@ -10,7 +10,14 @@ from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import CachePlan, GatherPlan, ReadTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import page_alignment, page_memory, scale_alignments, scale_arrays, scale_memory
+from kvjax_torch.calls.arrays import (
+    ScaleAlignments,
+    page_alignment,
+    page_memory,
+    scale_alignments,
+    scale_arrays,
+    scale_memory,
+)
 from kvjax_torch.launch.running import Call
 
 
@@ -40,7 +47,7 @@ def _gather_kernel(
     dtype: torch.dtype,
     scale_sizes: tuple[int, int],
     page_alignments: tuple[int, int],
-    scale_alignments: tuple[int, int] | None,
+    scale_alignments: ScaleAlignments,
 ) -> kernels.AnyCount:
     pages, scale_pages = page_memory(cache, page_alignments), scale_memory(cache, scale_alignments)
     return kernels.gather_kernel(cache.spec, pages, numpy_dtype(dtype), scale_sizes, scale_pages)

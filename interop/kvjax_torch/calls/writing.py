@@ -11,7 +11,15 @@ from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import RopeInputs, RopePlan, WritePlan, WriteTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.calls.arrays import page_alignment, page_memory, runs, scale_alignments, scale_arrays, scale_memory
+from kvjax_torch.calls.arrays import (
+    ScaleAlignments,
+    page_alignment,
+    page_memory,
+    runs,
+    scale_alignments,
+    scale_arrays,
+    scale_memory,
+)
 from kvjax_torch.launch.running import Call
 
 
@@ -102,7 +110,7 @@ def _write_kernel(
     plan: WritePlan,
     rows: tuple[tuple[int, int], tuple[int, int]],
     page_alignments: tuple[int, int],
-    scale_alignments: tuple[int, int] | None,
+    scale_alignments: ScaleAlignments,
     unique_slots: bool,
     rotated: kernels.RotatedMemory | None,
     target: kernels.Target,

@@ -101,10 +101,9 @@ def attend(
     tile_rows = at_once * num_tokens * spec.num_kv_heads
     keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)
-    scales: tuple[torch.Tensor, ...] = ()
-    if spec.dtype.takes_scale:
-        scales = tensors.k_scale.contiguous(), tensors.v_scale.contiguous()
-    row_scales = attention.cache.scale_tensors(tensors) if spec.dtype.is_per_token_head else ()
+    of_parts = list(zip(attention.cache.scale_tensors(tensors), spec.dtype.parts, strict=True))
+    scales = [scale.contiguous() for scale, part in of_parts if part.takes_scale]
+    row_scales = [scale for scale, part in of_parts if part.info.has_row_scales]
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
     gather, *attends = own
     kernel = attends[segments > 1]

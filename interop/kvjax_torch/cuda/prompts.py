@@ -135,15 +135,18 @@ def _operands(plan: AttentionPlan, step: Step, own: Lot, dtype: torch.dtype) -> 
         tensors = ReadTensors(key_cache, value_cache, own.table, own.lens, k_scale, v_scale)
         return reads.gather(GatherPlan(plan.cache, dtype, plan.scale_sizes), tensors)
 
-    if not plan.cache.spec.dtype.takes_scale or dtype is torch.float32:
-        weight = step.query.new_ones(1, dtype=torch.float32)
-        return _Operands(step.query, *gather(k_scale, v_scale), weight)
-    rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two
-    rows = step.query.new_empty(step.query.shape, dtype=dtype)
-    torch.mul(step.query, _of_each_head(rest, plan)[:, None], out=rows)
-    most = torch.finfo(dtype).max
-    rows.clamp_(-most, most)
-    return _Operands(rows, *gather(k_scale / rest, torch.ones_like(v_scale)), _of_each_head(v_scale, plan))
+    rows, weight = step.query, step.query.new_ones(1, dtype=torch.float32)
+    of_keys, of_values = (part.takes_scale and dtype is not torch.float32 for part in plan.cache.spec.dtype.parts)
+    if of_keys:
+        rest = 2 * torch.frexp(k_scale).mantissa  # 1 if the scale is a power of two
+        rows = step.query.new_empty(step.query.shape, dtype=dtype)
+        torch.mul(step.query, _of_each_head(rest, plan)[:, None], out=rows)
+        most = torch.finfo(dtype).max
+        rows.clamp_(-most, most)
+        k_scale = k_scale / rest
+    if of_values:
+        weight, v_scale = _of_each_head(v_scale, plan), torch.ones_like(v_scale)
+    return _Operands(rows, *gather(k_scale, v_scale), weight)
 
 
 def _of_each_head(scale: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

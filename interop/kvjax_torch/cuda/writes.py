@@ -133,8 +133,8 @@ def _write_planned(
         call = writing.write_call(plan, tensors, unique_slots)
     launcher = running.run(call)
     # A kind does not say where the scales of each token and head are.
-    is_per_token_head = plan.cache.spec.dtype.is_per_token_head
-    has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not is_per_token_head
+    has_row_scales = any(part.info.has_row_scales for part in plan.cache.spec.dtype.parts)
+    has_one_scale = tensors.k_scale.numel() == tensors.v_scale.numel() == 1 and not has_row_scales
     # Slots are left out: those of a large write are searched, which makes others of them.
     is_uncopied = has_one_scale and [tensor.data_ptr() for tensor in call.tensors[1:]] == [*addresses[1:]]
     # A single slot is contiguous whatever its stride, but more slots with that stride would not be.

@@ -67,7 +67,7 @@ def write(plan: WritePlan, tensors: WriteTensors) -> None:
     encoded = key_cache.new_empty((token.shape[0], pages.page_size_bytes), dtype=torch.uint8)
     for part, size in _chunks(token.shape[0]):
         chunk = to_jax(_padded(key[token[part]], size)), to_jax(_padded(value[token[part]], size))
-        stored = to_torch(encode_chunk(pages, *chunk, _scale(k_scale, spec), _scale(v_scale, spec)))
+        stored = to_torch(encode_chunk(pages, *chunk, *_scales(spec, k_scale, v_scale)))
         encoded[part] = stored.view(size, -1).view(torch.uint8)[: part.stop - part.start]
     for cache, into, encoded_rows in _row_pairs(plan.cache, tensors, pages):
         view, index = _locate(cache, into, spec, slot)
@@ -111,7 +111,7 @@ def _decoded(plan: GatherPlan, tensors: ReadTensors, is_there: torch.Tensor) -> 
     )
     for part, size in _chunks(slot.shape[0]):
         stored = _padded(staged[part], size).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(size))
-        layer_scales = _scale(k_scale, spec), _scale(v_scale, spec)
+        layer_scales = _scales(spec, k_scale, v_scale)
         decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), *layer_scales)
         for result, rows in zip((keys, values), decoded, strict=True):
             result[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
@@ -286,10 +286,14 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
     return chunk
 
 
-def _scale(scale: torch.Tensor, spec: AttentionSpec) -> np.ndarray:
-    if spec.dtype.is_per_token_head:
-        return np.ones((), np.float32)
-    return (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
+def _scales(spec: AttentionSpec, *scales: torch.Tensor) -> list[np.ndarray]:
+    """The layer's scales of keys and of values; 1 where they take none."""
+    return [
+        (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
+        if part.takes_scale
+        else np.ones((), np.float32)
+        for scale, part in zip(scales, spec.dtype.parts, strict=True)
+    ]
 
 
 def _row_pairs(

@@ -21,6 +21,8 @@ from kvjax.kernels.memory import (
     Argument,
     Number,
     PageMemory,
+    RowScaleMemory,
+    row_scale_arguments,
     scale_arguments,
     with_origin,
 )
@@ -73,7 +75,7 @@ class AttentionKind:
       has_sinks: whether heads have sinks.
       one_memory: whether values are in the pages of keys, and so are the positions of their rows. The kernel then does
         not read its argument for values.
-      scale_pages: memory of scales of each token and head in arrays of their own; elsewhere these are in the pages.
+      scale_pages: of keys and of values that have a scale for each token and head, the memory of these.
     """
 
     spec: AttentionSpec
@@ -85,7 +87,7 @@ class AttentionKind:
     softmax: Softmax
     has_sinks: bool = False
     one_memory: bool = False
-    scale_pages: tuple[PageMemory, PageMemory] | None = None
+    scale_pages: RowScaleMemory = (None, None)
 
 
 def any_batch(kind: AttentionKind, target: Target) -> AnyBatch:
@@ -150,8 +152,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
         pages: tuple[Ref, ...] = (keys, keys if problem.one_memory else values)
-        if problem.scale_memory is not None:
-            pages += refs["k_scale"], refs["v_scale"]
+        pages += tuple(refs[argument.name] for argument in row_scale_arguments(spec, problem.scale_memory))
         run_decode(known, config, Refs(pages=pages, **refs), *scratch)
 
     return AnyCount(

@@ -261,8 +261,14 @@ def num_parts(problem: Problem, config: DecodeConfig) -> int:
 
 def stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
     """The layout of a stage of `tiles` tiles of `heads` heads."""
-    memory = *problem.memory, *(problem.scale_memory or ())
-    return StagePlan.of(problem.spec, memory, heads, tiles, one_memory=problem.one_memory)
+    return StagePlan.of(
+        problem.spec,
+        problem.memory,
+        heads,
+        tiles,
+        one_memory=problem.one_memory,
+        scale_memory=problem.scale_memory,
+    )
 
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import jax
 from kvjax.kernels.aliases import DTypeLike, Ref
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.stages import TILE
-from kvjax.kernels.memory import Number, PageMemory
+from kvjax.kernels.memory import Number, PageMemory, RowScaleMemory
 from kvjax.spec import AttentionSpec
 
 COLUMNS = 8
@@ -148,7 +148,7 @@ class Problem:
       has_sinks: whether heads have sinks.
       batch_invariant: whether the bits of a sequence's results must depend on that sequence only.
       converts_e2m1: whether the GPU has an instruction that converts e2m1.
-      scale_memory: layout of the scales of each token and head, of keys and of values, where these are arrays of their
+      scale_memory: of keys and of values, layout of the scales of each token and head where these are arrays of their
         own; None elsewhere.
     """
 
@@ -172,7 +172,7 @@ class Problem:
     has_sinks: bool
     batch_invariant: bool = False
     converts_e2m1: bool = False
-    scale_memory: tuple[PageMemory, PageMemory] | None = None
+    scale_memory: RowScaleMemory = (None, None)
 
     @property
     def key_format(self) -> Format:

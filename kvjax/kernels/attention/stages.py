@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvjax.kernels.aliases import Scalar
-from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.memory import PageMemory, RowScaleMemory
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -31,6 +31,18 @@ COPY_BYTES = 16
 
 PADDED_BYTES = 256
 """Bytes of a token's values, over all heads, from which on padding is worth one bulk copy per pair of tokens."""
+
+
+class PageArray(NamedTuple):
+    """An array of pages, as far as they hold rows of keys or of values.
+
+    Attributes:
+      half: 0 for keys, 1 for values.
+      pages: where the rows are: data or scales, or both.
+    """
+
+    half: int
+    pages: PageMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,21 +134,31 @@ class StagePlan:
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
+        cls,
+        spec: AttentionSpec,
+        memory: tuple[PageMemory, PageMemory],
+        heads: int,
+        tiles: int,
+        *,
+        one_memory: bool,
+        scale_memory: RowScaleMemory = (None, None),
     ) -> StagePlan:
         """The plan for caches of `spec`.
 
-        `memory` is that of keys and of values, which are one array if `one_memory`, and then that of the scales of keys
-        and of values where these are arrays of their own.
+        `memory` is that of keys and of values, which are one array if `one_memory`. After these in `Ring.pages` are the
+        arrays of `scale_memory`, of those of keys and values whose scales are an array of their own.
         """
-        in_bulk = cls._in_bulk(spec, memory, heads, tiles, one_memory=one_memory)
-        return in_bulk or cls._by_threads(spec, memory, heads, tiles)
+        every = *enumerate(memory), *enumerate(scale_memory)
+        arrays = [PageArray(half, pages) for half, pages in every if pages is not None]
+        in_bulk = cls._in_bulk(spec, arrays, heads, tiles, one_memory=one_memory)
+        return in_bulk or cls._by_threads(spec, arrays, heads, tiles)
 
     @classmethod
     def _in_bulk(
-        cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int, *, one_memory: bool
+        cls, spec: AttentionSpec, arrays: Sequence[PageArray], heads: int, tiles: int, *, one_memory: bool
     ) -> StagePlan | None:
         """Rows in the order of the page, with 16 bytes of padding after pairs of values; None if unaligned."""
+        memory = [array.pages for array in arrays]
         if spec.block_size % TILE or _divides_words(memory):
             return None
         values = memory[1].regions[0]
@@ -145,13 +167,13 @@ class StagePlan:
         placed: list[list[SharedRows]] = [[], []]
         chunks: list[Chunk] = []
         start = 0
-        for number, half in enumerate(memory):
+        for number, (half, pages) in enumerate(arrays):
             array = 0 if one_memory and number < 2 else number
-            for region in half.regions if both is None or number > 1 else (both,)[number:]:
+            for region in pages.regions if both is None or number > 1 else (both,)[number:]:
                 pad = COPY_BYTES if interleaved and (region is values or region is both) else 0
-                rows, end = _in_order(region, half.page_stride, start, heads, pad, array, interleaved=interleaved)
+                rows, end = _in_order(region, pages.page_stride, start, heads, pad, array, interleaved=interleaved)
                 chunks += _chunks(rows, heads, interleaved=interleaved)
-                placed[number % 2].append(rows)
+                placed[half].append(rows)
                 start = end
         if both is not None:
             rows = placed[0][0]
@@ -170,27 +192,26 @@ class StagePlan:
         )  # fmt: skip
 
     @classmethod
-    def _by_threads(cls, spec: AttentionSpec, memory: Sequence[PageMemory], heads: int, tiles: int) -> StagePlan:
+    def _by_threads(cls, spec: AttentionSpec, arrays: Sequence[PageArray], heads: int, tiles: int) -> StagePlan:
         """Rows of a head contiguous, padded to an odd multiple of 16 bytes where that avoids bank conflicts."""
         start = 0
         placed: list[list[SharedRows]] = [[], []]
-        for number, half in enumerate(memory):
-            is_values = number % 2
-            for region in half.regions:
-                is_scales = bool(placed[is_values])
+        for number, (half, pages) in enumerate(arrays):
+            for region in pages.regions:
+                is_scales = bool(placed[half])
                 row = region.row_bytes
                 unit = math.gcd(
-                    COPY_BYTES, row, region.base, region.token_stride, region.head_stride, half.page_stride,
-                    half.alignment,
+                    COPY_BYTES, row, region.base, region.token_stride, region.head_stride, pages.page_stride,
+                    pages.alignment,
                 )  # fmt: skip
-                padded = not is_scales and row % (2 * COPY_BYTES) == 0 and (is_values or row > 4 * COPY_BYTES)
+                padded = not is_scales and row % (2 * COPY_BYTES) == 0 and (half == 1 or row > 4 * COPY_BYTES)
                 pitch = row + (COPY_BYTES if padded else 0)
                 # An odd multiple of 64, so that rows of neighbouring heads are in different banks.
                 head_stride = (TILE * pitch + 63) // 128 * 128 + 64
-                placed[is_values].append(
+                placed[half].append(
                     SharedRows(
                         region,
-                        half.page_stride,
+                        pages.page_stride,
                         start,
                         pitch,
                         8 * pitch,

@@ -32,10 +32,11 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     RowMemory,
+    RowScaleMemory,
     page_dtype,
+    row_scale_arguments,
+    row_scales_of,
     scale_argument,
-    scale_arguments,
-    scales_of,
     with_origin,
 )
 from kvjax.kernels.page_tokens import KVOperand, PageTokens, decode_tokens
@@ -63,7 +64,7 @@ def any_gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
     query_dtype: DType,
-    scale_pages: tuple[PageMemory, PageMemory] | None = None,
+    scale_pages: RowScaleMemory = (None, None),
 ) -> AnyCount:
     """The gather of a lot's pages to tiles, without the scales of the whole or of a head.
 
@@ -86,7 +87,7 @@ def any_gather(
         Argument("prompts", _NUMBERS),
         Argument("header", _NUMBERS),
         *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
-        *(scale_arguments(spec, (1, 1), scale_pages) if scale_pages else ()),
+        *row_scale_arguments(spec, scale_pages),
         *_tile_arguments(spec, dtype),
     )
     return AnyCount(
@@ -110,7 +111,7 @@ def _tile_arguments(spec: AttentionSpec, dtype: DType) -> tuple[Argument, ...]:
 def _gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
-    scale_pages: tuple[PageMemory, PageMemory] | None,
+    scale_pages: RowScaleMemory,
     tokens: int,
     dtype: DType,
     counts: Mapping[str, Number],
@@ -144,7 +145,6 @@ def _gather(
             thread = lanes.thread_index()
             bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
             lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
-            row_scales = scales_of(arrays, scale_pages)[1] if scale_pages else (None, None)
             operands = [
                 KVOperand(
                     codec,
@@ -154,7 +154,7 @@ def _gather(
                     scales,
                 )
                 for codec, memory, name, dense, scales in zip(
-                    codecs_of(spec), pages, PAGES, ("keys", "values"), row_scales, strict=True
+                    codecs_of(spec), pages, PAGES, ("keys", "values"), row_scales_of(arrays, scale_pages), strict=True
                 )
             ]
             # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
@@ -223,18 +223,22 @@ def segments(
 def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     """The prompt kernel.
 
-    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (where the dtype takes
-    these), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query, at least
-    `ROWS`; `prompts_at_once` are those of a lot.
+    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (each where its part of
+    the dtype takes one), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query,
+    at least `ROWS`; `prompts_at_once` are those of a lot.
     """
     spec, dtype = kind.spec, dense_dtype(kind.spec, kind.query.dtype)
     with tracing_for(target):
         config = choose(spec, 1, 1, kind.num_heads, 0, 1)
-    takes_scale = spec.dtype.takes_scale
+    scales = {
+        name: scale_argument(name, size)
+        for name, size, part in zip(SCALES, kind.scale_sizes, spec.dtype.parts, strict=True)
+        if part.takes_scale
+    }
     problem = Problem(0, kind.window, kind.logits_soft_cap)
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
-        k_scale, v_scale = (arrays[name] if takes_scale else None for name in SCALES)
+        k_scale, v_scale = (arrays[name] if name in scales else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
         memory = CallerMemory(
             num_heads=kind.num_heads,
@@ -273,7 +277,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         Argument("header", _NUMBERS),
         kind.query.argument("query", lambda rows: rows),
         *_tile_arguments(spec, dtype),
-        *(scale_argument(*each) for each in zip(SCALES, kind.scale_sizes, strict=True) if takes_scale),
+        *scales.values(),
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
         *(Argument(name, array) for name, array in results.items()),
     )

@@ -19,13 +19,14 @@ from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
-    SCALES,
     AnyCount,
     Argument,
     Number,
     PageMemory,
     RowMemory,
     Rows,
+    RowScaleMemory,
+    row_scale_arguments,
     scale_arguments,
     scales_of,
     with_origin,
@@ -51,8 +52,8 @@ class WriteKind:
       slot_dtype: int32 or int64.
       scale_sizes: elements of k_scale and v_scale, 1 or `num_kv_heads`.
       unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be.
-      scale_pages: where each token and head has a scale, the memory these are written to, as its only region. It is
-        passed instead of k_scale and v_scale.
+      scale_pages: of keys and of values that have a scale for each token and head, the memory these are written to, as
+        its only region. It is passed instead of k_scale or v_scale.
       rotated: memory of queries and positions, to rotate keys and queries first.
     """
 
@@ -62,7 +63,7 @@ class WriteKind:
     slot_dtype: np.dtype[Any]
     scale_sizes: tuple[int, int]
     unique_slots: bool = False
-    scale_pages: tuple[PageMemory, PageMemory] | None = None
+    scale_pages: RowScaleMemory = (None, None)
     rotated: RotatedMemory | None = None
 
 
@@ -141,7 +142,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         writes=(
             *PAGES,
             *(() if rotated is None else ("rotated_query",)),
-            *(() if scale_pages is None else SCALES),
+            *(argument.name for argument in row_scale_arguments(spec, scale_pages)),
         ),
         num_programs=num_programs,
     )
