@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import html.parser
+import json
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from public_names import MODULES, ROOT, public_names, with_links
 
 SOURCE_URL = os.environ.get("SOURCE_URL", ROOT.as_uri()).rstrip("/")
+NOTEBOOK = "examples/tour.ipynb"
 FILES = ("*.md", "benchmarks/*.md", "docs/*.md", "docs/notes/*.md", "docs/plots/*.svg")
 
 
@@ -48,11 +50,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site = Files([file for file in files if file.src_dir != config.docs_dir])  # the theme's
     for path in found:
         site.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+    site.append(File.generated(config, page_of_notebook(NOTEBOOK), content=notebook_page()))
     for module in MODULES:
         site.append(File.generated(config, index_of(module), content=index_page(module)))
         for name in names_of(module):
             site.append(File.generated(config, page_of(module, name), content=f"::: {module}.{name}\n"))
     return site
+
+
+def page_of_notebook(path: str) -> str:
+    """The path of a notebook's page; any other path is unchanged."""
+    return re.sub(r"\.ipynb$", ".md", path)
+
+
+def notebook_page() -> str:
+    """The notebook's cells, without outputs."""
+    cells = json.loads((ROOT / NOTEBOOK).read_text())["cells"]
+    sources = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    return "\n\n".join(f"```python\n{source}\n```" if is_code else source for source, is_code in sources)
 
 
 def index_of(module: str) -> str:
@@ -98,7 +113,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if urlsplit(target).scheme or target.startswith("#") or not path.exists():
             return target  # MkDocs reports a file that is not there
         relative = path.relative_to(ROOT).as_posix()
-        return target if relative in files.src_uris else f"{SOURCE_URL}/{relative}"
+        return page_of_notebook(target) if page_of_notebook(relative) in files.src_uris else f"{SOURCE_URL}/{relative}"
 
     return with_links(re.sub(r"^<!--.*?-->$", "", markdown, flags=re.MULTILINE), linked)
 
