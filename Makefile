@@ -127,6 +127,7 @@ check-wheel: $(DOCS_ENV)/.installed ## the wheel in empty environments, with and
 	@$(call in_empty_environment,,kvjax_vllm)
 	@$(call in_empty_environment,[smollm2],kvjax_vllm kvjax.demo.serve)
 	@$(call in_empty_environment,[transformers],kvjax_vllm kvjax_torch kvjax_torch.transformers_cache)
+	rm -rf $(WHEEL_ENV)
 
 in_empty_environment = rm -rf $(WHEEL_ENV) && \
   $(LOCKED) tools/setup_env.sh $(WHEEL_ENV) "$$(echo build/wheel/kvjax-*.whl)$(1)" && \

@@ -224,6 +224,15 @@ def test_flashinfers_ragged_rows_attend(after_flashinfer):
     np.testing.assert_allclose(names["ragged"].numpy(), expected, atol=1e-5)
 
 
+def test_flashinfers_heads_before_tokens_are_the_same_transposed(torch, after_flashinfer):
+    inputs = flashinfer_inputs(torch)
+    pages = inputs["paged_kv_cache"].view(torch.uint8).transpose(2, 3).contiguous()
+    inputs["paged_kv_cache"] = pages.transpose(2, 3).view(torch.float8_e4m3fn)  # as the page has it of HND
+    names = run(code_of("From FlashInfer")[1][:-1], inputs)
+    assert torch.equal(pages.transpose(2, 3), after_flashinfer["paged_kv_cache"].view(torch.uint8))
+    np.testing.assert_allclose(names["out"].numpy(), after_flashinfer["out"].numpy(), atol=1e-6)
+
+
 @pytest.mark.full
 def test_flashinfers_arrays_make_a_step_in_jax(torch):
     inputs = flashinfer_inputs(torch)

@@ -134,6 +134,13 @@ def test_the_command_of_the_wheel_runs_and_knows_its_version(wheel: Path, unpack
     assert "plan" in shown
 
 
+def test_the_check_of_an_installed_wheel_refuses_a_source_tree():
+    command = [sys.executable, "-I", ROOT / "tools/check_wheel.py", ROOT / "tests/data/configs/gpt-oss-20b.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "expected a file in" in done.stderr
+
+
 LOCKED_EXTRAS = ("test", "transformers", "lint", "docs", "train", "fuzz", "cuda12", "cuda13")
 
 
