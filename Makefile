@@ -8,13 +8,15 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO_ENV := .venv-demo
 DEV_ENV := .venv
 FUZZ_ENV := .venv-fuzz
+DOCS_ENV := .venv-docs
+WHEEL_ENV := .venv-wheel
 NEWEST_ENV := .venv-newest
 LOCK_ENV := .venv-lock
 OLDEST_ENV := .venv-oldest-transformers
 # pip takes them for what it installs and, by the second name, for what it builds kvjax with.
 LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 # What constraints.txt covers: each environment below has some of these extras.
-LOCKED_EXTRAS := test transformers lint train fuzz cuda12 cuda13
+LOCKED_EXTRAS := test transformers lint docs train fuzz cuda12 cuda13
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
 CLIENTS := kerashub tunix sglang_jax vllm
 CLIENT_kerashub := keras-hub==0.32.0
@@ -42,8 +44,8 @@ PYTHON ?= python3
 ARGS ?=
 FUZZ_SECONDS ?= 300
 
-.PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench bench-readme lint format lock wheel clean
-.PHONY: distclean help
+.PHONY: demo test test-all test-newest test-gpu test-compat test-clients fuzz bench bench-readme lint format lock docs
+.PHONY: wheel check-wheel clean distclean help
 
 demo: $(DEMO_ENV)/.installed ## text through a paged cache in every dtype, by SmolLM2 if it can be fetched (ARGS="--dtype nvfp4 --scales")
 	$(DEMO_ENV)/bin/kvjax demo $(ARGS)
@@ -104,6 +106,11 @@ format: $(DEV_ENV)/.installed ## rewrite the sources as the checks want them
 	$(DEV_ENV)/bin/ruff check --fix .
 	$(DEV_ENV)/bin/ruff format .
 
+# A broken link is an error. SOURCE_URL=https://host/owner/name/blob/main: where links to sources lead, else to the files.
+docs: $(DOCS_ENV)/.installed ## the site of the documentation, into build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --strict --config-file tools/docs/mkdocs.yml $(ARGS)
+	@echo "build/site/index.html"
+
 lock: ## constraints.txt: versions that pyproject.toml allows, for Python 3.12 on (ARGS=--upgrade: the newest)
 	@tools/setup_env.sh $(LOCK_ENV) uv
 	$(LOCK_ENV)/bin/uv pip compile --quiet --universal --python-version 3.12 $(addprefix --extra=,$(LOCKED_EXTRAS)) \
@@ -112,12 +119,27 @@ lock: ## constraints.txt: versions that pyproject.toml allows, for Python 3.12 o
 wheel: $(DEV_ENV)/.installed ## dist/kvjax-*.whl
 	$(DEV_ENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
+# Each time into a new environment, in the order of what these download.
+check-wheel: $(DOCS_ENV)/.installed ## the wheel in empty environments, with and without extras, and its README (GBs to download)
+	rm -rf build/wheel
+	$(DOCS_ENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(DOCS_ENV)/bin/twine check --strict build/wheel/kvjax-*.whl
+	@$(call in_empty_environment,,kvjax_vllm)
+	@$(call in_empty_environment,[smollm2],kvjax_vllm kvjax.demo.serve)
+	@$(call in_empty_environment,[transformers],kvjax_vllm kvjax_torch kvjax_torch.transformers_cache)
+	rm -rf $(WHEEL_ENV)
+
+in_empty_environment = rm -rf $(WHEEL_ENV) && \
+  $(LOCKED) tools/setup_env.sh $(WHEEL_ENV) "$$(echo build/wheel/kvjax-*.whl)$(1)" && \
+  cd build && JAX_PLATFORMS=cpu ../$(WHEEL_ENV)/bin/python -I ../tools/check_wheel.py \
+    ../tests/data/configs/gpt-oss-20b.json $(2)
+
 clean: ## remove what was built and every cache
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean ## clean, and remove the virtual environments
-	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(NEWEST_ENV) $(LOCK_ENV) $(OLDEST_ENV) $(COMPAT_JAX:%=.venv-jax-%) \
-	  $(CLIENTS:%=.venv-client-%)
+	rm -rf $(DEMO_ENV) $(DEV_ENV) $(FUZZ_ENV) $(DOCS_ENV) $(WHEEL_ENV) $(NEWEST_ENV) $(LOCK_ENV) $(OLDEST_ENV) \
+	  $(COMPAT_JAX:%=.venv-jax-%) $(CLIENTS:%=.venv-client-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -132,6 +154,11 @@ $(DEV_ENV)/.installed: pyproject.toml constraints.txt tools/jax_without_driver.p
 
 $(FUZZ_ENV)/.installed: pyproject.toml constraints.txt
 	@$(LOCKED) tools/setup_env.sh $(FUZZ_ENV) -e '.[test,fuzz]'
+	@touch $@
+
+# ruff formats the signatures.
+$(DOCS_ENV)/.installed: pyproject.toml constraints.txt
+	@$(LOCKED) tools/setup_env.sh $(DOCS_ENV) -e '.[docs,lint]'
 	@touch $@
 
 .PHONY: $(COMPAT_JAX:%=test-jax-%)

@@ -134,7 +134,14 @@ def test_the_command_of_the_wheel_runs_and_knows_its_version(wheel: Path, unpack
     assert "plan" in shown
 
 
-LOCKED_EXTRAS = ("test", "transformers", "lint", "train", "fuzz", "cuda12", "cuda13")
+def test_the_check_of_an_installed_wheel_refuses_a_source_tree():
+    command = [sys.executable, "-I", ROOT / "tools/check_wheel.py", ROOT / "tests/data/configs/gpt-oss-20b.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "expected a file in" in done.stderr
+
+
+LOCKED_EXTRAS = ("test", "transformers", "lint", "docs", "train", "fuzz", "cuda12", "cuda13")
 
 
 def requirements_of(project: dict[str, Any], extras: Iterable[str]) -> Iterator[Requirement]:
@@ -163,7 +170,7 @@ def test_makefile_locks_every_extra_that_its_environments_install():
     [locked] = re.findall(r"^LOCKED_EXTRAS := (.*)$", makefile, re.MULTILINE)
     assert locked.split() == list(LOCKED_EXTRAS)
     installed = re.findall(r"\$\(LOCKED\) tools/setup_env.sh \S+ -e '\.\[(.*)\]'", makefile)
-    assert installed == ["smollm2", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz"]
+    assert installed == ["smollm2", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz", "docs,lint"]
     assert {"demo", "torch"} & set(LOCKED_EXTRAS) == set()  # `test` and `transformers` require these
 
 
