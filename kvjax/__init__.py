@@ -32,6 +32,10 @@ from kvjax.model_config import AttentionKind as AttentionKind
 from kvjax.model_config import LayerKVConfig as LayerKVConfig
 from kvjax.model_config import ModelKVConfig as ModelKVConfig
 from kvjax.ops.attention import paged_attention as paged_attention
+from kvjax.ops.block_bytes import StoredBlocks as StoredBlocks
+from kvjax.ops.block_bytes import export_blocks as export_blocks
+from kvjax.ops.block_bytes import import_blocks as import_blocks
+from kvjax.ops.block_bytes import open_blocks as open_blocks
 from kvjax.ops.blocks import copy_blocks as copy_blocks
 from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv

@@ -26,6 +26,11 @@ FREED_BLOCK = -1
 MAX_SLOTS = 2**31 - 1
 """Slots are int32."""
 
+HASH_VERSION = "sha256-int64-1"
+"""Names how blocks are hashed. Another way has another name, for hashes that are stored or sent."""
+
+HASH_BYTES = hashlib.sha256().digest_size
+
 _SALT, _BLOCK = b"\0", b"\1"
 """First bytes of what is hashed: no salt has the hash of a block. All that follows a block's has a fixed length."""
 
@@ -267,6 +272,14 @@ class PagedSequence:
     def token_ids(self) -> np.ndarray:
         """The ids of its first tokens, as far as known: int64 `[at most num_tokens]`; a copy."""
         return np.array(self._token_ids, np.int64)
+
+    @property
+    def block_hashes(self) -> tuple[bytes, ...]:
+        """The hashes of its full blocks of known tokens, 32 bytes each; the last is that of all tokens up to its end.
+
+        They depend on ids and salt alone and are the same in every process, for stores outside of it.
+        """
+        return tuple(self._hashes)
 
     def slots(self, start: int, stop: int) -> np.ndarray:
         """Returns the slots of its tokens from `start` to `stop`: int32 `[stop - start]`, negative in freed blocks.
