@@ -9,6 +9,7 @@ from kvjax.block_pool import BlockPool as BlockPool
 from kvjax.block_pool import BlockRemoved as BlockRemoved
 from kvjax.block_pool import BlockStored as BlockStored
 from kvjax.block_pool import PagedSequence as PagedSequence
+from kvjax.block_pool import Swaps as Swaps
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache_views import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache_views import nvfp4_split_views as nvfp4_split_views

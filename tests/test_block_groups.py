@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +41,27 @@ class Layers(NamedTuple):
     sliding_window: int | None = None
 
 
+def refused(call: Callable[[], None]) -> OutOfBlocksError | None:
+    """Calls; returns the error if blocks do not suffice."""
+    try:
+        call()
+    except OutOfBlocksError as error:
+        return error
+    return None
+
+
 class Walk:
     """Calls in any order; `pages` holds what an engine would have written: of each block, its group's tokens."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, num_host_blocks: int = 0) -> None:
         self.rng = rng
+        self.num_host, self.host_pages, self.is_synced = num_host_blocks, {}, True
         sizes = rng.choice([(1, 2), (2, 2), (2, 3), (4, 2)])
         kinds = [Layers(sizes[0]), Layers(sizes[1], rng.randint(1, 7)), Layers(sizes[1], rng.randint(1, 5))]
         self.groups = rng.sample(kinds, rng.randint(1, 3))
-        self.pool = BlockPool(rng.randint(4, 40), groups=self.groups, records_events=True)
+        num_blocks = rng.randint(4, 20 if num_host_blocks else 40)
+        options = {"num_host_blocks": num_host_blocks, "records_events": True}
+        self.pool = BlockPool(num_blocks, groups=self.groups, **options)
         self.pages: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> ids up to the token's
         self.ids: dict[PagedSequence, list[int]] = {}
         self.num_known: dict[PagedSequence, int] = {}
@@ -61,8 +75,11 @@ class Walk:
     def step(self) -> None:
         calls = [self.start, self.append, self.append, self.append, self.commit, self.commit]
         calls += [self.fork, self.truncate, self.free]
+        calls += [self.start, self.swap_out, self.swap_in, self.swap_in] * bool(self.num_host)
         self.rng.choice(calls if self.ids else [self.start])()
         self.note_events()
+        if self.rng.random() < 0.3:
+            self.sync()
         self.check()
 
     def note_events(self) -> None:
@@ -71,8 +88,10 @@ class Walk:
                 assert event.block_hash not in self.cached
                 self.cached[event.block_hash] = event
                 assert event.block_size == self.groups[event.group].block_size == len(event.token_ids)
-                written = [self.pages[event.block, offset][-1] for offset in range(event.block_size)]
-                assert list(event.token_ids) == written
+                group = b"\2" + event.group.to_bytes(4, "little") if event.group else b"\0"
+                parent = event.parent_hash or hashlib.sha256(group).digest()
+                hashed = b"\1" + parent + np.array(event.token_ids, np.int64).tobytes()
+                assert event.block_hash == hashlib.sha256(hashed).digest()
             else:
                 assert isinstance(event, BlockRemoved)
                 assert self.cached.pop(event.block_hash).block == event.block
@@ -96,14 +115,64 @@ class Walk:
         known = self.rng.choice(list(self.ids.values()) or [[]])
         ids = known[: self.rng.randint(0, 14)] + self.rng.choices((0, 1), k=self.rng.randint(0, 4))
         expected, before = self.longest_prefix(ids), self.held()
+        if self.num_host:  # more than the device has; which, the contents show
+            assert self.pool.num_cached_tokens(ids) >= expected
+            expected, self.is_synced = self.pool.num_cached_tokens(ids), False
         assert self.pool.num_cached_tokens(ids) == expected
         assert self.held() == before
         sequence = self.pool.sequence(ids)
         assert sequence.num_tokens == expected
         self.ids[sequence], self.num_known[sequence], self.least[sequence] = ids[:expected], expected, expected
 
+    def here(self) -> list[PagedSequence]:
+        return [sequence for sequence in self.ids if not sequence.is_swapped_out]
+
+    def sync(self) -> None:
+        """Makes the copies, in the order in which an engine does."""
+        swaps = self.pool.take_swaps()
+        assert len({to for _, to in swaps.to_host.tolist()}) == len(swaps.to_host)
+        assert len({to for _, to in swaps.from_host.tolist()}) == len(swaps.from_host)
+        for pairs, source, destination in (
+            (swaps.to_host, self.pages, self.host_pages),
+            (swaps.from_host, self.host_pages, self.pages),
+        ):
+            read = [[source.get((block, offset), ()) for offset in range(4)] for block in pairs[:, 0].tolist()]
+            for block, tokens in zip(pairs[:, 1].tolist(), read, strict=True):
+                destination.update({(block, offset): of for offset, of in enumerate(tokens)})
+        self.is_synced = True
+        num_swapped = len({b for s in self.ids for blocks in s._swapped or [] for b in blocks})
+        assert self.pool.num_free_host == self.num_host - num_swapped
+
+    def swap_out(self) -> None:
+        if not self.here():
+            return
+        sequence, held = self.rng.choice(self.here()), self.held()
+        self.is_synced = False
+        num_free, blocks = self.pool.num_free_host, sequence.blocks.tolist()
+        if error := refused(sequence.swap_out):
+            assert error.what == "host blocks"
+            assert error.num_needed > error.num_free
+            assert (self.pool.num_free_host, sequence.blocks.tolist(), self.held()) == (num_free, blocks, held)
+            return
+        assert all((sequence.blocks_of(group) == -1).all() for group in range(len(self.groups)))
+        with pytest.raises(KVCacheValueError, match="is swapped out, expected swap_in before"):
+            self.pool.append([sequence], [1])
+
+    def swap_in(self) -> None:
+        away = [sequence for sequence in self.ids if sequence.is_swapped_out]
+        if not away:
+            return
+        sequence, held = self.rng.choice(away), self.held()
+        self.is_synced = False
+        if error := refused(sequence.swap_in):
+            assert error.num_needed > error.num_free
+            assert self.held() == held
+            assert sequence.is_swapped_out
+
     def append(self) -> None:
-        chosen = self.rng.sample(list(self.ids), min(len(self.ids), self.rng.randint(1, 3)))
+        if not self.here():
+            return
+        chosen = self.rng.sample(self.here(), min(len(self.here()), self.rng.randint(1, 3)))
         numbers = [self.rng.choice((0, 1, 1, 2, 6)) for _ in chosen]
         before = [[s.blocks_of(g).tolist() for g in range(len(self.groups))] for s in self.ids]
         held, needed = self.held(), 0
@@ -126,7 +195,9 @@ class Walk:
             assert [[s.blocks_of(g).tolist() for g in range(len(self.groups))] for s in self.ids] == before
             return
         starts = [sequence.num_tokens for sequence in chosen]
-        for source, destination in self.pool.append(chosen, numbers).tolist():
+        copies = self.pool.append(chosen, numbers)
+        self.sync()
+        for source, destination in copies.tolist():
             for offset in range(4):
                 self.pages[destination, offset] = self.pages.get((source, offset), ())
         for sequence, number, start in zip(chosen, numbers, starts, strict=True):
@@ -151,13 +222,17 @@ class Walk:
         self.num_known[sequence] += number
 
     def fork(self) -> None:
-        sequence = self.rng.choice(list(self.ids))
+        if not self.here():
+            return
+        sequence = self.rng.choice(self.here())
         other = sequence.fork()
         self.ids[other], self.num_known[other] = self.ids[sequence][:], self.num_known[sequence]
         self.least[other] = self.least[sequence]
 
     def truncate(self) -> None:
-        sequence = self.rng.choice(list(self.ids))
+        if not self.here():
+            return
+        sequence = self.rng.choice(self.here())
         number = self.rng.randint(0, sequence.num_tokens)
         first = [np.argmax(np.append(sequence.blocks_of(g), 0) >= 0) for g in range(len(self.groups))]
         is_there = all(
@@ -193,7 +268,7 @@ class Walk:
                 first = 0 if window is None else max(self.least[sequence] - window + 1, 0)
                 size, blocks = self.groups[group].block_size, sequence.blocks_of(group).tolist()
                 assert len(blocks) == -(-len(ids) // size)
-                for position in range(first, len(ids)):
+                for position in range(first, len(ids)) if self.is_synced and not sequence.is_swapped_out else ():
                     assert self.pages[blocks[position // size], position % size] == tuple(ids[: position + 1])
 
 
@@ -201,6 +276,14 @@ class Walk:
 def test_any_calls_keep_what_windows_see_and_find_what_is_cached(seed: int):
     walk = Walk(random.Random(seed))
     for _ in range(120):
+        walk.step()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_calls_with_blocks_on_the_host_give_every_token_back(seed: int):
+    rng = random.Random(seed)
+    walk = Walk(rng, num_host_blocks=rng.choice((1, 3, 10, 40)))
+    for _ in range(150):
         walk.step()
 
 
@@ -442,3 +525,88 @@ def test_layers_with_and_without_a_window_attend_in_shared_arrays():
             expected, caches[index] = attend(*rows, caches[index], whole)
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert (own.num_free, pool.num_free) == (12, 0)
+
+
+def test_what_is_evicted_goes_to_the_host_and_comes_back():
+    pool = BlockPool(3, 1, num_host_blocks=2, records_events=True)
+    grown(pool, [1, 2, 3]).free()
+    pool.take_events()
+    other = grown(pool, [7, 8, 9])  # evicts 3, 2 and 1: the host keeps the last two
+    assert sorted(pool.take_swaps().to_host.tolist()) == [[0, 0], [1, 1]]
+    assert [type(event) for event in pool.take_events()] == [BlockRemoved] * 3 + [BlockStored] * 3
+    assert pool.num_cached_tokens([1, 2, 3]) == 0  # nowhere to put them
+    other.free()
+    assert pool.num_cached_tokens([1, 2, 3]) == 2
+    again = pool.sequence([1, 2, 3])
+    swaps = pool.take_swaps()
+    assert [again.blocks[from_to[1] == again.blocks].tolist() for from_to in swaps.from_host] == [
+        [block] for block in again.blocks.tolist()
+    ]
+    assert sorted(swaps.from_host[:, 0].tolist()) == [0, 1]
+    assert [event.token_ids for event in pool.take_events() if isinstance(event, BlockStored)] == [(1,), (2,)]
+    assert pool.take_swaps().from_host.shape == (0, 2)
+
+
+def test_states_are_swapped_with_their_sequences():
+    pool = BlockPool(8, 2, num_states=1, num_host_blocks=4, num_host_states=1)
+    one, two = pool.sequence(), pool.sequence()
+    pool.append([one], [3])
+    pool.take_swaps()
+    one.swap_out()
+    assert (one.state, pool.num_free_states) == (-1, 1)
+    pool.append([two], [1])
+    with pytest.raises(OutOfBlocksError, match="out of states: 1 needed, and 0 of the pool's 1 are free"):
+        one.swap_in()
+    with pytest.raises(OutOfBlocksError, match="out of host states: 1 needed, and 0 of the pool's 1 are free"):
+        two.swap_out()
+    swaps = pool.take_swaps()
+    assert (swaps.states_to_host.tolist(), swaps.states_from_host.tolist()) == ([[0, 0]], [])
+    two.free()
+    one.swap_in()
+    swaps = pool.take_swaps()
+    assert (swaps.states_to_host.tolist(), swaps.states_from_host.tolist()) == ([], [[0, 0]])
+    one.swap_out()
+    one.swap_in()
+    one.swap_out()  # it has not come back yet: it stays where it is
+    assert pool.take_swaps().states_to_host.tolist() == [[0, 0]]
+    one.free()
+    assert (pool.num_free_host, pool.num_free, pool.num_free_states) == (4, 8, 1)
+    pool.append([two], [2])
+    two.swap_out()
+
+
+def test_a_swapped_sequence_can_be_committed_and_freed_and_nothing_else():
+    pool = BlockPool(8, 2, num_host_blocks=8)
+    sequence = pool.sequence()
+    pool.append([sequence], [4])
+    sequence.swap_out()
+    sequence.commit([1, 2, 3, 4])  # of a step that was running
+    for call in (sequence.fork, sequence.swap_out, lambda: sequence.truncate(2), lambda: sequence.free_before(2)):
+        with pytest.raises(KVCacheValueError, match="got a sequence that is swapped out, expected swap_in before"):
+            call()
+    assert pool.num_cached_tokens([1, 2, 3, 4, 5]) == 0
+    sequence.swap_in()
+    assert pool.num_cached_tokens([1, 2, 3, 4, 5]) == 4
+    with pytest.raises(KVCacheValueError, match="swap_in: got a sequence that is not swapped out"):
+        sequence.swap_in()
+    sequence.swap_out()
+    sequence.free()
+    pool.take_swaps()  # until then the host's blocks are held
+    assert (sequence.num_tokens, pool.num_free_host, sequence.is_swapped_out) == (0, 8, False)
+    with pytest.raises(OutOfBlocksError, match="out of host blocks: 1 needed, and 0 of the pool's 0 are free"):
+        grown(BlockPool(2, 2), [1]).swap_out()
+
+
+def test_after_a_reset_no_sequence_takes_its_blocks_from_others():
+    """Those with its tokens were computed with other weights since."""
+    pool = BlockPool(8, 1, num_host_blocks=8)
+    old = grown(pool, [1, 2])
+    old.swap_out()
+    pool.take_swaps()
+    pool.reset_prefix_cache()
+    new = grown(pool, [1, 2])
+    old.swap_in()
+    assert not set(old.blocks.tolist()) & set(new.blocks.tolist())
+    assert len(pool.take_swaps().from_host) == 2
+    old.swap_out()
+    assert len(pool.take_swaps().to_host) == 2

@@ -7,6 +7,7 @@ the order of last use.
 
 from kvjax.block_pool.hashes import HASH_BYTES as HASH_BYTES
 from kvjax.block_pool.hashes import HASH_VERSION as HASH_VERSION
+from kvjax.block_pool.host import Swaps as Swaps
 from kvjax.block_pool.pool import FREED_BLOCK as FREED_BLOCK
 from kvjax.block_pool.pool import BlockPool as BlockPool
 from kvjax.block_pool.pool import PagedSequence as PagedSequence

@@ -41,10 +41,13 @@ class Chain:
 
     def __getitem__(self, index: int) -> bytes:
         while len(self._hashes) <= index:
-            start = len(self._hashes) * self._size
             parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(block_hash(parent, self._ids[start : start + self._size]))
+            self._hashes.append(block_hash(parent, self.token_ids(len(self._hashes))))
         return self._hashes[index]
+
+    def token_ids(self, index: int) -> array[int]:
+        """Returns the ids of a block's tokens."""
+        return self._ids[index * self._size : (index + 1) * self._size]
 
     def first(self, number: int) -> list[bytes]:
         """Returns the first `number` hashes."""

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.block_pool.groups import Group, HasBlocks, Table, as_groups, cached_prefix
 from kvjax.block_pool.hashes import Chain, as_ids, block_hash, root_hash
+from kvjax.block_pool.host import HostTier, States, Swaps
 from kvjax.block_pool.store import BlockEvent, BlockStore, BlockStored, as_num_blocks
 from kvjax.errors import KVCacheValueError, OutOfBlocksError
 from kvjax.spec import as_bool, as_int
@@ -43,6 +44,10 @@ class BlockPool:
       groups: instead of `block_size`, the groups of layers: specs, or what `group_layers` returns.
       num_states: slots for a state of fixed size per sequence, such as that of recurrent layers. `append` gives each
         growing sequence one. A state holds a whole prefix, so such a pool shares no cached blocks between sequences.
+      num_host_blocks: blocks on the host that this pool assigns too. Cached blocks that are evicted go there and come
+        back for a sequence with their prefix; `PagedSequence.swap_out` moves a sequence there. Copy what `take_swaps`
+        returns before each step.
+      num_host_states: slots on the host for the states of sequences that are swapped out.
       records_events: whether `take_events` returns what is stored and removed.
 
     Attributes:
@@ -61,6 +66,8 @@ class BlockPool:
         *,
         groups: Sequence[HasBlocks] | None = None,
         num_states: int = 0,
+        num_host_blocks: int = 0,
+        num_host_states: int = 0,
         records_events: bool = False,
     ) -> None:
         if (block_size is None) == (groups is None):
@@ -73,7 +80,11 @@ class BlockPool:
         self.num_blocks = as_num_blocks(num_blocks, max(group.block_size for group in self.groups))
         self.num_states = as_int("num_states", num_states, least=0)
         self._store = BlockStore(self.num_blocks, records_events=as_bool("records_events", records_events))
-        self._free_states = list(range(self.num_states - 1, -1, -1))
+        self._states = States(self.num_states, as_int("num_host_states", num_host_states, least=0))
+        self.num_host_blocks = as_int("num_host_blocks", num_host_blocks, least=0)
+        self._host = HostTier(self.num_host_blocks)
+        if self.num_host_blocks:
+            self._store.on_reuse = self._host.reuse
         self._num_resets = 0
 
     @property
@@ -89,7 +100,12 @@ class BlockPool:
     @property
     def num_free_states(self) -> int:
         """State slots that no sequence has."""
-        return len(self._free_states)
+        return self._states.slots.num_free
+
+    @property
+    def num_free_host(self) -> int:
+        """Host blocks that no swapped sequence has, cached ones included."""
+        return self._host.store.num_free
 
     def ref_cnt(self, block: int) -> int:
         """Returns the reference count of `block`; 0 if it is free."""
@@ -151,7 +167,16 @@ class BlockPool:
         Sequences keep their blocks. What those that have tokens now commit later is not cached, until they are freed.
         """
         self._store.clear()
+        self._host.store.clear()
         self._num_resets += 1
+
+    def take_swaps(self) -> Swaps:
+        """Returns the copies to and from the host since the last call: make them before each step.
+
+        First those to the host, then those from it, then what `append` returned. Without `num_host_blocks` and
+        `num_host_states` there are none.
+        """
+        return Swaps(*self._host.take(), *self._states.take())
 
     def take_events(self) -> list[BlockEvent]:
         """Returns what happened to cached blocks since the last call, in order.
@@ -197,12 +222,11 @@ class BlockPool:
         if needed > num_free:
             raise OutOfBlocksError(needed, num_free, self.num_blocks)
         without_state = [sequence for sequence, _ in growing if self.num_states and sequence._state == NO_STATE]
-        if len(without_state) > len(self._free_states):
-            raise OutOfBlocksError(len(without_state), len(self._free_states), self.num_states, "states")
+        self._states.slots.check(len(without_state))
         for sequence, _ in growing:
             sequence._drop_passed()
         for sequence in without_state:
-            sequence._state = self._free_states.pop()
+            sequence._state = self._states.slots.take()
         fresh = iter(self._store.take(needed))
         copies = []
         for sequence, number in growing:
@@ -237,14 +261,50 @@ class BlockPool:
     def _find_prefix(self, chains: Sequence[Chain], num_tokens: int) -> int:
         if self.num_states:
             return 0
-        return cached_prefix(self.groups, chains, num_tokens, lambda key: self._store.find(key) is not None)
+        found = cached_prefix(self.groups, chains, num_tokens, self._is_cached)
+        if self.num_host_blocks and not self._has_room(chains, found):
+            return cached_prefix(self.groups, chains, num_tokens, lambda key: self._store.find(key) is not None)
+        return found
 
-    def _share(self, group: Group, chain: Chain, num_tokens: int) -> Table:
-        """Returns a table of a cached prefix, with references to the blocks that its window sees."""
-        passed, hashes = group.num_passed(num_tokens), chain.first(num_tokens // group.block_size)
-        table = Table(array("i", [FREED_BLOCK] * passed), passed, hashes)
-        table.blocks.extend(self._store.hold_cached(key) for key in hashes[passed:])
-        return table
+    def _is_cached(self, key: bytes) -> bool:
+        return self._store.find(key) is not None or self._host.store.find(key) is not None
+
+    def _has_room(self, chains: Sequence[Chain], num_tokens: int) -> bool:
+        """Returns whether enough blocks are free for those of a cached prefix that only the host has."""
+        keys = [
+            chain[index]
+            for group, chain in zip(self.groups, chains, strict=True)
+            for index in range(group.num_passed(num_tokens), num_tokens // group.block_size)
+        ]
+        num_missing = sum(self._store.find(key) is None for key in keys)
+        return num_missing <= self.num_free - sum(map(self._store.is_free, keys))
+
+    def _share(self, chains: Sequence[Chain], num_tokens: int) -> list[Table]:
+        """Returns the tables of a cached prefix, with references to the blocks that windows see."""
+        # All are held first: taking a block for one of them may evict here, and there what comes here goes.
+        held, loads = [], []
+        for group, chain in zip(self.groups, chains, strict=True):
+            passed, hashes = group.num_passed(num_tokens), chain.first(num_tokens // group.block_size)
+            table = Table(array("i", [FREED_BLOCK] * passed), passed, hashes)
+            for index, key in enumerate(hashes[passed:], passed):
+                is_here = self._store.find(key) is not None
+                table.blocks.append(self._store.hold_cached(key) if is_here else FREED_BLOCK)
+                if not is_here:
+                    loads.append((group, chain, table, index, self._host.store.hold_cached(key)))
+            held.append(table)
+        for group, chain, table, index, host_block in loads:
+            [table.blocks[index]] = self._store.take(1)
+            self._host.load(host_block, table.blocks[index])
+            self._cache(group, table, index, chain.token_ids(index))
+        return held
+
+    def _cache(self, group: Group, table: Table, index: int, token_ids: array[int]) -> None:
+        """Registers a full block of a table with known tokens under its hash, unless another has it."""
+        store, block = self._store, table.blocks[index]
+        if store.cache(block, table.hashes[index]) and store.events is not None:
+            parent = table.hashes[index - 1] if index else None
+            stored = BlockStored(block, table.hashes[index], parent, tuple(token_ids), group.block_size, group.index)
+            store.events.append(stored)
 
     def _as_group(self, group: int) -> int:
         return as_int("group", group, least=0, most=len(self.groups) - 1)
@@ -261,6 +321,7 @@ class BlockPool:
                 raise KVCacheValueError(
                     f"sequences[{index}]: got a sequence of another pool, expected one of this pool"
                 )
+            sequence._check_is_here(f"sequences[{index}]")
         return list(zip(sequences, numbers, strict=True))
 
 
@@ -276,12 +337,12 @@ class PagedSequence:
         self._roots = [root_hash(salt, group.index) for group in pool.groups]
         chains = pool._chains(token_ids, salt)
         self._num_tokens = pool._find_prefix(chains, len(token_ids))
-        self._tables = [
-            pool._share(group, chain, self._num_tokens) for group, chain in zip(pool.groups, chains, strict=True)
-        ]
+        self._tables = pool._share(chains, self._num_tokens)
         self._token_ids: array[int] = token_ids[: self._num_tokens]
         self._num_resets = pool._num_resets
         self._state = NO_STATE
+        self._swapped: list[list[int]] | None = None
+        self._host_state = NO_STATE
 
     @property
     def num_tokens(self) -> int:
@@ -353,21 +414,22 @@ class PagedSequence:
                 f" {self._num_tokens - len(self._token_ids)}: the sequence has {self._num_tokens} tokens"
             )
         self._token_ids.extend(ids)
-        is_shared = self._num_resets == self.pool._num_resets and not self.pool.num_states
         for group, table in zip(self.pool.groups, self._tables, strict=True):
             size = group.block_size
             for index in range(len(table.hashes), len(self._token_ids) // size):
                 parent = table.hashes[index - 1] if index else self._roots[group.index]
                 table.hashes.append(block_hash(parent, self._token_ids[index * size : (index + 1) * size]))
-                if is_shared and table.blocks[index] != FREED_BLOCK:
-                    self._cache(group, table, index)
+                self._cache(group, table, index)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether its blocks are what other sequences with its tokens would compute."""
+        return self._num_resets == self.pool._num_resets and not self.pool.num_states
 
     def _cache(self, group: Group, table: Table, index: int) -> None:
-        store, block, size = self.pool._store, table.blocks[index], group.block_size
-        if store.cache(block, table.hashes[index]) and store.events is not None:
-            parent = table.hashes[index - 1] if index else None
-            ids = tuple(self._token_ids[index * size : (index + 1) * size])
-            store.events.append(BlockStored(block, table.hashes[index], parent, ids, size, group.index))
+        if self._is_shared and table.blocks[index] != FREED_BLOCK:
+            size = group.block_size
+            self.pool._cache(group, table, index, self._token_ids[index * size : (index + 1) * size])
 
     def fork(self) -> PagedSequence:
         """Returns another sequence with the same tokens and blocks; further tokens go to separate blocks.
@@ -376,12 +438,12 @@ class PagedSequence:
 
         Raises:
           OutOfBlocksError: no state is free.
+          KVCacheValueError: it is swapped out.
         """
+        self._check_is_here("fork")
         other = copy.copy(self)
         if self._state != NO_STATE:
-            if not self.pool._free_states:
-                raise OutOfBlocksError(1, 0, self.pool.num_states, "states")
-            other._state = self.pool._free_states.pop()
+            other._state = self.pool._states.slots.take()
         other._tables, other._token_ids = [table.copy() for table in self._tables], self._token_ids[:]
         for table in self._tables:
             self.pool._store.hold(table.blocks[table.num_freed :])
@@ -395,6 +457,10 @@ class PagedSequence:
             from there, were freed; or it has a state, which cannot go back.
         """
         number = as_int("num_tokens", num_tokens, least=0, most=self._num_tokens)
+        if self._swapped is not None:
+            if number:
+                self._check_is_here("truncate")
+            self._free_swapped()
         if 0 < number < self._num_tokens and self._state != NO_STATE:
             raise KVCacheValueError(
                 f"num_tokens: got {number}, expected 0 or {self._num_tokens}: the sequence has a state, which is that"
@@ -417,7 +483,7 @@ class PagedSequence:
         if not number:
             self._num_resets = self.pool._num_resets
             if self._state != NO_STATE:
-                self.pool._free_states.append(self._state)
+                self.pool._states.release(self._state)
                 self._state = NO_STATE
 
     def free_before(self, position: int) -> None:
@@ -428,9 +494,10 @@ class PagedSequence:
         pool that knows the windows of its groups does this in `append`.
 
         Raises:
-          KVCacheValueError: a pool of several groups.
+          KVCacheValueError: a pool of several groups, or it is swapped out.
         """
         number = min(as_int("position", position), self._num_tokens)
+        self._check_is_here("free_before")
         if len(self._tables) > 1:
             raise KVCacheValueError(
                 f"free_before: got a sequence of {len(self._tables)} groups, expected one: append frees what their"
@@ -441,6 +508,86 @@ class PagedSequence:
     def free(self) -> None:
         """Frees all blocks and its state. The sequence is then empty and reusable."""
         self.truncate(0)
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether its blocks are on the host; those of its tables are then -1."""
+        return self._swapped is not None
+
+    def swap_out(self) -> None:
+        """Moves its blocks and its state to the host, and frees them here; for a preempted request.
+
+        `BlockPool.take_swaps` returns the copies. `swap_in` undoes it; `commit` and `free` are possible before.
+
+        Raises:
+          OutOfBlocksError: too few blocks or states are free on the host; nothing has changed.
+          KVCacheValueError: it is swapped out.
+        """
+        self._check_is_here("swap_out")
+        pool, has_state = self.pool, self._state != NO_STATE
+        if has_state:
+            pool._states.host.check(pool._states.num_host_needed(self._state))
+        live = [table.blocks[table.num_freed :] for table in self._tables]
+        keys = [self._live_hashes(table) for table in self._tables]
+        placed = iter(pool._host.put([pair for of in zip(live, keys, strict=True) for pair in zip(*of, strict=True)]))
+        self._swapped = [[next(placed) for _ in blocks] for blocks in live]
+        for table, blocks in zip(self._tables, live, strict=True):
+            pool._store.release(blocks)
+            table.blocks[table.num_freed :] = array("i", [FREED_BLOCK] * len(blocks))
+        if has_state:
+            self._host_state, self._state = pool._states.swap_out(self._state), NO_STATE
+
+    def swap_in(self) -> None:
+        """Moves its blocks and its state back from the host. Blocks that are cached here need no copy.
+
+        Raises:
+          OutOfBlocksError: too few blocks or states are free; nothing has changed.
+          KVCacheValueError: it is not swapped out.
+        """
+        if self._swapped is None:
+            raise KVCacheValueError("swap_in: got a sequence that is not swapped out, expected one that is")
+        pool, store, has_state = self.pool, self.pool._store, self._host_state != NO_STATE
+        keys = [self._live_hashes(table) for table in self._tables]
+        found = [key for of_table in keys for key in of_table if key and store.find(key) is not None]
+        needed = sum(map(len, self._swapped)) - len(found)
+        num_free = store.num_free - sum(map(store.is_free, found))
+        if needed > num_free:
+            raise OutOfBlocksError(needed, num_free, pool.num_blocks)
+        pool._states.slots.check(int(has_state))
+        here = {key: store.hold_cached(key) for key in found}
+        for group, table, of_table, host_blocks in zip(pool.groups, self._tables, keys, self._swapped, strict=True):
+            for index, (key, host_block) in enumerate(zip(of_table, host_blocks, strict=True), table.num_freed):
+                if key in here:
+                    table.blocks[index] = here[key]
+                    pool._host.store.release([host_block])
+                else:
+                    [table.blocks[index]] = store.take(1)
+                    pool._host.load(host_block, table.blocks[index])
+                    if key is not None:
+                        self._cache(group, table, index)
+        self._swapped = None
+        if has_state:
+            self._state, self._host_state = pool._states.swap_in(self._host_state), NO_STATE
+
+    def _live_hashes(self, table: Table) -> list[bytes | None]:
+        """Returns the hashes of a table's blocks that were not freed; None where no other sequence may share them."""
+        number = len(table.blocks)
+        hashes: list[bytes | None] = [*table.hashes] if self._is_shared else []
+        return [*hashes, *[None] * (number - len(hashes))][table.num_freed :]
+
+    def _free_swapped(self) -> None:
+        """Gives back what it has on the host."""
+        for host_blocks in self._swapped or ():
+            self.pool._host.store.release(host_blocks)
+        if self._host_state != NO_STATE:
+            self.pool._states.release_host(self._host_state)
+        for table in self._tables:
+            table.num_freed = len(table.blocks)
+        self._swapped, self._host_state = None, NO_STATE
+
+    def _check_is_here(self, what: str) -> None:
+        if self._swapped is not None:
+            raise KVCacheValueError(f"{what}: got a sequence that is swapped out, expected swap_in before")
 
     def _num_missing(self, num_new_tokens: int) -> int:
         """Returns the blocks that so many more tokens need in all groups."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import KVCacheValueError, OutOfBlocksError, shown
@@ -49,12 +49,14 @@ class BlockStore:
 
     Attributes:
       events: what happened to cached blocks; None where nobody asks.
+      on_reuse: called with a free block that is taken and with its hash, before that is forgotten; may be None.
     """
 
     def __init__(self, num_blocks: int, *, records_events: bool) -> None:
         self.num_blocks = num_blocks
         self.ref_cnt = [0] * num_blocks
         self.events: list[BlockEvent] | None = [] if records_events else None
+        self.on_reuse: Callable[[int, bytes | None], None] | None = None
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         # Free blocks: a stack of those that are not cached, and an LRU order of those that are.
@@ -86,7 +88,9 @@ class BlockStore:
             block = self._uncached.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            self.uncache(block)
+        if self.on_reuse is not None:
+            self.on_reuse(block, self._hash_of[block])
+        self.uncache(block)
         self.ref_cnt[block] = 1
         return block
 
@@ -94,9 +98,10 @@ class BlockStore:
         """Returns the block with that hash; None if there is none."""
         return self._block_of.get(block_hash)
 
-    def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash under which a block is cached; None if it is not."""
-        return self._hash_of[block]
+    def is_free(self, block_hash: bytes) -> bool:
+        """Returns whether there is a block with that hash, and nobody holds it."""
+        block = self._block_of.get(block_hash)
+        return block is not None and not self.ref_cnt[block]
 
     def hold_cached(self, block_hash: bytes) -> int:
         """Returns the block with that hash, which exists and may be free, with one more reference."""
