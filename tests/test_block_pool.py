@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvjax import BlockPool, KVCacheTypeError, KVCacheValueError, OutOfBlocksError, PagedSequence
-from kvjax.block_pool import groups, hashes, store
+from kvjax.block_pool import core, groups, hashes, host, store
 from kvjax.block_pool import pool as pool_module
+from kvjax.block_pool import sequence as sequence_module
 from kvjax.block_pool.hashes import root_hash
 
 SALTS = (b"", b"adapter")
@@ -363,5 +364,5 @@ def test_what_cannot_be_is_named(call, error, message):
 
 
 def test_it_knows_nothing_of_jax():
-    for module in (pool_module, store, groups, hashes):
+    for module in (pool_module, core, sequence_module, store, host, groups, hashes):
         assert not {"jax", "jnp"} & set(vars(module))

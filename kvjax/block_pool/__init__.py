@@ -5,12 +5,12 @@ pool, a block has a reference count, a full one a hash chained from its parent's
 the order of last use.
 """
 
+from kvjax.block_pool.core import FREED_BLOCK as FREED_BLOCK
 from kvjax.block_pool.hashes import HASH_BYTES as HASH_BYTES
 from kvjax.block_pool.hashes import HASH_VERSION as HASH_VERSION
 from kvjax.block_pool.host import Swaps as Swaps
-from kvjax.block_pool.pool import FREED_BLOCK as FREED_BLOCK
 from kvjax.block_pool.pool import BlockPool as BlockPool
-from kvjax.block_pool.pool import PagedSequence as PagedSequence
+from kvjax.block_pool.sequence import PagedSequence as PagedSequence
 from kvjax.block_pool.store import MAX_SLOTS as MAX_SLOTS
 from kvjax.block_pool.store import AllBlocksCleared as AllBlocksCleared
 from kvjax.block_pool.store import BlockEvent as BlockEvent
