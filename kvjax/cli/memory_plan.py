@@ -14,6 +14,7 @@ from kvjax import (
     CacheLayout,
     DTypeSource,
     KVCacheDType,
+    KVCacheValueError,
     ModelKVConfig,
     ResolvedKVCacheDType,
     VScaleLayout,
@@ -71,8 +72,9 @@ class MemoryPlan:
 
     `warnings`: what was assumed about the model, or ignored. `layers_without_cache`: indices of layers without keys and
     values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
-    device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` relative to those, None if
-    those are 0.
+    device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `sequences`: how
+    many sequences' states are taken from the budget. `bfloat16`: the totals with every layer in bfloat16. `ratio`:
+    `totals.tokens` relative to those, None if those are 0.
     """
 
     warnings: tuple[str, ...]
@@ -81,6 +83,8 @@ class MemoryPlan:
     model_dtype: str
     tensor_parallel: int
     memory_bytes: int
+    state_bytes: int | None
+    sequences: int
     groups: tuple[LayerGroup, ...]
     totals: Totals
     bfloat16: Totals
@@ -97,6 +101,7 @@ class MemoryPlan:
         unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
+        sequences: int = 0,
     ) -> Self:
         """Makes the plan of one device's share of a model.
 
@@ -108,7 +113,17 @@ class MemoryPlan:
           unskipped: each layer's dtype without `skip_layers`.
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
+          sequences: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
+
+        Raises:
+          KVCacheValueError: the budget does not hold the states.
         """
+        for_pages = memory_bytes - (model.state_bytes or 0) * sequences
+        if for_pages < 0:
+            raise KVCacheValueError(
+                f"sequences: got {sequences} with states of {model.state_bytes:,} bytes each, expected at most"
+                f" {memory_bytes // (model.state_bytes or 1)}, which {memory_bytes:,} bytes hold"
+            )
         unified = kvjax.unify_page_sizes(specs)
         # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
         baseline = kvjax.unify_page_sizes(
@@ -120,7 +135,7 @@ class MemoryPlan:
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
         totals, bfloat16 = (
-            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
+            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, for_pages))
             for every in (unified, baseline)
         )
         return cls(
@@ -130,6 +145,8 @@ class MemoryPlan:
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
+            state_bytes=model.state_bytes,
+            sequences=sequences,
             groups=tuple(_group(layers, *facts) for facts, layers in groups.items()),
             totals=totals,
             bfloat16=bfloat16,
@@ -164,7 +181,14 @@ class MemoryPlan:
         if self.layers_without_cache:
             lines.append(
                 f"{len(self.layers_without_cache)} layers have no KV cache of their own:"
-                f" {in_ranges(self.layers_without_cache)}; any other state of theirs is not counted"
+                f" {in_ranges(self.layers_without_cache)}"
+            )
+        if self.state_bytes is None:
+            lines.append("recurrent layers keep a state of unknown size of each sequence, which is not counted")
+        elif self.state_bytes:
+            lines.append(
+                f"recurrent layers keep {self.state_bytes:,} bytes of each sequence;"
+                f" {self.sequences * self.state_bytes:,} bytes, of {self.sequences} sequences, are counted"
             )
         if any(group.sliding_window for group in self.groups):
             lines.append("sliding layers count every token: blocks behind a window are not freed here")
