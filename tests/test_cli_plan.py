@@ -349,6 +349,9 @@ def test_layers_without_a_cache_are_told_and_not_counted(
     out = capsys.readouterr().out
     assert "\n6 layers have no KV cache of their own: 0-2, 4-6\n" in out
     assert out.endswith(f"keep {STATE:,} bytes of each sequence; 0 bytes, of 0 sequences, are counted\n")
+    assert refusal(capsys, "--config", config, "--skip-layers", "4").startswith(
+        "argument --skip-layers: skip_layers: got '4', expected one of a layer index from 0 to 7 that has a KV cache,"
+    )
 
 
 # A layer of HYBRID: 3 inputs of 2 * 16 * 128 + 32 * 128 channels in 16 bits, and 32 matrices of 128 x 128 in float32.
@@ -385,9 +388,6 @@ def test_states_of_unknown_size_are_told(capsys: pytest.CaptureFixture[str], tmp
     assert "argument --sequences: the size of this model's states is unknown: give" in capsys.readouterr().err
     assert main(["plan", "--config", config, "--sequences", "3", "--state-bytes", "1MiB"]) == 0
     assert "3,145,728 bytes, of 3 sequences, are counted" in capsys.readouterr().out
-    assert refusal(capsys, "--config", config, "--skip-layers", "4").startswith(
-        "argument --skip-layers: skip_layers: got '4', expected one of a layer index from 0 to 7 that has a KV cache,"
-    )
 
 
 def test_what_is_assumed_of_a_model_is_in_the_plan(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
