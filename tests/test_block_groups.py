@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import random
 import warnings
@@ -32,6 +34,8 @@ from kvjax import (
     SlidingWindowSpec,
     StepMetadata,
 )
+from kvjax.cli import main
+from kvjax.cli.arguments import kv_cache_dtypes
 
 CONFIGS = Path(__file__).parent / "data/configs"
 
@@ -458,7 +462,15 @@ def test_layers_of_a_kind_are_grouped_in_equal_numbers():
     assert [group.layers for group in fewer] == [(0, 1, 3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize("dtype", ["nvfp4", {"sliding_window": "bfloat16", "*": "nvfp4"}], ids=["nvfp4", "mixed"])
+def plan_of(config: Path, dtype: str, budget: int) -> str:
+    """What `kvjax plan` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["plan", "--config", str(config), "--kv-cache-dtype", dtype, "--memory", str(budget)]) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "sliding_window=bfloat16,*=nvfp4"])
 def test_a_pool_holds_as_many_tokens_as_the_plan_says(dtype):
     """Of every configuration here with windows, by filling a pool."""
     seen = 0
@@ -467,7 +479,7 @@ def test_a_pool_holds_as_many_tokens_as_the_plan_says(dtype):
             warnings.simplefilter("ignore", kvjax.KVCacheWarning)
             try:
                 model = ModelKVConfig.from_hf_config(json.loads(path.read_text()))
-                specs = kvjax.resolve_layer_specs(model, dtype)
+                specs = kvjax.resolve_layer_specs(model, kv_cache_dtypes(dtype))
             except kvjax.KVCacheError:
                 continue
         if all(spec.sliding_window is None for spec in specs):
@@ -482,6 +494,11 @@ def test_a_pool_holds_as_many_tokens_as_the_plan_says(dtype):
                     pool.append([sequence], [expected + 1])
             pool.append([sequence], [expected])
             sequence.free()
+        alone = BlockPool(kvjax.max_blocks(specs, budget), 16)  # a cache for each layer
+        alone.append([alone.sequence()], [tokens := kvjax.max_blocks(specs, budget) * 16])
+        assert alone.num_free == 0
+        assert f"hold {expected:,} tokens" in plan_of(path, dtype, budget)
+        assert expected == tokens or f"hold {tokens:,} tokens" in plan_of(path, dtype, budget)
         seen += 1
     assert seen >= 5
 

@@ -60,10 +60,14 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """All layers of one device: `tokens` is how many the budget holds, in whole pages."""
+    """All layers of one device: `tokens` is how many the budget holds, in whole pages of a pool that layers share.
+
+    `one_table_tokens`: the same where every layer has a cache of its own, and one block table serves all.
+    """
 
     bytes_per_token: int
     tokens: int
+    one_table_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +130,13 @@ class MemoryPlan:
             )
         unified = kvjax.unify_page_sizes(specs)
         # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
-        baseline = kvjax.unify_page_sizes(
-            kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
-        )
+        baseline = kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
         skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
-        totals, bfloat16 = (
-            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, for_pages))
-            for every in (unified, baseline)
-        )
+        totals, bfloat16 = (_totals(every, for_pages) for every in (specs, baseline))
         return cls(
             warnings=(),
             num_layers=model.num_hidden_layers,
@@ -173,6 +172,11 @@ class MemoryPlan:
             f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
             f" {self.bfloat16.tokens:,}{ratio}",
         ]
+        if self.totals.one_table_tokens != self.totals.tokens:
+            lines.append(
+                "a cache for each layer, without shared pages, and one block table hold"
+                f" {self.totals.one_table_tokens:,} tokens"
+            )
         lines += [
             f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"
             for group in self.groups
@@ -193,6 +197,15 @@ class MemoryPlan:
         if any(group.sliding_window for group in self.groups):
             lines.append("sliding layers count every token: blocks behind a window are not freed here")
         return "\n".join(lines)
+
+
+def _totals(specs: Sequence[AttentionSpec], budget: int) -> Totals:
+    """Returns what a budget holds of layers with equal block sizes."""
+    return Totals(
+        bytes_per_token=sum(spec.bytes_per_token for spec in specs),
+        tokens=kvjax.max_tokens(kvjax.unify_page_sizes(specs), budget),
+        one_table_tokens=kvjax.max_blocks(specs, budget) * specs[0].block_size,
+    )
 
 
 def _scale_names(layer: LayerScales) -> tuple[str, ...]:
