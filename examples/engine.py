@@ -1,13 +1,17 @@
 """A small serving engine: continuous batching over `kvjax.BlockPool`, with chunked prefill beside decodes.
 
 The host runs one step ahead: a step reads the previous step's tokens on the device, and the host reads them while the
-next step runs. docs/serving.md explains it; `examples.llama` provides a step, and `benchmarks.serve` times it.
+next step runs. With caches on the host it takes more requests than the device holds: those that came last wait there
+while blocks are short, and evicted prefixes come back from there.
+
+docs/serving.md explains it; `examples.llama` provides a step, and `benchmarks.serve` times it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +48,8 @@ class Engine:
 
     Attributes:
       caches: written by the step, which they are donated to.
+      host_caches: what `caches` do not hold; None without.
+      num_preempted: how often a request was moved to the host.
 
     Args:
       run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
@@ -55,6 +61,7 @@ class Engine:
       chunk: most prompt tokens in a step.
       max_prompts: most prompts in a step.
       eos_token_id: ends a request.
+      host_caches: like `caches`, of `pool.num_host_blocks` blocks on the host.
       sharding: where `run`'s results are: a device or a sharding; None where no argument of `run` is committed.
     """
 
@@ -69,14 +76,16 @@ class Engine:
         chunk: int = 256,
         max_prompts: int = 1,
         eos_token_id: int | None = None,
+        host_caches: Any = None,
         sharding: jax.sharding.Sharding | jax.Device | None = None,
     ) -> None:
-        self.caches = caches
+        self.caches, self.host_caches, self.num_preempted = caches, host_caches, 0
         self._run, self._pool, self._eos = run, pool, eos_token_id
         self._num_seqs, self._max_blocks = sorted(num_seqs), max_blocks
         self._chunk, self._max_prompts = chunk, max_prompts
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: list[Request] = []
+        self._swapped: collections.deque[Request] = collections.deque()
         # Committed, as results are: the second step would be compiled again otherwise.
         self._previous: Any = jax.device_put(np.zeros(self.max_num_seqs, np.int32), sharding)
         self._unread: tuple[jax.Array, list[tuple[int, Request]]] | None = None
@@ -101,12 +110,13 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether all requests are done."""
-        return not (self._waiting or self._running)
+        return not (self._waiting or self._running or self._swapped)
 
     def step(self) -> list[Request]:
         """Starts a step, then reads the previous one's tokens; returns the requests that this completes."""
         self._admit()
         batch, before = self._schedule(), self._unread
+        batch = self._reserve(batch) if batch else batch
         self._unread = self._start(batch) if batch else None
         return [] if before is None else self._read(*before)
 
@@ -114,7 +124,10 @@ class Engine:
         return -(-(len(request.prompt) + request.max_new_tokens) // self._pool.block_size)
 
     def _admit(self) -> None:
-        """Admits waiting requests while the pool can hold all running ones to their ends."""
+        """Admits waiting requests while the pool can hold all running ones to their ends, without a host tier."""
+        if self.host_caches is not None:
+            self._admit_to_host_tier()
+            return
         taken = sum(map(self._blocks_of, self._running))
         while self._waiting and len(self._running) < self.max_num_seqs:
             request = self._waiting[0]
@@ -123,6 +136,54 @@ class Engine:
                 return
             request.sequence = self._pool.sequence(request.prompt)  # shares the cached blocks of its prefix
             self._running.append(self._waiting.popleft())
+
+    def _admit_to_host_tier(self) -> None:
+        """Admits those that were swapped out, then waiting ones, while they and a block for each running one fit."""
+        while (self._swapped or self._waiting) and len(self._running) < self.max_num_seqs:
+            request = (self._swapped or self._waiting)[0]
+            num_tokens = max(request.sequence.num_tokens, len(request.prompt)) + 1
+            if -(-num_tokens // self._pool.block_size) + len(self._running) > self._pool.num_free and self._running:
+                return
+            if self._swapped:
+                request.sequence.swap_in()
+                self._swapped.popleft()
+            else:
+                request.sequence = self._pool.sequence(request.prompt)
+                self._waiting.popleft()
+            self._running.append(request)
+
+    def _reserve(self, batch: Batch) -> Batch:
+        """Makes room for a step, if need be without the requests that came last; returns who is left, one at least."""
+        while True:
+            try:
+                self._pool.append([request.sequence for request, _ in batch], [len(new) for _, new in batch])
+            except kvjax.OutOfBlocksError:
+                if self.host_caches is None or self._running[-1] is self._running[0]:
+                    raise
+                preempted = self._running[-1]
+                preempted.sequence.swap_out()
+                self._running.pop()
+                preempted.row = None  # when it continues, the host has read its last token
+                self._swapped.appendleft(preempted)
+                self.num_preempted += 1
+                batch = [entry for entry in batch if entry[0] is not preempted]
+                if not batch:
+                    return batch
+            else:
+                return batch
+
+    def _swap(self) -> None:
+        """Makes the copies to the host, then those from it, before the step that needs them."""
+        swaps = self._pool.take_swaps()
+
+        def swapped(source: Any, destination: Any, pairs: np.ndarray) -> Any:
+            if not len(pairs):
+                return destination
+            swap = functools.partial(kvjax.swap_blocks, pairs=pairs)
+            return jax.tree.map(swap, source, destination, is_leaf=lambda x: isinstance(x, kvjax.KVCache))
+
+        self.host_caches = swapped(self.caches, self.host_caches, swaps.to_host)
+        self.caches = swapped(self.host_caches, self.caches, swaps.from_host)
 
     def _schedule(self) -> Batch:
         """Returns one token for each decoding request, and as much of the prompts as fits beside them."""
@@ -141,9 +202,9 @@ class Engine:
         return batch
 
     def _start(self, batch: Batch) -> tuple[jax.Array, list[tuple[int, Request]]]:
-        """Starts a step; returns its output tokens, and the requests that they belong to."""
+        """Starts a step that has room; returns its output tokens, and the requests that they belong to."""
         sequences, q_lens = [request.sequence for request, _ in batch], [len(new) for _, new in batch]
-        self._pool.append(sequences, q_lens)
+        self._swap()
         rows = min(size for size in self._num_seqs if size >= len(batch))
         is_decode = max(q_lens) == 1
         step = kvjax.StepMetadata.from_sequences(
@@ -161,7 +222,7 @@ class Engine:
         outputs = []
         for row, (request, new) in enumerate(batch):
             request.row = row
-            if request.sequence.num_tokens <= len(request.prompt):
+            if new[0] >= 0:  # known to the host
                 request.sequence.commit(new)
             if request.sequence.num_tokens >= len(request.prompt):
                 request.num_started += 1
@@ -182,7 +243,7 @@ class Engine:
             if len(request.generated) == request.max_new_tokens or values[row] == self._eos:
                 request.is_done = True
                 request.sequence.free()
-                self._running.remove(request)
+                (self._swapped if request in self._swapped else self._running).remove(request)
                 ended.append(request)
             elif request.num_started > len(request.generated):  # the running step writes it
                 request.sequence.commit(values[row : row + 1])

@@ -4,8 +4,12 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 `KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`; or `attend`, which does both.
 """
 
+from kvjax.block_pool import AllBlocksCleared as AllBlocksCleared
 from kvjax.block_pool import BlockPool as BlockPool
+from kvjax.block_pool import BlockRemoved as BlockRemoved
+from kvjax.block_pool import BlockStored as BlockStored
 from kvjax.block_pool import PagedSequence as PagedSequence
+from kvjax.block_pool import Swaps as Swaps
 from kvjax.cache import KVCache as KVCache
 from kvjax.cache_views import nvfp4_kv_cache_full_dim as nvfp4_kv_cache_full_dim
 from kvjax.cache_views import nvfp4_split_views as nvfp4_split_views
@@ -32,6 +36,10 @@ from kvjax.model_config import AttentionKind as AttentionKind
 from kvjax.model_config import LayerKVConfig as LayerKVConfig
 from kvjax.model_config import ModelKVConfig as ModelKVConfig
 from kvjax.ops.attention import paged_attention as paged_attention
+from kvjax.ops.block_bytes import StoredBlocks as StoredBlocks
+from kvjax.ops.block_bytes import export_blocks as export_blocks
+from kvjax.ops.block_bytes import import_blocks as import_blocks
+from kvjax.ops.block_bytes import open_blocks as open_blocks
 from kvjax.ops.blocks import copy_blocks as copy_blocks
 from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv
@@ -60,8 +68,11 @@ from kvjax.scales import KVScales as KVScales
 from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
+from kvjax.spec import LayerGroup as LayerGroup
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
+from kvjax.spec import group_layers as group_layers
 from kvjax.spec import max_blocks as max_blocks
+from kvjax.spec import max_group_blocks as max_group_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
 from kvjax.step import StepMetadata as StepMetadata

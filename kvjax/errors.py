@@ -35,14 +35,16 @@ class OutOfBlocksError(KVCacheMemoryError):
       num_needed: blocks requested.
       num_free: free blocks.
       num_blocks: blocks of the pool.
+      what: "blocks"; or what else the pool is out of and the numbers count, such as "states".
     """
 
-    def __init__(self, num_needed: int, num_free: int, num_blocks: int) -> None:
-        super().__init__(num_needed, num_free, num_blocks)
-        self.num_needed, self.num_free, self.num_blocks = num_needed, num_free, num_blocks
+    def __init__(self, num_needed: int, num_free: int, num_blocks: int, what: str = "blocks") -> None:
+        super().__init__(num_needed, num_free, num_blocks, what)
+        self.num_needed, self.num_free, self.num_blocks, self.what = num_needed, num_free, num_blocks, what
 
     def __str__(self) -> str:
-        return f"out of blocks: {self.num_needed} needed, and {self.num_free} of the pool's {self.num_blocks} are free"
+        free = f"{self.num_free} of the pool's {self.num_blocks} are free"
+        return f"out of {self.what}: {self.num_needed} needed, and {free}"
 
 
 class KVCacheWarning(UserWarning):

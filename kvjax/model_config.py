@@ -16,6 +16,7 @@ from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, sh
 from kvjax.hf_config.keys import MAX_LAYERS as MAX_LAYERS
 from kvjax.hf_config.keys import Facts, first_int, num_layers, per_layer, positive_int
 from kvjax.hf_config.plain_keys import plain_keys
+from kvjax.hf_config.states import state_bytes
 from kvjax.spec import as_int
 
 
@@ -56,6 +57,7 @@ class ModelKVConfig:
       quantization_config: the checkpoint's, unparsed; None without one.
       layer_indices: the model's index of each of `layers`. Default: every layer has a cache.
       num_hidden_layers: number of the model's layers, with or without a cache.
+      state_bytes: bytes that recurrent layers keep of one sequence, whatever its length; None if unknown.
     """
 
     layers: tuple[LayerKVConfig, ...]
@@ -63,6 +65,7 @@ class ModelKVConfig:
     quantization_config: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     layer_indices: tuple[int, ...] = ()
     num_hidden_layers: int = 0
+    state_bytes: int | None = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -129,12 +132,14 @@ class ModelKVConfig:
             quantization_config = next(
                 (of["quantization_config"] for of in (part, config) if of.get("quantization_config") is not None), None
             )
+        dtype = _dtype(config, part, facts) if model_dtype is None else parse_model_dtype(model_dtype)
         model = cls(
             layers=tuple(layers.values()),
-            dtype=_dtype(config, part, facts) if model_dtype is None else parse_model_dtype(model_dtype),
+            dtype=dtype,
             quantization_config=_copy(quantization_config),
             layer_indices=tuple(layers),
             num_hidden_layers=num_layers(facts),
+            state_bytes=state_bytes(config, facts, dtype.info.storage_dtype.itemsize),
         )
         if doubts.warning:
             warnings.warn(
@@ -152,7 +157,9 @@ class ModelKVConfig:
           KVCacheTypeError: `tensor_parallel` is not an int.
         """
         devices = as_int("tensor_parallel", tensor_parallel)
-        return dataclasses.replace(self, layers=tuple(_shard_layer(layer, devices) for layer in self.layers))
+        layers = tuple(_shard_layer(layer, devices) for layer in self.layers)
+        state_bytes = None if self.state_bytes is None else -(-self.state_bytes // devices)
+        return dataclasses.replace(self, layers=layers, state_bytes=state_bytes)
 
 
 def _copy(quantization_config: Any) -> Any:
@@ -185,7 +192,7 @@ _LAYER_TYPES = {
     "full_attention": _Keeps.ALL,
     "chunked_attention": _Keeps.ALL,
     "sliding_attention": _Keeps.WINDOW,
-    # Attention and a recurrent state, which is not counted.
+    # Attention and a recurrent state, which `state_bytes` counts.
     "hybrid": _Keeps.ALL,
     "hybrid_sliding": _Keeps.WINDOW,
     # A state of constant size.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -278,10 +279,81 @@ def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table in a pool of several groups.
+
+    Attributes:
+      layers: their indices among the specs, in order. Layer `layers[i]` keeps its pages in array `i` of the pool, which
+        it shares with layer `i` of every other group: a block number belongs to one group at a time, in all arrays.
+      spec: the spec of each of them, with the pool's pages.
+    """
+
+    layers: tuple[int, ...]
+    spec: AttentionSpec
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of these layers."""
+        return self.spec.block_size
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query of these layers sees, its own included; None for all."""
+        return self.spec.sliding_window
+
+
+def group_layers(specs: Sequence[AttentionSpec], layers_per_group: int | None = None) -> tuple[LayerGroup, ...]:
+    """Groups a model's layers for a `BlockPool` of several block tables: layers of equal specs, in equal numbers.
+
+    Specs get pages of one size first (`unify_page_sizes`). All groups then allocate from one pool of
+    `max_group_blocks(groups, budget_bytes)` blocks, and what one kind of layer frees, as behind a window, another uses.
+
+    Args:
+      specs: one for each layer.
+      layers_per_group: layers of a group, and arrays of the pool. Default: the most that divide all kinds of layers
+        equally, which wastes no page: the groups together hold `max_tokens` tokens. With more there are fewer tables,
+        and groups with fewer layers than that leave pages unused.
+
+    Raises:
+      KVCacheValueError: no specs, or `layers_per_group` below 1.
+      KVCacheTypeError: not a sequence of specs.
+    """
+    unified = unify_page_sizes(specs)
+    if not unified:
+        raise KVCacheValueError("group_layers: got no specs, expected one for each layer")
+    kinds: dict[AttentionSpec, list[int]] = {}
+    for index, spec in enumerate(unified):
+        kinds.setdefault(spec, []).append(index)
+    number = math.gcd(*map(len, kinds.values()))
+    if layers_per_group is not None:
+        number = as_int("layers_per_group", layers_per_group, least=1)
+    return tuple(
+        LayerGroup(tuple(layers[first : first + number]), spec)
+        for spec, layers in kinds.items()
+        for first in range(0, len(layers), number)
+    )
+
+
+def max_group_blocks(groups: Sequence[LayerGroup], budget_bytes: int) -> int:
+    """Returns the most blocks that `budget_bytes` hold in a pool of several groups: `num_blocks` of its arrays.
+
+    Raises:
+      KVCacheValueError: no groups, or a negative budget.
+      KVCacheTypeError: not groups of `group_layers`, or the budget is not an int.
+    """
+    for index, group in enumerate(groups):
+        if not isinstance(group, LayerGroup):
+            raise KVCacheTypeError(f"groups[{index}]: got {shown(group)}, expected one of group_layers")
+    budget = _budget("max_group_blocks", [group.spec for group in groups], budget_bytes)
+    return budget // (groups[0].spec.page_size_bytes * max(len(group.layers) for group in groups))
+
+
 def max_tokens(specs: Sequence[AttentionSpec], budget_bytes: int) -> int:
     """Returns the most tokens of one sequence that `budget_bytes` hold, in whole pages of every layer.
 
-    Sliding-window layers count every token too: freeing blocks behind the window is up to the block tables.
+    Sliding-window layers count every token too: freeing blocks behind the window is up to the block tables. For unified
+    specs this is what an empty `BlockPool` of `group_layers(specs)` and `max_group_blocks` takes in one `append`.
 
     Raises:
       KVCacheValueError: no specs, or a negative budget.

@@ -53,6 +53,7 @@ class StepMetadata:
         num_tokens: int | Sequence[int] | None = None,
         num_seqs: int | Sequence[int] | None = None,
         max_blocks: int | Sequence[int] | None = None,
+        group: int = 0,
     ) -> StepMetadata:
         """Builds the step of sequences of one `BlockPool`, on the host: NumPy arrays, O(tokens + table entries).
 
@@ -63,13 +64,14 @@ class StepMetadata:
             compiled once. Default: no padding.
           num_seqs: rows to pad to, likewise.
           max_blocks: columns of the block table to pad to, likewise.
+          group: the pool's group of layers that the step is for.
 
         Raises:
           KVCacheValueError: the step does not fit the largest size; more new tokens than a sequence has, or new
             tokens in a freed block.
         """
         new = np.array(_new_tokens(sequences, q_lens), np.int64)
-        blocks = [sequence.blocks for sequence in sequences]
+        blocks = [sequence.blocks_of(group) for sequence in sequences]
         rows = _bucket("num_seqs", len(sequences), num_seqs)
         columns = _bucket("max_blocks", max(map(len, blocks), default=0), max_blocks)
         slot_mapping = np.full(_bucket("num_tokens", int(new.sum()), num_tokens), PADDING_SLOT, np.int32)
@@ -81,7 +83,7 @@ class StepMetadata:
         cu_q_lens = np.zeros(rows + 1, np.int32)
         cu_q_lens[1:] = np.cumsum(np.pad(new, (0, rows - len(new))))
         if sequences:
-            size = sequences[0].pool.block_size
+            size = sequences[0].pool.groups[group].block_size
             slot_mapping[: new.sum()] = _slots(block_table, seq_lens[: len(new)], new, size)
         return cls(block_table, seq_lens, cu_q_lens, slot_mapping)
 

@@ -48,6 +48,8 @@ def test_every_figure_of_one_model(plan: Plan):
         "model_dtype": "bfloat16",
         "tensor_parallel": 1,
         "memory_bytes": 40 * 2**30,
+        "state_bytes": 0,
+        "sequences": 0,
         "groups": [
             {
                 "layers": list(range(32)),
@@ -69,8 +71,8 @@ def test_every_figure_of_one_model(plan: Plan):
                 "padding_bytes": 0,
             }
         ],
-        "totals": {"bytes_per_token": 32 * 1152, "tokens": 1_165_072},
-        "bfloat16": {"bytes_per_token": 32 * 4096, "tokens": 327_680},
+        "totals": {"bytes_per_token": 32 * 1152, "tokens": 1_165_072, "one_table_tokens": 1_165_072},
+        "bfloat16": {"bytes_per_token": 32 * 4096, "tokens": 327_680, "one_table_tokens": 327_680},
         "ratio": 1_165_072 / 327_680,
     }
 
@@ -86,7 +88,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^- `([a-z0-9_.\[\]]+)`:", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 28
+    assert len(documented) == len(set(documented)) == 32
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +111,12 @@ def test_mixed_dtypes_share_pages(plan: Plan):
     ]
     assert [group["layers"] for group in document["groups"]] == [[0, 31], list(range(1, 31))]
     # 655,360 pages: for each 48 tokens 3 in each of two layers and 1 in each of thirty, 36 in all, leave 16 pages.
-    assert document["totals"] == {"bytes_per_token": 2 * 4096 + 30 * 1152, "tokens": 655_360 // 36 * 48}
+    bytes_per_token = 2 * 4096 + 30 * 1152
+    assert document["totals"] == {
+        "bytes_per_token": bytes_per_token,
+        "tokens": 655_360 // 36 * 48,
+        "one_table_tokens": 40 * 2**30 // (16 * bytes_per_token) * 16,
+    }
 
 
 def test_a_kind_of_layers_is_skipped(plan: Plan):
@@ -344,10 +351,48 @@ def test_layers_without_a_cache_are_told_and_not_counted(
     assert (document["num_layers"], document["layers_without_cache"]) == (8, [0, 1, 2, 4, 5, 6])
     assert document["totals"]["bytes_per_token"] == 2 * 2 * 256 * (2 + 1)
     assert main(["plan", "--config", config]) == 0
-    assert "\n6 layers have no KV cache of their own: 0-2, 4-6; any other state of theirs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n6 layers have no KV cache of their own: 0-2, 4-6\n" in out
+    assert out.endswith(f"keep {STATE:,} bytes of each sequence; 0 bytes, of 0 sequences, are counted\n")
     assert refusal(capsys, "--config", config, "--skip-layers", "4").startswith(
         "argument --skip-layers: skip_layers: got '4', expected one of a layer index from 0 to 7 that has a KV cache,"
     )
+
+
+# A layer of HYBRID: 3 inputs of 2 * 16 * 128 + 32 * 128 channels in 16 bits, and 32 matrices of 128 x 128 in float32.
+STATE = 6 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+
+
+def test_states_of_sequences_are_taken_from_the_memory(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config, memory = write_config(tmp_path, HYBRID), 2**30
+    whole = plan(config, "--memory", str(memory))
+    document = plan(config, "--memory", str(memory + 5 * STATE), "--sequences", "5")
+    assert (document["state_bytes"], document["sequences"]) == (STATE, 5)
+    assert (document["totals"], document["bfloat16"]) == (whole["totals"], whole["bfloat16"])
+    document = plan(config, "--memory", str(memory + 5 * 1000), "--sequences", "5", "--state-bytes", "2000", *TWO)
+    assert (document["state_bytes"], document["totals"]["tokens"]) == (1000, plan(config, *TWO)["totals"]["tokens"])
+    for arguments, message in (
+        (["--sequences", "9" * 9], f"sequences: got 999999999 with states of {STATE:,} bytes each, expected at most"),
+        (["--sequences", "-1"], "argument --sequences: "),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", "--config", config, *arguments])
+        assert message in capsys.readouterr().err
+
+
+TWO = ("--tensor-parallel", "2")
+
+
+def test_states_of_unknown_size_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    jamba = {"model_type": "jamba", "dtype": "bfloat16", "num_hidden_layers": 8}
+    config = write_config(tmp_path, jamba)
+    assert main(["plan", "--config", config]) == 0
+    assert "a state of unknown size of each sequence, which is not counted\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", config, "--sequences", "3"])
+    assert "argument --sequences: the size of this model's states is unknown: give" in capsys.readouterr().err
+    assert main(["plan", "--config", config, "--sequences", "3", "--state-bytes", "1MiB"]) == 0
+    assert "3,145,728 bytes, of 3 sequences, are counted" in capsys.readouterr().out
 
 
 def test_what_is_assumed_of_a_model_is_in_the_plan(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):

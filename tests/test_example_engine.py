@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -102,6 +103,50 @@ def test_a_request_ends_with_the_token_that_ends_texts():
         engine.step()
     assert request.generated == tokens[: tokens.index(eos) + 1]
     assert pool.num_free == NUM_BLOCKS
+
+
+@pytest.mark.full
+def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens():
+    """Their tokens are those of a pool that holds all, none is computed twice, and an evicted prefix comes back."""
+    rng, number = np.random.default_rng(1), 17
+    users = [rng.integers(0, CONFIG.vocab_size, 7).tolist() for _ in range(4)]
+    per_user = -(-(7 + number) // SPEC.block_size)
+
+    def served(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[int]], list[int]]:
+        pool = kvjax.BlockPool(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks)
+        device, calls = jax.devices()[0], []
+        caches = [
+            kvjax.KVCache.allocate(SPEC, size, num_layers=2, sharding=where)
+            for size, where in ((num_blocks, device), (num_host_blocks or 1, kvjax.host_sharding()))
+        ]
+        cache, host = (dataclasses.replace(x, kv=jax.numpy.full_like(x.kv, np.nan)) for x in caches)
+
+        def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
+            calls.append(int(step.cu_q_lens[-1]))
+            return llama.greedy_step(params(), tokens, previous, step, caches, config=CONFIG, **buckets)
+
+        options = {
+            "num_seqs": [4],
+            "max_blocks": per_user,
+            "chunk": 8,
+            "host_caches": host if num_host_blocks else None,
+        }
+        engine = Engine(run, cache, pool, **options)
+        found = []
+        for prompts_of_round in (users, [[*users[0][:4], 5]]):
+            requests = [engine.submit(prompt, number) for prompt in prompts_of_round]
+            while not engine.is_idle:
+                engine.step()
+            found += [request.generated for request in requests]
+        assert (pool.num_free, pool.num_free_host) == (num_blocks, num_host_blocks)
+        return engine, found, calls
+
+    _, expected, calls_of_all = served(5 * per_user, 0)
+    engine, found, calls = served(2 * per_user, 4 * per_user)
+    assert found == expected
+    assert engine.num_preempted >= 2
+    assert sum(calls) == sum(calls_of_all) == 4 * (7 + number - 1) + 1 + number - 1
+    assert len(calls) > len(calls_of_all)
 
 
 def test_the_next_step_starts_before_the_tokens_of_the_last_are_read():

@@ -1,4 +1,4 @@
-"""Whatever a configuration or a tensor file holds, reading it gives a result or a documented error, in bounded time.
+"""Whatever a configuration, a tensor file or exported blocks hold, reading gives a result or a documented error.
 
 `make fuzz` runs the same properties for longer, led by what they cover in kvjax (tools/fuzz_parsers.py).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import io
 import json
 import math
@@ -422,3 +423,73 @@ def test_any_index_gives_scales_or_a_documented_error(data: st.DataObject):
         if data.draw(st.booleans()):
             Path(folder, INDEX).write_bytes(as_file(index))
         outcome(lambda: kvjax.load_kv_scales(folder, SCALED, "fp8"))
+
+
+EXPORTED = kvjax.FullAttentionSpec(2, 1, 16, dtype=kvjax.KVCacheDType.FP8_E4M3)
+WRITTEN = [1, 3]
+
+
+@functools.cache
+def destination() -> kvjax.KVCache:
+    return kvjax.KVCache.allocate(EXPORTED, 4)
+
+
+@functools.cache
+def exported() -> bytes:
+    cache = kvjax.KVCache(destination().kv + np.uint8(7), EXPORTED)
+    return kvjax.export_blocks(cache, [2, 0], hashes=[b"h" * 32])
+
+
+def sealed(header: bytes, pages: bytes) -> bytes:
+    """An export of any header and pages, with digests that are right."""
+    start = b"KVJAXBLK" + len(header).to_bytes(8, "little") + header
+    start += hashlib.sha256(start).digest() + pages
+    return start + hashlib.sha256(start).digest()
+
+
+@st.composite
+def exported_blocks(draw: st.DrawFn) -> bytes:
+    """An export, most often with something wrong."""
+    data = exported()
+    size = int.from_bytes(data[8:16], "little")
+    header, pages = json.loads(data[16 : 16 + size]), data[16 + size + 32 : -32]
+    match draw(st.sampled_from(["header", "bytes", "cut", "pages", "anything", "whole"])):
+        case "header":
+            for _ in range(draw(st.integers(1, 3))):
+                container, key = place(draw, header)
+                container[key] = draw(anything())
+            if draw(st.integers(0, 9)) == 0:
+                header["hashes"] = nested(draw(st.sampled_from([5, 20_000])))
+            return sealed(as_file(header), pages)
+        case "bytes":
+            at = draw(st.integers(0, len(data)))
+            return data[:at] + draw(st.binary(max_size=3)) + data[at + draw(st.integers(0, 3)) :]
+        case "cut":
+            return data[: draw(st.integers(0, len(data)))]
+        case "pages":
+            return sealed(data[16 : 16 + size], draw(st.binary(max_size=2 * len(pages))))
+        case "anything":
+            return draw(st.binary(max_size=40) | st.builds(sealed, st.binary(max_size=40), st.just(pages)))
+    return data
+
+
+@settings(fuzz, deadline=None)
+@given(exported_blocks().map(Unprinted), st.booleans())
+def test_any_bytes_are_imported_as_blocks_or_refused(drawn: Unprinted, as_stream: bool):
+    """Nothing is written of what is refused. Of other pages with right digests, those are imported."""
+    data, cache = drawn.value, destination()
+    written = outcome(lambda: kvjax.import_blocks(io.BytesIO(data) if as_stream else data, cache, WRITTEN))
+    if written is REFUSED:
+        assert not cache.kv.is_deleted()
+        return
+    destination.cache_clear()
+    size = int.from_bytes(data[8:16], "little")
+    pages = np.frombuffer(data[16 + size + 32 :][: 2 * EXPORTED.page_size_bytes], np.uint8)
+    np.testing.assert_array_equal(np.asarray(written.kv)[WRITTEN].reshape(-1), pages)
+    assert not np.asarray(written.kv)[[0, 2]].any()
+    unspoiled = (
+        json.loads(data[16 : 16 + size]),
+        json.loads(exported()[16:][: int.from_bytes(exported()[8:16], "little")]),
+    )
+    for name in ("caches", "num_blocks", "format", "hash"):
+        assert unspoiled[0][name] == unspoiled[1][name]

@@ -583,3 +583,26 @@ def test_a_number_of_devices_is_an_int(tensor_parallel: Any):
 def test_heads_that_divide_into_no_equal_shares_are_refused(tensor_parallel: int):
     with pytest.raises(KVCacheValueError, match=f"tensor_parallel: got {tensor_parallel}, expected a divisor"):
         ModelKVConfig.from_hf_config(load("gpt-oss-20b")).shard(tensor_parallel)
+
+
+def test_the_states_of_recurrent_layers_are_counted():
+    qwen = {"model_type": "qwen3_5_text", "dtype": "float32", "num_hidden_layers": 4, "linear_num_key_heads": 2}
+    qwen |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+    falcon = {"model_type": "falcon_h1", "dtype": "bfloat16", "num_hidden_layers": 3, "hidden_size": 64}
+    falcon |= {"num_attention_heads": 4, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 5}
+    expected = {
+        3 * (3 * (2 * 2 * 8 + 4 * 16) * 4 + 4 * 8 * 16 * 4): qwen,
+        3 * ((5 - 1) * (96 + 2 * 2 * 32) * 2 + 96 * 32 * 4): falcon | {"mamba_d_ssm": 96},
+        3 * ((5 - 1) * (192 + 2 * 2 * 32) * 2 + 192 * 32 * 4): falcon | {"mamba_d_ssm": None, "mamba_expand": 3},
+        3 * ((5 - 1) * (1024 + 2 * 2 * 32) * 2 + 1024 * 32 * 4): falcon | {"mamba_expand": 3},
+    }
+    for size, config in expected.items():
+        model = ModelKVConfig.from_hf_config(config)
+        assert model.state_bytes == size
+        assert model.shard(2).state_bytes == size // 2
+    with pytest.raises(KVCacheValueError, match=r"config.linear_num_value_heads: got 0, expected an int of at least 1"):
+        ModelKVConfig.from_hf_config(qwen | {"linear_num_value_heads": 0})
+    llama = {"model_type": "llama", "dtype": "bfloat16"}
+    jamba = {"model_type": "jamba", "dtype": "bfloat16"}
+    assert ModelKVConfig.from_hf_config(llama).state_bytes == 0
+    assert ModelKVConfig.from_hf_config(jamba).state_bytes is None

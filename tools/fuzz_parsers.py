@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of what reads configurations and safetensors files: `make fuzz`, or with libFuzzer's options
+"""Coverage-guided fuzzing of what reads configurations and files: `make fuzz`, or with libFuzzer's options
 
     JAX_PLATFORMS=cpu .venv-fuzz/bin/python tools/fuzz_parsers.py -max_total_time=600 -timeout=20 -rss_limit_mb=4096
 
@@ -28,6 +28,7 @@ RUNS = [
     properties.test_plan_prints_a_plan_or_one_line_of_error.hypothesis.fuzz_one_input,
     properties.test_any_file_is_read_as_safetensors_reads_it_or_refused.hypothesis.fuzz_one_input,
     properties.test_any_index_gives_scales_or_a_documented_error.hypothesis.fuzz_one_input,
+    properties.test_any_bytes_are_imported_as_blocks_or_refused.hypothesis.fuzz_one_input,
 ]
 
 

@@ -14,6 +14,7 @@ from kvjax import (
     CacheLayout,
     DTypeSource,
     KVCacheDType,
+    KVCacheValueError,
     ModelKVConfig,
     ResolvedKVCacheDType,
     VScaleLayout,
@@ -59,10 +60,14 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """All layers of one device: `tokens` is how many the budget holds, in whole pages."""
+    """All layers of one device: `tokens` is how many the budget holds, in whole pages of a pool that layers share.
+
+    `one_table_tokens`: the same where every layer has a cache of its own, and one block table serves all.
+    """
 
     bytes_per_token: int
     tokens: int
+    one_table_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +76,9 @@ class MemoryPlan:
 
     `warnings`: what was assumed about the model, or ignored. `layers_without_cache`: indices of layers without keys and
     values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
-    device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` relative to those, None if
-    those are 0.
+    device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `sequences`: how
+    many sequences' states are taken from the budget. `bfloat16`: the totals with every layer in bfloat16. `ratio`:
+    `totals.tokens` relative to those, None if those are 0.
     """
 
     warnings: tuple[str, ...]
@@ -81,6 +87,8 @@ class MemoryPlan:
     model_dtype: str
     tensor_parallel: int
     memory_bytes: int
+    state_bytes: int | None
+    sequences: int
     groups: tuple[LayerGroup, ...]
     totals: Totals
     bfloat16: Totals
@@ -97,6 +105,7 @@ class MemoryPlan:
         unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
+        sequences: int = 0,
     ) -> Self:
         """Makes the plan of one device's share of a model.
 
@@ -108,21 +117,26 @@ class MemoryPlan:
           unskipped: each layer's dtype without `skip_layers`.
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
+          sequences: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
+
+        Raises:
+          KVCacheValueError: the budget does not hold the states.
         """
+        for_pages = memory_bytes - (model.state_bytes or 0) * sequences
+        if for_pages < 0:
+            raise KVCacheValueError(
+                f"sequences: got {sequences} with states of {model.state_bytes:,} bytes each, expected at most"
+                f" {memory_bytes // (model.state_bytes or 1)}, which {memory_bytes:,} bytes hold"
+            )
         unified = kvjax.unify_page_sizes(specs)
         # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
-        baseline = kvjax.unify_page_sizes(
-            kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
-        )
+        baseline = kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
         names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
         skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
-        totals, bfloat16 = (
-            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
-            for every in (unified, baseline)
-        )
+        totals, bfloat16 = (_totals(every, for_pages) for every in (specs, baseline))
         return cls(
             warnings=(),
             num_layers=model.num_hidden_layers,
@@ -130,6 +144,8 @@ class MemoryPlan:
             model_dtype=model.dtype.value,
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
+            state_bytes=model.state_bytes,
+            sequences=sequences,
             groups=tuple(_group(layers, *facts) for facts, layers in groups.items()),
             totals=totals,
             bfloat16=bfloat16,
@@ -156,6 +172,11 @@ class MemoryPlan:
             f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
             f" {self.bfloat16.tokens:,}{ratio}",
         ]
+        if self.totals.one_table_tokens != self.totals.tokens:
+            lines.append(
+                "a cache for each layer, without shared pages, and one block table hold"
+                f" {self.totals.one_table_tokens:,} tokens"
+            )
         lines += [
             f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"
             for group in self.groups
@@ -164,11 +185,27 @@ class MemoryPlan:
         if self.layers_without_cache:
             lines.append(
                 f"{len(self.layers_without_cache)} layers have no KV cache of their own:"
-                f" {in_ranges(self.layers_without_cache)}; any other state of theirs is not counted"
+                f" {in_ranges(self.layers_without_cache)}"
+            )
+        if self.state_bytes is None:
+            lines.append("recurrent layers keep a state of unknown size of each sequence, which is not counted")
+        elif self.state_bytes:
+            lines.append(
+                f"recurrent layers keep {self.state_bytes:,} bytes of each sequence;"
+                f" {self.sequences * self.state_bytes:,} bytes, of {self.sequences} sequences, are counted"
             )
         if any(group.sliding_window for group in self.groups):
             lines.append("sliding layers count every token: blocks behind a window are not freed here")
         return "\n".join(lines)
+
+
+def _totals(specs: Sequence[AttentionSpec], budget: int) -> Totals:
+    """Returns what a budget holds of layers with equal block sizes."""
+    return Totals(
+        bytes_per_token=sum(spec.bytes_per_token for spec in specs),
+        tokens=kvjax.max_tokens(kvjax.unify_page_sizes(specs), budget),
+        one_table_tokens=kvjax.max_blocks(specs, budget) * specs[0].block_size,
+    )
 
 
 def _scale_names(layer: LayerScales) -> tuple[str, ...]:

@@ -71,6 +71,20 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="budget of one device, such as 40GiB, 40GB, 512MiB or plain bytes (default: %(default)s)",
     )
     parser.add_argument(
+        "--sequences",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="sequences whose recurrent states the memory holds besides (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--state-bytes",
+        type=memory,
+        metavar="BYTES",
+        help="recurrent state of one sequence in all layers and devices (default: that of the configuration's model"
+        " type, if it is known)",
+    )
+    parser.add_argument(
         "--block-size", type=at_least(1), default=16, metavar="TOKENS", help="tokens of a block (default: %(default)s)"
     )
     parser.add_argument(
@@ -123,6 +137,10 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
     with _argument_errors(parser, "argument --config: "):
         scales = _scales(args, model)
+    if args.state_bytes is not None:
+        model = dataclasses.replace(model, state_bytes=args.state_bytes)
+    if args.sequences and model.state_bytes is None:
+        parser.error("argument --sequences: the size of this model's states is unknown: give --state-bytes")
     with _argument_errors(parser, "argument --tensor-parallel: "):
         model = model.shard(args.tensor_parallel)
     # Errors here concern several arguments, or the model: the message names the field.
@@ -135,15 +153,16 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
             layout=args.layout,
             v_scale_layout=args.v_scale_layout,
         )
-    return MemoryPlan.make(
-        model,
-        resolved,
-        specs,
-        scales=scales,
-        unskipped=unskipped,
-        tensor_parallel=args.tensor_parallel,
-        memory_bytes=args.memory,
-    )
+        return MemoryPlan.make(
+            model,
+            resolved,
+            specs,
+            scales=scales,
+            unskipped=unskipped,
+            tensor_parallel=args.tensor_parallel,
+            memory_bytes=args.memory,
+            sequences=args.sequences,
+        )
 
 
 def _model(args: argparse.Namespace) -> kvjax.ModelKVConfig:

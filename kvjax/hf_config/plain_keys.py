@@ -240,7 +240,7 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
     Raises:
       KVCacheValueError: a model that caches, or may cache, something other than its layers' keys and values.
     """
-    part, model_type = _language_model(config)
+    part, model_type = language_model(config)
     for section in (config, part):
         _reject(section)
     outer = config.get("model_type")
@@ -278,7 +278,7 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
     return part, facts, Doubts("; ".join(filter(None, (beside, unread))), guessed=bool(unread))
 
 
-def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
+def language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
     """Returns the part that describes the language model (`text_config`, if present) and its type."""
     text, outer = config.get("text_config"), config.get("model_type")
     if text is None:

@@ -65,7 +65,7 @@ def copy_blocks(
     check_devices(cache, pairs=pairs, layer=layer)
     layer, donate = None if layer is None else as_layer(cache, layer), as_bool("donate", donate)
     serve = select.choose("copy_blocks", implementation, _COPY, cache)
-    if _is_traced(cache.kv, pairs, layer):
+    if is_traced(cache.kv, pairs, layer):
         return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
     copy = _copy_donated_jit if donate else _copy_jit
     return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
@@ -124,7 +124,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     layer = None if layer is None else as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
-    if _is_traced(source.kv, destination.kv, pairs, layer):
+    if is_traced(source.kv, destination.kv, pairs, layer):
         if not has_same_order:
             raise KVCacheValueError(
                 f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
@@ -136,7 +136,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         source_kv, kv = select.without_gradient("swap_blocks", names, (source.kv, destination.kv))
         return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
-        _check_memory(name, cache.kv)
+        check_memory(name, cache.kv)
     sharding = _sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
     pages = _take_jit(source.kv, from_blocks, layer)
@@ -146,6 +146,43 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         pages = _regroup(pages, source.spec, *shares)
     pages = jax.device_put(pages, sharding)
     return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks, layer))
+
+
+def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
+    """Returns whole pages of all heads as bytes on the host, uint8 `[num_blocks, num_layers or 1, page_size_bytes]`.
+
+    `blocks` are int32 numbers of the whole cache, padded like the pairs of a swap. A divided cache's pages are in the
+    order of an undivided one.
+    """
+    shares, number = _head_shares(cache), len(blocks)
+    padded, _ = _on_host(np.stack([blocks, blocks], axis=1), None)
+    pages = _take_jit(cache.kv, np.maximum(padded[:, 0], 0), None)
+    if shares > 1 and not cache.spec.has_head_axis:
+        pages = _regroup(jax.device_put(pages, _undivided(cache.kv.sharding)), cache.spec, shares, 1)
+    in_bytes = np.ascontiguousarray(np.asarray(pages)[:number]).view(np.uint8)
+    return in_bytes.reshape(number, cache.num_layers or 1, cache.spec.page_size_bytes)
+
+
+def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
+    """Returns pages that `pages_to_host` returned, on the devices of another cache and in its order, for `put_pages`.
+
+    Padded to a power of two.
+    """
+    shares, number = _head_shares(cache), len(pages)
+    stored = np.dtype(f"uint{8 * cache.kv.dtype.itemsize}")
+    whole = np.zeros((1 << max(number - 1, 0).bit_length(), *cache.spec.cache_shape(1, cache.num_layers)[1:]), stored)
+    whole[:number].view(np.uint8).reshape(number, -1)[...] = pages.reshape(number, -1)
+    sharding, placed = _sharding_of_pages(cache.kv, None), whole
+    if shares > 1 and not cache.spec.has_head_axis:
+        placed = _regroup(jax.device_put(whole, _undivided(sharding)), cache.spec, 1, shares)
+    return jax.device_put(placed, sharding)
+
+
+def put_pages(cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
+    """Writes pages of `pages_from_host` into blocks, int32, -1 for a page that is not written; donates the cache."""
+    padded = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=-1)
+    to_blocks = np.where(padded < 0, cache.num_blocks, padded).astype(np.int32)
+    return dataclasses.replace(cache, kv=_put_jit(cache.kv, pages, to_blocks, None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -160,13 +197,13 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
     if scales[0] is scales[1]:
         return
     expected = f"as source.{what} has it: pages are meaningful only with their scales"
-    is_traced = _is_traced(*scales)
-    if is_traced and any(scale is None for scale in scales):
+    traced = is_traced(*scales)
+    if traced and any(scale is None for scale in scales):
         got, wanted = ("none" if scale is None else "one" for scale in scales[::-1])
         raise KVCacheValueError(f"destination.{what}: got {got}, expected {wanted}, {expected}")
-    if is_traced and not is_checked():
+    if traced and not is_checked():
         return
-    as_shown = (scale if _is_traced(scale) else _scale_on_host(scale) for scale in scales)
+    as_shown = (scale if is_traced(scale) else scale_on_host(scale) for scale in scales)
     xp, old, new = readable(*as_shown)
     if source.num_layers is not None:  # [num_layers] against [num_layers, num_kv_heads]
         old, new = (scale[:, None] if scale.ndim == 1 else scale for scale in (old, new))
@@ -181,7 +218,7 @@ def _check_same_scale(what: str, source: KVCache, destination: KVCache) -> None:
     )
 
 
-def _scale_on_host(scale: Any) -> np.ndarray:
+def scale_on_host(scale: Any) -> np.ndarray:
     """Returns a concrete scale as a NumPy array, NaN where only other processes hold it."""
     if scale is None:
         return np.ones((), np.float32)
@@ -197,7 +234,8 @@ def _shown(value: Any) -> str:
     return repr(getattr(value, "value", value))
 
 
-def _check_memory(name: str, kv: jax.Array) -> None:
+def check_memory(name: str, kv: jax.Array) -> None:
+    """Raises `UnsupportedError` for a cache in a memory other than its device's default."""
     kind = kv.sharding.memory_kind
     device: Any = next(iter(kv.sharding.addressable_devices))
     if kind not in (None, own := device.default_memory().kind):
@@ -255,7 +293,8 @@ def _regroup(pages: jax.Array, spec: AttentionSpec, old_shares: int, new_shares:
     return jnp.concatenate(new_pages, head_axis)
 
 
-def _is_traced(*arrays: Any) -> bool:
+def is_traced(*arrays: Any) -> bool:
+    """Returns whether one of the arrays is traced."""
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 

@@ -1,0 +1,64 @@
+"""The hashes of blocks, by which prefixes are found: SHA-256, chained from the salt of a sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+
+HASH_VERSION = "sha256-int64-1"
+"""Names how blocks are hashed. Another way has another name, for hashes that are stored or sent."""
+
+HASH_BYTES = hashlib.sha256().digest_size
+
+_SALT, _BLOCK, _GROUP = b"\0", b"\1", b"\2"
+"""First bytes of what is hashed: no salt has the hash of a block. All that follows a block's has a fixed length."""
+
+
+def root_hash(salt: bytes, group: int) -> bytes:
+    """Returns the hash that stands for the parent of a sequence's first block in a group of layers."""
+    if not isinstance(salt, bytes):
+        raise KVCacheTypeError(f"salt: got {shown(salt)} of type {type(salt).__name__}, expected bytes")
+    return hashlib.sha256(_GROUP + group.to_bytes(4, "little") + salt if group else _SALT + salt).digest()
+
+
+def block_hash(parent: bytes, token_ids: array[int]) -> bytes:
+    """Returns the hash of a full block, from its parent's hash and its token ids, int64."""
+    return hashlib.sha256(_BLOCK + parent + token_ids.tobytes()).digest()
+
+
+class Chain:
+    """The hashes of a prompt's full blocks in a group of layers, each computed when first asked for."""
+
+    def __init__(self, token_ids: array[int], block_size: int, root: bytes) -> None:
+        self._ids, self._size, self._root = token_ids, block_size, root
+        self._hashes: list[bytes] = []
+
+    def __getitem__(self, index: int) -> bytes:
+        while len(self._hashes) <= index:
+            parent = self._hashes[-1] if self._hashes else self._root
+            self._hashes.append(block_hash(parent, self.token_ids(len(self._hashes))))
+        return self._hashes[index]
+
+    def token_ids(self, index: int) -> array[int]:
+        """Returns the ids of a block's tokens."""
+        return self._ids[index * self._size : (index + 1) * self._size]
+
+    def first(self, number: int) -> list[bytes]:
+        """Returns the first `number` hashes."""
+        return [self[index] for index in range(number)]
+
+
+def as_ids(token_ids: ArrayLike) -> array[int]:
+    """Returns token ids as int64 after checking that they are integers `[num_tokens]`."""
+    ids: Any = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise KVCacheValueError(f"token_ids: got shape {ids.shape}, expected [num_tokens]")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise KVCacheTypeError(f"token_ids: got dtype {ids.dtype}, expected integers")
+    return array("q", ids.astype(np.int64).tobytes())
