@@ -64,7 +64,7 @@ from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
 from kvjax.spec import max_blocks as max_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
-from kvjax.step import StepMetadata as StepMetadata
 from kvjax.step import attend as attend
+from kvjax.step_metadata import StepMetadata as StepMetadata
 
 __version__ = "0.2.0"
