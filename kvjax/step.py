@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,44 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
+from kvjax.exact_window import ExactWindow
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, check_array, check_attends, check_cache
-from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.ragged import RaggedOptions, ragged_paged_attention
 from kvjax.ops.write import flat_tokens, reshape_and_cache_flash_diffkv
 from kvjax.step_metadata import StepMetadata
+from kvjax.window_attention import exact_window_attention
+
+
+class AttendOptions(RaggedOptions, total=False):
+    """Keyword arguments of `attend` that do not change the type of its result."""
+
+    unique_slots: bool
+
+
+@overload
+def attend(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    metadata: StepMetadata,
+    *,
+    exact_window: None = ...,
+    **options: Unpack[AttendOptions],
+) -> tuple[jax.Array, KVCache]: ...
+
+
+@overload
+def attend(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    metadata: StepMetadata,
+    *,
+    exact_window: ExactWindow,
+    **options: Unpack[AttendOptions],
+) -> tuple[jax.Array, KVCache, ExactWindow]: ...
 
 
 def attend(
@@ -25,6 +59,7 @@ def attend(
     cache: KVCache,
     metadata: StepMetadata,
     *,
+    exact_window: ExactWindow | None = None,
     layer: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -38,11 +73,11 @@ def attend(
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, ExactWindow]:
     """Runs a layer's attention in a ragged step: writes the new tokens, then each attends to its sequence up to itself.
 
     Equivalent to `reshape_and_cache_flash_diffkv` to `metadata.slot_mapping` and `ragged_paged_attention` over the
-    returned cache; see there for details.
+    returned cache; see there for details. With an exact window, to `exact_window_attention` instead.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata;
@@ -52,6 +87,9 @@ def attend(
       value: `[num_tokens, num_kv_heads, head_size_v]`, of `key`'s dtype.
       cache: the layer's cache, or that of several layers. Under `jit`, donate it.
       metadata: the step's sequences, the same for all layers that share a block table.
+      exact_window: the layer's window, or that of the cache's layers, whose rows `metadata.window_rows` names. Each
+        query's last `exact_window.size` tokens are then read as they were given, in the model dtype. Under `jit`,
+        donate it.
       layer: this layer's number in a cache of several.
       k_scale: as in the write and the attention; default: the cache's.
       v_scale: likewise.
@@ -67,7 +105,7 @@ def attend(
       implementation: `"mosaic"` or `"xla"`, for the write and the attention; None chooses for each.
 
     Returns:
-      `query`'s shape with `head_size_v`, of its dtype, and the updated cache.
+      `query`'s shape with `head_size_v`, of its dtype, and the updated cache; with an exact window that too.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as both operations; also a number of rows other than the metadata's.
@@ -99,20 +137,20 @@ def attend(
         )
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
     cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=unique_slots, **given)
-    attended = ragged_paged_attention(
-        query,
-        cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.cu_q_lens,
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        batch_invariant=batch_invariant,
-        max_q_len=max_q_len,
-        max_prompts=max_prompts,
-        decode_q_len=decode_q_len,
-        **given,
-    )
-    return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache
+    options: dict[str, Any] = given | {
+        "sm_scale": sm_scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "batch_invariant": batch_invariant,
+        "max_q_len": max_q_len,
+        "max_prompts": max_prompts,
+        "decode_q_len": decode_q_len,
+    }
+    if exact_window is None:
+        sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens
+        attended = ragged_paged_attention(query, cache, *sequences, **options)
+        return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache
+    rows = (flat_tokens(key), flat_tokens(value)) if batch else (key, value)
+    attended, exact_window = exact_window_attention(query, *rows, cache, exact_window, metadata, **options)
+    return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache, exact_window

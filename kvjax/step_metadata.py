@@ -18,6 +18,8 @@ from kvjax.ops.values import check_num_seqs, is_checked
 from kvjax.spec import as_int
 
 PADDING_SLOT = -1
+NO_ROW = -1
+"""The row of a window for a sequence without new tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +35,14 @@ class StepMetadata:
       seq_lens: `[num_seqs]`, its tokens, the new ones included.
       cu_q_lens: `[num_seqs + 1]`: new tokens of sequence i are `cu_q_lens[i]` to `cu_q_lens[i + 1]`.
       slot_mapping: `[num_tokens]`, the slot of each new token.
+      window_rows: `[num_seqs]`, each sequence's row of an `ExactWindow`, -1 for padding; None without a window.
     """
 
     block_table: Any
     seq_lens: Any
     cu_q_lens: Any
     slot_mapping: Any
+    window_rows: Any = None
 
     @classmethod
     def from_sequences(
@@ -49,6 +53,7 @@ class StepMetadata:
         num_tokens: int | Sequence[int] | None = None,
         num_seqs: int | Sequence[int] | None = None,
         max_blocks: int | Sequence[int] | None = None,
+        window_rows: Sequence[int] | np.ndarray | None = None,
     ) -> StepMetadata:
         """Builds the step of sequences of one `BlockPool`, on the host: NumPy arrays, O(tokens + table entries).
 
@@ -59,10 +64,11 @@ class StepMetadata:
             compiled once. Default: no padding.
           num_seqs: rows to pad to, likewise.
           max_blocks: columns of the block table to pad to, likewise.
+          window_rows: each sequence's row of an `ExactWindow`, as `WindowRows.assign` returns them.
 
         Raises:
           KVCacheValueError: the step does not fit the largest size; more new tokens than a sequence has, or new
-            tokens in a freed block.
+            tokens in a freed block; a sequence with new tokens without a row of its own, where rows are given.
         """
         new = np.array(_new_tokens(sequences, q_lens), np.int64)
         blocks = [sequence.blocks for sequence in sequences]
@@ -79,7 +85,10 @@ class StepMetadata:
         if sequences:
             size = sequences[0].pool.block_size
             slot_mapping[: new.sum()] = _slots(block_table, seq_lens[: len(new)], new, size)
-        return cls(block_table, seq_lens, cu_q_lens, slot_mapping)
+        own_rows = None if window_rows is None else np.full(rows, NO_ROW, np.int32)
+        if own_rows is not None:
+            own_rows[: len(new)] = _rows_of_window(window_rows, new)
+        return cls(block_table, seq_lens, cu_q_lens, slot_mapping, own_rows)
 
     @classmethod
     def from_page_indices(
@@ -213,6 +222,22 @@ def _new_tokens(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> li
         as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens)
         for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True))
     ]
+
+
+def _rows_of_window(window_rows: Any, q_lens: np.ndarray) -> list[int]:
+    """Returns the rows of sequences after checking that each with new tokens has its own."""
+    if len(window_rows) != len(q_lens):
+        raise KVCacheValueError(
+            f"window_rows: got {len(window_rows)} rows, expected one for each of {len(q_lens)} sequences"
+        )
+    owners: dict[int, int] = {}
+    for index, (row, q_len) in enumerate(zip(window_rows, q_lens, strict=True)):
+        number = as_int(f"window_rows[{index}]", row, least=0 if q_len else NO_ROW, most=MAX_SLOTS)
+        if q_len and (other := owners.setdefault(number, index)) != index:
+            raise KVCacheValueError(
+                f"window_rows[{index}]: got {number}, expected a row of its own: window_rows[{other}] is the same"
+            )
+    return [int(row) for row in window_rows]
 
 
 def _slots(block_table: np.ndarray, seq_lens: np.ndarray, q_lens: np.ndarray, block_size: int) -> np.ndarray:

@@ -32,6 +32,7 @@ LAYERS = (
     "dtype_choice",
     "step_metadata",
     "exact_window",
+    "window_attention",
     "window_rows",
     "step",
     "kvjax",
