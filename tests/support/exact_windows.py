@@ -19,8 +19,8 @@ from kvjax import ExactWindow, KVCache, StepMetadata
 from support import reference
 from support.helpers import FP8_NAMES
 
-NUM_TOKENS, MAX_BLOCKS = (8, 120), 12
-"""What steps are padded to."""
+NUM_TOKENS, NUM_SEQS, MAX_LENGTH = (14, 120), 3, 64
+"""What steps are padded to: tokens of those without and with chunks, sequences, and tokens of a block table."""
 
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "max_q_len", "max_prompts", "implementation")
 _attend = jax.jit(kvjax.attend, static_argnames=STATIC, donate_argnames=("cache", "exact_window"))
@@ -101,7 +101,6 @@ def expected(case: Case, tokens: Tokens, exact_from: int = 0) -> np.ndarray:
     exact, stored = [], []
     for half, x in enumerate((tokens.key, tokens.value)):
         scale = case.scales.get(("k_scale", "v_scale")[half], np.float32(1))
-        scale = scale[:, None] if np.ndim(scale) else scale
         part = reference.part(spec, half)
         exact.append(reference.cast(x, reference.ELEMENT[spec.model_dtype]).astype(np.float64))
         stored.append(reference.decode(reference.encode(x, part, scale), part, scale).astype(np.float64))
@@ -127,17 +126,17 @@ def expected(case: Case, tokens: Tokens, exact_from: int = 0) -> np.ndarray:
 class Server:
     """Serves sequences step by step, over pages and a window that are NaN where nothing was written.
 
-    `sharding` and `num_layers` are of both; every layer gets the same tokens, and results are the last layer's.
+    Its `sequences` and `tokens` may be changed between steps.
     """
 
     def __init__(
-        self, case: Case, tokens: Sequence[Tokens], *, num_rows: int | None = None, num_blocks: int = 64
+        self, case: Case, tokens: Sequence[Tokens], *, num_rows: int = NUM_SEQS, num_blocks: int = 64
     ) -> None:
         self.case, self.tokens = case, [*tokens]
         self.pool = kvjax.BlockPool(num_blocks, case.block_size)
         self.sequences = [self.pool.sequence() for _ in tokens]
         cache = KVCache.allocate(case.spec, num_blocks, **case.scales)
-        window = ExactWindow.allocate(case.spec, num_rows or len(tokens), case.size, max_q_len=case.max_q_len)
+        window = ExactWindow.allocate(case.spec, num_rows, case.size, max_q_len=case.max_q_len)
         nan = np.full(cache.kv.nbytes, 0xFF, np.uint8).view(cache.kv.dtype).reshape(cache.kv.shape)
         self.cache = dataclasses.replace(cache, kv=jax.numpy.array(nan))
         ring = dataclasses.replace(window.ring, kv=jax.numpy.full_like(window.ring.kv, np.nan))
@@ -152,14 +151,20 @@ class Server:
         """
         self.cache = kvjax.copy_blocks(self.cache, self.pool.append(self.sequences, q_lens))
         rows, fills = self.rows.assign(self.sequences, q_lens)
+        is_chunk = max(q_lens) > self.case.max_q_len
+        options.setdefault("max_q_len", NUM_TOKENS[True] if is_chunk else self.case.max_q_len)
         step = StepMetadata.from_sequences(
-            self.sequences, q_lens, num_tokens=NUM_TOKENS, window_rows=rows, max_blocks=MAX_BLOCKS
+            self.sequences,
+            q_lens,
+            num_tokens=NUM_TOKENS[is_chunk],
+            num_seqs=NUM_SEQS,
+            max_blocks=-(-MAX_LENGTH // self.case.block_size),
+            window_rows=rows,
         )
-        longest = max(q_lens)
-        options.setdefault("max_q_len", self.case.max_q_len if longest <= self.case.max_q_len else NUM_TOKENS[-1])
         padding = len(step.slot_mapping) - sum(q_lens)
         self.filled = [i for i, row in enumerate(fills) if row >= 0]
         if self.filled:
+            fills = np.pad(fills, (0, NUM_SEQS - len(fills)), constant_values=-1)
             self.window = _fill(self.window, self.cache, step, fills)
         starts = [one.num_tokens - q_len for one, q_len in zip(self.sequences, q_lens, strict=True)]
         parts = [
