@@ -185,7 +185,7 @@ def copy_window_rows(exact_window: ExactWindow, pairs: ArrayLike, *, donate: boo
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape or dtype; the message names it.
     """
-    _check_is_window(exact_window)
+    check_is_window(exact_window)
     check_array("pairs", pairs, [("num_pairs", None), ("rows", 2)], INDEX_DTYPES)
     given: Any = pairs
     xp: Any = jnp if isinstance(given, jax.Array) else np
@@ -197,9 +197,15 @@ def copy_window_rows(exact_window: ExactWindow, pairs: ArrayLike, *, donate: boo
     return dataclasses.replace(exact_window, ring=copy_blocks(exact_window.ring, blocks.reshape(-1, 2), donate=donate))
 
 
+def check_is_window(exact_window: Any) -> None:
+    """Raises if it is no `ExactWindow`."""
+    if not isinstance(exact_window, ExactWindow):
+        raise KVCacheTypeError(f"exact_window: got {kind_of(exact_window)}, expected an ExactWindow")
+
+
 def check_window(exact_window: Any, cache: Any, metadata: Any) -> None:
     """Raises if a window is none of this cache, or the metadata are none."""
-    _check_is_window(exact_window)
+    check_is_window(exact_window)
     check_cache(cache)
     check_cache(exact_window.ring, "exact_window.ring")
     if not isinstance(metadata, StepMetadata):
@@ -235,11 +241,6 @@ def as_rows(what: str, rows: Any, window: ExactWindow, num_seqs: int, is_used: A
         check_window_rows(what, rows, rows != -1 if is_used is None else is_used, window.num_rows)
     xp: Any = jnp if isinstance(rows, jax.Array) else np  # the low half of an int64 may be a row
     return jnp.asarray(xp.where((rows >= 0) & (rows < window.num_rows), rows, -1).astype(np.int32))
-
-
-def _check_is_window(window: Any) -> None:
-    if not isinstance(window, ExactWindow):
-        raise KVCacheTypeError(f"exact_window: got {kind_of(window)}, expected an ExactWindow")
 
 
 def _ring_spec(spec: Any) -> AttentionSpec:

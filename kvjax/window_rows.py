@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.block_pool import PagedSequence
 from kvjax.errors import KVCacheValueError
-from kvjax.exact_window import ExactWindow
+from kvjax.exact_window import ExactWindow, check_is_window
 from kvjax.spec import as_int
 from kvjax.step_metadata import NO_ROW
 
@@ -27,17 +27,18 @@ class _Held:
 class WindowRows:
     """Assigns the rows of a window to sequences, those of the sequences that ran least recently first.
 
-    Host-side bookkeeping, one for all layers. A sequence keeps its row from step to step. One that lost it, or had none
-    though it has tokens (after a prefix hit, a swap or a fork), gets a row to fill from the pages. There is nothing to
-    release.
+    Host-side bookkeeping, one for the windows of all layers, which have equal sizes. A sequence keeps its row from step
+    to step. One that lost it, or had none though it has tokens (after a prefix hit, a swap or a fork), gets a row to
+    fill from the pages. There is nothing to release.
 
     Attributes:
       num_rows: of the window; most sequences in a step.
     """
 
-    def __init__(self, window: ExactWindow) -> None:
-        self.num_rows = window.num_rows
-        self._size, self._tokens_per_row = window.size, window.tokens_per_row
+    def __init__(self, exact_window: ExactWindow) -> None:
+        check_is_window(exact_window)
+        self.num_rows = exact_window.num_rows
+        self._size, self._tokens_per_row = exact_window.size, exact_window.tokens_per_row
         self._held: collections.OrderedDict[PagedSequence, _Held] = collections.OrderedDict()  # by last use
 
     def assign(self, sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

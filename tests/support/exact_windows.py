@@ -111,7 +111,9 @@ def expected(case: Case, tokens: Tokens, exact_from: int = 0) -> np.ndarray:
         is_exact = np.arange(first, position + 1) >= max(position - case.size + 1, exact_from)
         for head in range(out.shape[1]):
             key, value = (
-                np.where(is_exact[:, None], *(x[half][first : position + 1, head // case.group] for x in (exact, stored)))
+                np.where(
+                    is_exact[:, None], *(x[half][first : position + 1, head // case.group] for x in (exact, stored))
+                )
                 for half in (0, 1)
             )
             logits = key @ tokens.query[position, head].astype(np.float64) / np.sqrt(spec.head_size)
@@ -129,9 +131,7 @@ class Server:
     Its `sequences` and `tokens` may be changed between steps.
     """
 
-    def __init__(
-        self, case: Case, tokens: Sequence[Tokens], *, num_rows: int = NUM_SEQS, num_blocks: int = 64
-    ) -> None:
+    def __init__(self, case: Case, tokens: Sequence[Tokens], *, num_rows: int = NUM_SEQS, num_blocks: int = 64) -> None:
         self.case, self.tokens = case, [*tokens]
         self.pool = kvjax.BlockPool(num_blocks, case.block_size)
         self.sequences = [self.pool.sequence() for _ in tokens]
@@ -167,11 +167,11 @@ class Server:
             fills = np.pad(fills, (0, NUM_SEQS - len(fills)), constant_values=-1)
             self.window = _fill(self.window, self.cache, step, fills)
         starts = [one.num_tokens - q_len for one, q_len in zip(self.sequences, q_lens, strict=True)]
-        parts = [
-            one[start : start + q_len] for one, start, q_len in zip(self.tokens, starts, q_lens, strict=True)
-        ]
+        parts = [one[start : start + q_len] for one, start, q_len in zip(self.tokens, starts, q_lens, strict=True)]
         new = [
-            np.concatenate([*(getattr(part, name) for part in parts), np.full((padding, *of.shape[1:]), np.nan, of.dtype)])
+            np.concatenate(
+                [*(getattr(part, name) for part in parts), np.full((padding, *of.shape[1:]), np.nan, of.dtype)]
+            )
             for name, of in dataclasses.asdict(self.tokens[0]).items()
         ]
         heads = new[0].shape[1]
