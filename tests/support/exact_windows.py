@@ -19,8 +19,8 @@ from kvjax import ExactWindow, KVCache, StepMetadata
 from support import reference
 from support.helpers import FP8_NAMES
 
-NUM_TOKENS, NUM_SEQS, MAX_LENGTH = (14, 120), 3, 64
-"""What steps are padded to: tokens of those without and with chunks, sequences, and tokens of a block table."""
+NUM_SEQS = 3
+"""The sequences that steps are padded to."""
 
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "max_q_len", "max_prompts", "implementation")
 _attend = jax.jit(kvjax.attend, static_argnames=STATIC, donate_argnames=("cache", "exact_window"))
@@ -128,15 +128,20 @@ def expected(case: Case, tokens: Tokens, exact_from: int = 0) -> np.ndarray:
 class Server:
     """Serves sequences step by step, over pages and a window that are NaN where nothing was written.
 
-    Its `sequences` and `tokens` may be changed between steps.
+    Its `sequences` and `tokens` may be changed between steps. Steps are padded to the numbers of tokens that are given
+    for those without chunks and with, and their block tables to `max_length` tokens.
     """
 
-    def __init__(self, case: Case, tokens: Sequence[Tokens], *, num_rows: int = NUM_SEQS, num_blocks: int = 64) -> None:
+    def __init__(
+        self, case: Case, tokens: Sequence[Tokens], *, num_tokens: tuple[int, int] = (14, 120), max_length: int = 64
+    ) -> None:
         self.case, self.tokens = case, [*tokens]
+        self.num_tokens, self.max_blocks = num_tokens, -(-max_length // case.block_size)
+        num_blocks = NUM_SEQS * self.max_blocks
         self.pool = kvjax.BlockPool(num_blocks, case.block_size)
         self.sequences = [self.pool.sequence() for _ in tokens]
         cache = KVCache.allocate(case.spec, num_blocks, **case.scales)
-        window = ExactWindow.allocate(case.spec, num_rows, case.size, max_q_len=case.max_q_len)
+        window = ExactWindow.allocate(case.spec, NUM_SEQS, case.size, max_q_len=case.max_q_len)
         nan = np.full(cache.kv.nbytes, 0xFF, np.uint8).view(cache.kv.dtype).reshape(cache.kv.shape)
         self.cache = dataclasses.replace(cache, kv=jax.numpy.array(nan))
         ring = dataclasses.replace(window.ring, kv=jax.numpy.full_like(window.ring.kv, np.nan))
@@ -152,13 +157,13 @@ class Server:
         self.cache = kvjax.copy_blocks(self.cache, self.pool.append(self.sequences, q_lens))
         rows, fills = self.rows.assign(self.sequences, q_lens)
         is_chunk = max(q_lens) > self.case.max_q_len
-        options.setdefault("max_q_len", NUM_TOKENS[True] if is_chunk else self.case.max_q_len)
+        options.setdefault("max_q_len", self.num_tokens[True] if is_chunk else self.case.max_q_len)
         step = StepMetadata.from_sequences(
             self.sequences,
             q_lens,
-            num_tokens=NUM_TOKENS[is_chunk],
+            num_tokens=self.num_tokens[is_chunk],
             num_seqs=NUM_SEQS,
-            max_blocks=-(-MAX_LENGTH // self.case.block_size),
+            max_blocks=self.max_blocks,
             window_rows=rows,
         )
         padding = len(step.slot_mapping) - sum(q_lens)
