@@ -66,13 +66,35 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowPlan:
+    """Exact windows: `bytes` is what all quantized layers' take of the budget, for `max_seqs` sequences of one device.
+
+    `size`: tokens that a query attends to there.
+    """
+
+    size: int
+    max_seqs: int
+    bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[AttentionSpec], size: int, max_seqs: int) -> Self:
+        """Returns the plan for windows beside the quantized layers of `specs`.
+
+        Raises:
+          UnsupportedError: a layer of latents (MLA).
+        """
+        quantized = [spec for spec in specs if spec.dtype.is_quantized]
+        return cls(size, max_seqs, sum(kvjax.ExactWindow.num_bytes(spec, max_seqs, size) for spec in quantized))
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """The cost of a model's KV cache; the fields are the keys of `kvjax plan --json`.
 
     `warnings`: what was assumed about the model, or ignored. `layers_without_cache`: indices of layers without keys and
     values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
     device. `bfloat16`: the totals with every layer in bfloat16. `ratio`: `totals.tokens` relative to those, None if
-    those are 0.
+    those are 0. `exact_window`: None without one; its bytes are not those of `totals`, but of `memory_bytes`.
     """
 
     warnings: tuple[str, ...]
@@ -85,6 +107,7 @@ class MemoryPlan:
     totals: Totals
     bfloat16: Totals
     ratio: float | None
+    exact_window: WindowPlan | None
 
     @classmethod
     def make(
@@ -97,6 +120,7 @@ class MemoryPlan:
         unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
+        exact_window: WindowPlan | None = None,
     ) -> Self:
         """Makes the plan of one device's share of a model.
 
@@ -108,6 +132,7 @@ class MemoryPlan:
           unskipped: each layer's dtype without `skip_layers`.
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
+          exact_window: of `specs`; its bytes are not left for pages.
         """
         unified = kvjax.unify_page_sizes(specs)
         # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
@@ -119,9 +144,10 @@ class MemoryPlan:
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
+        left = max(memory_bytes - (exact_window.bytes if exact_window else 0), 0)
         totals, bfloat16 = (
-            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, memory_bytes))
-            for every in (unified, baseline)
+            Totals(sum(spec.bytes_per_token for spec in every), kvjax.max_tokens(every, budget))
+            for every, budget in ((unified, left), (baseline, memory_bytes))
         )
         return cls(
             warnings=(),
@@ -134,6 +160,7 @@ class MemoryPlan:
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
+            exact_window=exact_window,
         )
 
     def as_json(self) -> str:
@@ -156,6 +183,11 @@ class MemoryPlan:
             f"{self.memory_bytes / 2**30:,.4g} GiB hold {self.totals.tokens:,} tokens; with bfloat16 in every layer"
             f" {self.bfloat16.tokens:,}{ratio}",
         ]
+        if self.exact_window is not None:
+            lines.append(
+                f"exact windows of {self.exact_window.size:,} tokens of {self.exact_window.max_seqs:,} sequences:"
+                f" {self.exact_window.bytes:,} bytes of these, in quantized layers"
+            )
         lines += [
             f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"
             for group in self.groups

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
-from kvjax.cli.memory_plan import MemoryPlan
+from kvjax.cli.memory_plan import MemoryPlan, WindowPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales
 from kvjax.tensor_files import has_tensors, open_tensors
@@ -92,6 +92,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=kvjax.VScaleLayout.LINEAR.value,
         help="order of NVFP4 V scales (default: %(default)s)",
     )
+    parser.add_argument(
+        "--exact-window",
+        type=at_least(1),
+        metavar="TOKENS",
+        help="count exact windows of so many tokens beside quantized layers, for --max-seqs sequences",
+    )
+    parser.add_argument(
+        "--max-seqs", type=at_least(1), metavar="SEQUENCES", help="sequences that have an exact window at once"
+    )
     parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -135,6 +144,12 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
             layout=args.layout,
             v_scale_layout=args.v_scale_layout,
         )
+    window = None
+    if (args.exact_window is None) != (args.max_seqs is None):
+        parser.error("argument --exact-window: expected with --max-seqs, the sequences that have a window at once")
+    if args.exact_window is not None:
+        with _argument_errors(parser, "argument --exact-window: "):
+            window = WindowPlan.of(specs, args.exact_window, args.max_seqs)
     return MemoryPlan.make(
         model,
         resolved,
@@ -143,6 +158,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         unskipped=unskipped,
         tensor_parallel=args.tensor_parallel,
         memory_bytes=args.memory,
+        exact_window=window,
     )
 
 
@@ -194,7 +210,7 @@ def _argument_errors(parser: argparse.ArgumentParser, prefix: str = "") -> Itera
     """Turns kvjax's errors into argparse's: usage, one line, status 2."""
     try:
         yield
-    except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:
+    except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError, kvjax.UnsupportedError) as error:
         parser.error(f"{prefix}{error}")
     except OSError as error:
         parser.error(f"{prefix}cannot read {error.filename!r}: {error.strerror}")
