@@ -58,7 +58,7 @@ CHUNKS = DECODES | {"reshape_and_cache_flash": 3, "gather_kv": 2, "prompt_attent
 @pytest.mark.parametrize(
     ("num_tokens", "options", "kernels"),
     [
-        (NUM_SEQS, {"max_q_len": 1}, DECODES),
+        pytest.param(NUM_SEQS, {"max_q_len": 1}, DECODES, marks=pytest.mark.full),
         pytest.param(4 * NUM_SEQS, {"max_q_len": 4}, DECODES, marks=pytest.mark.full),
         pytest.param(1024 + NUM_SEQS, {"max_q_len": 1024, "max_prompts": 1}, CHUNKS, marks=pytest.mark.full),
     ],
