@@ -74,8 +74,8 @@ class ExactWindow:
           spec: the cache's.
           num_rows: sequences that it holds tokens of.
           size: tokens that a query attends to, any positive number.
-          max_q_len: as the attribute. Steps with longer chunks are served too, over a copy. Up to `max_q_len` of the
-            last tokens can be truncated.
+          max_q_len: as the attribute. Steps with longer chunks are served too, over a copy. Up to `max_q_len` of a
+            step's tokens can be truncated after it.
           num_layers: the cache's.
           sharding: the cache's. Heads are divided as there; over axes that divide the cache's blocks, the window is
             replicated.
