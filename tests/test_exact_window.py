@@ -31,7 +31,7 @@ CUTS = ((1, 1, 1), (17, 3, 8), (61, 9, 40), (24, 1, 33))
 """The most tokens of each sequence in a step."""
 
 DRAFTS = Case(
-    "fp8_e4m3", size=7, max_q_len=4, sliding_window=19, cap=3.0, sinks=True, layout="HND", block_size=4, head_size_v=16
+    "fp8_e4m3", size=13, max_q_len=4, sliding_window=19, cap=3.0, sinks=True, layout="HND", block_size=4, head_size_v=16
 )
 CASES = {
     "nvfp4": Case(),

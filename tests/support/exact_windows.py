@@ -32,7 +32,7 @@ class Case:
     """A layer, its window and the options of its attention."""
 
     dtype: str = "nvfp4"
-    size: int = 20
+    size: int = 16
     max_q_len: int = 1
     model_dtype: str = "float32"
     query_dtype: str = "float32"
