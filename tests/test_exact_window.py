@@ -183,11 +183,13 @@ def attend_to_layers(query, key, value, cache, window, step, **options):
     return jax.lax.scan(run, (cache, window), jnp.arange(NUM_LAYERS))
 
 
-def test_a_scan_over_layers_is_in_place():
-    case = Case("int8_per_token_head", size=10, max_q_len=2)
+@pytest.mark.parametrize("max_q_len", [2, pytest.param(16, marks=pytest.mark.full)])
+def test_a_scan_over_layers_is_in_place(max_q_len: int):
+    """Over a copy of the row, and over the ring."""
+    case = Case("int8_per_token_head", size=10, max_q_len=max_q_len)
     (tokens,), (want,) = random_tokens(case, (24,))
     cache = KVCache.allocate(case.spec, 4, num_layers=NUM_LAYERS)
-    window = ExactWindow.allocate(case.spec, 300, case.size, max_q_len=2, num_layers=NUM_LAYERS)
+    window = ExactWindow.allocate(case.spec, 300, case.size, max_q_len=max_q_len, num_layers=NUM_LAYERS)
     pool, rows = kvjax.BlockPool(4, case.block_size), WindowRows(window)
     sequence = pool.sequence()
     addresses = [x.kv.unsafe_buffer_pointer() for x in (cache, window.ring)]
@@ -198,7 +200,7 @@ def test_a_scan_over_layers_is_in_place():
         row, _ = rows.assign([sequence], q_lens)
         step = StepMetadata.from_sequences([sequence], q_lens, num_tokens=16, max_blocks=3, window_rows=row)
         new = [np.pad(x[start:stop], ((0, 16 - q_lens[0]), (0, 0), (0, 0))) for x in vars(tokens).values()]
-        compiled = run.lower(*new, cache, window, step, max_q_len=16 if start == 0 else 2).compile()
+        compiled = run.lower(*new, cache, window, step, max_q_len=16).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < window.ring.kv.nbytes / 2
         (cache, window), out = compiled(*new, cache, window, step)
         assert_close(out[:, : q_lens[0]], [want[start:stop]] * NUM_LAYERS)
@@ -349,6 +351,7 @@ def test_rows_that_a_window_does_not_have_are_named_in_checked_mode():
         kvjax.fill_exact_window(ALLOCATE(3, 4), KVCache.allocate(SPEC, 2), STEP, np.int32([-1, -2]))
 
 
+@pytest.mark.full
 def test_a_row_that_a_window_does_not_have_changes_nothing():
     """Not even the row that the low half of an int64 is."""
     window = ALLOCATE(3, 5)
