@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental import checkify
 from support.exact_windows import Case, Server, Tokens, cuts_of, expected, random_tokens
 from support.helpers import simple_spec
@@ -24,6 +27,7 @@ from kvjax import (
     StepMetadata,
     UnsupportedError,
     WindowRows,
+    window_attention,
 )
 
 LENGTHS = (61, 9, 40)
@@ -84,7 +88,8 @@ def test_drafts_are_truncated():
     other = Tokens.random(DRAFTS, LENGTHS[0], 7)
     server = Server(DRAFTS, tokens)
     server.step([20, 5])
-    for position, accepted in ((20, 0), (20, 1), (21, 3), (24, 4), (28, 2), (30, 4)):
+    server.sequences[0].truncate(16)
+    for position, accepted in ((16, 4), (20, 0), (20, 1), (21, 3), (24, 4), (28, 2), (30, 4)):
         drafted = {
             name: np.concatenate([of[: position + accepted], getattr(other, name)[position + accepted :]])
             for name, of in dataclasses.asdict(tokens[0]).items()
@@ -153,6 +158,39 @@ def test_fewer_rows_than_sequences():
     assert_close(results, want)
     with pytest.raises(KVCacheValueError, match="sequences: got 3 with new tokens, expected at most 2, the rows of"):
         server.step([1, 1, 1])
+
+
+SHORT = Case("bfloat16", size=1)
+ROOM_SEQS, ROOM_TOKENS = 6, 48
+
+
+@jax.jit
+def room(seq_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The table of a step's copy of the ring, the slots of new tokens there, and the number of its slots."""
+    window = ExactWindow.allocate(SHORT.spec, ROOM_SEQS, SHORT.size)
+    table, slots = jnp.zeros((ROOM_SEQS, 1), jnp.int32), jnp.zeros(ROOM_TOKENS, jnp.int32)
+    metadata = StepMetadata(table, seq_lens, cu_q_lens, slots, jnp.arange(ROOM_SEQS))
+    step = window_attention._Step.of(window, KVCache.allocate(SHORT.spec, 1), metadata)
+    cache, table, slots = window_attention._with_room(window.ring, step, ROOM_TOKENS, None)
+    return table, slots, jnp.int32(cache.num_slots)
+
+
+@given(data=st.data())
+def test_a_copy_has_room_for_every_token(data: st.DataObject):
+    """Many short chunks, each of which ends in a block of its own, and few long ones."""
+    bounds = sorted(data.draw(st.lists(st.integers(0, ROOM_TOKENS), min_size=ROOM_SEQS, max_size=ROOM_SEQS)))
+    bounds = data.draw(st.sampled_from([bounds, [2 * i for i in range(1, 7)], [8 * i for i in range(1, 7)]]))
+    q_lens = np.diff([0, *bounds])
+    before = data.draw(st.lists(st.sampled_from([0, 14, 15, 16, 17, 31, 100]), min_size=ROOM_SEQS, max_size=ROOM_SEQS))
+    table, slots, num_slots = map(np.asarray, room(np.int32(q_lens + before), np.int32([0, *bounds])))
+    used = slots[: bounds[-1]]
+    assert len(set(used.tolist())) == len(used)
+    assert ((used >= 0) & (used < num_slots)).all()
+    assert (slots[bounds[-1] :] == -1).all()
+    for seq, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
+        block = before[seq] // 16  # a query sees itself alone
+        positions = np.arange(before[seq], before[seq] + end - start)
+        np.testing.assert_array_equal(slots[start:end], table[seq, positions // 16 - block] * 16 + positions % 16)
 
 
 @pytest.mark.full
