@@ -12,7 +12,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from kvjax.demo.pretrained import Attended, Pretrained, step_of
 
 DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
 BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
+WINDOWS = output.define_numbers(
+    "exact_windows", "tokens that stay exact beside pages of NVFP4 with 4/6 block scales (default: 64)", least=1
+)
 POSITIONS = output.define_numbers("positions", "positions of RoPE that texts start at (default: 0, 6000)", least=0)
 TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code, and word lists", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 512, "tokens of each", lower_bound=32)
@@ -51,6 +54,9 @@ CHOICES = (
     kvjax.KVCacheDType.NVFP4_4OVER6,
 )
 """Dtypes that layers' are chosen of."""
+
+WINDOWED = kvjax.KVCacheDType.NVFP4_4OVER6
+"""The dtype that exact windows are measured with."""
 
 SCHEMA = 1
 BYTES_PER_TOKEN = 8
@@ -105,19 +111,33 @@ def _is_word(token: str) -> bool:
     return word != token and len(word) > 2 and word.isascii() and word.isalpha() and word.islower()
 
 
+class Request(NamedTuple):
+    """What to measure: a request for `kvjax.resolve_layer_specs`, and the size of an exact window beside it."""
+
+    dtype: Any
+    exact_window: int | None = None
+
+
+FLOAT32 = Request(kvjax.KVCacheDType.FLOAT32)
+
+
 def run(
-    model: Pretrained, dtype: Any, tokens: np.ndarray, position: int, samples: Sequence[Sequence[Attended]]
+    model: Pretrained, request: Request, tokens: np.ndarray, position: int, samples: Sequence[Sequence[Attended]]
 ) -> tuple[jax.Array, list[Attended]]:
     step, num_blocks = step_of([len(tokens)])
-    return model.run(tokens, step, model.allocate(dtype, num_blocks, samples), first_position=position)
+    caches = model.allocate(request.dtype, num_blocks, samples)
+    return model.run(tokens, step, caches, first_position=position, exact_window=request.exact_window)
 
 
-def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Any]:
-    """Returns what to measure: requests for `kvjax.resolve_layer_specs`, by name."""
-    wanted: dict[str, Any] = {dtype.value: dtype for dtype in output.chosen(DTYPES, kvjax.KVCacheDType, list(MEASURED))}
+def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Request]:
+    """Returns what to measure, by name."""
+    dtypes = output.chosen(DTYPES, kvjax.KVCacheDType, list(MEASURED))
+    wanted = {dtype.value: Request(dtype) for dtype in dtypes}
+    for size in output.chosen(WINDOWS, int, (64,)):
+        wanted[f"{WINDOWED.value}, {size} exact"] = Request(WINDOWED, size)
     for bits in map(float, BITS.value):
         choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits)
-        wanted[f"chosen, at most {bits:g} bits"] = choice.dtypes
+        wanted[f"chosen, at most {bits:g} bits"] = Request(choice.dtypes)
     return wanted
 
 
@@ -129,21 +149,21 @@ def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Atte
     for results, texts_of, first_share in ((plain, of.plain, 0), (recall, of.repeated, 0.5)):
         for number, tokens in enumerate(texts_of):
             predicted = slice(int(first_share * len(tokens)), len(tokens) - 1)
-            reference = run(model, kvjax.KVCacheDType.FLOAT32, tokens, position, ())[0][predicted]
+            reference = run(model, FLOAT32, tokens, position, ())[0][predicted]
             for name, request in wanted.items():
                 logits = run(model, request, tokens, position, samples)[0][predicted]
                 results[name].append(diverge(logits, reference, tokens[predicted.start + 1 :]))
                 shown = summarize(results[name][-1:])
                 output.say(f"position {position}, text {number}, {name}: {accuracy_table.divergence(shown)}")
     return [
-        Row(name, bits_of(model, request), position, summarize(plain[name]), summarize(recall[name]))
+        Row(name, bits_of(model, request.dtype), position, summarize(plain[name]), summarize(recall[name]))
         for name, request in wanted.items()
     ]
 
 
-def bits_of(model: Pretrained, request: Any) -> float:
-    """Returns the mean bits of an element, stored scales included."""
-    specs = kvjax.resolve_layer_specs(model.kv_config, request)
+def bits_of(model: Pretrained, dtype: Any) -> float:
+    """Returns the mean bits of an element in pages, stored scales included."""
+    specs = kvjax.resolve_layer_specs(model.kv_config, dtype)
     elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in specs)
     return 8 * sum(spec.bytes_per_token for spec in specs) / elements
 
@@ -158,8 +178,7 @@ class AccuracyBenchmark(absltest.TestCase):
         model, of = Pretrained.from_gguf(model_file()), texts()
         rows = []
         for position in output.chosen(POSITIONS, int, (0, 6000)):
-            float32 = kvjax.KVCacheDType.FLOAT32
-            samples = [run(model, float32, tokens, position, ())[1] for tokens in of.calibration]
+            samples = [run(model, FLOAT32, tokens, position, ())[1] for tokens in of.calibration]
             rows += measure(model, position, of, samples)
         for row in rows:
             assert np.isfinite([*row.text, *row.recall]).all(), row

@@ -63,6 +63,8 @@ class Engine:
       eos_token_id: ends a request.
       host_caches: like `caches`, of `pool.num_host_blocks` blocks on the host.
       sharding: where `run`'s results are: a device or a sharding; None where no argument of `run` is committed.
+      windows: the rows of exact windows that `caches` has beside pages, and what fills them, `(caches, step, fills) ->
+        caches`; None without windows.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Engine:
         eos_token_id: int | None = None,
         host_caches: Any = None,
         sharding: jax.sharding.Sharding | jax.Device | None = None,
+        windows: tuple[kvjax.WindowRows, Callable[..., Any]] | None = None,
     ) -> None:
-        self.caches, self.host_caches, self.num_preempted = caches, host_caches, 0
+        self.caches, self.host_caches, self._windows = caches, host_caches, windows
+        self.num_preempted = 0
         self._run, self._pool, self._eos = run, pool, eos_token_id
         self._num_seqs, self._max_blocks = sorted(num_seqs), max_blocks
         self._chunk, self._max_prompts = chunk, max_prompts
@@ -207,13 +211,18 @@ class Engine:
         self._swap()
         rows = min(size for size in self._num_seqs if size >= len(batch))
         is_decode = max(q_lens) == 1
+        own_rows, fills = self._windows[0].assign(sequences, q_lens) if self._windows else (None, np.zeros(0))
         step = kvjax.StepMetadata.from_sequences(
             sequences,
             q_lens,
             num_tokens=rows if is_decode else rows + self._chunk,
             num_seqs=rows,
             max_blocks=self._max_blocks,
+            window_rows=own_rows,
         )
+        if self._windows and (fills >= 0).any():  # after a prefix hit
+            fills = np.pad(fills, (0, rows - len(fills)), constant_values=-1)
+            self.caches = self._windows[1](self.caches, step, fills)
         tokens = np.zeros(len(step.slot_mapping), np.int32)
         tokens[: sum(q_lens)] = np.concatenate([new for _, new in batch])
         buckets = {"max_q_len": 1, "max_prompts": 0} if is_decode else self._prompt_buckets

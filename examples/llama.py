@@ -17,7 +17,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,17 @@ import kvjax
 from examples.engine import Engine
 
 type Params = Mapping[str, Any]
-type Caches = tuple[kvjax.KVCache, ...] | kvjax.KVCache
+
+
+class Windowed(NamedTuple):
+    """A cache, and the exact window beside it."""
+
+    cache: kvjax.KVCache
+    window: kvjax.ExactWindow
+
+
+type Cache = kvjax.KVCache | Windowed
+type Caches = tuple[Cache, ...] | Cache
 """One per layer, or one of all layers (`num_layers`)."""
 
 type Attend = Callable[..., tuple[jax.Array, Any]]
@@ -197,20 +207,26 @@ def write_and_attend(
 
     With `max_q_len=1` every row of the step is one sequence's token, and a row of `paged_attention`.
     """
-    options: dict[str, Any] = {"implementation": implementation}
-    if isinstance(caches, kvjax.KVCache):
-        cache, options["layer"] = caches, layer
-    else:
-        cache = caches[layer]
-    if max_q_len == 1:
+    is_one = isinstance(caches, (kvjax.KVCache, Windowed))
+    cache: Any = caches if is_one else caches[layer]
+    options: dict[str, Any] = {"implementation": implementation, "layer": layer if is_one else None}
+    buckets: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
+    if isinstance(cache, Windowed):
+        new = query, key, value, cache.cache, step
+        attended, *written = kvjax.attend(*new, exact_window=cache.window, **buckets, **options)
+        cache = Windowed(*written)
+    elif max_q_len == 1:
         cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True, **options)
         attended = kvjax.paged_attention(query, cache, step.block_table, step.seq_lens, **options)
     else:
-        options |= {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
-        attended, cache = kvjax.attend(query, key, value, cache, step, **options)
-    if isinstance(caches, kvjax.KVCache):
-        return attended, cache
-    return attended, (*caches[:layer], cache, *caches[layer + 1 :])
+        attended, cache = kvjax.attend(query, key, value, cache, step, **buckets, **options)
+    return attended, cache if is_one else (*caches[:layer], cache, *caches[layer + 1 :])
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def fill_windows(caches: tuple[Windowed, ...], step: kvjax.StepMetadata, fills: jax.Array) -> tuple[Windowed, ...]:
+    """Fills rows of the windows of all layers from their pages."""
+    return tuple(Windowed(cache, kvjax.fill_exact_window(window, cache, step, fills)) for cache, window in caches)
 
 
 def forward(
@@ -320,14 +336,17 @@ def generate(
     chunk: int = 256,
     sharding: jax.sharding.Sharding | jax.Device | None = None,
 ) -> tuple[list[list[int]], Caches]:
-    """Continues each prompt greedily, scheduled by `examples.engine`.
+    """Continues each prompt greedily, scheduled by `examples.engine`, with exact windows if caches have any.
 
     `sharding` is where tokens are if parameters and caches are committed to devices.
     """
     longest = max(map(len, prompts)) + num_new_tokens
     run = functools.partial(greedy_step, params, config=config)
     max_blocks = -(-longest // pool.block_size)
-    engine = Engine(run, caches, pool, num_seqs=[len(prompts)], max_blocks=max_blocks, chunk=chunk, sharding=sharding)
+    has_windows = isinstance(caches, tuple) and isinstance(caches[0], Windowed)
+    windows = (kvjax.WindowRows(caches[0].window), fill_windows) if has_windows else None
+    sizes: dict[str, Any] = {"num_seqs": [len(prompts)], "max_blocks": max_blocks, "chunk": chunk}
+    engine = Engine(run, caches, pool, sharding=sharding, windows=windows, **sizes)
     requests = [engine.submit(prompt, num_new_tokens) for prompt in prompts]
     while not engine.is_idle:
         engine.step()
@@ -362,6 +381,7 @@ def main() -> None:
     parser.add_argument("--num-new-tokens", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of 16 tokens, in every layer")
+    parser.add_argument("--exact-window", type=int, help="tokens that stay in the model dtype, such as 64")
     args = parser.parse_args()
 
     path = Path(args.model)
@@ -380,10 +400,17 @@ def main() -> None:
     scales = [kvjax.KVScales(np.float32(1), np.float32(1))] * len(specs)  # 1
     if path.is_dir():
         scales = kvjax.load_kv_scales(path, model, args.kv_cache_dtype)
-    caches = tuple(
+    caches: tuple[Cache, ...] = tuple(
         kvjax.KVCache.allocate(spec, args.num_blocks, sharding=device, **layer_scales._asdict())
         for spec, layer_scales in zip(specs, scales, strict=True)
     )
+    if args.exact_window:
+        caches = tuple(
+            Windowed(
+                cache, kvjax.ExactWindow.allocate(cache.spec, len(args.prompts), args.exact_window, sharding=device)
+            )
+            for cache in caches
+        )
     pool = kvjax.BlockPool(args.num_blocks, specs[0].block_size)
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]
     generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens, sharding=device)

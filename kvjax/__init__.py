@@ -29,6 +29,9 @@ from kvjax.errors import KVCacheValueError as KVCacheValueError
 from kvjax.errors import KVCacheWarning as KVCacheWarning
 from kvjax.errors import OutOfBlocksError as OutOfBlocksError
 from kvjax.errors import UnsupportedError as UnsupportedError
+from kvjax.exact_window import ExactWindow as ExactWindow
+from kvjax.exact_window import copy_window_rows as copy_window_rows
+from kvjax.exact_window import fill_exact_window as fill_exact_window
 from kvjax.layouts import CacheLayout as CacheLayout
 from kvjax.layouts import VScaleLayout as VScaleLayout
 from kvjax.memory import host_sharding as host_sharding
@@ -75,7 +78,9 @@ from kvjax.spec import max_blocks as max_blocks
 from kvjax.spec import max_group_blocks as max_group_blocks
 from kvjax.spec import max_tokens as max_tokens
 from kvjax.spec import unify_page_sizes as unify_page_sizes
-from kvjax.step import StepMetadata as StepMetadata
 from kvjax.step import attend as attend
+from kvjax.step_metadata import StepMetadata as StepMetadata
+from kvjax.window_attention import exact_window_attention as exact_window_attention
+from kvjax.window_rows import WindowRows as WindowRows
 
 __version__ = "0.2.0"

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.full  # a whole run of the program
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ["float32", "fp8_e4m3", "nvfp4"]
+WINDOWED = "nvfp4_4over6, 24 exact"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,12 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("accuracy")
     write_gguf(folder / "tiny.gguf")
     command = [sys.executable, "-m", "benchmarks.accuracy", "--smoke", f"--model={folder}", "--bits=6"]
-    command += [f"--dtypes={','.join(DTYPES)}", "--positions=0,40", f"--json={folder / 'accuracy.json'}"]
+    command += [
+        f"--dtypes={','.join(DTYPES)}",
+        "--positions=0,40",
+        "--exact_windows=24",
+        f"--json={folder / 'accuracy.json'}",
+    ]
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,21 +48,25 @@ def rows(document) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
-    assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, "chosen, at most 6 bits")]
+    assert [*rows] == [
+        (name, position) for position in (0, 40) for name in (*DTYPES, WINDOWED, "chosen, at most 6 bits")
+    ]
     assert {name: row["bits"] for (name, _), row in rows.items() if name in DTYPES} == {
         "float32": 32,
         "fp8_e4m3": 8,
         "nvfp4": 4.5,
     }
+    assert rows[WINDOWED, 0]["bits"] == 4.5
     assert all(row["bits"] <= 6 for (name, _), row in rows.items() if name not in DTYPES)
 
 
 def test_a_float32_cache_does_not_diverge_and_fewer_bits_do_more(rows):
     for measure in ("text", "recall"):
         for position in (0, 40):
-            exact, fp8, nvfp4 = (rows[dtype, position][measure] for dtype in DTYPES)
+            exact, fp8, nvfp4, windowed = (rows[dtype, position][measure] for dtype in (*DTYPES, WINDOWED))
             assert (exact["kl"], exact["kl_error"], exact["agreement"]) == (0, 0, 1)
             assert 0 < fp8["kl"] < nvfp4["kl"]
+            assert 0 < windowed["kl"] < nvfp4["kl"]
 
 
 def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):

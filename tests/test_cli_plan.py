@@ -74,6 +74,7 @@ def test_every_figure_of_one_model(plan: Plan):
         "totals": {"bytes_per_token": 32 * 1152, "tokens": 1_165_072, "one_table_tokens": 1_165_072},
         "bfloat16": {"bytes_per_token": 32 * 4096, "tokens": 327_680, "one_table_tokens": 327_680},
         "ratio": 1_165_072 / 327_680,
+        "exact_window": None,
     }
 
 
@@ -87,8 +88,8 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^- `([a-z0-9_.\[\]]+)`:", PLAN_PAGE, re.MULTILINE)
-    assert keys(plan(GPT_OSS)) == set(documented)
-    assert len(documented) == len(set(documented)) == 32
+    assert keys(plan(GPT_OSS, "--exact-window=64", "--max-seqs=8")) == set(documented)
+    assert len(documented) == len(set(documented)) == 35
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -127,6 +128,20 @@ def test_a_kind_of_layers_is_skipped(plan: Plan):
     ]
     assert [group["sliding_window"] for group in document["groups"]] == [128, None]
     assert [group["attention"] for group in document["groups"]] == ["sliding_window", "full_attention"]
+
+
+def test_exact_windows_leave_less_for_pages(plan: Plan, capsys: pytest.CaptureFixture[str]):
+    """A row of Llama's is 64 tokens of 8 KV heads of 2 * 128 elements of bfloat16: 262,144 bytes a layer."""
+    arguments = "--kv-cache-dtype=nvfp4", "--skip-layers=0", "--exact-window=64", "--max-seqs=100"
+    window = 31 * 100 * 262_144
+    document = plan(LLAMA, *arguments, f"--memory={40 * 2**30 + window}")
+    assert document["exact_window"] == {"size": 64, "max_seqs": 100, "bytes": window}
+    assert document["totals"] == plan(LLAMA, *arguments[:2], "--memory=40GiB")["totals"]
+    shared = plan(LLAMA, *arguments, "--tensor-parallel=4")["exact_window"]
+    assert shared["bytes"] == window / 4
+    assert plan(LLAMA, *arguments, "--memory=1MiB")["totals"]["tokens"] == 0
+    main(["plan", "--config", LLAMA, *arguments])
+    assert f"exact windows of 64 tokens of 100 sequences: {window:,} bytes of these" in capsys.readouterr().out
 
 
 def test_the_checkpoint_decides_where_nobody_asks(plan: Plan):
@@ -524,6 +539,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--skip-layers", "sliding_window"],
             "argument --skip-layers: skip_layers: got 'sliding_window', expected one",
         ),
+        (["--exact-window", "64"], "argument --exact-window: expected with --max-seqs, the sequences that have a"),
+        (["--exact-window", "0", "--max-seqs", "1"], "argument --exact-window: got 0, expected at least 1"),
         (["--v-scale-layout", "swizzled"], "v_scale_layout: got 'swizzled' with dtype 'bfloat16', which has no block"),
         (
             ["--kv-cache-dtype", "nvfp4", "--v-scale-layout", "swizzled", "--block-size", "6"],

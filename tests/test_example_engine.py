@@ -93,6 +93,37 @@ def test_requests_get_their_tokens_in_any_company(max_prompts: int):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_rows", [4, 6])
+def test_requests_get_their_tokens_with_exact_windows(num_rows: int):
+    """Which hold what float32 pages do: a token that a window lacked, or had of another request, would show."""
+    spec = kvjax.FullAttentionSpec(4, 2, 16, dtype="float32", model_dtype="float32")
+
+    def layer() -> llama.Windowed:
+        cache, window = kvjax.KVCache.allocate(spec, NUM_BLOCKS), kvjax.ExactWindow.allocate(spec, num_rows, 6)
+        ring = kvjax.KVCache(jax.numpy.full_like(window.ring.kv, np.nan), window.ring.spec)
+        return llama.Windowed(cache, kvjax.ExactWindow(ring, 6))
+
+    caches = (layer(), layer())
+    fills: list[Any] = []
+
+    def fill(*args: Any) -> Any:
+        fills.append(args[2])
+        return llama.fill_windows(*args)
+
+    engine, _ = made(max_prompts=2, windows=(kvjax.WindowRows(caches[0].window), fill))
+    engine.caches = caches
+    requests = [engine.submit(*each) for each in zip(prompts()[:-1], NEW, strict=False)]
+    while not engine.is_idle:
+        engine.step()
+    assert not fills
+    requests.append(engine.submit(prompts()[-1], NEW[-1]))
+    while not engine.is_idle:
+        engine.step()
+    assert [request.generated for request in requests] == alone()
+    assert len(fills) == 1  # of the prompt whose first blocks were cached
+
+
+@pytest.mark.full
 def test_a_request_ends_with_the_token_that_ends_texts():
     longest = max(range(len(NEW)), key=NEW.__getitem__)
     tokens = alone()[longest]

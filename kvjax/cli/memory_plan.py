@@ -71,6 +71,28 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowPlan:
+    """Exact windows: `bytes` is what all quantized layers' take of the budget, for `max_seqs` sequences of one device.
+
+    `size`: tokens that a query attends to there.
+    """
+
+    size: int
+    max_seqs: int
+    bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[AttentionSpec], size: int, max_seqs: int) -> Self:
+        """Returns the plan for windows beside the quantized layers of `specs`.
+
+        Raises:
+          UnsupportedError: a layer of latents (MLA).
+        """
+        quantized = [spec for spec in specs if spec.dtype.is_quantized]
+        return cls(size, max_seqs, sum(kvjax.ExactWindow.num_bytes(spec, max_seqs, size) for spec in quantized))
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """The cost of a model's KV cache; the fields are the keys of `kvjax plan --json`.
 
@@ -78,7 +100,8 @@ class MemoryPlan:
     values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
     device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `sequences`: how
     many sequences' states are taken from the budget. `bfloat16`: the totals with every layer in bfloat16. `ratio`:
-    `totals.tokens` relative to those, None if those are 0.
+    `totals.tokens` relative to those, None if those are 0. `exact_window`: None without one; its bytes are not those of
+    `totals`, but of `memory_bytes`.
     """
 
     warnings: tuple[str, ...]
@@ -93,6 +116,7 @@ class MemoryPlan:
     totals: Totals
     bfloat16: Totals
     ratio: float | None
+    exact_window: WindowPlan | None
 
     @classmethod
     def make(
@@ -106,6 +130,7 @@ class MemoryPlan:
         tensor_parallel: int,
         memory_bytes: int,
         sequences: int = 0,
+        exact_window: WindowPlan | None = None,
     ) -> Self:
         """Makes the plan of one device's share of a model.
 
@@ -118,6 +143,7 @@ class MemoryPlan:
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
           sequences: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
+          exact_window: of `specs`; its bytes are not left for pages.
 
         Raises:
           KVCacheValueError: the budget does not hold the states.
@@ -136,7 +162,8 @@ class MemoryPlan:
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
-        totals, bfloat16 = (_totals(every, for_pages) for every in (specs, baseline))
+        left = max(for_pages - (exact_window.bytes if exact_window else 0), 0)
+        totals, bfloat16 = (_totals(every, budget) for every, budget in ((specs, left), (baseline, for_pages)))
         return cls(
             warnings=(),
             num_layers=model.num_hidden_layers,
@@ -150,6 +177,7 @@ class MemoryPlan:
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
+            exact_window=exact_window,
         )
 
     def as_json(self) -> str:
@@ -176,6 +204,11 @@ class MemoryPlan:
             lines.append(
                 "a cache for each layer, without shared pages, and one block table hold"
                 f" {self.totals.one_table_tokens:,} tokens"
+            )
+        if self.exact_window is not None:
+            lines.append(
+                f"exact windows of {self.exact_window.size:,} tokens of {self.exact_window.max_seqs:,} sequences:"
+                f" {self.exact_window.bytes:,} bytes of these, in quantized layers"
             )
         lines += [
             f"scales of layers {in_ranges(group.layers)}: {' and '.join(group.scales) or 'none, so 1'}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
-from kvjax.cli.memory_plan import MemoryPlan
+from kvjax.cli.memory_plan import MemoryPlan, WindowPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales
 from kvjax.tensor_files import has_tensors, open_tensors
@@ -106,6 +106,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default=kvjax.VScaleLayout.LINEAR.value,
         help="order of NVFP4 V scales (default: %(default)s)",
     )
+    parser.add_argument(
+        "--exact-window",
+        type=at_least(1),
+        metavar="TOKENS",
+        help="count exact windows of so many tokens beside quantized layers, for --max-seqs sequences",
+    )
+    parser.add_argument(
+        "--max-seqs", type=at_least(1), metavar="SEQUENCES", help="sequences that have an exact window at once"
+    )
     parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -141,6 +150,8 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         model = dataclasses.replace(model, state_bytes=args.state_bytes)
     if args.sequences and model.state_bytes is None:
         parser.error("argument --sequences: the size of this model's states is unknown: give --state-bytes")
+    if (args.exact_window is None) != (args.max_seqs is None):
+        parser.error("argument --exact-window: expected with --max-seqs, the sequences that have a window at once")
     with _argument_errors(parser, "argument --tensor-parallel: "):
         model = model.shard(args.tensor_parallel)
     # Errors here concern several arguments, or the model: the message names the field.
@@ -153,6 +164,10 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
             layout=args.layout,
             v_scale_layout=args.v_scale_layout,
         )
+        window = None
+        if args.exact_window is not None:
+            with _argument_errors(parser, "argument --exact-window: "):
+                window = WindowPlan.of(specs, args.exact_window, args.max_seqs)
         return MemoryPlan.make(
             model,
             resolved,
@@ -162,6 +177,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
             tensor_parallel=args.tensor_parallel,
             memory_bytes=args.memory,
             sequences=args.sequences,
+            exact_window=window,
         )
 
 
@@ -213,7 +229,7 @@ def _argument_errors(parser: argparse.ArgumentParser, prefix: str = "") -> Itera
     """Turns kvjax's errors into argparse's: usage, one line, status 2."""
     try:
         yield
-    except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError) as error:
+    except (kvjax.KVCacheValueError, kvjax.KVCacheTypeError, kvjax.UnsupportedError) as error:
         parser.error(f"{prefix}{error}")
     except OSError as error:
         parser.error(f"{prefix}cannot read {error.filename!r}: {error.strerror}")

@@ -110,6 +110,7 @@ class Pretrained:
         caches: list[kvjax.KVCache],
         *,
         first_position: int = 0,
+        exact_window: int | None = None,
     ) -> tuple[jax.Array, list[Attended]]:
         """Runs a step over `caches`, which it donates and replaces by those written.
 
@@ -118,6 +119,7 @@ class Pretrained:
           step: their sequences.
           caches: one for each layer.
           first_position: RoPE's position of each sequence's first token.
+          exact_window: tokens that each query reads in bfloat16, its own included, in a step of whole sequences.
 
         Returns:
           Logits `[tokens, vocab_size]`, float32, and what each layer attended with.
@@ -125,9 +127,18 @@ class Pretrained:
         x = self.embedding[jnp.asarray(tokens)]
         angles = (step.token_rows()[1] + first_position)[:, None, None] * jnp.asarray(self.frequencies, jnp.float32)
         attended = []
+        if exact_window is not None:
+            step = dataclasses.replace(step, window_rows=np.arange(len(step.seq_lens), dtype=np.int32))
         for number, layer in enumerate(self.layers):
             x, caches[number], inputs = _run_layer(
-                x, caches[number], layer, step, angles, eps=self.rms_norm_eps, head_size=self.head_size
+                x,
+                caches[number],
+                layer,
+                step,
+                angles,
+                eps=self.rms_norm_eps,
+                head_size=self.head_size,
+                exact_window=exact_window,
             )
             attended.append(inputs)
         return _logits(x, self.norm, self.unembedding, eps=self.rms_norm_eps), attended
@@ -142,7 +153,7 @@ def step_of(lengths: Sequence[int]) -> tuple[kvjax.StepMetadata, int]:
     return kvjax.StepMetadata.from_sequences(sequences, lengths), num_blocks
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "head_size"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("eps", "head_size", "exact_window"), donate_argnames="cache")
 def _run_layer(
     x: jax.Array,
     cache: kvjax.KVCache,
@@ -152,13 +163,19 @@ def _run_layer(
     *,
     eps: float,
     head_size: int,
+    exact_window: int | None,
 ) -> tuple[jax.Array, kvjax.KVCache, Attended]:
     # By default a GPU would multiply float32 matrices in TF32, whose rounding exceeds that of the 16-bit caches.
     with jax.default_matmul_precision("highest"):
         h = _rms_norm(x, layer["attention_norm"], eps)
         query, key, value = ((h @ layer[name]).reshape(len(x), -1, head_size) for name in ("query", "key", "value"))
         inputs = Attended(_rotate(query, angles), _rotate(key, angles), value)
-        attended, cache = kvjax.attend(*inputs, cache, step, unique_slots=True)
+        if exact_window is None:
+            attended, cache = kvjax.attend(*inputs, cache, step, unique_slots=True)
+        else:
+            spec = dataclasses.replace(cache.spec, model_dtype=kvjax.KVCacheDType.BFLOAT16)
+            window = kvjax.ExactWindow.allocate(spec, len(step.seq_lens), exact_window)
+            attended, cache, _ = kvjax.attend(*inputs, cache, step, exact_window=window, unique_slots=True)
         x += attended.reshape(len(x), -1) @ layer["output"]
         h = _rms_norm(x, layer["mlp_norm"], eps)
         x += (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]

@@ -231,6 +231,33 @@ def check_window(window: ArrayLike) -> None:
     refuse(number < 1, "sliding_window: got {window}, expected at least 1", window=number)
 
 
+def check_window_rows(what: str, rows: ArrayLike, is_used: ArrayLike, num_rows: int) -> None:
+    """Checks that used rows of a window, `[num_seqs]`, lie between 0 and `num_rows - 1` and are unique.
+
+    Raises:
+      KVCacheValueError: names the first that does not, or the first that is repeated.
+    """
+    xp, row, used = readable(rows, is_used)
+    if not row.shape[0]:
+        return
+    wrong = used & ((row < 0) | (row >= num_rows))
+    seq = xp.argmax(wrong)
+    refuse(
+        wrong.any(),
+        f"{what}[{{seq}}]: got {{row}}, expected between 0 and {num_rows - 1}, a row of the window",
+        seq=seq,
+        row=row[seq],
+    )
+    first, second = _first_repeated(xp, xp.where(used, row, -1))
+    refuse(
+        second < row.shape[0],
+        f"{what}[{{second}}]: got {{row}}, expected a unique row: {what}[{{first}}] is the same",
+        first=first,
+        second=second,
+        row=row[xp.minimum(second, row.shape[0] - 1)],
+    )
+
+
 def check_num_seqs(num_seqs: ArrayLike, max_num_seqs: int) -> None:
     """Checks that a number of sequences, `[]` or `[1]`, lies between 0 and `max_num_seqs`.
 

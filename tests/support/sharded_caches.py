@@ -564,6 +564,64 @@ def check_layers() -> None:
             assert_same_bytes(np.asarray(only.kv)[:, layer], expected if layer == 1 else np.zeros_like(expected))
 
 
+def attend_with_window(cache, window, query, key, value, step, layer, max_q_len):
+    out, cache, window = kvjax.attend(
+        query, key, value, cache, step, exact_window=window, layer=layer, max_q_len=max_q_len, logits_soft_cap=4.0
+    )
+    return out, cache, window
+
+
+def check_exact_windows() -> None:
+    """A window's heads are divided as the cache's are, in chunks over a copy of it too; it is filled and copied so."""
+    spec, rng = make_spec("nvfp4-HND-swizzled"), np.random.default_rng(0)
+    new = [rng.standard_normal((24, heads, 32)).astype(np.float32) for heads in (2 * NUM_HEADS, NUM_HEADS, NUM_HEADS)]
+    table, rows = np.int32([[1, 5, 3], [2, 0, 4]]), np.int32([1, 0])
+    steps = [
+        (
+            20,
+            kvjax.StepMetadata(
+                table, *map(np.int32, ([14, 6], [0, 14, 20], [*range(8, 16), *range(40, 46), *range(16, 22)]))
+            ),
+        ),
+        (1, kvjax.StepMetadata(table, *map(np.int32, ([15, 7], [0, 1, 2], [46, 22])))),
+    ]
+    results: dict[str, Any] = {}
+    for division in ("alone", "heads", "heads over both axes") if FULL else ("alone", "heads"):
+        sharding, heads = None, DIVISIONS.get(division, (None, None))[1]
+        if division != "alone":
+            whole = sharding_of(spec, division).spec
+            sharding = NamedSharding(MESH, P(*whole[:1], None, *whole[1:]))
+        cache = KVCache.allocate(spec, NUM_BLOCKS, num_layers=2, sharding=sharding, k_scale=0.01, v_scale=0.02)
+        window = kvjax.ExactWindow.allocate(spec, 3, 5, num_layers=2, sharding=sharding)
+        pointers = device_pointers(window.ring.kv), device_pointers(cache.kv)
+        found = []
+        for max_q_len, step in steps if FULL else steps[:1]:
+            own = [x[: len(step.slot_mapping)] for x in new]
+            if sharding is not None:
+                own = [jax.device_put(x, NamedSharding(MESH, P(None, heads))) for x in own]
+            step = dataclasses.replace(step, window_rows=rows)
+            run = functools.partial(attend_with_window, layer=jnp.int32(1), max_q_len=max_q_len)
+            out, cache, window = compile_without_collectives(run, cache, window, *own, step, donate_argnums=(0, 1))(
+                cache, window, *own, step
+            )
+            found.append(out)
+        assert (device_pointers(window.ring.kv), device_pointers(cache.kv)) == pointers
+        fill = functools.partial(kvjax.fill_exact_window, layer=jnp.int32(1))
+        filled = compile_without_collectives(fill, window, cache, step, np.int32([2, -1]))(
+            window, cache, step, np.int32([2, -1])
+        )
+        copied = kvjax.copy_window_rows(window, np.int32([[1, 2]]))
+        found += [each.ring.kv for each in (window, filled, copied)]
+        results[division] = [np.asarray(x, np.float32) for x in found]
+        for got, expected in zip(results[division], results["alone"], strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
+    pages = NamedSharding(MESH, P("data"))
+    assert kvjax.ExactWindow.allocate(spec, 3, 5, sharding=pages).ring.local_spec.num_kv_heads == NUM_HEADS
+    bad = NamedSharding(MESH, P(None, "data"))
+    with pytest.raises(KVCacheValueError, match="expected one that divides blocks"):
+        kvjax.ExactWindow.allocate(spec, 3, 5, sharding=bad)
+
+
 def check_carried_scales(name: str, division: str) -> KVCache:
     """A write and a read by a cache that carries its scales; returns it."""
     given, before, tokens, scales = small(name, division)
@@ -861,6 +919,7 @@ CHECKS = {
         check_within_shard_map,
         check_transformations,
         check_layers,
+        check_exact_windows,
         check_scales_of_the_cache,
         check_programs_are_reused,
         check_split_views,

@@ -1,0 +1,282 @@
+"""Attention with an exact recent window: each query's last tokens from a ring, all earlier ones from pages.
+
+Both parts are causal attention: over a ring within a window of its size, over pages with the limit of each query's
+tokens as many tokens further back. Their results are joined by `merge_attention_states`.
+
+A step's tokens are written to the ring before they attend, as they are to pages, where it has room for them beside
+what the first of them sees: for decodes and drafts. Longer chunks attend over a copy of the rows of the step's
+sequences with room for the chunks; the ring takes the last of their tokens afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvjax.cache import KVCache
+from kvjax.errors import KVCacheValueError
+from kvjax.exact_window import BLOCK_SIZE, ExactWindow, as_rows, check_window, first_tokens
+from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
+from kvjax.ops.merge import merge_attention_states
+from kvjax.ops.options import MAX_WINDOW, as_limits, num_reached_blocks
+from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.write import reshape_and_cache_flash_diffkv
+from kvjax.partition import partition_of
+from kvjax.step_metadata import PADDING_SLOT, StepMetadata
+
+
+def exact_window_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cache: KVCache,
+    exact_window: ExactWindow,
+    metadata: StepMetadata,
+    *,
+    layer: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    sm_scale: float | None = None,
+    sliding_window: Window = OF_LAYER,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    batch_invariant: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ExactWindow]:
+    """Attends as `ragged_paged_attention` does, with the last `exact_window.size` tokens of each query exact.
+
+    What `attend` does after it has written the step's keys and values to the cache. The rows of sequences,
+    `metadata.window_rows`, have to hold the tokens before the step's first, as far as its queries see them: what
+    earlier steps, `fill_exact_window` or `copy_window_rows` left there.
+
+    Under `jit`, donate the window: the ring is written in place. If `max_q_len` is at most that of the window, queries
+    attend over the ring itself, else over a copy of the rows of the step's sequences and its new tokens.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16.
+      key: `[num_tokens, num_kv_heads, head_size]`, as the cache has it. The ring stores it in the model dtype.
+      value: `[num_tokens, num_kv_heads, head_size_v]`, likewise.
+      cache: with the step's tokens.
+      exact_window: of the same layers and heads.
+      metadata: the step's sequences and their rows.
+      layer: the layer in a cache and a window of several.
+      k_scale: the decode scale that the keys were written with, if not the cache's; default: the cache's, or 1.
+      v_scale: the same for the values.
+      sm_scale: factor on the logits, as in `ragged_paged_attention`.
+      sliding_window: tokens that a row attends to, exact ones included; None for no window. Default: the layer's.
+      logits_soft_cap: logits become `cap * tanh(logit / cap)`; None for no cap.
+      sinks: float32 `[num_heads]`.
+      batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch.
+      max_q_len: most query tokens of a sequence, in XLA too; default `num_tokens`.
+      max_prompts: most sequences with more query tokens than `decode_q_len`.
+      decode_q_len: most query tokens of a sequence on the decode path.
+      implementation: `"mosaic"` or `"xla"`, for the write and both attentions; None chooses for each.
+
+    Returns:
+      `[num_tokens, num_heads, head_size_v]` of `query`'s dtype, and the window with the step's tokens.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: as `ragged_paged_attention`; a window of other layers or heads than the
+        cache's, or metadata without rows.
+      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
+    """
+    step = _Step.of(exact_window, cache, metadata)
+    num_tokens = np.shape(metadata.slot_mapping)[0]
+    dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
+    check_array("query", query, dims, INPUT_DTYPES)
+    limits = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "logits_soft_cap": logits_soft_cap,
+        "batch_invariant": batch_invariant,
+        "return_lse": True,
+        "implementation": implementation,
+        **limits,
+    }
+    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
+    new = _Tokens(key, value, implementation)
+    if longest <= exact_window.max_q_len:
+        ring = new.written(exact_window.ring, step.ring_slots, layer)
+        recent, table, layer_of_recent = ring, step.ring_table(longest), layer
+    else:
+        recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
+        new = new.after(recent)  # else XLA would copy the ring
+        recent, layer_of_recent = new.written(recent, slots), None
+        ring = new.written(exact_window.ring, step.ring_slots, layer)
+    spans = _Spans.of(sliding_window, cache, exact_window.size)
+    near = ragged_paged_attention(
+        query,
+        recent,
+        table,
+        step.lens - step.first_block * BLOCK_SIZE,
+        metadata.cu_q_lens,
+        layer=layer_of_recent,
+        sliding_window=spans.near,
+        sinks=sinks,
+        **options,
+    )
+    exact_window = dataclasses.replace(exact_window, ring=ring)
+    if spans.reaches_pages is False:
+        return near[0], exact_window
+    lens = jnp.maximum(step.lens - exact_window.size, 0)  # a query whose limit is below 0 sees nothing
+    far = ragged_paged_attention(
+        query,
+        cache,
+        metadata.block_table,
+        jnp.where(spans.reaches_pages, lens, 0),
+        metadata.cu_q_lens,
+        layer=layer,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=spans.far,
+        **options,
+    )
+    return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], exact_window
+
+
+class _Spans(NamedTuple):
+    """How a sliding window is divided: tokens that a query sees in the ring, and at most in the pages.
+
+    `reaches_pages`: whether it sees any in the pages; a bool, or on the device if the window is an array.
+    """
+
+    near: int | jax.Array
+    far: int | jax.Array | None
+    reaches_pages: bool | jax.Array
+
+    @classmethod
+    def of(cls, sliding_window: Window, cache: KVCache, size: int) -> _Spans:
+        window, on_device = as_window(sliding_window, cache.spec)
+        if on_device is not None:
+            return cls(jnp.minimum(on_device, size), jnp.maximum(on_device - size, 1), on_device > size)
+        if window is None:
+            return cls(size, None, True)
+        return cls(min(window, size), window - size, window > size)
+
+
+class _Tokens(NamedTuple):
+    """A step's keys and values, and what writes them."""
+
+    key: Any
+    value: Any
+    implementation: str | None
+
+    def written(self, cache: KVCache, slots: jax.Array, layer: Any = None) -> KVCache:
+        """Returns the cache with these tokens."""
+        return reshape_and_cache_flash_diffkv(
+            self.key, self.value, cache, slots, layer=layer, unique_slots=True, implementation=self.implementation
+        )
+
+    def after(self, cache: KVCache) -> _Tokens:
+        """Returns the same tokens, available once the cache is."""
+        key, value, _ = lax.optimization_barrier((self.key, self.value, cache.kv))
+        return self._replace(key=key, value=value)
+
+
+class _Step(NamedTuple):
+    """Where the tokens of a step's sequences are in a window; int32.
+
+    Attributes:
+      lens: `[num_seqs]`, tokens of each sequence, the new ones included.
+      is_new: bool `[num_seqs]`, whether it has new tokens.
+      first_block: `[num_seqs]`, the first of its blocks (of `BLOCK_SIZE` tokens) that its queries see.
+      row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
+      blocks_per_row: of the window.
+      size: of the window.
+      seq: `[num_tokens]`, each new token's sequence.
+      position: `[num_tokens]`, its position, -1 for padding.
+    """
+
+    lens: jax.Array
+    is_new: jax.Array
+    first_block: jax.Array
+    row_start: jax.Array
+    blocks_per_row: int
+    size: int
+    seq: jax.Array
+    position: jax.Array
+
+    @classmethod
+    def of(cls, window: ExactWindow, cache: KVCache, metadata: StepMetadata) -> _Step:
+        check_window(window, cache, metadata)
+        check_array("slot_mapping", metadata.slot_mapping, [("num_tokens", None)], INDEX_DTYPES)
+        if metadata.window_rows is None:
+            raise KVCacheValueError(
+                "metadata.window_rows: got None, expected each sequence's row of the window, as"
+                " StepMetadata.from_sequences(..., window_rows=rows) holds them"
+            )
+        lens = as_lengths(metadata.seq_lens).astype(jnp.int32)
+        first = first_tokens(metadata)
+        is_new = first < lens
+        row = as_rows("metadata.window_rows", metadata.window_rows, window, len(lens), is_new)
+        seq, position = metadata.token_rows()
+        oldest = jnp.maximum(first - (window.size - 1), 0)
+        start = row * window.blocks_per_row
+        return cls(lens, is_new, oldest // BLOCK_SIZE, start, window.blocks_per_row, window.size, seq, position)
+
+    @property
+    def ring_slots(self) -> jax.Array:
+        """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
+        tokens = self.blocks_per_row * BLOCK_SIZE
+        start = self.row_start[self.seq] * BLOCK_SIZE
+        is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
+        return jnp.where(is_kept, start + self.position % tokens, PADDING_SLOT)
+
+    def ring_table(self, max_q_len: int) -> jax.Array:
+        """Returns a block table of the ring, from each sequence's `first_block` on, for so many new tokens.
+
+        Its first and its last column may be one block of the ring, for tokens of either.
+        """
+        block = self.first_block[:, None] + jnp.arange(self.num_columns(max_q_len), dtype=jnp.int32)
+        in_row = self.row_start[:, None] + block % self.blocks_per_row
+        return jnp.where(self.row_start[:, None] >= 0, in_row, -1)
+
+    def num_columns(self, max_q_len: int) -> int:
+        """Returns the most blocks that the queries of a sequence with so many new tokens see."""
+        return num_reached_blocks(self.size, max_q_len, MAX_WINDOW, BLOCK_SIZE)
+
+
+def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[KVCache, jax.Array, jax.Array]:
+    """Returns a copy of the rows of a step's sequences with room for its tokens, its block table and their slots.
+
+    The first columns of the table are blocks of the rows, from `first_block` to that of the first new token, the others
+    blocks of the chunks.
+    """
+    num_seqs, num_tokens = len(step.lens), len(step.position)
+    num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
+    # Full blocks of new tokens, and one partial block for each sequence that has any.
+    room = (num_tokens + min(num_seqs, num_tokens) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
+    copied = jnp.pad(step.ring_table(1).reshape(-1), (0, room), constant_values=-1)
+    cache = _pages(ring, copied, layer)
+    num_blocks = -(-step.lens // BLOCK_SIZE) - step.first_block - num_old
+    num_blocks = jnp.where(step.is_new & (step.row_start >= 0), jnp.maximum(num_blocks, 0), 0)
+    start = num_seqs * num_old + jnp.cumsum(num_blocks) - num_blocks
+    column = jnp.arange(columns, dtype=jnp.int32)[None]
+    own = jnp.arange(num_seqs, dtype=jnp.int32)[:, None] * num_old + column
+    table = jnp.where(column < num_old, own, start[:, None] + column - num_old)
+    exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
+    table = jnp.where(exists, table, -1)
+    column = step.position // BLOCK_SIZE - step.first_block[step.seq]
+    block = table.at[step.seq, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    is_written = (step.position >= 0) & (block >= 0)
+    return cache, table, jnp.where(is_written, block * BLOCK_SIZE + step.position % BLOCK_SIZE, PADDING_SLOT)
+
+
+def _pages(ring: KVCache, blocks: jax.Array, layer: Any) -> KVCache:
+    """Returns a cache of copies of a layer's blocks, zeros for those below 0."""
+    index = blocks if ring.num_layers is None else (blocks, layer)
+    kv = ring.kv.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    sharding = ring.sharding
+    if sharding is not None:
+        divided = partition_of(ring.spec, sharding, ring.num_layers)
+        sharding = dataclasses.replace(divided, num_layers=None).sharding(ring.spec)
+    return KVCache(kv, ring.spec, sharding)

@@ -1,0 +1,116 @@
+"""`WindowRows`: which sequence has which row of an exact window."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.block_pool import PagedSequence
+from kvjax.errors import KVCacheValueError
+from kvjax.exact_window import ExactWindow, check_is_window
+from kvjax.spec import as_int
+from kvjax.step_metadata import NO_ROW
+
+
+@dataclasses.dataclass
+class _Held:
+    """A sequence's row, and which of its tokens are there: those at positions from `start` to `stop`."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class WindowRows:
+    """Assigns the rows of a window to sequences, those of the sequences that ran least recently first.
+
+    Host-side bookkeeping, one for the windows of all layers, which have equal sizes. A sequence keeps its row from step
+    to step. One that lost it, or had none though it has tokens (after a prefix hit, a swap or a fork), gets a row to
+    fill from the pages. There is nothing to release.
+
+    Attributes:
+      num_rows: of the window; most sequences in a step.
+    """
+
+    def __init__(self, exact_window: ExactWindow) -> None:
+        check_is_window(exact_window)
+        self.num_rows = exact_window.num_rows
+        self._size, self._tokens_per_row = exact_window.size, exact_window.tokens_per_row
+        self._held: collections.OrderedDict[PagedSequence, _Held] = collections.OrderedDict()  # by last use
+
+    def assign(self, sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Assigns rows for a step, which has to run: its tokens are then in the window.
+
+        Args:
+          sequences: of the step; `BlockPool.append` has reserved its new tokens.
+          q_lens: number of new tokens of each.
+
+        Returns:
+          int32 `[num_seqs]`, twice: the row of each sequence, for `StepMetadata`; and the rows that
+          `fill_exact_window` has to fill before the step, -1 where it has nothing to do. Both are -1 for a sequence
+          without new tokens.
+
+        Raises:
+          KVCacheValueError: more sequences than rows, more new tokens than a sequence has, or a sequence given twice.
+            Nothing has changed.
+        """
+        new = _checked(sequences, q_lens)
+        if len(new) > self.num_rows:
+            raise KVCacheValueError(
+                f"sequences: got {len(new)} with new tokens, expected at most {self.num_rows}, the rows of the window"
+            )
+        for sequence in new:
+            if sequence in self._held:
+                self._held.move_to_end(sequence)
+        rows, fills = np.full((2, len(sequences)), NO_ROW, np.int32)
+        for sequence, (index, first) in new.items():
+            held = self._take(sequence)
+            seen = max(first - self._size + 1, 0)  # the first token that the new ones attend to in the window
+            if not (held.start <= seen and first <= held.stop):
+                held.start = max(first - self._size, 0)
+                fills[index] = held.row if seen < first else NO_ROW
+            held.stop = sequence.num_tokens
+            held.start = max(held.start, held.stop - self._tokens_per_row)
+            rows[index] = held.row
+        return rows, fills
+
+    def fork(self, sequence: PagedSequence, other: PagedSequence) -> np.ndarray:
+        """Gives `other`, forked from `sequence`, a row with the same tokens; without it, the row is filled from pages.
+
+        Returns:
+          int32 `[0 or 1, 2]`: rows to copy (from, to) by `copy_window_rows` before the next step; none if `sequence`
+          has no row, or the only one.
+        """
+        if sequence not in self._held or self.num_rows == 1:
+            return np.zeros((0, 2), np.int32)
+        self._held.move_to_end(sequence)
+        own, copied = self._held[sequence], self._take(other)
+        copied.start, copied.stop = own.start, own.stop
+        return np.array([[own.row, copied.row]], np.int32)
+
+    def _take(self, sequence: PagedSequence) -> _Held:
+        """Returns the sequence's row, or a free one, or else that of the sequence that ran least recently."""
+        held = self._held.pop(sequence, None)
+        if held is None:
+            free = len(self._held) < self.num_rows
+            held = _Held(len(self._held) if free else self._held.popitem(last=False)[1].row, 0, 0)
+        self._held[sequence] = held
+        return held
+
+
+def _checked(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> dict[PagedSequence, tuple[int, int]]:
+    """Returns, of each sequence with new tokens, its index and the position of the first of them."""
+    if len(sequences) != len(q_lens):
+        raise KVCacheValueError(
+            f"q_lens: got {len(q_lens)} numbers, expected one for each of {len(sequences)} sequences"
+        )
+    if len(set(sequences)) != len(sequences):
+        raise KVCacheValueError("sequences: got a duplicate, expected each once")
+    new = {}
+    for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True)):
+        if number := as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens):
+            new[sequence] = index, sequence.num_tokens - number
+    return new

@@ -1,0 +1,109 @@
+"""Exact windows on a GPU: both parts are attended to by kernels, interpreted and compiled for H100, and in place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import gpu_compile
+from support.exact_windows import Case, Server, random_tokens
+from support.gpu_compile import compile_for
+from support.interpret_mode import interpret_mode
+
+import kvjax
+from kvjax import ExactWindow, KVCache, StepMetadata
+from kvjax.kernels.target import Target, tracing_for
+from kvjax.ops.route import Query, route
+
+NUM_ROWS, NUM_SEQS, MAX_BLOCKS = 1024, 16, 256
+
+
+def step(
+    query: Any, key: Any, value: Any, cache: KVCache, window: ExactWindow, metadata: StepMetadata, **options: Any
+) -> Any:
+    return kvjax.attend(query, key, value, cache, metadata, exact_window=window, unique_slots=True, **options)
+
+
+def abstract(cache: KVCache, num_blocks: int) -> KVCache:
+    spec = cache.spec
+    return KVCache(jax.ShapeDtypeStruct(spec.cache_shape(num_blocks), spec.array_dtype), spec)
+
+
+def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
+    spec = kvjax.FullAttentionSpec(16, 8, 128, **{"dtype": "nvfp4"} | changes)
+    cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(4096), spec.array_dtype), spec)
+    small = ExactWindow.allocate(spec, 1, 64, max_q_len=max_q_len)
+    window = ExactWindow(abstract(small.ring, NUM_ROWS * small.blocks_per_row), 64, max_q_len)
+    shapes = (NUM_SEQS, MAX_BLOCKS), (NUM_SEQS,), (NUM_SEQS + 1,), (num_tokens,), (NUM_SEQS,)
+    metadata = StepMetadata(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+    query, key = (jax.ShapeDtypeStruct((num_tokens, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    return [query, key, key, cache, window, metadata]
+
+
+DECODES = {"reshape_and_cache_flash": 2, "paged_attention": 2, "merge_paged_attention": 2}
+"""A write and an attention for the pages, and as many for the ring."""
+
+CHUNKS = DECODES | {"reshape_and_cache_flash": 3, "gather_kv": 2, "prompt_attention": 2}
+"""The step's tokens are also written to the copy of the ring's rows."""
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "kernels"),
+    [
+        pytest.param(NUM_SEQS, {"max_q_len": 1}, DECODES, marks=pytest.mark.full),
+        pytest.param(4 * NUM_SEQS, {"max_q_len": 4}, DECODES, marks=pytest.mark.full),
+        pytest.param(1024 + NUM_SEQS, {"max_q_len": 1024, "max_prompts": 1}, CHUNKS, marks=pytest.mark.full),
+    ],
+    ids=["decodes", "drafts", "chunks"],
+)
+def test_both_parts_are_kernels_and_the_ring_is_in_place(num_tokens: int, options: Any, kernels: dict[str, int]):
+    args = arguments(num_tokens, max_q_len=4 if options["max_q_len"] == 4 else 1)
+    run = functools.partial(step, implementation="mosaic", **options)
+    program = compile_for("h100", run, *args, donate_argnums=(3, 4))
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
+    assert collections.Counter(names) == kernels
+    assert program.alias_size == sum(x.size * x.dtype.itemsize for x in (args[3].kv, args[4].ring.kv))
+    copied = re.findall(r" = \w+\[([\d,]*)\]\S* copy\(", program.hlo)
+    assert max((np.prod([int(size) for size in dims.split(",") if size]) for dims in copied), default=0) < 4096
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_no_part_is_left_to_xla(capability: tuple[int, int]):
+    """For queries in the model dtype, of steps with prompts and without."""
+    target = Target(compute_capability=capability)
+    for dtype in kvjax.STORED_KV_CACHE_DTYPES:
+        spec = kvjax.FullAttentionSpec(16, 2, 128, dtype=dtype)
+        for of_part in (spec, ExactWindow.allocate(spec, 1, 64).ring.spec):
+            for has_prompts in (False, True):
+                found = route(of_part, Query(np.dtype(jnp.bfloat16), has_prompts=has_prompts), target)
+                assert found.why_no_decode_kernel is None
+                assert found.why_no_kernels is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(size=6, sinks=True),
+        Case("fp8_e4m3", size=3, sliding_window=7, max_q_len=2, cap=3.0),
+    ],
+    ids=["nvfp4", "fp8"],
+)
+def test_interpreted_they_are_right(case: Case):
+    """A prompt whose first queries see nothing in pages, beside one shorter than the window; decodes and drafts."""
+    changes = {"num_kv_heads": 1, "model_dtype": "bfloat16", "query_dtype": "bfloat16"}
+    case = dataclasses.replace(case, **changes)
+    tokens, want = random_tokens(case, (15, 3))
+    with interpret_mode(), tracing_for(Target(1)):
+        server = Server(case, tokens, num_tokens=(4, 12), max_length=16)
+        got = server.serve([[11, 1], [case.max_q_len, 1]], implementation="mosaic")
+    for one, of_one in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, of_one[: len(one)], atol=0.03, rtol=0)
