@@ -87,7 +87,7 @@ SAMPLED = {
     *("test_kernels_attention", "test_kernels_compile", "test_kernels_gather", "test_kernels_interpret"),
     *("test_kernels_prompts", "test_layers", "test_quant", "test_ragged_attention", "test_sharded_compile"),
     *("test_step", "test_torch_prompts", "test_torch_ragged", "test_torch_write", "test_transformers_cache"),
-    *("test_vllm_plugin", "test_write", "test_write_in_place"),
+    *("test_int8_k_nvfp4_v", "test_vllm_plugin", "test_write", "test_write_in_place"),
 }
 """Modules whose cases each compile programs or import a library: a fifth of a test's cases is in every run."""
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.helpers import matrix
 
 import kvjax
 from kvjax import (
@@ -276,14 +277,14 @@ class Walk:
                     assert self.pages[blocks[position // size], position % size] == tuple(ids[: position + 1])
 
 
-@pytest.mark.parametrize("seed", range(25))
+@matrix({"seed": range(25)}, few={"seed": range(8)})
 def test_any_calls_keep_what_windows_see_and_find_what_is_cached(seed: int):
     walk = Walk(random.Random(seed))
     for _ in range(120):
         walk.step()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@matrix({"seed": range(40)}, few={"seed": range(12)})
 def test_any_calls_with_blocks_on_the_host_give_every_token_back(seed: int):
     rng = random.Random(seed)
     walk = Walk(rng, num_host_blocks=rng.choice((1, 3, 10, 40)))

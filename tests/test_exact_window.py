@@ -69,7 +69,7 @@ def test_each_query_sees_its_last_tokens_exactly_wherever_chunks_are_cut(case: C
         assert_close(Server(case, tokens).serve(cuts_of(LENGTHS, sizes)), want)
     stored = [expected(case, one, exact_from=len(one.key)) for one in tokens]
     is_exact = case.dtype == "bfloat16"
-    assert is_exact or all(np.abs(one - other).max() > 1e-2 for one, other in zip(want, stored, strict=True))
+    assert is_exact or all(np.abs(one - other).max() > 1e-3 for one, other in zip(want, stored, strict=True))
 
 
 @pytest.mark.full

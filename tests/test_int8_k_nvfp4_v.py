@@ -79,7 +79,7 @@ def test_a_page_holds_data_and_scales_of_keys_and_then_of_values():
 
 
 @EACH_SPEC
-@pytest.mark.parametrize("dtype", [DTYPE, DTYPE_4OVER6])
+@pytest.mark.parametrize("dtype", [DTYPE, pytest.param(DTYPE_4OVER6, marks=pytest.mark.full)])
 def test_xla_writes_and_reads_the_references_bytes(dtype, changes):
     spec = simple_spec(dtype, **changes)
     check_write(spec, 20, "xla")
@@ -110,8 +110,7 @@ WIDER_VALUES = Case(DTYPE.value, lengths=(37,), head_size=80, head_size_v=128)
     ("case", "is_kernel"),
     [
         (WINDOWED, False),
-        (SWIZZLED, True),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((WINDOWED, True), (WIDER_VALUES, True))),
+        *(pytest.param(case, True, marks=pytest.mark.full) for case in (SWIZZLED, WINDOWED, WIDER_VALUES)),
     ],
     ids=str,
 )
@@ -225,7 +224,8 @@ def test_torch_writes_and_reads_the_same_bytes(num_tokens, form):
     np.testing.assert_allclose(out.numpy(), np.asarray(wanted), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("form", ["one_allocation", pytest.param("padded_pages", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["one_allocation", "padded_pages"])
 def test_interpreted_the_kernels_of_torch_write_and_read_the_same_bytes(form):
     """The scales of keys are told from the tensor of keys, that of values is the layer's."""
     torch = pytest.importorskip("torch")

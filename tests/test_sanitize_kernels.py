@@ -12,8 +12,10 @@ from support.interpret_mode import interpret_mode
 
 from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
 
-KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2 * 2
-"""Of unquantized caches, fp8, a scale for each token and head, NVFP4, and fp8 keys with both kinds of NVFP4 values."""
+KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2 * 2 * 2
+"""Of unquantized caches, fp8, a scale for each token and head, NVFP4, and fp8 and int8 keys with both kinds of NVFP4
+values.
+"""
 
 DRIVER = runpy.run_path(str(Path(__file__).parents[1] / "tools/sanitize_kernels.py"))
 

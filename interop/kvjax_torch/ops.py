@@ -50,15 +50,16 @@ def reshape_and_cache_flash(
         head or one token in a block both are the same. `row` is `head_size` elements of the storage dtype (for fp8 also
         uint8). For NVFP4 it is `head_size / 2 + head_size / 16` uint8: a block's bytes are then contiguous, all its
         data before all its block scales. With a scale for each token and head it is likewise `head_size + 4` bytes; or,
-        with the scales in tensors of their own, `head_size` int8, float8_e4m3fn or uint8, of any strides.
+        with the scales of keys and values in tensors of their own, `head_size` int8, float8_e4m3fn or uint8, of any
+        strides.
       value_cache: the same for the values: `kv_cache[:, 1]`.
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
         at or past `num_blocks * block_size` write nothing. If several tokens have one slot, the last is written.
       kv_cache_dtype: a `KVCacheDType` or a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors'
         own dtype.
       k_scale: decode scale of the keys. Unquantized caches ignore it. With a scale for each token and head it is
-        ignored too, or is the float32 tensor `[num_blocks, block_size, num_kv_heads]`, of any strides, that the keys'
-        scales are written to: vLLM's `k_scale_cache`.
+        ignored too or, where values also have these, is the float32 tensor `[num_blocks, block_size, num_kv_heads]`, of
+        any strides, that the keys' scales are written to: vLLM's `k_scale_cache`.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
       unique_slots: promises that no two written tokens share a slot; on CUDA that skips the check. If two do, the bytes

@@ -22,8 +22,11 @@ from support.helpers import FP8_NAMES
 NUM_SEQS = 3
 """The sequences that steps are padded to."""
 
-STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "max_q_len", "max_prompts", "implementation")
-_attend = jax.jit(kvjax.attend, static_argnames=STATIC, donate_argnames=("cache", "exact_window"))
+STATIC = ("logits_soft_cap", "max_q_len", "implementation")
+_attend, _attend_within = (
+    jax.jit(kvjax.attend, static_argnames=names, donate_argnames=("cache", "exact_window"))
+    for names in (STATIC, (*STATIC, "sliding_window"))
+)
 _fill = jax.jit(kvjax.fill_exact_window, donate_argnames="exact_window")
 
 
@@ -180,7 +183,8 @@ class Server:
             for name, of in dataclasses.asdict(self.tokens[0]).items()
         ]
         heads = new[0].shape[1]
-        out, self.cache, self.window = _attend(
+        attend = _attend_within if isinstance(options.get("sliding_window"), int) else _attend
+        out, self.cache, self.window = attend(
             *new,
             self.cache,
             step,

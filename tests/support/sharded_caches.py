@@ -564,6 +564,11 @@ def check_layers() -> None:
             assert_same_bytes(np.asarray(only.kv)[:, layer], expected if layer == 1 else np.zeros_like(expected))
 
 
+def compile_with_sums(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Compiles what sums over the shares of blocks, as attention in ragged steps does."""
+    return jax.jit(f, **options).lower(*args).compile()
+
+
 def attend_with_window(cache, window, query, key, value, step, layer, max_q_len):
     out, cache, window = kvjax.attend(
         query, key, value, cache, step, exact_window=window, layer=layer, max_q_len=max_q_len, logits_soft_cap=4.0
@@ -575,18 +580,21 @@ def check_exact_windows() -> None:
     """A window's heads are divided as the cache's are, in chunks over a copy of it too; it is filled and copied so."""
     spec, rng = make_spec("nvfp4-HND-swizzled"), np.random.default_rng(0)
     new = [rng.standard_normal((24, heads, 32)).astype(np.float32) for heads in (2 * NUM_HEADS, NUM_HEADS, NUM_HEADS)]
-    table, rows = np.int32([[1, 5, 3], [2, 0, 4]]), np.int32([1, 0])
-    steps = [
-        (
-            20,
-            kvjax.StepMetadata(
-                table, *map(np.int32, ([14, 6], [0, 14, 20], [*range(8, 16), *range(40, 46), *range(16, 22)]))
-            ),
-        ),
-        (1, kvjax.StepMetadata(table, *map(np.int32, ([15, 7], [0, 1, 2], [46, 22])))),
-    ]
-    results: dict[str, Any] = {}
-    for division in ("alone", "heads", "heads over both axes") if FULL else ("alone", "heads"):
+    table, rows = np.int32([[1, 3, 0], [6, 4, 7]]), np.int32([1, 0])
+    lens, bounds = np.int32([14, 6]), np.int32([0, 14, 20])
+    slots = np.int32([*range(8, 16), *range(24, 30), *range(48, 54)])
+    chunks = kvjax.StepMetadata(table, lens, bounds, slots, rows)
+    decodes = kvjax.StepMetadata(table, lens + 1, np.int32([0, 1, 2]), np.int32([30, 54]), rows)
+    steps = [(20, chunks), (1, decodes)]
+    alone: list[np.ndarray] = []
+
+    def compare(found: list[jax.Array]) -> None:
+        got = [np.asarray(x, np.float32) for x in found]
+        alone.extend(got[len(alone) :])
+        for one, expected in zip(got, alone, strict=False):
+            np.testing.assert_allclose(one, expected, atol=1e-5, rtol=0)
+
+    for division in ("alone", "heads", "heads over both axes", "both") if FULL else ("alone", "heads"):
         sharding, heads = None, DIVISIONS.get(division, (None, None))[1]
         if division != "alone":
             whole = sharding_of(spec, division).spec
@@ -594,27 +602,29 @@ def check_exact_windows() -> None:
         cache = KVCache.allocate(spec, NUM_BLOCKS, num_layers=2, sharding=sharding, k_scale=0.01, v_scale=0.02)
         window = kvjax.ExactWindow.allocate(spec, 3, 5, num_layers=2, sharding=sharding)
         pointers = device_pointers(window.ring.kv), device_pointers(cache.kv)
+        compiled = compile_with_sums if division == "both" else compile_without_collectives
         found = []
         for max_q_len, step in steps if FULL else steps[:1]:
             own = [x[: len(step.slot_mapping)] for x in new]
             if sharding is not None:
                 own = [jax.device_put(x, NamedSharding(MESH, P(None, heads))) for x in own]
-            step = dataclasses.replace(step, window_rows=rows)
             run = functools.partial(attend_with_window, layer=jnp.int32(1), max_q_len=max_q_len)
-            out, cache, window = compile_without_collectives(run, cache, window, *own, step, donate_argnums=(0, 1))(
+            out, cache, window = compiled(run, cache, window, *own, step, donate_argnums=(0, 1))(
                 cache, window, *own, step
             )
             found.append(out)
         assert (device_pointers(window.ring.kv), device_pointers(cache.kv)) == pointers
         fill = functools.partial(kvjax.fill_exact_window, layer=jnp.int32(1))
-        filled = compile_without_collectives(fill, window, cache, step, np.int32([2, -1]))(
-            window, cache, step, np.int32([2, -1])
-        )
+        filled_rows = np.int32([2, -1])
+        if (division, AXIS_TYPE) == ("both", "Explicit"):
+            with pytest.raises(KVCacheValueError, match=r"docs/scaling\.md, Explicit axes"):
+                fill(window, cache, step, filled_rows)
+            compare(found)
+            continue
+        filled = compiled(fill, window, cache, step, filled_rows)(window, cache, step, filled_rows)
         copied = kvjax.copy_window_rows(window, np.int32([[1, 2]]))
         found += [each.ring.kv for each in (window, filled, copied)]
-        results[division] = [np.asarray(x, np.float32) for x in found]
-        for got, expected in zip(results[division], results["alone"], strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
+        compare(found)
     pages = NamedSharding(MESH, P("data"))
     assert kvjax.ExactWindow.allocate(spec, 3, 5, sharding=pages).ring.local_spec.num_kv_heads == NUM_HEADS
     bad = NamedSharding(MESH, P(None, "data"))
