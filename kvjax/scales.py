@@ -193,6 +193,10 @@ def _layer_scales(
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
     # Where one is missing, the other's is read for both.
     found = [(name, divisor) for name, divisor in zip(of_both, divisors, strict=True) if name is not None]
+    if layer.is_mla:  # one scale, that of keys
+        (name, divisor), part = found[0], dtype.parts[0]
+        scale = _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
+        return LayerScales(KVScales(np.float32(scale), np.float32(1)), dtype, (name, name), (divisor, divisor))
     k_scale, v_scale = (
         _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
         for (name, divisor), part in zip((found[0], found[-1]), dtype.parts, strict=True)
