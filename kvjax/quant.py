@@ -198,9 +198,12 @@ def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns float32 `codes * scales`, `[..., size]`, of what `encode_fp8_ds_mla` returns; NaN as in fp8."""
+    """Returns float32 `codes * scales`, `[..., size]`, of what `encode_fp8_ds_mla` returns; NaN as in fp8.
+
+    Magnitudes below `2**-126` are flushed to 0 of their sign.
+    """
     blocks = lax.reshape(_to(codes, np.float32), (*scales.shape, codes.shape[-1] // scales.shape[-1]))
-    return with_canonical_nan(lax.reshape(_times_each_block(blocks, scales), codes.shape))
+    return with_canonical_nan(lax.reshape(_normal(_times_each_block(blocks, scales)), codes.shape))
 
 
 def int8_codes(x: jax.Array) -> jax.Array:

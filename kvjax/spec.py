@@ -63,7 +63,7 @@ class AttentionSpec:
     page_size_padded: int | None = None
     model_dtype: KVCacheDType = KVCacheDType.BFLOAT16
 
-    _PARTS: ClassVar[tuple[str, str]] = ("head_size", "head_size_v")
+    PART_NAMES: ClassVar[tuple[str, str]] = ("head_size", "head_size_v")
     """The fields of `part_sizes`."""
     _DTYPES: ClassVar[tuple[KVCacheDType, ...]] = STORED_KV_CACHE_DTYPES
 
@@ -110,7 +110,7 @@ class AttentionSpec:
             raise KVCacheValueError(got_expected(f"{type(self).__name__}.dtype", self.dtype.value, names, hint=hint))
 
     def _check_blocks(self) -> None:
-        for name, size, part in zip(self._PARTS, self.part_sizes, self.parts, strict=True):
+        for name, size, part in zip(self.PART_NAMES, self.part_sizes, self.parts, strict=True):
             if size % (block := part.info.elements_per_scale or 1):
                 raise KVCacheValueError(f"{name}: got {size}, expected a multiple of {block} for {part.value!r}")
         if not self.is_swizzled:
@@ -314,11 +314,11 @@ class MLAAttentionSpec(AttentionSpec):
     kv_lora_rank: int = dataclasses.field(kw_only=False)
     qk_rope_head_dim: int = dataclasses.field(kw_only=False)
 
-    _PARTS: ClassVar[tuple[str, str]] = ("kv_lora_rank", "qk_rope_head_dim")
+    PART_NAMES: ClassVar[tuple[str, str]] = ("kv_lora_rank", "qk_rope_head_dim")
     _DTYPES: ClassVar[tuple[KVCacheDType, ...]] = MLA_KV_CACHE_DTYPES
 
     def __post_init__(self) -> None:
-        for name, least in zip(self._PARTS, (1, 0), strict=True):
+        for name, least in zip(self.PART_NAMES, (1, 0), strict=True):
             size = as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=least, most=MAX_SIZE)
             object.__setattr__(self, name, size)
         object.__setattr__(self, "head_size", self.kv_lora_rank + self.qk_rope_head_dim)

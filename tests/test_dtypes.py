@@ -37,6 +37,7 @@ NAMES = {
     "nvfp4_4over6": KVCacheDType.NVFP4_4OVER6,
     "fp8_k_nvfp4_v": KVCacheDType.FP8_K_NVFP4_V,
     "fp8_k_nvfp4_4over6_v": KVCacheDType.FP8_K_NVFP4_4OVER6_V,
+    "fp8_ds_mla": KVCacheDType.FP8_DS_MLA,
 }
 MIXED = {
     KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),

@@ -21,6 +21,7 @@ from kvjax import (
     KVCacheTypeError,
     KVCacheValueError,
     MLAAttentionSpec,
+    ModelKVConfig,
     SlidingWindowSpec,
     StepMetadata,
     UnsupportedError,
@@ -35,6 +36,7 @@ from kvjax import (
     ragged_paged_attention,
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
+    resolve_layer_specs,
     rope_and_cache,
 )
 from kvjax.ops import select

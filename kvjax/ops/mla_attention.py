@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
-from kvjax.errors import KVCacheTypeError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError
 from kvjax.ops.arguments import (
     INPUT_DTYPES,
     OF_LAYER,
@@ -248,6 +248,8 @@ def _as_query(operation: str, cache: KVCache, q_nope: Any, q_pe: Any, rows: list
     dims: list[tuple[str, int | None]] = [(name, None) for name in (*rows, "num_heads")]
     check_array("q_nope", q_nope, [*dims, ("kv_lora_rank", rank)], INPUT_DTYPES)
     q_nope = jnp.asarray(q_nope)
+    if not q_nope.shape[-2]:
+        raise KVCacheValueError(f"q_nope: got shape {q_nope.shape}, expected at least one head")
     sizes = [(name, size) for (name, _), size in zip(dims, q_nope.shape, strict=False)]
     check_array("q_pe", q_pe, [*sizes, ("qk_rope_head_dim", rope)], [q_nope.dtype])
     check_devices(cache, q_nope=q_nope, q_pe=q_pe)
