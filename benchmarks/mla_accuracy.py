@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu python -m benchmarks.mla_accuracy
 
 Latents follow Student's t distribution of 5 degrees of freedom, with a magnitude of each element (log-normal) and one
-of each layer, up to a hundred apart. Four of the 64 elements of rope keys are a hundred times as large as the others. Logits have
-a standard deviation of 2 by latents and of 1 by rope keys. The error is the root mean square of the difference from
-attention over float32 latents, over that of these results, in percent, of all samples together.
+of each layer, up to a hundred apart. Four of the 64 elements of rope keys are a hundred times as large as the others.
+Logits have a standard deviation of 2 by latents and of 1 by rope keys. The error is the root mean square of the
+difference from attention over float32 latents, over that of these results, in percent, of all samples together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import kvjax
 from kvjax.table import markdown_table
 
 RANK, ROPE, TOKENS, ROWS, HEADS, SAMPLES = 512, 64, 1024, 16, 16, 4
-MAGNITUDES = (0.03, 0.3, 3.0)
+MAGNITUDES = (0.003, 0.03, 0.3)
 BLOCK_SIZE = 64
 
 
@@ -50,7 +50,7 @@ def _attended(q_nope: Any, q_pe: Any, kv_c: Any, k_pe: Any, scale: Any, *, spec:
 def error(dtype: kvjax.KVCacheDType, magnitude: float, *, calibrated: bool = True) -> float:
     """Returns the relative error of a dtype, with the scale of `calibrate` or with 1."""
     spec = kvjax.MLAAttentionSpec(BLOCK_SIZE, RANK, ROPE, dtype=dtype)
-    plain = dataclasses.replace(spec, dtype="float32")
+    plain = dataclasses.replace(spec, dtype=kvjax.KVCacheDType.FLOAT32)
     samples = [sample(magnitude, seed) for seed in range(SAMPLES)]
     [scales] = kvjax.calibrate([spec], [[arrays[2:]] for arrays in samples])
     scale = scales.k_scale if calibrated else np.float32(1)
