@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from support import mla_reference
 from support.helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, page_bytes, poisoned
 
 import kvjax
+from benchmarks import mla_accuracy
 from kvjax import (
     MLA_KV_CACHE_DTYPES,
     KVCache,
@@ -448,3 +451,20 @@ def test_blocks_before_a_range_may_be_freed_in_checked_mode():
     cache = poisoned(SPEC, 2)
     with checked():
         gather_mla(cache, np.array([[-9, 1]]), np.array([0, 4]), num_tokens=4, seq_starts=np.array([8]))
+
+
+@pytest.mark.full
+def test_the_table_of_errors_is_what_the_program_prints():
+    page = (Path(__file__).parents[1] / "docs/mla.md").read_text()
+    [printed] = re.findall(r"<!-- accuracy: begin -->\n((?s:.*))\n<!-- accuracy: end -->", page)
+    assert mla_accuracy.table() == printed
+
+
+@pytest.mark.full
+def test_formats_with_more_bits_have_smaller_errors():
+    """On latents of 0.03, whatever the magnitude of their layer's scale."""
+    of = functools.partial(mla_accuracy.error, magnitude=0.03)
+    errors = [of(KVCacheDType(name)) for name in ("float16", "bfloat16", "fp8_ds_mla", "nvfp4")]
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-3
+    assert errors[-1] < 0.2
