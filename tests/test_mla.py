@@ -21,6 +21,7 @@ from support.helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, p
 
 import kvjax
 from benchmarks import mla_accuracy
+from examples.clients import mla as client
 from kvjax import (
     MLA_KV_CACHE_DTYPES,
     KVCache,
@@ -468,3 +469,40 @@ def test_formats_with_more_bits_have_smaller_errors():
     assert errors == sorted(errors)
     assert errors[0] < 1e-3
     assert errors[-1] < 0.2
+
+
+@pytest.mark.parametrize("stack", ["tpu-inference", "sglang-jax"])
+def test_the_signature_of_tpu_stacks_writes_and_attends(stack: str):
+    """Page indices padded to two of each sequence, or one after the other; the third sequence is padding."""
+    spec, lens, q_lens = spec_of("float32"), [11, 7], [4, 7]
+    problem = build(spec, lens, fill=0)
+    keys = np.concatenate([keys[-q_len:] for keys, q_len in zip(problem.keys, q_lens, strict=True)])
+    new = [np.pad(x, ((0, 1), (0, 0))) for x in np.split(keys, [512], axis=1)]  # a row of padding
+    q = queries(spec, (12, 4), "float32")
+    table = np.zeros((3, 2), np.int32)
+    table[:2] = problem.block_table[:2, :2]
+    before = page_bytes(problem.cache)
+    pages = before.copy()
+    for seq, (length, q_len) in enumerate(zip(lens, q_lens, strict=True)):
+        for position in range(length - q_len, length):  # what the call has to write
+            at = position % 8 * spec.bytes_per_token
+            pages[table[seq, position // 8], at : at + spec.bytes_per_token] = 0
+    cache = cache_from_bytes(pages, spec, len(pages))
+    kv_lens, cu_q_lens = np.array([11, 7, 99], np.int32), np.array([0, 4, 11, 5], np.int32)
+    distribution = np.array([0, 0, 2], np.int32)
+    more: dict[str, Any] = {"sm_scale": SM_SCALE, "bkv_p": 4}
+    if stack == "sglang-jax":
+        page_indices = np.array([*table[0], table[1, 0], 0], np.int32)
+        args, more["max_blocks"] = (np.array([0, 16, 24, 24], np.int32), distribution), 2
+    else:
+        page_indices, args = table.reshape(-1), (distribution,)
+    run = jax.jit(functools.partial(client.mla_ragged_paged_attention, **more), donate_argnums=4)
+    out, written = run(*q, *new, cache, kv_lens, page_indices, cu_q_lens, *args)
+    assert_same_bytes(page_bytes(written), before)
+    for seq, rows in enumerate((slice(0, 4), slice(4, 11))):
+        want, _ = mla_reference.attention(np.concatenate(q, axis=-1)[rows], problem.keys[seq], 512, SM_SCALE)
+        np.testing.assert_allclose(out[rows], want, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="a quantized query"):
+        client.mla_ragged_paged_attention(
+            *q, *new, written, kv_lens, page_indices, cu_q_lens, *args, **more, q_scale=2.0
+        )
