@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from support import mla_reference
-from support.helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, page_bytes, poisoned
+from support.helpers import INPUT_DTYPES, assert_same_bytes, cache_from_bytes, each_case, matrix, page_bytes, poisoned
 
 import kvjax
 from benchmarks import mla_accuracy
@@ -114,21 +114,25 @@ def assert_right(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 11}, "cap": {"cap": 3.0}}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "query_dtype", "q_len", "num_heads", "options"),
+@each_case(
     [
-        ("bfloat16", (512, 64), "bfloat16", 1, 16, "plain"),
-        ("float16", (256, 32), "float16", 2, 5, "cap"),
-        ("float32", (512, 64), "float32", 4, 3, "window"),
-        ("fp8_e4m3", (512, 0), "bfloat16", 8, 2, "plain"),
-        ("fp8_ds_mla", (512, 64), "bfloat16", 1, 128, "window"),
-        ("fp8_ds_mla", (256, 64), "float32", 3, 4, "plain"),
-        ("nvfp4", (512, 64), "bfloat16", 2, 16, "window"),
-        ("nvfp4_4over6", (256, 64), "float32", 1, 20, "cap"),
+        dict(zip(("dtype", "sizes", "query_dtype", "q_len", "num_heads", "options"), case, strict=True))
+        for case in (
+            ("bfloat16", (512, 64), "bfloat16", 1, 16, "plain"),
+            ("float16", (256, 32), "float16", 2, 5, "cap"),
+            ("float32", (512, 64), "float32", 4, 3, "window"),
+            ("fp8_e4m3", (512, 0), "bfloat16", 8, 2, "plain"),
+            ("fp8_ds_mla", (512, 64), "bfloat16", 1, 128, "window"),
+            ("fp8_ds_mla", (256, 64), "float32", 3, 4, "plain"),
+            ("nvfp4", (512, 64), "bfloat16", 2, 16, "window"),
+            ("nvfp4_4over6", (256, 64), "float32", 1, 20, "cap"),
+        )
     ],
+    few={"dtype": ["float16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"]},
 )
-def test_attention_of_last_tokens(dtype, sizes, query_dtype: str, q_len: int, num_heads: int, options: str):
+def test_attention_of_last_tokens(case: dict[str, Any]):
     """Sequences of no token, of fewer than the query and of several blocks; what no row sees is NaN."""
+    dtype, sizes, query_dtype, q_len, num_heads, options = case.values()
     spec, asked = spec_of(dtype, sizes), OPTIONS[options]
     reach = q_len + asked["window"] - 1 if "window" in asked else None
     problem = build(spec, [37, 1, 0, 8, 100], reach)
@@ -159,7 +163,7 @@ def test_attention_of_last_tokens(dtype, sizes, query_dtype: str, q_len: int, nu
         )
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@matrix({"dtype": NAMES}, few={"dtype": ["bfloat16", "fp8_ds_mla"]})
 def test_ragged_attention(dtype: str):
     """Prompts in chunks, sequences that decode and none: each of them as alone."""
     spec = spec_of(dtype)
@@ -263,7 +267,7 @@ def test_blocks_are_copied_and_swapped_with_all_that_they_hold(dtype: str):
     assert_same_bytes(swapped, np.stack([np.zeros_like(before[0]), before[3]]))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4"])
+@matrix({"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"]}, few={"dtype": ["fp8_e4m3"]})
 def test_a_scan_over_layers_serves_each_from_its_own_latents(dtype: str):
     """One cache of all layers, with a scale of each; the results are those of caches apart."""
     spec, rng = spec_of(dtype), np.random.default_rng(0)

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import mla_reference
-from support.helpers import INPUT_DTYPES, SPECIALS, assert_same_bytes, assert_same_floats, page_bytes, poisoned
+from support.helpers import INPUT_DTYPES, SPECIALS, assert_same_bytes, assert_same_floats, matrix, page_bytes, poisoned
 
 import kvjax
 from kvjax import (
@@ -144,7 +144,7 @@ def test_fp8_ds_mla_of_blocks_of_one_magnitude(value: float):
     assert_same_bytes(after, mla_reference.write(before, spec, mla_reference.rows(spec, kv_c, k_pe, 1.0), [0, 9]))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+@matrix({"dtype": ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"]}, few={"dtype": ["bfloat16", "nvfp4"]})
 def test_a_donated_cache_is_written_in_place(dtype: str):
     spec = spec_of(dtype)
     cache = KVCache.allocate(spec, 256, num_layers=3)
