@@ -18,6 +18,7 @@ from kvjax.calibration import calibrate as calibrate
 from kvjax.dtype_choice import DTypeChoice as DTypeChoice
 from kvjax.dtype_choice import choose_layer_dtypes as choose_layer_dtypes
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
+from kvjax.dtypes import MLA_KV_CACHE_DTYPES as MLA_KV_CACHE_DTYPES
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES as STORED_KV_CACHE_DTYPES
 from kvjax.dtypes import KVCacheDType as KVCacheDType
 from kvjax.dtypes import KVQuantMode as KVQuantMode
@@ -47,6 +48,10 @@ from kvjax.ops.blocks import copy_blocks as copy_blocks
 from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv
 from kvjax.ops.merge import merge_attention_states as merge_attention_states
+from kvjax.ops.mla_attention import mla_paged_attention as mla_paged_attention
+from kvjax.ops.mla_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
+from kvjax.ops.mla_gather import gather_mla as gather_mla
+from kvjax.ops.mla_write import concat_and_cache_mla as concat_and_cache_mla
 from kvjax.ops.ragged import ragged_paged_attention as ragged_paged_attention
 from kvjax.ops.rope import rope_and_cache as rope_and_cache
 from kvjax.ops.values import check_positions as check_positions
@@ -72,6 +77,7 @@ from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.spec import AttentionSpec as AttentionSpec
 from kvjax.spec import FullAttentionSpec as FullAttentionSpec
 from kvjax.spec import LayerGroup as LayerGroup
+from kvjax.spec import MLAAttentionSpec as MLAAttentionSpec
 from kvjax.spec import SlidingWindowSpec as SlidingWindowSpec
 from kvjax.spec import group_layers as group_layers
 from kvjax.spec import max_blocks as max_blocks

@@ -78,8 +78,9 @@ class KVCache:
       spec: the layout of a layer, with the heads of all devices.
       sharding: how `kv` is divided among the devices of a mesh, as in `allocate`; None without one.
       num_layers: number of layers, dimension 1 of `kv`; None for a cache of one layer without that dimension.
-      k_scale: positive float32 decode scale of the keys (`value = stored * scale`): `[]`, or for fp8 `[num_kv_heads]`;
-        with `num_layers`: `[]`, `[num_layers]` or `[num_layers, num_kv_heads]`. None means 1, without a leaf.
+      k_scale: positive float32 decode scale of the keys or latents (`value = stored * scale`): `[]`, or for fp8 keys
+        `[num_kv_heads]`; with `num_layers`: `[]`, `[num_layers]` or `[num_layers, num_kv_heads]`. None means 1, without
+        a leaf.
       v_scale: the same for the values.
     """
 
@@ -129,7 +130,8 @@ class KVCache:
         `k_scale` and `v_scale` are the cache's decode scales: numbers or arrays of the attributes' shapes, as
         `load_kv_scales` and `calibrate` return for a layer and `KVScales.stack` for several. They are copied to the
         pages' devices, per-head scales divided as the heads are. Default: 1. The scale of keys or values whose dtype
-        takes none (`KVCacheDType.takes_scale` of its part) is checked and dropped.
+        takes none (`KVCacheDType.takes_scale` of its part) is checked and dropped. Latents (MLA)
+        have one scale, `k_scale`; their `v_scale` is dropped.
 
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` is not an
@@ -247,7 +249,8 @@ class KVCache:
         expected = spec.cache_shape(num_blocks, num_layers)
         if self.kv.shape != expected:
             [other] = set(CacheLayout) - {spec.layout}
-            fits_other = dataclasses.replace(spec, layout=other).cache_shape(num_blocks, num_layers) == self.kv.shape
+            other_spec = spec if spec.is_mla else dataclasses.replace(spec, layout=other)
+            fits_other = other_spec.cache_shape(num_blocks, num_layers) == self.kv.shape
             hint = f" (the shape is that of layout={other.value!r})" if fits_other else ""
             if num_layers is None and self.kv.shape[2:] == expected[1:]:
                 hint = (
@@ -341,8 +344,8 @@ def _as_sharding(sharding: Any) -> Sharding | None:
 
 
 def _part_of(what: str, spec: AttentionSpec) -> KVCacheDType:
-    """Returns the dtype of the keys or of the values, whichever a scale is of; its name ends in one of `SCALES`."""
-    return spec.dtype.parts[SCALES.index(what.rpartition(".")[2])]
+    """Returns the dtype of the keys or, for a name that ends in "v_scale", of the values."""
+    return spec.parts[what.endswith("v_scale")]
 
 
 def _scale_shapes(part: KVCacheDType, spec: AttentionSpec, num_layers: int | None) -> dict[tuple[int, ...], str]:
@@ -350,13 +353,13 @@ def _scale_shapes(part: KVCacheDType, spec: AttentionSpec, num_layers: int | Non
     layers = () if num_layers is None else (num_layers,)
     names = [] if num_layers is None else [f"num_layers={num_layers}"]
     shapes: dict[tuple[int, ...], str] = {(): "a scalar"} | ({layers: f"[{names[0]}]"} if names else {})
-    if part.info.takes_head_scales:
+    if part.info.takes_head_scales and not spec.is_mla:
         shapes[*layers, spec.num_kv_heads] = f"[{', '.join([*names, f'num_kv_heads={spec.num_kv_heads}'])}]"
     return shapes
 
 
 def check_scale_shape(what: str, scale: Any, spec: AttentionSpec, num_layers: int | None = None) -> None:
-    """Raises `KVCacheValueError` if a scale has an invalid shape; `what` ends in "k_scale" or "v_scale"."""
+    """Raises `KVCacheValueError` if a scale has an invalid shape; `what` ends in "v_scale" for one of values."""
     if np.shape(scale) not in (shapes := _scale_shapes(_part_of(what, spec), spec, num_layers)):
         raise KVCacheValueError(
             f"{what}: got shape {np.shape(scale)}, expected {' or '.join(shapes.values())} for dtype"
@@ -369,7 +372,7 @@ def _scale_leaf(what: str, scale: Any, spec: AttentionSpec, num_layers: int | No
     if scale is None:
         return None
     (check_scale_type if isinstance(scale, jax.core.Tracer) else check_scale)(what, scale)
-    if not _part_of(what, spec).takes_scale:
+    if not _part_of(what, spec).takes_scale or (spec.is_mla and what == "v_scale"):
         return None
     check_scale_shape(what, scale, spec, num_layers)
     return jnp.array(scale, jnp.float32)  # a copy, for it is donated with the cache

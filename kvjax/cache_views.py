@@ -45,8 +45,11 @@ def nvfp4_split_views(
     """
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"cache: got {kind_of(cache)}, expected a KVCache")
-    if cache.spec.dtype.byte_format is not KVCacheDType.NVFP4:
-        raise KVCacheValueError(f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache, expected 'nvfp4'")
+    if cache.spec.dtype.byte_format is not KVCacheDType.NVFP4 or cache.spec.is_mla:
+        of = " of latents (MLA)" if cache.spec.is_mla else ""
+        raise KVCacheValueError(
+            f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache{of}, expected 'nvfp4' keys and values"
+        )
     cache.check()
     cache = local_view(cache)
     num_layers = cache.num_layers

@@ -63,8 +63,9 @@ def calibrate(
     Args:
       specs: each layer's, as `resolve_layer_specs` returns them.
       samples: batches, each with `(key, value)` for every spec: float32, float16 or bfloat16
-        `[..., num_kv_heads, head_size]` and `[..., num_kv_heads, head_size_v]`, as they are stored, keys rotated. NaN
-        is ignored. Or a function that returns such batches; `"mse"` needs that, or a re-iterable.
+        `[..., num_kv_heads, head_size]` and `[..., num_kv_heads, head_size_v]`, as they are stored, keys rotated; for
+        latents (MLA) `(kv_c, k_pe)`, `[..., kv_lora_rank]` and `[..., qk_rope_head_dim]`, whose one scale is
+        `k_scale`. NaN is ignored. Or a function that returns such batches; `"mse"` needs that, or a re-iterable.
       method: as above.
       percentile: above 0 and at most 100.
       per_head: whether layers that take a scale per KV head (fp8) get one per head; others (NVFP4) get one.
@@ -82,7 +83,7 @@ def calibrate(
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
     if not 0 < percentile <= 100:
         raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected above 0 and at most 100")
-    if per_head and not any(part.info.takes_head_scales for spec in specs for part in spec.dtype.parts):
+    if per_head and not any(part.info.takes_head_scales for spec in specs if not spec.is_mla for part in spec.parts):
         raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     if method == CalibrationMethod.MSE and not callable(samples) and iter(samples) is samples:
         raise KVCacheTypeError(
@@ -90,9 +91,9 @@ def calibrate(
             " a function that returns the batches"
         )
     tensors = [
-        _Tensor(layer, kv_index, spec, per_head and part.info.takes_head_scales)
+        _Tensor(layer, kv_index, spec, per_head and part.info.takes_head_scales and not spec.is_mla)
         for layer, spec in enumerate(specs)
-        for kv_index, part in enumerate(spec.dtype.parts)
+        for kv_index, part in enumerate(spec.parts[:1] if spec.is_mla else spec.parts)
         if part.takes_scale
     ]
     read = functools.partial(_read, tensors, specs, samples)
@@ -107,7 +108,10 @@ def calibrate(
 
 
 class _Tensor(NamedTuple):
-    """The keys (`kv_index` 0) or the values (1) of a layer that takes a scale."""
+    """The keys (`kv_index` 0) or the values (1) of a layer that takes a scale, or its latents (0).
+
+    Rope keys with the scale of latents, in fp8, are some more elements of these.
+    """
 
     layer: int
     kv_index: int
@@ -119,16 +123,24 @@ class _Tensor(NamedTuple):
         return self.spec.num_kv_heads if self.per_head else 1
 
     @property
-    def row(self) -> tuple[int, int]:
-        """Shape of one token's keys or values."""
-        return self.spec.num_kv_heads, self.spec.head_sizes[self.kv_index]
-
-    @property
     def dtype(self) -> KVCacheDType:
-        return self.spec.dtype.parts[self.kv_index]
+        return self.spec.parts[self.kv_index]
+
+    def of(self, what: str, sample: tuple[Any, Any]) -> jax.Array:
+        """Returns what a layer's sample, `(key, value)` or `(kv_c, k_pe)`, has of this, `[..., heads, elements]`."""
+        if not self.spec.is_mla:
+            row = {"num_kv_heads": self.spec.num_kv_heads, "head_size": self.spec.head_sizes[self.kv_index]}
+            return _checked(f"{what}, {self}", sample[self.kv_index], row)
+        names, parts = self.spec.PART_NAMES, zip(self.spec.parts, sample, self.spec.part_sizes, strict=True)
+        rows = [
+            _checked(f"{what}, {self}", x, {name: size})
+            for name, (part, x, size) in zip(names, parts, strict=True)
+            if part is self.dtype and size
+        ]
+        return jnp.expand_dims(jnp.concatenate([x.astype(jnp.float32) for x in rows], axis=-1), -2)
 
     def __str__(self) -> str:
-        return f"{('keys', 'values')[self.kv_index]} of layer {self.layer}"
+        return f"{'latents' if self.spec.is_mla else ('keys', 'values')[self.kv_index]} of layer {self.layer}"
 
 
 type _State = tuple[jax.Array, ...]
@@ -150,9 +162,8 @@ def _read(
     for number, batch in enumerate(samples() if callable(samples) else samples):
         layers = _layers_of(number, batch, len(specs))
         for tensor, state in states.items():
-            x = layers[tensor.layer][tensor.kv_index]
-            _check(f"samples[{number}], {tensor}", x, tensor.row)
-            states[tensor] = update(jnp.asarray(x), state, tensor.dtype, tensor.per_head)
+            x = tensor.of(f"samples[{number}]", layers[tensor.layer])
+            states[tensor] = update(x, state, tensor.dtype, tensor.per_head)
     if number < 0:
         raise KVCacheValueError("samples: got no batch, expected at least one")
     return {tensor: jax.device_get(state) for tensor, state in states.items()}
@@ -172,16 +183,16 @@ def _layers_of(number: int, batch: Any, count: int) -> list[tuple[Any, Any]]:
     return layers
 
 
-def _check(what: str, x: Any, row: tuple[int, int]) -> None:
+def _checked(what: str, x: Any, row: Mapping[str, int]) -> jax.Array:
+    """Returns an array whose last dimensions are `row`'s, or raises."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise KVCacheTypeError(f"{what}: got a {type(x).__name__}, expected an array{for_torch(x)}")
     if x.dtype not in INPUT_DTYPES:
         raise KVCacheTypeError(f"{what}: got dtype {x.dtype}, expected one of {', '.join(map(str, INPUT_DTYPES))}")
-    if x.shape[-2:] != row or not x.size:
-        raise KVCacheValueError(
-            f"{what}: got shape {x.shape}, expected [..., num_kv_heads={row[0]}, head_size={row[1]}] and at least"
-            " one token"
-        )
+    if x.shape[x.ndim - len(row) :] != (*row.values(),) or not x.size:
+        expected = ", ".join(f"{name}={size}" for name, size in row.items())
+        raise KVCacheValueError(f"{what}: got shape {x.shape}, expected [..., {expected}] and at least one token")
+    return jnp.asarray(x)
 
 
 def _from_largest(read: _Reader) -> dict[_Tensor, np.ndarray]:

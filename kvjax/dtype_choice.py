@@ -88,7 +88,7 @@ def choose_layer_dtypes(
     """
     if not isinstance(model, ModelKVConfig):
         raise KVCacheTypeError(f"model: got {kind_of(model)}, expected a ModelKVConfig")
-    if any(layer.is_latent for layer in model.layers):
+    if any(layer.is_mla for layer in model.layers):
         raise UnsupportedError("choose_layer_dtypes: got a model of multi-head latent attention (MLA)")
     if (bits is None) == (bytes_per_token is None):
         raise KVCacheValueError(f"bits, bytes_per_token: got {bits} and {bytes_per_token}, expected one of them")

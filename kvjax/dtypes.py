@@ -39,6 +39,7 @@ class KVCacheDType(enum.Enum):
     FP8_K_NVFP4_4OVER6_V = "fp8_k_nvfp4_4over6_v"
     INT8_K_NVFP4_V = "int8_k_nvfp4_v"
     INT8_K_NVFP4_4OVER6_V = "int8_k_nvfp4_4over6_v"
+    FP8_DS_MLA = "fp8_ds_mla"
 
     @property
     def info(self) -> DTypeInfo:
@@ -178,6 +179,7 @@ def _float(scalar: type, quant_mode: KVQuantMode, *aliases: str, **fields: Any) 
 _E4M3, _HALF = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
 _IN_FLOAT8: Mapping[str, Any] = {"layer_scale": "head", "exact_in": _HALF}
 _IN_ROWS: Mapping[str, Any] = {"block": "row", "scale_dtype": np.dtype(np.float32)}
+_IN_BLOCKS_OF_128: Mapping[str, Any] = {"block": 128, "scale_dtype": np.dtype(np.float32)}
 _NVFP4 = DTypeInfo(
     (), np.dtype(np.uint8), KVQuantMode.NVFP4, 6.0 * 448.0, 4, NVFP4_BLOCK_SIZE, _E4M3, "layer", exact_in=_HALF
 )
@@ -195,6 +197,7 @@ _TABLE: Mapping[KVCacheDType, DTypeInfo] = MappingProxyType(
         ),
         KVCacheDType.NVFP4: _NVFP4,
         KVCacheDType.NVFP4_4OVER6: _NVFP4,
+        KVCacheDType.FP8_DS_MLA: _float(ml_dtypes.float8_e4m3fn, KVQuantMode.FP8_PER_TENSOR, **_IN_BLOCKS_OF_128),
     }
 )
 
@@ -207,6 +210,19 @@ _MIXED: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyT
     }
 )
 """The dtypes whose keys and values differ, and the dtypes of these."""
+
+MLA_PARTS: Mapping[KVCacheDType, tuple[KVCacheDType, KVCacheDType]] = MappingProxyType(
+    {
+        **{
+            dtype: (dtype, dtype)
+            for dtype in (KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3)
+        },
+        KVCacheDType.FP8_DS_MLA: (KVCacheDType.FP8_DS_MLA, KVCacheDType.BFLOAT16),
+        KVCacheDType.NVFP4: (KVCacheDType.NVFP4, KVCacheDType.BFLOAT16),
+        KVCacheDType.NVFP4_4OVER6: (KVCacheDType.NVFP4_4OVER6, KVCacheDType.BFLOAT16),
+    }
+)
+"""The dtypes of caches of multi-head latent attention (MLA), and the dtypes of their latents and of their rope keys."""
 
 _BYTE_FORMATS: Mapping[KVCacheDType, KVCacheDType] = MappingProxyType(
     {
@@ -227,8 +243,13 @@ _KERAS_POLICIES: Mapping[str, str] = MappingProxyType({"mixed_bfloat16": "bfloat
 ACCEPTED_KV_CACHE_DTYPES: tuple[str, ...] = tuple(_BY_NAME)
 """Every string that names a KV cache dtype, canonical names first."""
 
-STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = (*_TABLE, *_MIXED)
-"""Every dtype that a cache can have: all but `AUTO`."""
+MLA_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(MLA_PARTS)
+"""Every dtype that a cache of latents (MLA) can have."""
+
+STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(
+    dtype for dtype in (*_TABLE, *_MIXED) if dtype is not KVCacheDType.FP8_DS_MLA
+)
+"""Every dtype that a cache of keys and values can have: all but `AUTO` and `FP8_DS_MLA`, which is of latents alone."""
 
 
 def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:

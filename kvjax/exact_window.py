@@ -17,13 +17,12 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, type_name
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, kind_of, type_name
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     as_blocks,
     as_lengths,
     check_array,
-    check_attends,
     check_cache,
     check_devices,
 )
@@ -247,7 +246,8 @@ def _ring_spec(spec: Any) -> AttentionSpec:
     """Returns the spec of the ring for a cache of `spec`."""
     if not isinstance(spec, AttentionSpec):
         raise KVCacheTypeError(f"spec: got {spec!r} of type {type_name(spec)}, expected an AttentionSpec")
-    check_attends("ExactWindow", spec)
+    if spec.is_mla:
+        raise UnsupportedError("ExactWindow: got a spec of latents (MLA), expected one of keys and values")
     return FullAttentionSpec(
         BLOCK_SIZE,
         spec.num_kv_heads,

@@ -31,15 +31,16 @@ class AttentionKind(enum.StrEnum):
 class LayerKVConfig:
     """One layer's keys and values: `[num_kv_heads, head_size]` and `[num_kv_heads, head_size_v]` per token.
 
-    `sliding_window`: tokens that a query attends to, its own included; None for all. `is_latent`: whether they are the
-    latents and the rope keys of multi-head latent attention (`AttentionSpec.is_latent`).
+    `sliding_window`: tokens that a query attends to, its own included; None for all. `is_mla`: whether they are those
+    of multi-head latent attention, as `MLAAttentionSpec` stores them: `num_kv_heads` is 1, a value is a token's latent,
+    its first `head_size_v` elements of the key; the rope key is the rest.
     """
 
     num_kv_heads: int
     head_size: int
     head_size_v: int
     sliding_window: int | None = None
-    is_latent: bool = False
+    is_mla: bool = False
 
     @property
     def kind(self) -> AttentionKind:
@@ -266,7 +267,7 @@ def _layer(facts: Facts, window: int | None) -> LayerKVConfig:
         head_size=head_size,
         head_size_v=first_int(facts, *(["swa_v_head_dim"] if sliding else []), "v_head_dim") or head_size,
         sliding_window=window,
-        is_latent=facts.get("is_latent") is True,
+        is_mla=facts.get("is_mla") is True,
     )
 
 

@@ -85,9 +85,9 @@ def partition_of(spec: AttentionSpec, sharding: NamedSharding, num_layers: int |
     head_dim, ndim = _head_dim(spec, num_layers), len(spec.cache_shape(1, num_layers))
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     if len(entries) > ndim or any(entry is not None for dim, entry in enumerate(entries) if dim not in (0, head_dim)):
-        raise KVCacheValueError(_unsupported(sharding, head_dim, ndim))
+        raise KVCacheValueError(_unsupported(spec, sharding, head_dim, ndim))
     if PartitionSpec.UNCONSTRAINED in entries:
-        raise KVCacheValueError(_unsupported(sharding, head_dim, ndim))
+        raise KVCacheValueError(_unsupported(spec, sharding, head_dim, ndim))
     partition = Partition(sharding.mesh, _axes(entries[0]), _axes(entries[head_dim]) if head_dim else (), num_layers)
     if spec.num_kv_heads % (shares := partition.size(partition.heads)):
         raise KVCacheValueError(
@@ -98,7 +98,13 @@ def partition_of(spec: AttentionSpec, sharding: NamedSharding, num_layers: int |
     return partition
 
 
-def _unsupported(sharding: NamedSharding, head_dim: int | None, ndim: int) -> str:
+def _unsupported(spec: AttentionSpec, sharding: NamedSharding, head_dim: int | None, ndim: int) -> str:
+    if spec.is_mla:
+        return (
+            f"sharding: got {sharding.spec} for a cache of latents (MLA) of {ndim} dimensions, expected one that"
+            " divides blocks (dimension 0) alone: all query heads read the same latents. Divide the query's heads, with"
+            " the cache replicated over their axis"
+        )
     if head_dim is None:
         return (
             f"sharding: got {sharding.spec} for a pool of {ndim} dimensions that layers share, expected one that"
@@ -113,8 +119,8 @@ def _unsupported(sharding: NamedSharding, head_dim: int | None, ndim: int) -> st
 
 
 def _head_dim(spec: AttentionSpec, num_layers: int | None) -> int | None:
-    """Returns the dimension of heads (nominal where pages hold scales); None for a shared pool."""
-    if spec.page_size_padded is not None:
+    """Returns the dimension of heads (nominal where pages hold scales); None for a shared pool and for latents."""
+    if spec.page_size_padded is not None or spec.is_mla:
         return None
     return len(spec.cache_shape(1, num_layers)) - (3 if spec.layout is CacheLayout.HND else 2)
 

@@ -33,6 +33,9 @@ E4M3_MAX = 448.0
 LEAST_TOKEN_SCALE = 1e-6
 """Lower bound of a scale per token and head, as in vLLM: rows of zeros need one too."""
 
+LEAST_NORMAL = 2.0**-126
+"""The smallest normal float32, the lower bound of a scale of `fp8_ds_mla`."""
+
 NOT_A_FLOAT32 = 1.0 + 2.0**-52
 """The float64 next to 1: a factor without effect on a float32 result, and not representable in float32."""
 
@@ -83,7 +86,7 @@ def with_canonical_nan(x: jax.Array) -> jax.Array:
 def encode(x: jax.Array, dtype: KVCacheDType, scale: jax.Array) -> tuple[jax.Array, ...]:
     """Encodes `x` `[..., head_size]` as stored rows: data and, where pages hold them, scales.
 
-    `dtype` is that of the keys or of the values (`KVCacheDType.parts`); `scale` is ignored where it takes none.
+    `dtype` is one of `AttentionSpec.parts`; `scale` is ignored where it takes none.
     """
     match dtype:
         case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
@@ -94,6 +97,8 @@ def encode(x: jax.Array, dtype: KVCacheDType, scale: jax.Array) -> tuple[jax.Arr
             return encode_per_token_head(x, dtype)
         case KVCacheDType.NVFP4 | KVCacheDType.NVFP4_4OVER6:
             return encode_nvfp4(x, scale, dtype)
+        case KVCacheDType.FP8_DS_MLA:
+            return encode_fp8_ds_mla(x)
     raise UnsupportedError(f"dtype: got {dtype.value!r}, which kvjax.quant does not encode")
 
 
@@ -109,6 +114,8 @@ def decode(rows: Sequence[jax.Array], dtype: KVCacheDType, scale: jax.Array) -> 
         case KVCacheDType.NVFP4:
             data, block_scales = rows
             return decode_nvfp4(data, block_scales, scale)
+        case KVCacheDType.FP8_DS_MLA:
+            return decode_fp8_ds_mla(*rows)
     raise UnsupportedError(f"dtype: got {dtype.value!r}, which kvjax.quant does not decode")
 
 
@@ -158,6 +165,45 @@ def decode_per_token_head(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns `codes * scales` in float32, from what `encode_per_token_head` returns; NaN as in fp8."""
     scales = lax.broadcast_in_dim(scales, codes.shape, range(codes.ndim))
     return with_canonical_nan(lax.mul(_to(codes, np.float32), scales))
+
+
+def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Encodes blocks of 128 along the last dimension as fp8 codes and one float32 scale each, as vLLM's caches of MLA.
+
+    With `amax` the block's largest magnitude, NaN ignored, `scale = max(amax / 448, 2**-126)`; a code is `x / scale`
+    clamped to 448 and rounded to nearest even, NaN kept. Division is exact, also of subnormal numbers, which are not
+    flushed (vLLM's `concat_and_cache_ds_mla_kernel`).
+
+    Args:
+      x: float32, float16 or bfloat16 `[..., size]`, a multiple of 128.
+
+    Returns:
+      `(codes, scales)`: float8_e4m3fn `[..., size]` and float32 `[..., size / 128]`.
+    """
+    info, last = KVCacheDType.FP8_DS_MLA.info, x.ndim - 1
+    block = info.elements_per_scale or 1
+    blocks = lax.reshape(_to(x, np.float32), (*x.shape[:last], x.shape[last] // block, block))
+    amax = lax.reduce_max(_where(_is_nan(blocks), 0.0, lax.abs(blocks)), [x.ndim])
+    scales = lax.max(exact_divide(amax, np.float32(info.max)), np.float32(LEAST_NORMAL))
+    of_each = lax.broadcast_in_dim(scales, blocks.shape, range(scales.ndim))
+    # XLA on CPU takes a subnormal x for 0. As an integer it is a multiple of 2**-149: x * 2**126 is normal.
+    bits = _bits(blocks)
+    magnitude = lax.bitwise_and(bits, np.uint32(0x7FFFFFFF))
+    is_subnormal = lax.lt(magnitude, np.uint32(1 << 23))
+    raised = lax.mul(_to(magnitude, np.float32), np.float32(2.0**-23))
+    raised = lax.select(lax.lt(_to(bits, np.int32), np.int32(0)), lax.neg(raised), raised)
+    dividend = lax.select(is_subnormal, raised, blocks)
+    divisor = lax.select(is_subnormal, lax.mul(of_each, np.float32(2.0**126)), of_each)
+    return lax.reshape(_float8_codes(exact_divide(dividend, divisor), info.storage_dtype), x.shape), scales
+
+
+def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns float32 `codes * scales`, `[..., size]`, of what `encode_fp8_ds_mla` returns; NaN as in fp8.
+
+    Magnitudes below `2**-126` are flushed to 0 of their sign.
+    """
+    blocks = lax.reshape(_to(codes, np.float32), (*scales.shape, codes.shape[-1] // scales.shape[-1]))
+    return with_canonical_nan(lax.reshape(_normal(_times_each_block(blocks, scales)), codes.shape))
 
 
 def int8_codes(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from kvjax.layer_choice import requested_dtypes, skipped_layers
 from kvjax.layer_names import in_ranges
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.model_config import AttentionKind, LayerKVConfig, ModelKVConfig
-from kvjax.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvjax.spec import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 type RequestedKVCacheDType = str | KVCacheDType | Mapping[int | str, str | KVCacheDType]
 """What a user requests: a dtype for every layer, or dtypes by layers; see `resolve_layer_dtypes`."""
@@ -149,7 +149,8 @@ def resolve_layer_specs(
 ) -> tuple[AttentionSpec, ...]:
     """Returns one spec for each of `model.layers`, with the dtype that `resolve_layer_dtypes` resolves.
 
-    `layout` applies to every layer, `v_scale_layout` to those whose values are NVFP4.
+    `layout` applies to every layer but those of latents (MLA), whose pages have one order, `v_scale_layout` to those
+    whose values are NVFP4.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `resolve_layer_dtypes`; also an invalid spec, such as a head size that
@@ -173,7 +174,13 @@ def resolve_layer_specs(
 
 
 def _layer_spec(layer: LayerKVConfig, **fields: Any) -> AttentionSpec:
-    fields |= {name: getattr(layer, name) for name in ("num_kv_heads", "head_size", "head_size_v", "is_latent")}
+    if layer.is_mla:
+        CacheLayout.parse(fields.pop("layout"))
+        if VScaleLayout.parse(swizzle := fields.pop("v_scale_layout")) is not VScaleLayout.LINEAR:
+            raise KVCacheValueError(f"v_scale_layout: got {swizzle!r} for latents (MLA), expected 'linear'")
+        fields |= {"kv_lora_rank": layer.head_size_v, "qk_rope_head_dim": layer.head_size - layer.head_size_v}
+        return MLAAttentionSpec(sliding_window=layer.sliding_window, **fields)
+    fields |= {name: getattr(layer, name) for name in ("num_kv_heads", "head_size", "head_size_v")}
     if layer.kind is AttentionKind.SLIDING_WINDOW:
         return SlidingWindowSpec(sliding_window=layer.sliding_window, **fields)
     return FullAttentionSpec(**fields)

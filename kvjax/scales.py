@@ -196,6 +196,10 @@ def _layer_scales(
     found = [(name, divisor) for name, divisor in zip((k_name, v_name), divisors, strict=True) if name is not None]
     if not found:
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
+    if layer.is_mla:  # one scale, that of keys
+        (name, divisor), part = found[0], dtype.parts[0]
+        scale = _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
+        return LayerScales(KVScales(np.float32(scale), np.float32(1)), dtype, (name, name), (divisor, divisor))
     k_scale, v_scale = (
         _read_scale(name, tensors, layer.num_kv_heads, part, divisor) if part.takes_scale else np.float32(1)
         for (name, divisor), part in zip((found[0], found[-1]), dtype.parts, strict=True)

@@ -13,7 +13,15 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
 from kvjax.exact_window import ExactWindow
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, check_array, check_attends, check_cache
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    OF_LAYER,
+    Window,
+    check_array,
+    check_cache,
+    check_keys_and_values,
+)
 from kvjax.ops.ragged import RaggedOptions, ragged_paged_attention
 from kvjax.ops.write import flat_tokens, reshape_and_cache_flash_diffkv
 from kvjax.step_metadata import StepMetadata
@@ -109,10 +117,10 @@ def attend(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as both operations; also a number of rows other than the metadata's.
-      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    check_attends("attend", cache.spec)
+    check_keys_and_values("attend", cache.spec, "concat_and_cache_mla and mla_ragged_paged_attention")
     if not isinstance(metadata, StepMetadata):
         raise KVCacheTypeError(f"metadata: got {kind_of(metadata)}, expected a StepMetadata")
     check_array("slot_mapping", metadata.slot_mapping, [("num_tokens", None)], INDEX_DTYPES)

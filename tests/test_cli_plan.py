@@ -58,6 +58,8 @@ def test_every_figure_of_one_model(plan: Plan):
                 "num_kv_heads": 8,
                 "head_size": 128,
                 "head_size_v": 128,
+                "kv_lora_rank": None,
+                "qk_rope_head_dim": None,
                 "dtype": "nvfp4",
                 "source": "user",
                 "skipped": False,
@@ -89,7 +91,7 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 def test_the_keys_are_the_documented_ones(plan: Plan):
     documented = re.findall(r"^- `([a-z0-9_.\[\]]+)`:", PLAN_PAGE, re.MULTILINE)
     assert keys(plan(GPT_OSS, "--exact-window=64", "--max-seqs=8")) == set(documented)
-    assert len(documented) == len(set(documented)) == 35
+    assert len(documented) == len(set(documented)) == 37
 
 
 def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -215,6 +217,52 @@ def test_values_with_a_head_size_of_their_own(plan: Plan):
     assert [(group["head_size"], group["head_size_v"]) for group in document["groups"]] == [(192, 128)] * 2
     assert [group["bytes_per_token"] for group in document["groups"]] == [720, 1440]
     assert document["totals"]["bytes_per_token"] == 9 * 720 + 39 * 1440
+
+
+DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_token", "devices"),
+    [("auto", 1152, 1), ("fp8", 576, 8), ("fp8_ds_mla", 656, 1), ("nvfp4", 416, 16)],
+)
+def test_latents(plan: Plan, tmp_path: Path, dtype: str, bytes_per_token: int, devices: int):
+    """Every device has those of all query heads."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    options = "--kv-cache-dtype", dtype, "--block-size", "64", "--tensor-parallel", str(devices)
+    document = plan(str(tmp_path), *options)
+    [group] = document["groups"]
+    assert (group["kv_lora_rank"], group["qk_rope_head_dim"], len(group["layers"])) == (512, 64, 61)
+    assert (group["num_kv_heads"], group["head_size"], group["head_size_v"]) == (1, 576, 512)
+    assert (group["bytes_per_token"], group["page_bytes"]) == (bytes_per_token, 64 * bytes_per_token)
+    assert document["totals"]["tokens"] == 2**30 // (61 * 64 * bytes_per_token) * 64
+    skipped = plan(str(tmp_path), *options, "--skip-layers", "0-2")
+    assert skipped["totals"]["bytes_per_token"] == 3 * 1152 + 58 * bytes_per_token
+
+
+def test_latents_in_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    assert main(["plan", "--config", str(tmp_path), "--kv-cache-dtype", "nvfp4"]) == 0
+    assert "| nvfp4 | user | latent 512 + 64 |    16 |         416 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (DEEPSEEK, ["--kv-cache-dtype", "fp8_e5m2"], "MLAAttentionSpec.dtype: got 'fp8_e5m2', expected one of float32"),
+        (DEEPSEEK, ["--v-scale-layout", "swizzled"], "v_scale_layout: got 'swizzled' for latents (MLA), expected 'lin"),
+        (
+            {"model_type": "llama", "dtype": "bfloat16"},
+            ["--kv-cache-dtype", "fp8_ds_mla"],
+            "FullAttentionSpec.dtype: g",
+        ),
+    ],
+)
+def test_dtypes_that_a_models_cache_does_not_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any], arguments: list[str], message: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(capsys, "--config", str(tmp_path), *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(("devices", "heads"), [(2, 4), (8, 1), (16, 1)])
@@ -492,7 +540,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--kv-cache-dtype", "nvpf4"],
             "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, float16, bfloat16,"
             " fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4, nvfp4_4over6, fp8_k_nvfp4_v,"
-            " fp8_k_nvfp4_4over6_v, int8_k_nvfp4_v, int8_k_nvfp4_4over6_v, float, half, fp8 (did you mean 'nvfp4'?)",
+            " fp8_k_nvfp4_4over6_v, int8_k_nvfp4_v, int8_k_nvfp4_4over6_v, fp8_ds_mla, float, half, fp8 (did you mean"
+            " 'nvfp4'?)",
         ),
         (
             ["--kv-cache-dtype", "0-3=nvpf4"],

@@ -28,7 +28,7 @@ def num_code_lines(source: str) -> int:
     return len(lines)
 
 
-@pytest.mark.parametrize(("name", "most"), [("kerashub", 60), ("tunix", 60), ("sglang_jax", 75)])
+@pytest.mark.parametrize(("name", "most"), [("kerashub", 60), ("tunix", 60), ("sglang_jax", 75), ("mla", 60)])
 def test_an_adapter_is_short(name, most):
     assert num_code_lines((ROOT / f"examples/clients/{name}.py").read_text()) <= most
 

@@ -204,6 +204,6 @@ def test_other_types_are_refused():
 
 
 def test_latents_are_refused():
-    model = kvjax.ModelKVConfig((LayerKVConfig(1, 512, 64, is_latent=True),), "bfloat16")
+    model = kvjax.ModelKVConfig((LayerKVConfig(1, 576, 512, is_mla=True),), "bfloat16")
     with pytest.raises(UnsupportedError, match="latent"):
         choose_layer_dtypes(model, [], ["fp8"], bits=8)

@@ -39,6 +39,7 @@ NAMES = {
     "fp8_k_nvfp4_4over6_v": KVCacheDType.FP8_K_NVFP4_4OVER6_V,
     "int8_k_nvfp4_v": KVCacheDType.INT8_K_NVFP4_V,
     "int8_k_nvfp4_4over6_v": KVCacheDType.INT8_K_NVFP4_4OVER6_V,
+    "fp8_ds_mla": KVCacheDType.FP8_DS_MLA,
 }
 MIXED = {
     KVCacheDType.FP8_K_NVFP4_V: (KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4),

@@ -20,7 +20,7 @@ from kvjax import (
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
-    KVCacheWarning,
+    MLAAttentionSpec,
     ModelKVConfig,
     SlidingWindowSpec,
     StepMetadata,
@@ -37,6 +37,7 @@ from kvjax import (
     reshape_and_cache_flash,
     reshape_and_cache_flash_diffkv,
     resolve_layer_specs,
+    rope_and_cache,
 )
 from kvjax.ops import select
 
@@ -321,28 +322,31 @@ def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own(
     check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
 
 
-def test_attention_refuses_the_cache_of_latent_attention_by_name():
-    """Before anything is written; a layer whose values have another head size is attended to."""
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_attention_heads": 6, "kv_lora_rank": 64}
-    config |= {"qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "dtype": "float32"}
-    with pytest.warns(KVCacheWarning, match="multi-head latent attention"):
-        [latent] = resolve_layer_specs(ModelKVConfig.from_hf_config(config), block_size=8)
-    diffkv = dataclasses.replace(latent, is_latent=False)
-    assert latent.is_latent
-    assert (diffkv.num_kv_heads, diffkv.head_size, diffkv.head_size_v) == (1, 64, 32)
+def test_operations_on_keys_and_values_refuse_a_cache_of_latents_by_name():
+    """Before anything is written, and with the operation that takes it."""
+    spec = MLAAttentionSpec(8, 64, 32, dtype="bfloat16")
     tokens = TOKENS[:, :1], TOKENS[:, :1, :32]
     step = StepMetadata(TABLE, LENS, np.zeros(5, np.int32), SLOTS)
+    table = np.zeros((10, 8), np.float32)
     calls = {
-        "paged_attention": lambda cache: paged_attention(QUERY, cache, TABLE, LENS),
-        "ragged_paged_attention": lambda cache: ragged_paged_attention(QUERY, cache, TABLE, LENS, step.cu_q_lens),
-        "attend": lambda cache: attend(QUERY[:3], *tokens, cache, step),
+        "concat_and_cache_mla": {
+            "reshape_and_cache_flash": lambda cache: reshape_and_cache_flash(*tokens, cache, SLOTS),
+            "reshape_and_cache_flash_diffkv": lambda cache: reshape_and_cache_flash_diffkv(*tokens, cache, SLOTS),
+            "rope_and_cache": lambda cache: rope_and_cache(QUERY[:3], *tokens, cache, SLOTS, SLOTS, table),
+            "attend": lambda cache: attend(QUERY[:3], *tokens, cache, step),
+        },
+        "gather_mla": {"gather_kv": lambda cache: gather_kv(cache, TABLE, LENS)},
+        "mla_paged_attention": {"paged_attention": lambda cache: paged_attention(QUERY, cache, TABLE, LENS)},
+        "mla_ragged_paged_attention": {
+            "ragged_paged_attention": lambda cache: ragged_paged_attention(QUERY, cache, TABLE, LENS, step.cu_q_lens),
+        },
     }
-    for name, call in calls.items():
-        message = f"{name}: got a cache of multi-head latent attention (MLA), whose values of 32 elements are rope keys"
-        check_refused(call, poisoned(latent, 2), UnsupportedError, message)
-        call(poisoned(diffkv, 2))
-    written = reshape_and_cache_flash_diffkv(*tokens, poisoned(latent, 2), SLOTS)
-    assert [x.shape for x in gather_kv(written, TABLE, LENS)] == [(4, 16, 1, 64), (4, 16, 1, 32)]
+    for instead, refused in calls.items():
+        for name, call in refused.items():
+            message = f"{name}: got a cache of latents (MLA), expected one of keys and values; use {instead}"
+            check_refused(call, poisoned(spec, 2), VALUE, message)
+    with pytest.raises(VALUE, match="nvfp4_split_views: got a 'nvfp4' cache of latents"):
+        nvfp4_split_views(poisoned(dataclasses.replace(spec, dtype=KVCacheDType.NVFP4), 2))
 
 
 BOTH = select.Candidates(

@@ -349,9 +349,9 @@ INVALID = {
     ),
     "no spec": (lambda: ExactWindow.allocate("nvfp4", 3, 4), KVCacheTypeError, "spec: got 'nvfp4' of type str, expec"),
     "latents": (
-        lambda: ExactWindow.num_bytes(dataclasses.replace(SPEC, is_latent=True), 3, 4),
+        lambda: ExactWindow.num_bytes(kvjax.MLAAttentionSpec(16, 512, 64, dtype="nvfp4"), 3, 4),
         UnsupportedError,
-        "ExactWindow: got a cache of multi-head latent attention",
+        "ExactWindow: got a spec of latents (MLA), expected one of keys and values",
     ),
     "pairs": (
         lambda: kvjax.copy_window_rows(ALLOCATE(3, 4), np.zeros(2, np.int32)),

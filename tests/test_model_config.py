@@ -399,6 +399,16 @@ LATENT = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+KIMI_LINEAR = LATENT | {
+    "num_hidden_layers": 4,
+    "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
+}
+
+
+def latents(rank: int, rope: int) -> LayerKVConfig:
+    return LayerKVConfig(1, rank + rope, rank, is_mla=True)
+
+
 MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
     (FALCON | {"multi_query": True}, [layer(1, 64)] * 2),
     (FALCON, [layer(1, 64)] * 2),
@@ -474,6 +484,20 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         [layer(8, 128)],
     ),
     (BASE | {"layer_types": ["linear_attention", "full_attention"] * 2}, [None, layer(2, 64)] * 2),
+    *(
+        (LATENT | {"model_type": model_type}, [latents(512, 64)] * 2)
+        for model_type in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+    ),
+    (LATENT | {"model_type": "minicpm3", "kv_lora_rank": 256, "qk_rope_head_dim": 32}, [latents(256, 32)] * 2),
+    (LATENT | {"model_type": "deepseek_v3", "qk_rope_head_dim": 0}, [latents(512, 0)] * 2),
+    (KIMI_LINEAR | {"model_type": "kimi_linear"}, [None, None, None, latents(512, 64)]),
+    (LATENT | {"model_type": "bailing_hybrid", "layer_group_size": 2}, [None, latents(512, 64)]),
+    (
+        {key: value for key, value in LATENT.items() if key != "num_hidden_layers"}
+        | {"model_type": "longcat_flash", "num_layers": 2},
+        [latents(512, 64)] * 4,
+    ),
+    ({"model_type": "kimi_k25", "text_config": LATENT | {"model_type": "deepseek_v3"}}, [latents(512, 64)] * 2),
 ]
 
 
@@ -492,15 +516,23 @@ def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[Laye
 
 
 @pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ("kv_lora_rank", "got no 'kv_lora_rank', expected a positive int"),
+        ("qk_rope_head_dim", "got no 'qk_rope_head_dim', expected an int of at least 0"),
+    ],
+)
+def test_ranks_of_latent_attention_are_not_guessed(left_out: str, message: str):
+    config = {key: value for key, value in LATENT.items() if key != left_out}
+    with pytest.raises(KVCacheValueError, match=f"^config: {message}$"):
+        read_by_layer(config | {"model_type": "deepseek_v3"})
+    with pytest.raises(KVCacheValueError, match=f"config.{left_out}: got -1, expected an int of at least"):
+        read_by_layer(config | {"model_type": "deepseek_v3", left_out: -1})
+
+
+@pytest.mark.parametrize(
     ("config", "expected", "said"),
     [
-        (
-            LATENT | {"model_type": "deepseek_v3"},
-            [dataclasses.replace(layer(1, 512, 64), is_latent=True)] * 2,
-            "the latent cache, one head with a key of kv_lora_rank=512 and a value of qk_rope_head_dim=64 elements;"
-            " a cache of every head's own keys and values takes 71.1 times as much. kvjax writes and gathers the latent"
-            " cache, but has no attention over it",
-        ),
         (
             FALCON
             | {"new_decoder_architecture": True, "num_kv_heads": 8, "hidden_size": 8192}

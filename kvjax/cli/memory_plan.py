@@ -15,6 +15,7 @@ from kvjax import (
     DTypeSource,
     KVCacheDType,
     KVCacheValueError,
+    MLAAttentionSpec,
     ModelKVConfig,
     ResolvedKVCacheDType,
     VScaleLayout,
@@ -32,7 +33,8 @@ class LayerGroup:
     """Layers with equal caches; all numbers are per layer and device.
 
     `layers`: their indices. `sliding_window`: tokens that a query attends to, None for all. `source`: where the dtype
-    comes from. `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds
+    comes from. `kv_lora_rank`, `qk_rope_head_dim`: elements of a latent and of a rope key, None without latents (MLA).
+    `skipped`: `skip_layers` keeps these layers at the model dtype. `per_head_scales`: the checkpoint holds
     a scale per KV head. `scales`: the names of the scales of keys and of values, after the layer's index; empty if the
     layers need none or the checkpoint holds none, None if there are no weights. `block_size`: tokens of a page, more
     than requested if other layers have larger pages. `page_bytes`: the same in every group; `padding_bytes` of them are
@@ -45,6 +47,8 @@ class LayerGroup:
     num_kv_heads: int
     head_size: int
     head_size_v: int
+    kv_lora_rank: int | None
+    qk_rope_head_dim: int | None
     dtype: str
     source: DTypeSource
     skipped: bool
@@ -261,6 +265,8 @@ def _group(
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         head_size_v=spec.head_size_v,
+        kv_lora_rank=spec.kv_lora_rank if isinstance(spec, MLAAttentionSpec) else None,
+        qk_rope_head_dim=spec.qk_rope_head_dim if isinstance(spec, MLAAttentionSpec) else None,
         dtype=resolved.dtype.value,
         source=resolved.source,
         skipped=skipped,
@@ -277,12 +283,15 @@ def _group(
 
 def _cells(group: LayerGroup) -> tuple[str, ...]:
     sizes = f"{group.head_size}" if group.head_size == group.head_size_v else f"{group.head_size}/{group.head_size_v}"
+    heads = f"{group.num_kv_heads} x {sizes}"
+    if group.kv_lora_rank is not None:
+        heads = f"latent {group.kv_lora_rank} + {group.qk_rope_head_dim}"
     return (
         f"{len(group.layers)}: {in_ranges(group.layers)}",
         f"{group.attention} {group.sliding_window or ''}".rstrip(),
         group.dtype + (" (scale per head)" if group.per_head_scales else ""),
         group.source + (" (skipped)" if group.skipped else ""),
-        f"{group.num_kv_heads} x {sizes}",
+        heads,
         f"{group.block_size}",
         f"{group.bytes_per_token:,}",
         f"{group.page_bytes:,}",

@@ -83,14 +83,14 @@ def _mha(
     )
 
 
-_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 
 
 def _latent_type(*keys: str, first: Callable[[Facts], None] | None = None, **defaults: Any) -> ModelType:
-    def first_then_latent(facts: Facts) -> str:
+    def first_then_latent(facts: Facts) -> None:
         if first:
             first(facts)
-        return translate.latent(facts)
+        translate.latent(facts)
 
     return _plain(*_LATENT_KEYS, *keys, translate=first_then_latent, **defaults)
 
@@ -313,6 +313,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "deepseek_v2": _latent_type(),
         "deepseek_v3": _latent_type(),
         "glm4_moe_lite": _latent_type(),
+        "kimi_k2": _latent_type(),
         "minicpm3": _latent_type(),
         "youtu": _latent_type(),
         "bailing_hybrid": _latent_type(

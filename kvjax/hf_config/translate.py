@@ -77,24 +77,18 @@ def encoder(facts: Facts) -> None:
     all_heads(facts)
 
 
-def latent(facts: Facts) -> str:
+def latent(facts: Facts) -> None:
     """Multi-head latent attention: one latent per token and one key with positions, shared by all heads."""
-    rank, rope = positive_int(facts, "kv_lora_rank"), positive_int(facts, "qk_rope_head_dim")
-    heads, nope, value = (positive_int(facts, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-    facts |= {"num_key_value_heads": 1, "head_dim": rank, "v_head_dim": rope, "is_latent": True}
-    expanded = heads * (nope + rope + value)
-    return (
-        f"multi-head latent attention is read as the latent cache, one head with a key of kv_lora_rank={rank} and a"
-        f" value of qk_rope_head_dim={rope} elements; a cache of every head's own keys and values takes"
-        f" {expanded / (rank + rope):.3g} times as much. kvjax writes and gathers the latent cache, but has no"
-        " attention over it"
-    )
+    rank, rope = positive_int(facts, "kv_lora_rank"), first_int(facts, "qk_rope_head_dim", minimum=0)
+    if rope is None:
+        raise KVCacheValueError("config: got no 'qk_rope_head_dim', expected an int of at least 0")
+    facts |= {"num_key_value_heads": 1, "head_dim": rank + rope, "v_head_dim": rank, "is_mla": True}
 
 
-def longcat(facts: Facts) -> str:
+def longcat(facts: Facts) -> None:
     """LongCat: each layer has two attentions, with a cache each."""
     facts["num_hidden_layers"] = 2 * num_layers(facts)
-    return latent(facts)
+    latent(facts)
 
 
 def kimi_linear(facts: Facts) -> None:

@@ -235,6 +235,8 @@ def codecs_of(spec: AttentionSpec) -> tuple[Codec, Codec]:
 
 def why_not_dtype(spec: AttentionSpec) -> str | None:
     """Why no kernel writes or gathers the dtype of a spec; None where one does."""
+    if spec.is_mla:
+        return "no kernel writes or gathers latents (MLA)"
     return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
 
 

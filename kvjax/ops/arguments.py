@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache, check_scale_shape
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
 from kvjax.ops import options
 from kvjax.ops.values import check_layer, check_window, is_checked
 from kvjax.scale_values import check_scale, check_scale_type
@@ -53,13 +53,20 @@ def check_cache(cache: Any, what: str = "cache") -> None:
     check_devices(cache, **{f"{what}.{name}": getattr(cache, name) for name in SCALES})
 
 
-def check_attends(operation: str, spec: AttentionSpec) -> None:
-    """Raises if a cache of a spec holds something other than keys and values to attend to."""
-    if spec.is_latent:
-        raise UnsupportedError(
-            f"{operation}: got a cache of multi-head latent attention (MLA), whose values of {spec.head_size_v}"
-            " elements are rope keys and not to be summed; expected one of keys and values. No implementation attends"
-            " over latents yet: read them with gather_kv"
+def check_keys_and_values(operation: str, spec: AttentionSpec, instead: str) -> None:
+    """Raises `KVCacheValueError` for a cache of latents, and says which operation takes it."""
+    if spec.is_mla:
+        raise KVCacheValueError(
+            f"{operation}: got a cache of latents (MLA), expected one of keys and values; use {instead}"
+        )
+
+
+def check_latents(operation: str, spec: AttentionSpec) -> None:
+    """Raises `KVCacheValueError` for a cache of keys and values."""
+    if not spec.is_mla:
+        raise KVCacheValueError(
+            f"{operation}: got a cache of keys and values, of a {type(spec).__name__}, expected one of latents, of an"
+            " MLAAttentionSpec"
         )
 
 
@@ -142,19 +149,26 @@ def as_scales(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the decode scales of a call: the given ones, else those of the cache's layer.
 
-    They are float32 and broadcast against `[..., num_kv_heads, head_size]`.
+    They are float32 and broadcast against `[..., num_kv_heads, head_size]`. Latents have one, `k_scale`, for all that
+    takes one.
 
     Raises:
       KVCacheTypeError: not a number or an array of numbers.
       KVCacheValueError: neither a scalar nor, for fp8, `[num_kv_heads]`; or a known value that is not between
         `MIN_SCALE` and `MAX_SCALE`.
     """
-    return _as_scale("k_scale", k_scale, cache, layer), _as_scale("v_scale", v_scale, cache, layer)
+    if cache.spec.is_mla:
+        scale = _as_scale("scale", k_scale, cache, layer, carried="k_scale")
+        return scale, scale
+    return (
+        _as_scale("k_scale", k_scale, cache, layer, carried="k_scale"),
+        _as_scale("v_scale", v_scale, cache, layer, carried="v_scale"),
+    )
 
 
-def _as_scale(what: str, scale: Any, cache: KVCache, layer: jax.Array | None) -> jax.Array:
+def _as_scale(what: str, scale: Any, cache: KVCache, layer: jax.Array | None, *, carried: str) -> jax.Array:
     if scale is None:
-        what, scale = f"cache.{what}", getattr(cache, what)
+        what, scale = f"cache.{carried}", getattr(cache, carried)
         if scale is None:
             return jnp.asarray(1.0, jnp.float32)
         if layer is not None and np.ndim(scale):

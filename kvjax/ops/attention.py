@@ -23,9 +23,9 @@ from kvjax.ops.arguments import (
     as_sinks,
     as_window,
     check_array,
-    check_attends,
     check_cache,
     check_devices,
+    check_keys_and_values,
     reach_of,
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer, own_sequences
@@ -130,40 +130,72 @@ def paged_attention(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap or sink; the message names it.
-      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    check_attends("paged_attention", cache.spec)
+    check_keys_and_values("paged_attention", cache.spec, "mla_paged_attention")
     cache = local_view(cache)
     spec = cache.spec
     dims: list[tuple[str, int | None]] = [("num_seqs", None), ("num_heads", None), ("head_size", spec.head_size)]
-    if has_rows := np.ndim(query) == 4:
+    if np.ndim(query) == 4:
         dims.insert(1, ("q_len", None))
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[-2], spec)
     check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window)
-    rows = query if has_rows else query[:, None]
+    return attend_last_tokens(
+        "paged_attention",
+        cache,
+        query,
+        (block_table, seq_lens, Stored(layer, k_scale, v_scale)),
+        sinks,
+        sm_scale=as_sm_scale(sm_scale, spec.head_size),
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
+
+
+def attend_last_tokens(
+    operation: str,
+    cache: KVCache,
+    query: jax.Array,
+    read: tuple[ArrayLike, ArrayLike, Stored],
+    sinks: jax.Array | None,
+    *,
+    sm_scale: float,
+    sliding_window: Window,
+    logits_soft_cap: float | None,
+    return_lse: bool,
+    batch_invariant: bool,
+    implementation: str | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query and sinks.
+
+    `read` are the block table, the lengths and what of the cache is read, `sm_scale` a checked factor. Other options
+    are as callers give them.
+    """
+    block_table, seq_lens, stored = read
+    rows = query if query.ndim == 4 else query[:, None]
     num_seqs, q_len = rows.shape[:2]
-    window, window_array = as_window(sliding_window, spec)
+    window, window_array = as_window(sliding_window, cache.spec)
     reach = reach_of((window, window_array), q_len, q_len)
-    stored = Stored(layer, k_scale, v_scale)
     sequences = as_sequences(cache, block_table, seq_lens, stored, num_seqs, last_tokens=reach)
     batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
     asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes)
-    serve = select.choose("paged_attention", implementation, _candidates(asked), cache)
+    serve = select.choose(operation, implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         rows,
         *sequences,
         sinks,
         window_array,
-        softmax=kernel.Softmax(
-            as_sm_scale(sm_scale, spec.head_size), window, as_soft_cap(logits_soft_cap), batch_invariant
-        ),
+        softmax=kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant),
     )
-    if not has_rows:
+    if query.ndim == 3:
         attended, lse = attended[:, 0], lse[:, 0]
     return (attended, lse) if return_lse else attended
 

@@ -25,6 +25,7 @@ from kvjax.ops.arguments import (
     check_array,
     check_cache,
     check_devices,
+    check_keys_and_values,
 )
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
 from kvjax.ops.values import check_sequences, is_checked
@@ -67,16 +68,18 @@ def gather_kv(
       UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
+    check_keys_and_values("gather_kv", cache.spec, "gather_mla")
     cache = local_view(cache)
     spec = cache.spec
     sequences = as_sequences(cache, block_table, seq_lens, Stored(layer, k_scale, v_scale))
-    out = _result_dtype(dtype, spec)
+    out = result_dtype(dtype, spec)
     serve = select.choose("gather_kv", implementation, _IMPLEMENTATIONS, cache)
     keys, values = serve(cache, *sequences, dtype=out)
     return keys, values
 
 
-def _result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]:
+def result_dtype(dtype: DTypeLike | None, spec: AttentionSpec) -> np.dtype[Any]:
+    """Returns the dtype of dense results; raises `KVCacheTypeError` for one that they cannot have."""
     if dtype is None:
         return spec.model_dtype.info.storage_dtype if spec.dtype.is_quantized else spec.storage_dtype
     try:
@@ -114,7 +117,7 @@ def as_sequences(
     check_devices(cache, block_table=block_table, seq_lens=seq_lens, **stored._asdict())
     check_array("seq_lens", seq_lens, [("num_seqs", np.shape(block_table)[0])], INDEX_DTYPES)
     if last_tokens is not None and (is_checked() or cache.sharding is not None):
-        block_table = _last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
+        block_table = last_blocks(block_table, seq_lens, last_tokens, cache.spec.block_size)
     if is_checked():
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
     layer = as_layer(cache, stored.layer)
@@ -125,7 +128,7 @@ def as_sequences(
     return as_blocks(block_table, cache), lengths, layer, *scales
 
 
-def _last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:
+def last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:
     """Returns the table with -1 for the blocks before those of the last tokens of each sequence."""
     is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
@@ -160,7 +163,10 @@ def gather_xla(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers in XLA, from checked arguments; returns what `gather_kv` does."""
+    """Gathers in XLA, from checked arguments; returns what `gather_kv` does, or of latents these and the rope keys.
+
+    Each of these has one head, `[num_seqs, max_len, 1, size]`.
+    """
     cache, block_table = in_one_layer(cache, layer, block_table)
     spec = cache.spec
     num_seqs, max_len = block_table.shape[0], block_table.shape[1] * spec.block_size
@@ -168,7 +174,7 @@ def gather_xla(
     there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
 
     def decode(kv_index: int, scale: jax.Array) -> jax.Array:
-        decoded = decode_rows(page_rows(pages, spec, kv_index), spec.dtype.parts[kv_index], scale, dtype)
+        decoded = decode_rows(page_rows(pages, spec, kv_index), spec.parts[kv_index], scale, dtype)
         dense = decoded.reshape(num_seqs, max_len, *decoded.shape[-2:])
         return jnp.where(there, dense, jnp.zeros((), dtype))
 

@@ -25,9 +25,9 @@ from kvjax.ops.arguments import (
     as_sinks,
     as_window,
     check_array,
-    check_attends,
     check_cache,
     check_devices,
+    check_keys_and_values,
     reach_of,
 )
 from kvjax.ops.attention import (
@@ -40,7 +40,7 @@ from kvjax.ops.attention import (
     why_no_kernels,
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
-from kvjax.ops.options import Buckets, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
+from kvjax.ops.options import Buckets, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
@@ -152,41 +152,76 @@ def ragged_paged_attention(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, scale, window, cap, sink or number; the message
         names it.
-      UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
+      UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    check_attends("ragged_paged_attention", cache.spec)
+    check_keys_and_values("ragged_paged_attention", cache.spec, "mla_ragged_paged_attention")
     cache = local_view(cache)
     spec = cache.spec
     dims = [("num_tokens", None), ("num_heads", None), ("head_size", spec.head_size)]
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
-    num_tokens, num_heads, _ = query.shape
-    sinks = as_sinks(sinks, num_heads, spec)
+    sinks = as_sinks(sinks, query.shape[1], spec)
     check_devices(cache, query=query, sinks=sinks, cu_q_lens=cu_q_lens, sliding_window=sliding_window)
+    return attend_ragged(
+        "ragged_paged_attention",
+        cache,
+        query,
+        (block_table, seq_lens, cu_q_lens, Stored(layer, k_scale, v_scale)),
+        sinks,
+        sm_scale=as_sm_scale(sm_scale, spec.head_size),
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        limits=as_limits(max_q_len, max_prompts, decode_q_len),
+        implementation=implementation,
+    )
+
+
+def attend_ragged(
+    operation: str,
+    cache: KVCache,
+    query: jax.Array,
+    read: tuple[ArrayLike, ArrayLike, ArrayLike, Stored],
+    sinks: jax.Array | None,
+    *,
+    sm_scale: float,
+    sliding_window: Window,
+    logits_soft_cap: float | None,
+    return_lse: bool,
+    batch_invariant: bool,
+    limits: Limits,
+    implementation: str | None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns what `operation`, `ragged_paged_attention` or that of MLA, does, for a checked query and sinks.
+
+    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read; `sm_scale` and
+    `limits` are checked. Other options are as callers give them.
+    """
+    block_table, seq_lens, cu_q_lens, stored = read
+    num_tokens = query.shape[0]
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
-    given = as_limits(max_q_len, max_prompts, decode_q_len)
-    limits = buckets(given, num_tokens, num_seqs, batch_invariant=batch_invariant)
+    sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
-        check_query_lens(cu_q_lens, num_tokens, **limits._asdict())
+        check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
     bounds = as_lengths(cu_q_lens)
     if bounds.dtype != jnp.int32:
         bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    window, window_array = as_window(sliding_window, spec)
+    window, window_array = as_window(sliding_window, cache.spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
-    sequences = as_sequences(cache, block_table, seq_lens, Stored(layer, k_scale, v_scale), last_tokens=reach)
-    sm_scale = as_sm_scale(sm_scale, spec.head_size)
-    sizes = None
+    sequences = as_sequences(cache, block_table, seq_lens, stored, last_tokens=reach)
+    batch = None
     if batch_invariant:
         # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
-        decode = limits.decode_q_len
+        decode = sizes.decode_q_len
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
-        sizes = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    asked = Query(jnp.dtype(query.dtype), sm_scale > 0, window_array is None, limits.max_prompts > 0, sizes)
-    serve = select.choose("ragged_paged_attention", implementation, _candidates(asked), cache)
+        batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
+    asked = Query(jnp.dtype(query.dtype), sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch)
+    serve = select.choose(operation, implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         query,
@@ -196,7 +231,7 @@ def ragged_paged_attention(
         *sequences[2:],
         sinks,
         window_array,
-        options=Options(limits, kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant), asked),
+        options=Options(sizes, kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant), asked),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
     attended, lse = (

@@ -16,7 +16,14 @@ from kvjax.cache import KVCache, local_view
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels.write import Rotated, Rotation
 from kvjax.ops import select
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, check_array, check_cache, check_devices
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    check_array,
+    check_cache,
+    check_devices,
+    check_keys_and_values,
+)
 from kvjax.ops.values import check_positions, is_checked
 from kvjax.ops.write import Tokens, as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature
@@ -72,6 +79,7 @@ def rope_and_cache(
       UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
+    check_keys_and_values("rope_and_cache", cache.spec, "concat_and_cache_mla, after rotating")
     given, cache = cache, local_view(cache)
     written = as_tokens(cache, Tokens(key, value, slot_mapping, layer, k_scale, v_scale))
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)

@@ -85,6 +85,8 @@ def _why_neither_kernel(query: Query) -> str | None:
 
 
 def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:
+    if spec.is_mla:
+        return "no kernel attends over latents (MLA)"
     if dense == np.float32:
         return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
     if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies

@@ -30,7 +30,7 @@ encode_rows = functools.partial(jax.jit, static_argnums=1)(quant.encode)
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def decode_rows(rows: Sequence[jax.Array], part: KVCacheDType, scale: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """Decodes rows that `encode_rows` made of a `KVCacheDType.parts`, to `dtype`."""
+    """Decodes rows that `encode_rows` made of one of `AttentionSpec.parts`, to `dtype`."""
     return quant.cast(quant.decode(rows, part, scale), dtype)
 
 
@@ -66,7 +66,8 @@ def scatter_rows(
         return KVCache(cache.kv.at[_token_index(spec, kv_index, block, token)].set(stored[0], mode="drop"), spec)
     pages = flat_pages(cache)
     for row, region in zip(stored, spec.regions[kv_index], strict=True):
-        pages = _scatter_region(pages, row, region, block, token)
+        if region.row_bytes:  # 0 for latents without rope keys
+            pages = _scatter_region(pages, row, region, block, token)
     return with_flat_pages(cache, pages)
 
 
@@ -79,7 +80,7 @@ def page_rows(pages: jax.Array, spec: AttentionSpec, kv_index: int) -> list[jax.
         rows = pages[..., _columns(spec, kv_index)] if spec.is_diffkv else pages[..., kv_index, :, :, :]
         return [from_array_dtype(_tokens_first(rows, spec), spec.storage_dtype)]
     flat = lax.collapse(pages, pages.ndim - len(spec.cache_shape(1)) + 1)
-    dtypes = spec.dtype.parts[kv_index].info.region_dtypes
+    dtypes = spec.parts[kv_index].info.region_dtypes
     return [
         from_array_dtype(_region_rows(flat, spec, region), dtype)
         for region, dtype in zip(spec.regions[kv_index], dtypes, strict=True)
@@ -103,23 +104,29 @@ def _tokens_first(rows: jax.Array, spec: AttentionSpec) -> jax.Array:
 def _scatter_region(
     pages: jax.Array, rows: jax.Array, region: PageRegion, block: jax.Array, token: jax.Array
 ) -> jax.Array:
-    """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_bytes]`."""
+    """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_elements]`.
+
+    Both have the array's dtype, of one byte but for unquantized latents.
+    """
     num_tokens, num_heads, row = rows.shape
+    base, token_stride, head_stride = (
+        size // pages.dtype.itemsize for size in (region.base, region.token_stride, region.head_stride)
+    )
     # Contiguous runs of bytes: all heads of a token, one head, or single bytes in a swizzled region.
     if region.swizzled:
         runs: tuple[int, ...] = num_heads, row
     else:
-        runs = (1,) if region.head_stride == row else (num_heads,)
+        runs = (1,) if num_heads == 1 or head_stride == row else (num_heads,)
     shape = num_tokens, *runs
     tile_row = lax.broadcast_in_dim(token, shape, [0])
     steps = []
     if region.swizzled:
         tile_row, column = swizzled_position(tile_row, lax.broadcasted_iota(token.dtype, shape, 2), row)
         steps.append(column)
-    steps.append(_times(tile_row, region.token_stride))
+    steps.append(_times(tile_row, token_stride))
     if runs != (1,):
-        steps.append(_times(lax.broadcasted_iota(token.dtype, shape, 1), region.head_stride))
-    offsets = lax.add(functools.reduce(lax.add, steps), token.dtype.type(region.base))
+        steps.append(_times(lax.broadcasted_iota(token.dtype, shape, 1), head_stride))
+    offsets = lax.add(functools.reduce(lax.add, steps), token.dtype.type(base))
     updates = lax.reshape(rows, (num_tokens, math.prod(runs), num_heads * row // math.prod(runs)))
     columns = [lax.reshape(x, (*updates.shape[:2], 1)) for x in (lax.broadcast_in_dim(block, shape, [0]), offsets)]
     indices = lax.concatenate(columns, 2)

@@ -174,10 +174,16 @@ def attend_pages(
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
-        keys, values = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
+        stored = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
+        keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
     return attend(query, Chunks(num_chunks, read), positions, sinks, spec, softmax)
+
+
+def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values: latents are the values, and with the rope keys the keys."""
+    return jnp.concatenate([latents, rope_keys], axis=-1), latents
 
 
 def one_by_one(

@@ -97,10 +97,13 @@ def check_positions(positions: ArrayLike, slot_mapping: ArrayLike, max_position:
     )
 
 
-def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int, block_size: int) -> None:
+def check_sequences(
+    block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int, block_size: int, *, what: str = "seq_lens"
+) -> None:
     """Checks that `[num_seqs]` lengths fit `[num_seqs, max_blocks]` tables, and that the blocks they need exist.
 
     An entry may be -1, for a freed block: its tokens are masked. Entries past a sequence's last block may be anything.
+    `what` names the lengths in messages.
 
     Raises:
       KVCacheValueError: names the first wrong length, or else the first wrong entry.
@@ -113,7 +116,7 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     seq = xp.argmax(wrong)
     refuse(
         wrong.any(),
-        f"seq_lens[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, the capacity of the"
+        f"{what}[{{seq}}]: got {{length}}, expected between 0 and {max_blocks * block_size}, the capacity of the"
         f" {max_blocks} blocks of {block_size} tokens in its block table",
         seq=seq,
         length=lens[seq],
@@ -134,6 +137,26 @@ def check_sequences(block_table: ArrayLike, seq_lens: ArrayLike, num_blocks: int
     )
 
 
+def check_cumulative(what: str, cumulative: ArrayLike, num_tokens: int) -> None:
+    """Checks that `[num_seqs + 1]` cumulative lengths start at 0, never decrease and end at or before `num_tokens`.
+
+    Raises:
+      KVCacheValueError: names the first entry that is out of order or past the rows.
+    """
+    xp, starts = readable(cumulative)
+    previous = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
+    is_first = np.arange(starts.shape[0]) == 0
+    wrong = (starts < previous) | (starts > num_tokens) | (is_first & (starts != 0))
+    seq = xp.argmax(wrong)
+    refuse(
+        wrong.any(),
+        f"{what}[{{seq}}]: got {{start}}, expected 0 first, and then each between the one before it and"
+        f" num_tokens={num_tokens}",
+        seq=seq,
+        start=starts[seq],
+    )
+
+
 def check_query_lens(
     cu_q_lens: ArrayLike, num_tokens: int, max_q_len: int, decode_q_len: int, max_prompts: int
 ) -> None:
@@ -143,18 +166,8 @@ def check_query_lens(
       KVCacheValueError: names the first entry out of order or past the rows; else the first sequence with more than
         `max_q_len` rows; else the number of sequences with more than `decode_q_len`, if above `max_prompts`.
     """
+    check_cumulative("cu_q_lens", cu_q_lens, num_tokens)
     xp, starts = readable(cu_q_lens)
-    previous = xp.concatenate([xp.zeros(1, starts.dtype), starts[:-1]])
-    is_first = np.arange(starts.shape[0]) == 0
-    wrong = (starts < previous) | (starts > num_tokens) | (is_first & (starts != 0))
-    seq = xp.argmax(wrong)
-    refuse(
-        wrong.any(),
-        f"cu_q_lens[{{seq}}]: got {{start}}, expected 0 first, and then each between the one before it and"
-        f" num_tokens={num_tokens}",
-        seq=seq,
-        start=starts[seq],
-    )
     if starts.shape[0] == 1:
         return
     q_lens = starts[1:] - starts[:-1]

@@ -29,6 +29,7 @@ from kvjax.ops.arguments import (
     check_array,
     check_cache,
     check_devices,
+    check_keys_and_values,
 )
 from kvjax.ops.rows import (
     KEYS,
@@ -87,6 +88,7 @@ def reshape_and_cache_flash(
       KVCacheTypeError: on differentiation with respect to any argument, for rounding has no useful gradient.
     """
     check_cache(cache)
+    check_keys_and_values("reshape_and_cache_flash", cache.spec, "concat_and_cache_mla")
     if cache.spec.is_diffkv:
         raise KVCacheValueError(
             f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
@@ -113,6 +115,7 @@ def reshape_and_cache_flash_diffkv(
     also work.
     """
     check_cache(cache)
+    check_keys_and_values("reshape_and_cache_flash_diffkv", cache.spec, "concat_and_cache_mla")
     return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
 
 
@@ -175,7 +178,7 @@ def write_xla(cache: KVCache, *tokens: jax.Array | None, unique_slots: bool) -> 
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
     for kv_index, x, scale in ((KEYS, key, k_scale), (VALUES, value, v_scale)):
-        pages = scatter_rows(pages, kv_index, encode_rows(x, spec.dtype.parts[kv_index], scale), page, token)
+        pages = scatter_rows(pages, kv_index, encode_rows(x, spec.parts[kv_index], scale), page, token)
     return pages.kv if cache.num_layers is None else with_array(cache, pages.kv, cache.kv.shape).kv
 
 

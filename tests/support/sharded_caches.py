@@ -28,14 +28,20 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 from kvjax import (
+    MLA_KV_CACHE_DTYPES,
     STORED_KV_CACHE_DTYPES,
     AttentionSpec,
     KVCache,
     KVCacheDType,
     KVCacheValueError,
+    MLAAttentionSpec,
     UnsupportedError,
+    concat_and_cache_mla,
     copy_blocks,
     gather_kv,
+    gather_mla,
+    mla_paged_attention,
+    mla_ragged_paged_attention,
     nvfp4_split_views,
     paged_attention,
     ragged_paged_attention,
@@ -872,6 +878,43 @@ def check_caches_made_by_hand() -> None:
         gather_kv(KVCache(by_token, spec), TABLE, LENS)
 
 
+def check_latents() -> None:
+    """Blocks of latents are divided, never heads; devices that have all query heads read whole latents."""
+    rng = np.random.default_rng(0)
+    for dtype in MLA_KV_CACHE_DTYPES if FULL else (KVCacheDType.BFLOAT16, KVCacheDType.FP8_DS_MLA):
+        spec = MLAAttentionSpec(8, 128, 16, dtype=dtype)
+        kv_c, k_pe = (rng.standard_normal((len(SLOTS), size)).astype(np.float32) for size in spec.part_sizes)
+        queries = tuple(rng.standard_normal((4, 2, 8, size)).astype(np.float32) for size in spec.part_sizes)
+        rows = np.array([0, 2, 3, 3, 3], np.int32)
+        packed = tuple(x[:, -1] for x in queries)
+        whole, divided = (
+            KVCache.allocate(spec, NUM_BLOCKS, num_layers=2, k_scale=np.float32([0.01, 0.02]), sharding=sharding)
+            for sharding in (None, NamedSharding(MESH, P("data")))
+        )
+        write = functools.partial(concat_and_cache_mla, layer=1)
+        attend = functools.partial(mla_paged_attention, sm_scale=0.1, layer=1, return_lse=True)
+        run = compile_without_collectives(write, kv_c, k_pe, divided, SLOTS, donate_argnums=2)
+        pointers = device_pointers(divided.kv)
+        written = run(kv_c, k_pe, divided, SLOTS), write(kv_c, k_pe, whole, SLOTS)
+        assert device_pointers(written[0].kv) == pointers
+        assert_same_bytes(np.asarray(written[0].kv), np.asarray(written[1].kv))
+        run = compile_without_collectives(attend, *queries, written[0], TABLE, LENS)
+        results = run(*queries, written[0], TABLE, LENS), attend(*queries, written[1], TABLE, LENS)
+        ragged = functools.partial(mla_ragged_paged_attention, sm_scale=0.1, layer=1)
+        results += tuple((jax.jit(ragged)(*packed, cache, TABLE, LENS, rows),) for cache in written)
+        for got, expected in zip(results[0] + results[2], results[1] + results[3], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        starts = np.array([2, 0, 8, 0], np.int32)
+        gather = functools.partial(gather_mla, num_tokens=20, layer=1)
+        cu_seq_lens = np.array([0, 9, 13, 14, 14], np.int32)
+        gathered = [jax.jit(gather)(cache, TABLE, cu_seq_lens, seq_starts=starts) for cache in written]
+        for got, expected in zip(*gathered, strict=True):
+            assert_same_bytes(np.asarray(got), np.asarray(expected))
+        if TENSOR > 1:
+            with pytest.raises(KVCacheValueError, match=r"latents .* expected one that divides blocks .* alone"):
+                KVCache.allocate(spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P(None, None, "tensor")))
+
+
 def check_documentation() -> None:
     """What docs/scaling.md shows, and its example, run as they stand."""
     root = Path(__file__).parents[2]
@@ -940,6 +983,7 @@ CHECKS = {
         check_copies_between_divisions,
         check_swaps_that_are_refused,
         check_caches_made_by_hand,
+        check_latents,
         check_documentation,
         check_explicit_types,
     )

@@ -195,8 +195,10 @@ def cached_layers(model_type: str, config: transformers.PreTrainedConfig) -> lis
             continue
         # A chunk is a window to transformers. It is none to kvjax, which keeps every token either way.
         window = None if kind == "chunked_attention" else getattr(layer, "sliding_window", None)
-        is_latent = keys.shape[-1] == getattr(config, "kv_lora_rank", None)
-        layers.append(LayerKVConfig(keys.shape[1], keys.shape[-1], values.shape[-1], window, is_latent))
+        size, size_v = keys.shape[-1], values.shape[-1]
+        if is_mla := size == getattr(config, "kv_lora_rank", None):  # it keeps latents as keys, rope keys as values
+            size, size_v = size + size_v, size
+        layers.append(LayerKVConfig(keys.shape[1], size, size_v, window, is_mla))
     return layers
 
 

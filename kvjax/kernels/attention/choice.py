@@ -99,6 +99,8 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
     `target` is None where the GPU is unknown: then it is one with the most shared memory.
     """
     target = target or Target()
+    if spec.is_mla:
+        return "no kernel attends over latents (MLA)"
     if spec.dtype not in DTYPES:
         return f"it reads no cache of dtype {spec.dtype.value!r}"
     if spec.head_size % TILE:

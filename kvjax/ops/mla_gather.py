@@ -1,0 +1,198 @@
+"""`gather_mla`: reads ranges of tokens from a paged cache of multi-head latent attention (MLA), dequantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from kvjax.cache import KVCache, local_view
+from kvjax.cache_views import flat_pages, pages_of
+from kvjax.ops import select
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    as_blocks,
+    as_layer,
+    as_lengths,
+    as_scales,
+    check_array,
+    check_cache,
+    check_devices,
+    check_latents,
+)
+from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
+from kvjax.ops.ragged import Rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
+from kvjax.ops.values import check_cumulative, check_sequences, is_checked
+from kvjax.partition import Signature
+from kvjax.spec import AttentionSpec, as_int
+
+
+def gather_mla(
+    cache: KVCache,
+    block_table: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    *,
+    num_tokens: int,
+    seq_starts: ArrayLike | None = None,
+    layer: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the dequantized latents and rope keys of a range of tokens of each sequence, one after the other.
+
+    Rows `cu_seq_lens[i]` to `cu_seq_lens[i + 1] - 1` are the tokens of sequence `i` from `seq_starts[i]` on, as in
+    vLLM's `gather_and_maybe_dequant_cache`: the context of a prompt that is served in chunks, for attention over keys
+    and values that the model makes of latents.
+
+    Args:
+      cache: the layer's cache of an `MLAAttentionSpec`, or that of several layers.
+      block_table: int32 `[num_seqs, max_blocks]`: the pages of each sequence, in order. An entry that is not a block of
+        the cache reads as zeros; entries of blocks without a token of the range may hold anything.
+      cu_seq_lens: int32 `[num_seqs + 1]`, cumulative lengths of the ranges: starts with 0 and never decreases.
+      num_tokens: rows of the results, a Python int. Rows from `cu_seq_lens[-1]` on are zeros.
+      seq_starts: int32 `[num_seqs]`, the first token of each range; default 0.
+      layer: the layer to read in a cache of several, an int or an int32 scalar that may be traced. An array out of
+        range reads zeros. None for a cache of one layer.
+      scale: the decode scale that the tokens were written with, if not the cache's; default: the cache's `k_scale`, or
+        1.
+      dtype: float32, float16 or bfloat16, of the results; default: the storage dtype of an unquantized layer, else the
+        spec's `model_dtype`. Decoding is in float32 and rounds once.
+      implementation: `"xla"`, or `None` to choose; there is no kernel.
+
+    Returns:
+      `(kv_c, k_pe)`: `[num_tokens, kv_lora_rank]` and `[num_tokens, qk_rope_head_dim]`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or scale; the message names it. Also for a cache of
+        keys and values.
+      UnsupportedError: the requested implementation cannot serve this call.
+    """
+    check_cache(cache)
+    check_latents("gather_mla", cache.spec)
+    cache = local_view(cache)
+    spec, num_tokens = cache.spec, as_int("num_tokens", num_tokens, least=0, most=2**31 - 1)
+    check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
+    num_seqs = np.shape(block_table)[0]
+    check_array("cu_seq_lens", cu_seq_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
+    if seq_starts is None:
+        seq_starts = np.zeros(num_seqs, np.int32)
+    check_array("seq_starts", seq_starts, [("num_seqs", num_seqs)], INDEX_DTYPES)
+    arrays = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    check_devices(cache, **arrays, layer=layer, scale=scale)
+    if is_checked():
+        check_cumulative("cu_seq_lens", cu_seq_lens, num_tokens)
+    bounds, first = (_as_int32(as_lengths(x)) for x in (cu_seq_lens, seq_starts))
+    lens = bounds[1:] - bounds[:-1]
+    ends = jnp.where(first > np.iinfo(np.int32).max - lens, np.iinfo(np.int32).max, first + lens)
+    if is_checked() or cache.sharding is not None:
+        block_table = last_blocks(block_table, ends, lens, spec.block_size)
+    if is_checked():
+        check_sequences(block_table, ends, cache.num_blocks, spec.block_size, what="seq_starts + lengths")
+    layer = as_layer(cache, layer)
+    table, scales = as_blocks(block_table, cache), as_scales(cache, layer, scale, None)
+    out = result_dtype(dtype, spec)
+    serve = select.choose("gather_mla", implementation, _IMPLEMENTATIONS, cache)
+    parts = serve(cache, table, ends, bounds[:-1], bounds[1:], layer, scales[0], num_tokens=num_tokens, dtype=out)
+    kv_c, k_pe = (_joined(part) for part in parts)
+    return kv_c, k_pe
+
+
+def _as_int32(array: jax.Array) -> jax.Array:
+    return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
+
+
+def _gather_xla(
+    cache: KVCache,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    layer: jax.Array | None,
+    scale: jax.Array,
+    *,
+    num_tokens: int,
+    dtype: np.dtype[Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers in XLA, from checked arguments.
+
+    Args:
+      cache: one device's cache or its share of one.
+      block_table: int32 `[num_seqs, max_blocks]`.
+      seq_lens: int32 `[num_seqs]`, the token after the last of each range; 0 for a sequence of another share.
+      starts: int32 `[num_seqs]`, the first row of each sequence, in order.
+      ends: int32 `[num_seqs]`, the row after its last.
+      layer: int32 `[]` or None.
+      scale: float32 `[]`.
+      num_tokens: rows.
+      dtype: of the results.
+
+    Returns:
+      `[1, num_tokens, kv_lora_rank]` and `[1, num_tokens, qk_rope_head_dim]`. The first dimension is that of the shares
+      of the cache's blocks.
+    """
+    spec = cache.spec
+    if not num_tokens or not block_table.size:
+        return tuple(jnp.zeros((1, num_tokens, size), dtype) for size in spec.part_sizes)  # type: ignore[return-value]
+    rows = Rows.of(num_tokens, starts, ends)
+    position = seq_lens[rows.seq] - (ends[rows.seq] - jnp.arange(num_tokens))
+    column = position // spec.block_size
+    block = block_table[rows.seq, jnp.clip(column, 0, block_table.shape[1] - 1)]
+    page = pages_of(cache, layer, block, otherwise=-1)
+    there = rows.is_any & (position >= 0) & (column < block_table.shape[1]) & (page >= 0)
+    tokens = _token_rows(cache, page, position % spec.block_size)
+    alone = dataclasses.replace(spec, block_size=1, page_size_padded=None)
+
+    def decode(index: int) -> jax.Array:
+        dense = decode_rows(page_rows(tokens, alone, index), spec.parts[index], scale, dtype)
+        return jnp.where(there[:, None], dense.reshape(num_tokens, -1), jnp.zeros((), dtype))[None]
+
+    return decode(KEYS), decode(VALUES)
+
+
+def _token_rows(cache: KVCache, page: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns all that pages hold of tokens, `[num_tokens, 1, row]`; pages out of range are clamped."""
+    pages = flat_pages(cache)
+    row = cache.spec.bytes_per_token // pages.dtype.itemsize
+    rows = lax.gather(
+        pages,
+        jnp.stack([page, token * row], axis=1),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)),
+        slice_sizes=(1, row),
+        mode=lax.GatherScatterMode.CLIP,
+    )
+    return rows[:, None]
+
+
+def _joined(shares: jax.Array) -> jax.Array:
+    """Returns the rows of all shares, each of which has zeros for the tokens of others.
+
+    Added as integers, for a sum of floats would change -0.0 and NaN.
+    """
+    if shares.shape[0] == 1:
+        return shares[0]
+    bits = lax.bitcast_convert_type(shares, f"uint{8 * shares.dtype.itemsize}")
+    return lax.bitcast_convert_type(jnp.sum(bits, axis=0, dtype=bits.dtype), shares.dtype)
+
+
+def _own_sequences(
+    spec: AttentionSpec, first_block: jax.Array, num_blocks: int, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    return *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    parameters=("cache", "block_table", "seq_lens", "starts", "ends", "layer", "scale"),
+    xla=_gather_xla,
+    signature=Signature(
+        arguments=("sequences blocks_in_order", "sequences", "sequences", "sequences", "", ""),
+        results=("blocks tokens kv_lora_rank", "blocks tokens qk_rope_head_dim"),
+        own=_own_sequences,
+    ),
+)

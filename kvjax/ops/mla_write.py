@@ -1,0 +1,108 @@
+"""`concat_and_cache_mla`: writes latents and rope keys into a paged cache of multi-head latent attention (MLA)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvjax.cache import KVCache, local_view
+from kvjax.ops import select
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    as_layer,
+    as_scales,
+    as_slots,
+    check_array,
+    check_cache,
+    check_devices,
+    check_latents,
+)
+from kvjax.ops.values import check_slots, is_checked
+from kvjax.ops.write import Tokens, own_slots, write_xla
+from kvjax.partition import CACHE, Signature
+from kvjax.spec import as_bool
+
+
+def concat_and_cache_mla(
+    kv_c: ArrayLike,
+    k_pe: ArrayLike,
+    cache: KVCache,
+    slot_mapping: ArrayLike,
+    *,
+    layer: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    unique_slots: bool = False,
+    implementation: str | None = None,
+) -> KVCache:
+    """Writes latents and rope keys into their slots, as vLLM's operation of the same name.
+
+    Functional: use the returned cache. Under `jit` with the cache donated (`donate_argnums`) the write is in place, as
+    it is in a `lax.scan` over layers that carries one cache of all of them. No byte outside the written slots changes.
+
+    Args:
+      kv_c: `[num_tokens, kv_lora_rank]`, the latents after the norm; float32, float16 or bfloat16.
+      k_pe: `[num_tokens, qk_rope_head_dim]` of `kv_c`'s dtype, the rope keys, rotated.
+      cache: the layer's cache of an `MLAAttentionSpec`, or that of several layers.
+      slot_mapping: int32 or int64 `[num_tokens]`: `block * block_size + offset` of each token. Negative slots and those
+        at or past `cache.num_slots` write nothing. If several tokens have one slot, the last is written.
+      layer: the layer to write in a cache of several, an int or an int32 scalar that may be traced. An array out of
+        range writes nothing. None for a cache of one layer.
+      scale: positive float32 decode scale (`value = stored * scale`), a scalar: of latents and rope keys of fp8_e4m3,
+        of NVFP4 latents. Default: the cache's `k_scale`, or 1. Other dtypes ignore it.
+      unique_slots: promises that no two written tokens share a slot. If two do, the bytes of that slot are undefined.
+      implementation: `"xla"`, or `None` to choose; there is no kernel.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or scale; the message names it. Also for a cache of
+        keys and values, and on differentiation.
+      UnsupportedError: the requested implementation cannot serve this call.
+    """
+    check_cache(cache)
+    check_latents("concat_and_cache_mla", cache.spec)
+    given, cache = cache, local_view(cache)
+    spec = cache.spec
+    rank, rope = spec.part_sizes
+    check_array("kv_c", kv_c, [("num_tokens", None), ("kv_lora_rank", rank)], INPUT_DTYPES)
+    kv_c = jnp.asarray(kv_c)
+    num_tokens = ("num_tokens", kv_c.shape[0])
+    check_array("k_pe", k_pe, [num_tokens, ("qk_rope_head_dim", rope)], [kv_c.dtype])
+    check_array("slot_mapping", slot_mapping, [num_tokens], INDEX_DTYPES)
+    check_devices(cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping, layer=layer, scale=scale)
+    layer = as_layer(cache, layer)
+    if is_checked():
+        check_slots(slot_mapping, cache.num_slots)
+    scales = as_scales(cache, layer, scale, None)
+    unique_slots = as_bool("unique_slots", unique_slots)
+    serve = select.choose("concat_and_cache_mla", implementation, _IMPLEMENTATIONS, cache)
+    slots = as_slots(slot_mapping, cache.num_slots)
+    kv = serve(cache, kv_c, jnp.asarray(k_pe), slots, layer, scales[0], unique_slots=unique_slots)
+    return dataclasses.replace(given, kv=kv)
+
+
+def _concat_xla(
+    cache: KVCache,
+    kv_c: jax.Array,
+    k_pe: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array | None,
+    scale: jax.Array,
+    *,
+    unique_slots: bool,
+) -> jax.Array:
+    """Writes in XLA, from checked arguments; returns the pages."""
+    latents, rope_keys = (jnp.expand_dims(x, 1) for x in (kv_c, k_pe))  # of one head
+    tokens = Tokens(latents, rope_keys, slot_mapping, layer, scale, scale)
+    return write_xla(cache, *tokens, unique_slots=unique_slots)
+
+
+_IMPLEMENTATIONS = select.Candidates(
+    parameters=("cache", "kv_c", "k_pe", "slot_mapping", "layer", "scale"),
+    xla=_concat_xla,
+    signature=Signature(
+        arguments=("tokens kv_lora_rank", "tokens qk_rope_head_dim", "tokens", "", ""), results=CACHE, own=own_slots
+    ),
+)
