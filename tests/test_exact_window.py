@@ -351,7 +351,7 @@ INVALID = {
     "latents": (
         lambda: ExactWindow.num_bytes(kvjax.MLAAttentionSpec(16, 512, 64, dtype="nvfp4"), 3, 4),
         UnsupportedError,
-        "ExactWindow: got a spec of latents (MLA), expected one of keys and values",
+        "ExactWindow: got a spec of latents .MLA., expected one of keys and values",
     ),
     "pairs": (
         lambda: kvjax.copy_window_rows(ALLOCATE(3, 4), np.zeros(2, np.int32)),
