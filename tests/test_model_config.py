@@ -486,9 +486,10 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
     (BASE | {"layer_types": ["linear_attention", "full_attention"] * 2}, [None, layer(2, 64)] * 2),
     *(
         (LATENT | {"model_type": model_type}, [latents(512, 64)] * 2)
-        for model_type in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+        for model_type in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "sarvam_mla", "youtu")
     ),
     (LATENT | {"model_type": "minicpm3", "kv_lora_rank": 256, "qk_rope_head_dim": 32}, [latents(256, 32)] * 2),
+    (LATENT | {"model_type": "mistral4", "kv_lora_rank": 256}, [latents(256, 64)] * 2),
     (LATENT | {"model_type": "deepseek_v3", "qk_rope_head_dim": 0}, [latents(512, 0)] * 2),
     (KIMI_LINEAR | {"model_type": "kimi_linear"}, [None, None, None, latents(512, 64)]),
     (LATENT | {"model_type": "bailing_hybrid", "layer_group_size": 2}, [None, latents(512, 64)]),

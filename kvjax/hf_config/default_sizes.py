@@ -48,11 +48,13 @@ _SIZES = """
   granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hyperclovax jamba llama
   minimax ministral mistral mixtral moshi olmo olmo2 olmo3 phimoe qwen2 qwen3
 32 48 6144: nemotron
+32 64 4096: sarvam_mla
 32 71 4544: falcon
 34 32 4096: ministral3
 35 8 2048: gemma3n_text
 36 16 2048: smollm3
 36 32 2560: xlm-roberta-xl
+36 32 4096: mistral4
 36 64 2880: gpt_oss
 36 64 4096: persimmon
 40 8 2048: zaya

@@ -315,6 +315,8 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "glm4_moe_lite": _latent_type(),
         "kimi_k2": _latent_type(),
         "minicpm3": _latent_type(),
+        "mistral4": _latent_type(),
+        "sarvam_mla": _latent_type(),
         "youtu": _latent_type(),
         "bailing_hybrid": _latent_type(
             layer_group_size=6, first=translate.every_of("layer_group_size", otherwise=translate.LINEAR)
