@@ -18,15 +18,13 @@ from kvjax.calibration import calibrate
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType, KVQuantMode
 from kvjax.errors import KVCacheError, KVCacheTypeError, KVCacheValueError
 from kvjax.layouts import CacheLayout, VScaleLayout
+from kvjax.shared_pages import max_blocks, max_tokens, unify_page_sizes
 from kvjax.spec import (
     AttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
-    max_blocks,
-    max_tokens,
     spec_from_dict,
     spec_to_dict,
-    unify_page_sizes,
 )
 
 laws = settings(derandomize=True, max_examples=200)

@@ -12,6 +12,7 @@ LAYERS = (
     "layouts",
     "pages",
     "spec",
+    "shared_pages",
     "block_pool",
     "partition",
     "memory",
