@@ -89,7 +89,6 @@ def test_the_format_is_this():
                     "sliding_window": None,
                     "page_size_padded": None,
                     "model_dtype": "bfloat16",
-                    "is_latent": False,
                 },
                 "page_size_bytes": 128,
                 "num_layers": 2,
