@@ -289,6 +289,7 @@ def test_no_sequences_no_rows_and_no_blocks(attend):
         np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (num_seqs, q_len, 4)))
 
 
+@pytest.mark.full
 def test_sinks_may_be_float64_as_jax_makes_them_with_x64():
     problem = suite.build(Case(sinks=True, lengths=(5, 17)))
     options = problem.options | {"return_lse": True}
@@ -306,6 +307,7 @@ def test_a_mean_that_float32_holds_does_not_overflow(attend, dtype):
     suite.check_large_values(attend, dtype, 100)
 
 
+@pytest.mark.full
 def test_means_of_several_chunks_and_of_dense_16_bit_values_do_not_overflow(monkeypatch):
     monkeypatch.setattr(softmax, "CHUNK_BYTES", 1)
     suite.check_large_values(jax.jit(functools.partial(paged_attention, return_lse=True)), "bfloat16", 100)

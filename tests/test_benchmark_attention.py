@@ -130,6 +130,7 @@ def is_served(peer: str, row: str, dtype: KVCacheDType) -> bool:
     return of in (attends.STEP_PEERS if is_step else attends.PEERS) and of.serves(AttentionJob(TINY_ROWS[row], dtype))
 
 
+@pytest.mark.full
 @matrix(
     {"peer": [*PEERS], "row": [*TINY_ROWS], "dtype": shapes.TIMED_DTYPES},
     few={"dtype": [BFLOAT16, NVFP4]},

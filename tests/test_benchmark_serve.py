@@ -43,6 +43,7 @@ def test_bytes_that_a_step_reads():
     assert tied.weight_bytes == TINY.weight_bytes
 
 
+@pytest.mark.full
 def test_full_sequences_are_served_to_their_ends():
     times, facts = serving.serve(ServeJob(TINY, NVFP4, 3))
     assert len(times.samples) == TINY.tail - 1 - serving.WARM_UP_STEPS

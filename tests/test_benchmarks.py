@@ -114,6 +114,7 @@ def test_every_program_runs(tmp_path, program, monkeypatch):
         assert not {what for what in skipped if "torch" in what}
 
 
+@pytest.mark.full
 def test_flags_choose_what_is_measured(tmp_path):
     flags = ["--cases=qwen3-32b-tp4", "--dtypes=float16,fp8_e5m2", "--layouts=HND", "--slots=padded", "--tokens=5"]
     flags += ["--peers=kvjax", "--blocks=16", "WriteBenchmark.test_token_counts"]

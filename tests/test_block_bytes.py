@@ -371,6 +371,7 @@ def test_divided_caches_export_the_pages_of_undivided_ones():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.full
 def test_a_prefix_prefilled_in_one_process_is_decoded_in_another():
     alone = block_transfer.tokens_alone()
     program = Path(block_transfer.__file__)

@@ -516,6 +516,7 @@ def test_a_pool_of_one_group_is_that_of_a_block_size():
     assert found[0][:2] == ([0, 1, 2], [-1, 1, 3, 4])
 
 
+@pytest.mark.full
 def test_layers_with_and_without_a_window_attend_in_shared_arrays():
     """Against a cache for each layer, in which nothing is ever freed."""
     specs = [

@@ -215,6 +215,7 @@ def test_a_checked_program_for_a_gpu_holds_the_kernel():
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slots", [GOOD_SLOTS, with_entry(GOOD_SLOTS, 3, 31)], ids=["allowed", "taken"])
 def test_a_checked_kernel_interpreted(slots):
     """The checks see the kernel's program as any other, with the refs that it writes through."""

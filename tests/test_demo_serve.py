@@ -78,6 +78,7 @@ def test_blocks_are_interleaved_and_used_again(model, requests):
     assert set(served[1].blocks) & set(served[3].blocks), "the fourth sequence starts when the second ends"
 
 
+@pytest.mark.full
 @matrix({"dtype": FEW_DTYPES}, few={"dtype": [kvjax.KVCacheDType.BFLOAT16, kvjax.KVCacheDType.NVFP4]})
 def test_where_blocks_lie_changes_no_bit(model, requests, dtype):
     together, _ = serve_all(model, dtype, requests)

@@ -69,6 +69,7 @@ def of_text(window: int | None, wrong_every: int) -> Draft:
     return draft
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 6])
 def test_tokens_are_those_of_greedy_decoding(window):
     expected, steps = greedy(window), {}

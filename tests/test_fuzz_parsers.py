@@ -40,7 +40,7 @@ CONFIGS = Path(__file__).parent / "data/configs"
 REAL = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
 LONGEST_MESSAGE = 2000
 
-fuzz = settings(derandomize=True, max_examples=300, suppress_health_check=list(HealthCheck))
+fuzz = settings(derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
 
 
 @functools.cache

@@ -86,6 +86,7 @@ def test_xla_writes_and_reads_the_references_bytes(dtype, changes):
     check_gather(spec, "xla", np.float16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

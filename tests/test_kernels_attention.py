@@ -20,7 +20,16 @@ from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for
 from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
 
-from kvjax import AttentionSpec, KVCache, KVCacheDType, UnsupportedError, paged_attention, quant, ragged_paged_attention
+from kvjax import (
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    KVCache,
+    KVCacheDType,
+    UnsupportedError,
+    paged_attention,
+    quant,
+    ragged_paged_attention,
+)
 from kvjax.kernels import lanes, placement
 from kvjax.kernels.attention import arrays, choice, schedule
 from kvjax.kernels.attention.choice import choose, rows_per_pass, scratch, why_not
@@ -31,7 +40,7 @@ from kvjax.kernels.memory import PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.kernels.target import Target, tracing_for
 
-SERVED = [dtype for dtype in KVCacheDType if dtype is not KVCacheDType.AUTO]
+SERVED = list(STORED_KV_CACHE_DTYPES)
 STATIC = ("sm_scale", "sliding_window", "logits_soft_cap", "batch_invariant")
 
 
@@ -41,6 +50,7 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         return jax.tree.map(np.asarray, run(query, *args, **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -467,6 +477,7 @@ def test_small_stages_are_prefetched_several_at_a_time():
 SM_120 = Target(188, (12, 0), 99 * 1024)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [Target(), SM_120], ids=["sm_90", "sm_120"])
 @pytest.mark.parametrize("dtype", SERVED, ids=lambda dtype: dtype.value)
 def test_whatever_is_chosen_has_room_and_no_warp_waits_for_itself(dtype, target):
@@ -510,6 +521,7 @@ def run(query: Any, cache: KVCache, table: Any, lens: Any, layer: Any = None, **
     return paged_attention(query, cache, table, lens, layer=layer, implementation="mosaic", **options)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
     ("target", "dtype", "spec", "options"),

@@ -85,8 +85,8 @@ def test_the_first_and_the_last_blocks_of_a_cache(dtype):
 def test_the_sweep_for_a_gpu_holds_every_format_with_every_value(axes):
     axes = kernel_cases.SHAPE_AXES | axes
     formats = kernel_cases.formats()
-    # Layouts: unquantized, fp8, a scale for each token and head, NVFP4, fp8 keys beside NVFP4 values of both kinds.
-    per_dtype = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2 * 2
+    # Layouts: unquantized, fp8, a scale for each token and head, NVFP4, fp8 and int8 keys beside NVFP4 values.
+    per_dtype = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * (2 * 2 * 2)
     assert len(formats) == 3 * per_dtype  # dense dtypes
     cases = kernel_cases.covering(axes)
     for axis, values in axes.items():

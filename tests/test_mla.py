@@ -204,6 +204,7 @@ def test_batch_invariant_results_are_those_of_a_sequence_alone():
         assert_same_bytes(np.asarray(alone[0]), np.asarray(together[seq]))
 
 
+@pytest.mark.full
 def test_gradients_of_queries_are_those_of_dense_attention():
     problem = build(spec_of("bfloat16"), [20])
     q_nope, q_pe = queries(problem.spec, (1, 2), "float32")
@@ -267,6 +268,7 @@ def test_blocks_are_copied_and_swapped_with_all_that_they_hold(dtype: str):
     assert_same_bytes(swapped, np.stack([np.zeros_like(before[0]), before[3]]))
 
 
+@pytest.mark.full
 @matrix({"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"]}, few={"dtype": ["fp8_e4m3"]})
 def test_a_scan_over_layers_serves_each_from_its_own_latents(dtype: str):
     """One cache of all layers, with a scale of each; the results are those of caches apart."""
@@ -475,6 +477,7 @@ def test_formats_with_more_bits_have_smaller_errors():
     assert errors[-1] < 0.2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stack", ["tpu-inference", "sglang-jax"])
 def test_the_signature_of_tpu_stacks_writes_and_attends(stack: str):
     """Page indices padded to two of each sequence, or one after the other; the third sequence is padding."""

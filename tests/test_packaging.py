@@ -103,6 +103,7 @@ def test_every_module_of_the_wheel_imports_from_it(unpacked: Path):
     assert all(Path(file).is_relative_to(unpacked) for file in files)
 
 
+@pytest.mark.full
 def test_the_torch_bridge_of_the_wheel_imports_from_it(unpacked: Path):
     pytest.importorskip("torch")
     file = run_on_the_wheel(unpacked, "import kvjax_torch; print(kvjax_torch.__file__)")

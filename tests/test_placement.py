@@ -165,6 +165,7 @@ def test_a_program_exported_for_two_platforms_has_the_implementation_of_each(dty
         assert_same_bytes(np.asarray(mine), np.asarray(theirs))
 
 
+@pytest.mark.full
 def test_a_dtype_without_kernels_is_served_by_xla(monkeypatch):
     """As every new one is, until it is named among those that kernels serve."""
     spec = simple_spec(KVCacheDType.FP8_E5M2)

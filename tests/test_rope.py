@@ -92,6 +92,7 @@ def test_bytes_are_those_of_rotating_and_writing(implementation, case):
     check(implementation, case)
 
 
+@pytest.mark.full
 @each_case(
     FEW_CASES,
     few={"input_dtype": ["float16", "bfloat16"], "head_size_v": [None], "layout": ["NHD"], "rotated": [0.5]},

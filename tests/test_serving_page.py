@@ -45,6 +45,7 @@ def continued(names: dict[str, Any], prompt: list[int], num_new_tokens: int) -> 
     return known[len(prompt) :]
 
 
+@pytest.mark.full
 def test_the_engine_gives_each_prompt_its_tokens(engine):
     assert [len(request["generated"]) for request in engine["requests"]] == [6, 6, 6]
     for request in engine["requests"]:

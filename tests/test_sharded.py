@@ -35,7 +35,7 @@ def run_program(name: str, *args: str, num_devices: int | None, seconds: int = 5
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-QUICK = "rotations", "within_shard_map", "layers", "copies", "checked_values", "blocks_out_of_range_are_not_read"
+QUICK = "within_shard_map", "layers", "checked_values", "blocks_out_of_range_are_not_read"
 
 
 @pytest.mark.parametrize(

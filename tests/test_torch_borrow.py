@@ -238,6 +238,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_memory_lives_as_long_as_its_last_borrower(device):
     tensor, is_there = watched_tensor(device)
     array = to_jax(tensor)
