@@ -90,7 +90,7 @@ SAMPLED = {
     *("test_sharded_compile", "test_step", "test_torch_prompts", "test_torch_ragged", "test_torch_write"),
     *("test_transformers_cache", "test_vllm_plugin", "test_write", "test_write_in_place"),
 }
-"""Modules whose cases each compile programs or import a library: a fifth of a test's cases is in every run."""
+"""Modules whose cases each compile programs or import a library: an eighth of a test's cases is in every run."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -120,7 +120,7 @@ def leave_to(mark: str, tests: Iterable[pytest.Item], one_of: int, least: int) -
     for item in tests:
         families[item.nodeid.split("[")[0]].append(item)
     for name, cases in families.items():
-        # Drawn, for every fifth one may have the same value along an axis. The same ones in every process.
+        # Drawn, for every eighth one may have the same value along an axis. The same ones in every process.
         kept = random.Random(name).sample(range(len(cases)), -(-len(cases) // one_of))
         for i, case in enumerate(cases if len(cases) > least else ()):
             if i not in kept:
@@ -131,7 +131,7 @@ def mark_samples(items: Sequence[pytest.Item]) -> None:
     """Leaves most cases of `SAMPLED` to the full matrices, and of these most to nightly runs; none that needs a GPU."""
     here = [item for item in items if not item.get_closest_marker("gpu")]
     unmarked = [item for item in here if not (item.get_closest_marker("full") or item.get_closest_marker("nightly"))]
-    leave_to("full", [item for item in unmarked if item.path.stem in SAMPLED], one_of=5, least=2)
+    leave_to("full", [item for item in unmarked if item.path.stem in SAMPLED], one_of=8, least=2)
     leave_to("nightly", [item for item in here if item.get_closest_marker("full")], one_of=4, least=4)
 
 

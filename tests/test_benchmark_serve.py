@@ -50,6 +50,7 @@ def test_full_sequences_are_served_to_their_ends():
     assert 0 < facts["host_ns"] <= max(times.samples) * 1e9
 
 
+@pytest.mark.full
 def test_only_the_tail_is_computed():
     """The engine finds all but the last tokens in the caches, in blocks that lie apart."""
     engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3))

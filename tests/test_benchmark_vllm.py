@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_row_that_does_not_run_is_named_with_its_error(tmp_path: Path):
     file = tmp_path / "vllm.json"

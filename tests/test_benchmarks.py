@@ -94,6 +94,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str) -> dict:
     return written
 
 
+@pytest.mark.full
 @matrix({"program": [*EXPECTED]}, few={"program": ["copies"]})
 def test_every_program_runs(tmp_path, program, monkeypatch):
     if program == "bridge":
@@ -163,6 +164,7 @@ def tokens():
     return workload.Tokens(SMALL, max_tokens=8, num_blocks=4, rotation_bytes=4096)
 
 
+@pytest.mark.full
 @matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
 def test_a_write_is_checked_in_every_byte(tokens, dtype):
     spec = SMALL.spec(dtype)
@@ -208,6 +210,7 @@ JOBS_OF_PEERS = [
 ]
 
 
+@pytest.mark.full
 @each_case(JOBS_OF_PEERS, pairs=True)
 def test_every_peer_writes_what_kvjax_writes(case):
     if case["peer"].startswith("torch"):
@@ -345,6 +348,7 @@ def test_a_file_and_the_table_have_what_was_measured(results, tmp_path):
     assert lines[4] == ["fp8_e4m3", "a\\|b", "2,000.00", spread, "-", "-", "-", "-", "-"]
 
 
+@pytest.mark.full
 def test_plots_and_readmes_table_are_of_the_measurements(tmp_path):
     plots = pytest.importorskip("benchmarks.plots")
 

@@ -62,6 +62,7 @@ def test_a_kernel_becomes_a_cuda_binary_without_a_gpu(here: tuple[AnyCount, Bina
     assert Binary.from_bytes(binary.to_bytes()) == binary
 
 
+@pytest.mark.full
 @needs_plugin
 def test_a_process_that_compiled_for_one_gpu_compiles_for_another_elsewhere(
     here: tuple[AnyCount, Binary], monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def test_scales_that_are_given_win(case):
             assert_same_floats(np.asarray(got), np.asarray(wanted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", reference.PER_TOKEN_HEAD, ids=lambda dtype: dtype.value)
 def test_a_scale_for_each_token_and_head_leaves_none_to_carry(dtype):
     """What `load_kv_scales` and `calibrate` have for such a layer is taken and not kept; nor is a call's used."""

@@ -205,6 +205,7 @@ def test_keys_that_take_no_scale_have_none_in_the_file(models, text, out, capsys
     assert [row.split("|")[5].strip() for row in rows] == ["-", "-"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8"])
 def test_nothing_that_was_seen_is_clipped(models, text, out, dtype):
     folder = models["gemma3_text"]

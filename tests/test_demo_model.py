@@ -47,6 +47,7 @@ def test_two_sliding_layers_see_two_windows():
     assert changed_positions(with_layers(SLIDING, SLIDING), 2) == list(range(2, 9))
 
 
+@pytest.mark.full
 def test_only_relative_positions_count():
     params = model.init_params(SMALL, jax.random.key(0))
     tokens = jnp.arange(10) * 5

@@ -63,6 +63,7 @@ def digests(name: str, dtypes: Sequence[KVCacheDType]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtypes"), RUNS + INTERPRETED)
 def test_two_runs_store_the_same_bytes(name, dtypes):
     first = digests(name, dtypes)

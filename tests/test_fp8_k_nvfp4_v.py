@@ -254,6 +254,7 @@ def attend_to_tokens(query, cache, table, lengths):
     return kvjax.paged_attention(query, cache, table, lengths, implementation="mosaic")
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("target", ["h100", pytest.param("b200", marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_tokens", [1, 65536])

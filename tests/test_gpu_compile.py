@@ -69,6 +69,7 @@ def names(program: gpu_compile.CompiledProgram) -> list[str]:
     return [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
 
 
+@pytest.mark.full
 def test_a_kernel_in_place_is_all_there_is(target):
     program = compile_for(target, add_three, ROWS, donate_argnums=0)
     assert program.device_ops == ("custom-call",)

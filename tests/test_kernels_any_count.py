@@ -170,6 +170,7 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize(
     ("operation", "dtype", "options", "target"),

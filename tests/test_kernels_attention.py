@@ -123,6 +123,7 @@ def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
     suite.check_alone(case, run, sequences=range(len(case.seq_lens)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 700])
 def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatch):
     monkeypatch.setattr(lanes, "thread_index", lambda: jnp.arange(THREADS))  # in a kernel it has a layout

@@ -256,6 +256,7 @@ def test_the_interpreted_kernel_writes_the_bytes_of_xla(case, monkeypatch):
     assert_same_bytes(*written)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fp8-HND-diffkv", "nvfp4-swizzled"])
 def test_the_interpreted_kernel_reads_the_bits_of_xla(name):
     cache, read = poisoned_layers(SPECS[name]), []

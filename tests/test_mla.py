@@ -181,6 +181,7 @@ def test_ragged_attention(dtype: str):
     assert np.isneginf(lse[75:]).all()
 
 
+@pytest.mark.full
 def test_the_window_of_the_spec_is_that_of_its_layer():
     problem = build(spec_of("bfloat16", sliding_window=9), [37], 9)
     q = queries(problem.spec, (1, 2), "float32")

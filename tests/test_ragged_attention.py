@@ -270,6 +270,7 @@ def test_a_block_that_was_given_back_is_not_seen(attend, hole):
     check_hole(attend, hole)
 
 
+@pytest.mark.full
 def test_under_vmap(attend):
     problem = build(ragged((2, 12), (18, 40), dtype="nvfp4"))
     [first, second], cache, *rest = problem.args

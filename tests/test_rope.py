@@ -102,6 +102,7 @@ def test_the_interpreted_kernel_writes_the_same_without_races(case):
         check("mosaic", case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("head_size", "num_tokens", "each"), [(128, 4, 1), pytest.param(64, 9, 2, marks=pytest.mark.full)]
 )
@@ -232,6 +233,7 @@ def _rope_of_three(tokens: Any, cache: KVCache, indices: Any, table: Any, is_neo
     return rope_and_cache(*tokens, cache, *indices, table, is_neox=is_neox, unique_slots=True, implementation="mosaic")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @each_case(COMPILED, few={"dtype": ["nvfp4"], "heads": [(8, 2)], "num_tokens": [64], "target": ["h100"]})
 def test_it_is_one_kernel_in_place_without_spills(case):

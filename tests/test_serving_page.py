@@ -52,6 +52,7 @@ def test_the_engine_gives_each_prompt_its_tokens(engine):
         assert request["generated"] == continued(engine, request["prompt"], 6)
 
 
+@pytest.mark.full
 def test_the_engine_compiles_each_kind_of_step_once_for_committed_weights(engine):
     assert all(leaf.committed for leaf in jax.tree.leaves(engine["weights"]))
     assert sum("run" in name for name in engine["compiled"]) == 2, engine["compiled"]

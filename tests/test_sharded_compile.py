@@ -132,6 +132,7 @@ def write_unnamed(key, value, kv, slots, spec):
     return reshape_and_cache_flash(key, value, KVCache(kv, spec), slots, implementation="xla").kv
 
 
+@pytest.mark.full
 def test_what_is_exchanged_is_seen():
     """A traced NVFP4 cache that does not say how it is divided is one whose pages hold the heads of all devices."""
     mesh, spec = MESHES["heads and blocks"], make_spec(KVCacheDType.NVFP4)
@@ -154,6 +155,7 @@ def write_within(key, value, cache, slots, axis):
     )(key, value, cache, slots)
 
 
+@pytest.mark.full
 @matrix({"sizes": [(2, 4), (1, 8)], "axis": ["data", "tensor"]})
 def test_a_shard_map_over_some_axes_leaves_the_others_to_the_write(sizes, axis):
     mesh, spec = AbstractMesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2), make_spec(KVCacheDType.NVFP4)

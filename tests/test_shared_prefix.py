@@ -19,6 +19,7 @@ def example():
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [

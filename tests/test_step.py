@@ -204,6 +204,7 @@ def test_what_cannot_be_is_named(call, error, message):
         call()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "used"), [(-1, 0), (0, 0), (1, 1), (2, 2), (3, 2), (2**32 + 1, 2)])
 def test_a_number_of_sequences_on_the_device_is_clamped(number: int, used: int):
     lens, cu = np.array([3, 2], np.int32), np.array([0, 3, 5], np.int32)

@@ -125,6 +125,7 @@ def plan_of(step: Step, decode_q_len: int, window: int | None, **limits: int) ->
     return RaggedPlan(plan, **{"max_q_len": 20, "max_prompts": 3} | limits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("decode_q_len", "window", "sinks", "dtype", "limits"),
     [
