@@ -82,6 +82,8 @@ class Engine:
         sharding: jax.sharding.Sharding | jax.Device | None = None,
         windows: tuple[kvjax.WindowRows, Callable[..., Any]] | None = None,
     ) -> None:
+        if host_caches is not None and windows is not None:
+            raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
         self.caches, self.host_caches, self._windows = caches, host_caches, windows
         self.num_preempted = 0
         self._run, self._pool, self._eos = run, pool, eos_token_id

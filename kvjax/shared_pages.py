@@ -102,6 +102,9 @@ def max_group_blocks(groups: Sequence[LayerGroup], budget_bytes: int) -> int:
     for index, group in enumerate(groups):
         if not isinstance(group, LayerGroup):
             raise KVCacheTypeError(f"groups[{index}]: got {shown(group)}, expected one of group_layers")
+    sizes = {group.spec.page_size_bytes for group in groups}
+    if len(sizes) > 1:
+        raise KVCacheValueError(f"groups: got pages of {shown(sorted(sizes))} bytes, expected those of group_layers")
     budget = _budget("max_group_blocks", [group.spec for group in groups], budget_bytes)
     return budget // (groups[0].spec.page_size_bytes * max(len(group.layers) for group in groups))
 

@@ -17,19 +17,32 @@ from kvjax.step_metadata import NO_ROW
 
 @dataclasses.dataclass
 class _Held:
-    """A sequence's row, and which of its tokens are there: those at positions from `start` to `stop`."""
+    """A sequence's row, and which of its tokens are there: those at positions from `start` to `stop`.
+
+    `num_cuts`: how often tokens had been taken from the sequence when this was so.
+    """
 
     row: int
     start: int
     stop: int
+    num_cuts: int = 0
+
+    def follow(self, sequence: PagedSequence) -> None:
+        """Forgets tokens that the sequence no longer has, whatever was appended since."""
+        num_cuts, left = sequence.last_cut
+        if num_cuts != self.num_cuts:
+            # Of several cuts only the last one's length is known: nothing is believed.
+            self.stop = min(self.stop, left) if num_cuts == self.num_cuts + 1 else 0
+        self.num_cuts = num_cuts
 
 
 class WindowRows:
     """Assigns the rows of a window to sequences, those of the sequences that ran least recently first.
 
     Host-side bookkeeping, one for the windows of all layers, which have equal sizes. A sequence keeps its row from step
-    to step. One that lost it, or had none though it has tokens (after a prefix hit, a swap or a fork), gets a row to
-    fill from the pages. There is nothing to release.
+    to step. One that lost it, or had none though it has tokens (after a prefix hit, a swap, a fork or an import), or
+    that has other tokens since it was truncated or freed, gets a row to fill from the pages. There is nothing to
+    release.
 
     Attributes:
       num_rows: of the window; most sequences in a step.
@@ -81,14 +94,15 @@ class WindowRows:
         """Gives `other`, forked from `sequence`, a row with the same tokens; without it, the row is filled from pages.
 
         Returns:
-          int32 `[0 or 1, 2]`: rows to copy (from, to) by `copy_window_rows` before the next step; none if `sequence`
-          has no row, or the only one.
+          int32 `[0 or 1, 2]`: rows to copy (from, to) by `copy_window_rows` before the next call of this object; none
+          if `sequence` has no row, or the only one.
         """
         if sequence not in self._held or self.num_rows == 1:
             return np.zeros((0, 2), np.int32)
         self._held.move_to_end(sequence)
         own, copied = self._held[sequence], self._take(other)
-        copied.start, copied.stop = own.start, own.stop
+        own.follow(sequence)
+        copied.start, copied.stop, copied.num_cuts = own.start, own.stop, other.last_cut[0]
         return np.array([[own.row, copied.row]], np.int32)
 
     def _take(self, sequence: PagedSequence) -> _Held:
@@ -97,6 +111,7 @@ class WindowRows:
         if held is None:
             free = len(self._held) < self.num_rows
             held = _Held(len(self._held) if free else self._held.popitem(last=False)[1].row, 0, 0)
+        held.follow(sequence)
         self._held[sequence] = held
         return held
 

@@ -97,10 +97,10 @@ def test_the_format_is_this():
             }
         ],
         "num_blocks": 2,
-        "hashes": [HASHES[0].hex()],
+        "num_hashes": 1,
     }
     encoded = json.dumps(header).encode()
-    expected = b"KVJAXBLK" + len(encoded).to_bytes(8, "little") + encoded
+    expected = b"KVJAXBLK" + len(encoded).to_bytes(8, "little") + encoded + HASHES[0]
     expected += hashlib.sha256(expected).digest()
     expected += page_bytes(cache)[[3, 1]].tobytes()
     expected += hashlib.sha256(expected).digest()
@@ -249,13 +249,13 @@ def test_equal_scales_fit_however_they_are_given():
 def changed_header(data: bytes, **changes: Any) -> bytes:
     """The same with other values in the header, and right digests."""
     size = int.from_bytes(data[8:16], "little")
-    header = json.dumps(json.loads(data[16 : 16 + size]) | changes).encode()
-    body = data[16 + size + 32 : -32]
-    return resealed(header, body)
+    header = json.loads(data[16 : 16 + size])
+    end = 16 + size + 32 * header["num_hashes"]
+    return resealed(json.dumps(header | changes).encode(), data[end + 32 : -32], data[16 + size : end])
 
 
-def resealed(header: bytes, body: bytes) -> bytes:
-    start = b"KVJAXBLK" + len(header).to_bytes(8, "little") + header
+def resealed(header: bytes, body: bytes, hashes: bytes = b"") -> bytes:
+    start = b"KVJAXBLK" + len(header).to_bytes(8, "little") + header + hashes
     start += hashlib.sha256(start).digest() + body
     return start + hashlib.sha256(start).digest()
 
@@ -280,8 +280,8 @@ def resealed(header: bytes, body: bytes) -> bytes:
         (lambda data: changed_header(data, num_blocks=True), "got num_blocks=True, expected an int of at least 0"),
         (lambda data: changed_header(data, num_blocks=2**70), "blocks: got 3, expected 1180591620717411303424"),
         (lambda data: changed_header(data, num_blocks=-1), "got num_blocks=-1, expected an int of at least 0"),
-        (lambda data: changed_header(data, hashes=["xyz"]), "got hashes=['xyz'], expected those of at most 3 blocks"),
-        (lambda data: changed_header(data, hashes=[HASHES[0].hex()] * 4), "expected those of at most 3 blocks"),
+        (lambda data: changed_header(data, num_hashes="2"), "got num_hashes='2', expected an int from 0 to 3"),
+        (lambda data: changed_header(data, num_hashes=4), "got num_hashes=4, expected an int from 0 to 3"),
         (lambda data: changed_header(data, caches=None), "got caches=None, expected [{'spec'"),
         (lambda data: changed_header(data, num_blocks=2, caches=[{}]), "got caches[0]={}, expected"),
     ],

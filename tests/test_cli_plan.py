@@ -141,7 +141,9 @@ def test_exact_windows_leave_less_for_pages(plan: Plan, capsys: pytest.CaptureFi
     assert document["totals"] == plan(LLAMA, *arguments[:2], "--memory=40GiB")["totals"]
     shared = plan(LLAMA, *arguments, "--tensor-parallel=4")["exact_window"]
     assert shared["bytes"] == window / 4
-    assert plan(LLAMA, *arguments, "--memory=1MiB")["totals"]["tokens"] == 0
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", LLAMA, *arguments, "--memory=1MiB"])
+    assert f"exact_window: got {window:,} bytes for 100 sequences, expected at most 1,048,5" in capsys.readouterr().err
     main(["plan", "--config", LLAMA, *arguments])
     assert f"exact windows of 64 tokens of 100 sequences: {window:,} bytes of these" in capsys.readouterr().out
 

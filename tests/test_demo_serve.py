@@ -142,11 +142,11 @@ def test_scales_let_the_largest_fill_the_range(model, dtype):
     [stored] = model.samples
     engine = model.engine(dtype, NUM_BLOCKS, BLOCK_SIZE)
     for cache, layer in zip(engine.caches, stored, strict=True):
-        if dtype.takes_scale:
-            largest = [np.abs(x).max() / np.float32(part.info.max) for x, part in zip(layer, dtype.parts, strict=True)]
-            np.testing.assert_allclose([cache.k_scale, cache.v_scale], largest, rtol=1e-6)
-        else:
-            assert (cache.k_scale, cache.v_scale) == (None, None)
+        for scale, x, part in zip((cache.k_scale, cache.v_scale), layer, dtype.parts, strict=True):
+            if part.takes_scale:
+                np.testing.assert_allclose(scale, np.abs(x).max() / np.float32(part.info.max), rtol=1e-6)
+            else:
+                assert scale is None
 
 
 def test_samples_are_what_the_cache_stores(model, texts):

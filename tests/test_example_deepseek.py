@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,11 +22,12 @@ do. A context of 40 tokens is read in two rounds.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("auto", 2e-5), pytest.param("fp8_ds_mla", 0.25, marks=pytest.mark.full)]
+    ("dtype", "of_rows", "tolerance"),
+    [("auto", np.max, 2e-5), pytest.param("fp8_ds_mla", np.median, 0.1, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("kimi-k2", marks=pytest.mark.full)])
-def test_logits_are_those_of_transformers(name: str, dtype: str, tolerance: float):
-    """Over caches that were full of NaN; those of quantized caches differ by what these round."""
+def test_logits_are_those_of_transformers(name: str, dtype: str, of_rows: Any, tolerance: float):
+    """Over caches that were full of NaN. From rounded latents a router may choose another expert for some tokens."""
     reference, model, params = deepseek.tiny_model(name)
     kv_config = kvjax.ModelKVConfig.from_hf_config(reference.config.to_dict())
     specs = kvjax.resolve_layer_specs(kv_config, dtype, block_size=8)
@@ -37,6 +40,7 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, tolerance: floa
     with torch.no_grad():
         expected = [reference(torch.from_numpy(each[None]).long()).logits[0].numpy() for each in tokens]
     sequences = [pool.sequence() for _ in tokens]
+    errors: list[float] = []
     for sizes in CHUNKS:
         numbers = [number for number, size in enumerate(sizes) if size]
         running, before = [sequences[i] for i in numbers], [sequences[i].num_tokens for i in numbers]
@@ -45,7 +49,9 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, tolerance: floa
         logits, caches = model.run(params, caches, running, new)
         for number, start, got in zip(numbers, before, logits, strict=True):
             want = expected[number][start : start + len(got)]
-            assert np.abs(got - want).max() < tolerance * np.abs(want).max()
+            errors += (np.abs(got - want).max(axis=-1) / np.abs(want).max()).tolist()
+    assert len(errors) == sum(LENGTHS)
+    assert of_rows(errors) < tolerance
 
 
 def test_yarn_changes_the_scale_of_logits():

@@ -441,8 +441,8 @@ def exported() -> bytes:
 
 
 def sealed(header: bytes, pages: bytes) -> bytes:
-    """An export of any header and pages, with digests that are right."""
-    start = b"KVJAXBLK" + len(header).to_bytes(8, "little") + header
+    """An export of any header, a hash and pages, with digests that are right."""
+    start = b"KVJAXBLK" + len(header).to_bytes(8, "little") + header + b"h" * 32
     start += hashlib.sha256(start).digest() + pages
     return start + hashlib.sha256(start).digest()
 
@@ -452,14 +452,14 @@ def exported_blocks(draw: st.DrawFn) -> bytes:
     """An export, most often with something wrong."""
     data = exported()
     size = int.from_bytes(data[8:16], "little")
-    header, pages = json.loads(data[16 : 16 + size]), data[16 + size + 32 : -32]
+    header, pages = json.loads(data[16 : 16 + size]), data[16 + size + 64 : -32]
     match draw(st.sampled_from(["header", "bytes", "cut", "pages", "anything", "whole"])):
         case "header":
             for _ in range(draw(st.integers(1, 3))):
                 container, key = place(draw, header)
                 container[key] = draw(anything())
             if draw(st.integers(0, 9)) == 0:
-                header["hashes"] = nested(draw(st.sampled_from([5, 20_000])))
+                header["caches"] = nested(draw(st.sampled_from([5, 20_000])))
             return sealed(as_file(header), pages)
         case "bytes":
             at = draw(st.integers(0, len(data)))

@@ -152,10 +152,10 @@ def test_the_accepted_extremes_of_a_scale(implementation, dtype, scale):
     cache = run_write(implementation, key, value, poisoned(spec, 1), slots, **scales)
     tables = np.zeros((1, 1), np.int32), np.array([8], np.int32)
     got = gather_kv(cache, *tables, **scales, dtype=jnp.float32, implementation=implementation)
-    for half, dense in zip((reference.KEYS, reference.VALUES), got, strict=True):
+    for half, part, dense in zip((reference.KEYS, reference.VALUES), dtype.parts, got, strict=True):
         expected = reference.read(page_bytes(cache), spec, half, *tables, scale, np.dtype(np.float32))
         assert_same_bytes(np.asarray(dense), expected)
-        assert np.abs(expected).max() > 8 * scale
+        assert np.abs(expected).max() > 8 * scale or not part.takes_scale  # scales of rows are at least 1e-6
 
 
 def test_index_dtypes(implementation):

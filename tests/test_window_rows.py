@@ -49,12 +49,12 @@ class Model:
 @settings(max_examples=150)
 @given(num_rows=st.sampled_from([1, 2, 3]), data=st.data())
 def test_a_step_finds_the_tokens_that_its_queries_see(num_rows: int, data: st.DataObject):
-    """Sequences that run in turns, truncate by any number of tokens, end and are forked."""
+    """Sequences that run in turns, truncate by any number of tokens, get tokens without a step, end and are forked."""
     pool, model, names = BlockPool(400, SPEC.block_size), Model(num_rows), iter(range(10**6))
     sequences = [pool.sequence() for _ in range(3)]
     texts = {one: [] for one in sequences}
     for _ in range(data.draw(st.integers(1, 12))):
-        kind = data.draw(st.sampled_from(["step", "step", "step", "truncate", "end", "fork"]))
+        kind = data.draw(st.sampled_from(["step", "step", "step", "truncate", "import", "end", "fork"]))
         index = data.draw(st.integers(0, 2))
         one = sequences[index]
         if kind == "step":
@@ -67,6 +67,10 @@ def test_a_step_finds_the_tokens_that_its_queries_see(num_rows: int, data: st.Da
         elif kind == "truncate":
             one.truncate(data.draw(st.integers(0, one.num_tokens)))
             del texts[one][one.num_tokens :]
+        elif kind == "import":
+            number = data.draw(st.integers(1, 9))
+            pool.append([one], [number])
+            texts[one] += [next(names) for _ in range(number)]
         else:
             sequences[index] = other = pool.sequence() if kind == "end" else one.fork()
             texts[other] = [] if kind == "end" else [*texts[one]]
@@ -161,3 +165,17 @@ def test_a_step_holds_the_rows_of_its_sequences():
 def test_what_cannot_be_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_row_is_filled_for_tokens_that_came_without_a_step(left: int):
+    """After tokens were taken away and others imported into their blocks, whatever their number."""
+    pool, rows = BlockPool(8, 4), WindowRows(WINDOWS[2])
+    sequence = pool.sequence()
+    pool.append([sequence], [10])
+    rows.assign([sequence], [10])
+    sequence.truncate(left)
+    pool.append([sequence], [8 - left])  # by import_blocks
+    pool.append([sequence], [1])
+    (row,), (fill,) = rows.assign([sequence], [1])
+    assert fill == row

@@ -30,6 +30,7 @@ class PagedSequence:
         self._tables = pool._share(chains, self._num_tokens)
         self._token_ids: array[int] = token_ids[: self._num_tokens]
         self._num_resets = pool._num_resets
+        self._last_cut = 0, 0
         self._state = NO_STATE
         self._swapped: list[list[int]] | None = None
         self._host_state = NO_STATE
@@ -60,6 +61,11 @@ class PagedSequence:
     def token_ids(self) -> np.ndarray:
         """The ids of its first tokens, as far as known: int64 `[at most num_tokens]`; a copy."""
         return np.array(self._token_ids, np.int64)
+
+    @property
+    def last_cut(self) -> tuple[int, int]:
+        """How often `truncate` or `free` took tokens away, and how many tokens the last time left."""
+        return self._last_cut
 
     @property
     def block_hashes(self) -> tuple[bytes, ...]:
@@ -168,6 +174,8 @@ class PagedSequence:
             self.pool._store.release(table.blocks[max(num_kept, table.num_freed) :])
             table.num_freed = min(table.num_freed, num_kept)
             del table.blocks[num_kept:], table.hashes[number // group.block_size :]
+        if number < self._num_tokens:
+            self._last_cut = self._last_cut[0] + 1, number
         self._num_tokens = number
         del self._token_ids[number:]
         if not number:

@@ -150,7 +150,7 @@ class MemoryPlan:
           exact_window: of `specs`; its bytes are not left for pages.
 
         Raises:
-          KVCacheValueError: the budget does not hold the states.
+          KVCacheValueError: the budget does not hold the states, or the windows.
         """
         for_pages = memory_bytes - (model.state_bytes or 0) * sequences
         if for_pages < 0:
@@ -166,7 +166,12 @@ class MemoryPlan:
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
         for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
             groups.setdefault(facts, []).append(index)
-        left = max(for_pages - (exact_window.bytes if exact_window else 0), 0)
+        left = for_pages - (exact_window.bytes if exact_window else 0)
+        if exact_window and left < 0:
+            raise KVCacheValueError(
+                f"exact_window: got {exact_window.bytes:,} bytes for {exact_window.max_seqs:,} sequences, expected at"
+                f" most {for_pages:,}, which the budget leaves"
+            )
         totals, bfloat16 = (_totals(every, budget) for every, budget in ((specs, left), (baseline, for_pages)))
         return cls(
             warnings=(),

@@ -34,8 +34,8 @@ from kvjax.spec import as_int, spec_to_dict
 
 FORMAT = 1
 MAGIC = b"KVJAXBLK"
-MAX_HEADER_BYTES = 64 * 2**20
-"""Room for the hashes of a million blocks."""
+MAX_HEADER_BYTES = 2 * 2**20
+"""Of JSON, which takes 25 times as much memory when it is parsed; room for the scales of 300 heads of 300 layers."""
 
 CHUNK_BYTES = 16 * 2**20
 """Pages that are moved at once; at least one block of one cache."""
@@ -80,12 +80,13 @@ def export_blocks(
     """
     found = _as_caches(caches)
     numbers = _as_blocks(blocks, found, least=0)
-    header = {**_described(found), "num_blocks": len(numbers), "hashes": _as_hex(hashes, len(numbers))}
+    _check_hashes(hashes, len(numbers))
+    header = {**_described(found), "num_blocks": len(numbers), "num_hashes": len(hashes)}
     encoded = json.dumps(header).encode()
     if len(encoded) > MAX_HEADER_BYTES:
         raise KVCacheValueError(
-            f"blocks: got {len(numbers)} with a header of {len(encoded):,} bytes, expected at most"
-            f" {MAX_HEADER_BYTES:,}: export fewer at once"
+            f"caches: got {len(found)} that a header of {len(encoded):,} bytes describes, expected at most"
+            f" {MAX_HEADER_BYTES:,}: export fewer caches at once"
         )
     to = io.BytesIO() if file is None else file
     digest = hashlib.sha256()
@@ -95,6 +96,7 @@ def export_blocks(
         _write(to, data)
 
     write(MAGIC + len(encoded).to_bytes(8, "little") + encoded)
+    write(b"".join(hashes))
     write(digest.digest())
     for cache in found:
         for chunk in _chunks(cache, len(numbers)):
@@ -120,11 +122,11 @@ class StoredBlocks:
         size = int.from_bytes(start[8:], "little")
         if size > MAX_HEADER_BYTES:
             raise KVCacheValueError(f"source: got a header of {size:,} bytes, expected at most {MAX_HEADER_BYTES:,}")
-        encoded = self._take(size)
-        self._check_digest("header")
-        self._header = _parsed(encoded)
+        self._header = _parsed(self._take(size))
         self.num_blocks: int = self._header["num_blocks"]
-        self.hashes = tuple(map(bytes.fromhex, self._header["hashes"]))
+        hashes = bytes(self._take(self._header["num_hashes"] * HASH_BYTES))
+        self._check_digest("header")
+        self.hashes = tuple(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
         self._is_read = False
 
     def read_into(self, caches: list[KVCache], numbers: np.ndarray) -> list[KVCache]:
@@ -187,8 +189,8 @@ def import_blocks(source: Source | StoredBlocks, caches: Caches, blocks: ArrayLi
     """Writes exported blocks into blocks of caches that store the same; returns these caches.
 
     **The caches are donated**, and so written in place: use the returned ones. If the call raises, they have not
-    changed and are not donated: the pages stay in host memory until their digest is checked, then on the devices until
-    all are there. To hold less, export fewer blocks at once.
+    changed and are not donated, unless a device fails while it writes: the pages stay in host memory until their digest
+    is checked, then on the devices until all are there. To hold less, export fewer blocks at once.
 
     Args:
       source: as in `open_blocks`, or what it returned. Bytes must end with the export.
@@ -219,7 +221,7 @@ def _is_cache(value: object) -> bool:
 
 
 def _as_caches(caches: Caches) -> list[KVCache]:
-    found = jax.tree.leaves(caches, is_leaf=_is_cache)
+    found = jax.tree.leaves(caches, is_leaf=lambda value: not isinstance(value, (list, tuple, dict)))
     if not found:
         raise KVCacheValueError(f"caches: got {shown(caches)}, expected at least one KVCache")
     for index, cache in enumerate(found):
@@ -247,7 +249,7 @@ def _as_blocks(blocks: Any, caches: list[KVCache], *, least: int) -> np.ndarray:
     return numbers.astype(np.int32)
 
 
-def _as_hex(hashes: Sequence[bytes], num_blocks: int) -> list[str]:
+def _check_hashes(hashes: Sequence[bytes], num_blocks: int) -> None:
     if len(hashes) > num_blocks:
         raise KVCacheValueError(f"hashes: got {len(hashes)}, expected at most one for each of {num_blocks} blocks")
     for index, block_hash in enumerate(hashes):
@@ -255,7 +257,6 @@ def _as_hex(hashes: Sequence[bytes], num_blocks: int) -> list[str]:
             raise KVCacheTypeError(f"hashes[{index}]: got {kind_of(block_hash)}, expected bytes")
         if len(block_hash) != HASH_BYTES:
             raise KVCacheValueError(f"hashes[{index}]: got {len(block_hash)} bytes, expected {HASH_BYTES}")
-    return [block_hash.hex() for block_hash in hashes]
 
 
 def _described(caches: list[KVCache]) -> dict[str, Any]:
@@ -307,16 +308,12 @@ def _parsed(encoded: bytearray) -> dict[str, Any]:
         versions = {name: header.get(name) for name in ("format", "hash")} if isinstance(header, dict) else header
         expected = {"format": FORMAT, "hash": HASH_VERSION}
         raise KVCacheValueError(f"source: got the versions {shown(versions)}, expected {expected}")
-    num_blocks, hashes = header.get("num_blocks"), header.get("hashes")
+    num_blocks, num_hashes = header.get("num_blocks"), header.get("num_hashes")
     if type(num_blocks) is not int or num_blocks < 0:
         raise KVCacheValueError(f"source: got num_blocks={shown(num_blocks)}, expected an int of at least 0")
-    if not isinstance(hashes, list) or len(hashes) > num_blocks or not all(map(_is_hash, hashes)):
-        raise KVCacheValueError(f"source: got hashes={shown(hashes)}, expected those of at most {num_blocks} blocks")
+    if type(num_hashes) is not int or not 0 <= num_hashes <= num_blocks:
+        raise KVCacheValueError(f"source: got num_hashes={shown(num_hashes)}, expected an int from 0 to {num_blocks}")
     return header
-
-
-def _is_hash(text: object) -> bool:
-    return isinstance(text, str) and len(text) == 2 * HASH_BYTES and not set(text) - set("0123456789abcdef")
 
 
 def _block_bytes(cache: KVCache) -> int:
@@ -334,6 +331,8 @@ def _write(file: Any, data: Any) -> None:
     view = memoryview(data)
     while view:
         written = file.write(view)
+        if written == 0 or (written is None and isinstance(file, io.RawIOBase)):  # of one that does not block
+            raise BlockingIOError("file: it took no bytes, expected one that waits until it can")
         view = view[len(view) if written is None else written :]
 
 

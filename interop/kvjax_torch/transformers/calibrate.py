@@ -173,7 +173,8 @@ def recorded_queries() -> Iterator[dict[int, torch.Tensor]]:
         def record(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
             scaling = options.get("scaling")
             factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
-            queries[module.layer_idx] = query if factor == 1.0 else query * factor
+            if (layer := getattr(module, "layer_idx", None)) is not None:
+                queries[layer] = query if factor == 1.0 else query * factor
             return attend(module, query, *rest, **options)
 
         return record
