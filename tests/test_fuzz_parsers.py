@@ -484,7 +484,7 @@ def test_any_bytes_are_imported_as_blocks_or_refused(drawn: Unprinted, as_stream
         return
     destination.cache_clear()
     size = int.from_bytes(data[8:16], "little")
-    pages = np.frombuffer(data[16 + size + 32 :][: 2 * EXPORTED.page_size_bytes], np.uint8)
+    pages = np.frombuffer(data[16 + size + 64 :][: 2 * EXPORTED.page_size_bytes], np.uint8)
     np.testing.assert_array_equal(np.asarray(written.kv)[WRITTEN].reshape(-1), pages)
     assert not np.asarray(written.kv)[[0, 2]].any()
     unspoiled = (
