@@ -102,8 +102,8 @@ def _unsupported(spec: AttentionSpec, sharding: NamedSharding, head_dim: int | N
     if spec.is_mla:
         return (
             f"sharding: got {sharding.spec} for a cache of latents (MLA) of {ndim} dimensions, expected one that"
-            " divides blocks (dimension 0) alone: all query heads read the same latents. Divide the query's heads, with"
-            " the cache replicated over their axis"
+            " divides blocks (dimension 0) alone: all query heads read the same latents. To divide the query's heads,"
+            " attend inside jax.shard_map over their axis, or with a replicated cache, allocated without sharding"
         )
     if head_dim is None:
         return (

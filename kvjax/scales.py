@@ -192,11 +192,13 @@ def _layer_scales(
     k_name, v_name = (
         names.get(kind) if part.takes_scale else None for kind, part in zip("kv", dtype.parts, strict=True)
     )
+    if layer.is_mla:  # latents have one scale, that of keys
+        v_name = None
     # Where one is missing, the other's is read for both.
     found = [(name, divisor) for name, divisor in zip((k_name, v_name), divisors, strict=True) if name is not None]
     if not found:
         return LayerScales(KVScales(np.float32(1), np.float32(1)), dtype)
-    if layer.is_mla:  # one scale, that of keys
+    if layer.is_mla:
         (name, divisor), part = found[0], dtype.parts[0]
         scale = _read_scale(name, tensors, layer.num_kv_heads, part, divisor)
         return LayerScales(KVScales(np.float32(scale), np.float32(1)), dtype, (name, name), (divisor, divisor))

@@ -342,6 +342,9 @@ def test_scales_of_a_checkpoint_are_those_of_its_keys():
         warnings.simplefilter("error")
         scales = kvjax.load_kv_scales(tensors, model)
     assert scales == (KVScales(np.float32(0.5), np.float32(1)), KVScales(np.float32(1.5), np.float32(1)))
+    of_values = {name: scale for name, scale in tensors.items() if name.endswith("v_scale")}
+    with pytest.warns(kvjax.KVCacheWarning, match="layers 0-1"):
+        assert kvjax.load_kv_scales(of_values, model) == (KVScales(np.float32(1), np.float32(1)),) * 2
     [spec, _] = kvjax.resolve_layer_specs(model)
     assert spec == MLAAttentionSpec(16, 512, 64, dtype=KVCacheDType.FP8_E4M3)
 

@@ -59,5 +59,7 @@ def mla_ragged_paged_attention(
         new_kv_c, new_k_pe, cache_kv, step.slot_mapping, scale=k_scale, unique_slots=True
     )
     read = step.block_table, step.seq_lens, step.cu_q_lens
-    options: dict[str, Any] = {"sliding_window": sliding_window, "logits_soft_cap": soft_cap, "scale": k_scale}
+    options: dict[str, Any] = {"logits_soft_cap": soft_cap, "scale": k_scale}
+    if sliding_window is not None:  # else the layer's
+        options["sliding_window"] = sliding_window
     return kvjax.mla_ragged_paged_attention(ql_nope, q_pe, cache, *read, sm_scale=sm_scale, **options), cache
