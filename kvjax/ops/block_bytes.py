@@ -4,10 +4,11 @@ The format, version 1. Integers are little-endian, digests are SHA-256.
 
     8 bytes          b"KVJAXBLK"
     8 bytes          size of the header
-    header           JSON: the format's version, the caches (spec, layers, scales), the number of blocks, their hashes
-    32 bytes         digest of all that precedes
-    pages            of each cache in order, of each block in order, of each layer in order, as they are stored
-    32 bytes         digest of all that precedes
+    header           JSON: the format's version, the caches (spec, layers, scales), the numbers of blocks and of hashes
+    32 bytes each    the hashes of the first blocks
+    32 bytes         digest of everything so far
+    pages            by cache, then by block, then by layer, as they are stored
+    32 bytes         digest of everything so far
 
 Nothing is built from a header's values. What the destination would export must equal it, but for the blocks; so the
 destination determines the size of the pages before any is read.

@@ -57,7 +57,7 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     """Returns what serves a call over caches of a spec; `target` is None for an unknown GPU, as able as any."""
     target = target or Target()
     dense = dense_dtype(spec, query.dtype)
-    neither = _why_neither_kernel(query)
+    neither = _why_neither_kernel(spec, query)
     decode = neither or attention.why_not(spec, query.invariant, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
@@ -76,7 +76,9 @@ def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any
     return spec.dtype.exact_in or query_dtype
 
 
-def _why_neither_kernel(query: Query) -> str | None:
+def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
+    if spec.is_mla:
+        return "no kernel attends over latents (MLA)"
     if not query.is_window_static:
         return "sliding_window: got an array, expected an int"
     if query.dtype == np.float32:
@@ -85,8 +87,6 @@ def _why_neither_kernel(query: Query) -> str | None:
 
 
 def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:
-    if spec.is_mla:
-        return "no kernel attends over latents (MLA)"
     if dense == np.float32:
         return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
     if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies
