@@ -13,7 +13,7 @@ from benchmarks.peers.attention_inputs import AttentionJob
 from kvjax import KVCacheDType
 
 ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (default: all of this device)")
-DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD))
+DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *shapes.MIXED))
 PEERS = compare.define_peers(attends.PEERS)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import gpu_compile
-from support.exact_windows import Case, Server, random_tokens
+from support.exact_windows import Case, Server, cuts_of, random_tokens
 from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
 
@@ -107,3 +107,25 @@ def test_interpreted_they_are_right(case: Case):
         got = server.serve([[11, 1], [case.max_q_len, 1]], implementation="mosaic")
     for one, of_one in zip(got, want, strict=True):
         np.testing.assert_allclose(one, of_one[: len(one)], atol=0.03, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(size=64),
+        Case("fp8_k_nvfp4_v", size=16, num_kv_heads=1, group=4, sinks=True, layout="HND"),
+        Case("int8_k_nvfp4_4over6_v", size=12, sliding_window=19, max_q_len=4, cap=3.0),
+        Case("bfloat16", size=33, sliding_window=12, max_q_len=2),
+    ],
+    ids=["nvfp4", "fp8 keys", "int8 keys, drafts", "unquantized, a shorter window"],
+)
+def test_on_a_gpu_they_are_right_wherever_chunks_are_cut(case: Case):
+    changes = {"head_size": 64, "block_size": 16, "model_dtype": "bfloat16", "query_dtype": "bfloat16"}
+    case = dataclasses.replace(case, **changes)
+    lengths = (61, 9, 40)
+    tokens, want = random_tokens(case, lengths)
+    for sizes in ((61, 9, 40), (17, 3, 8), (case.max_q_len,) * 3):
+        got = Server(case, tokens).serve(cuts_of(lengths, sizes), implementation="mosaic")
+        for one, of_one in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, of_one, atol=0.03, rtol=0)
