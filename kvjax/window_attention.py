@@ -111,7 +111,8 @@ def exact_window_attention(
         recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
         new = new.after(recent)  # else XLA would copy the ring
         recent, layer_of_recent = new.written(recent, slots), None
-        ring = new.written(exact_window.ring, step.ring_slots, layer)
+        kept, slots = step.kept_tokens
+        ring = new.at(kept).written(exact_window.ring, slots, layer)
     spans = _Spans.of(sliding_window, cache, exact_window.size)
     near = ragged_paged_attention(
         query,
@@ -176,6 +177,13 @@ class _Tokens(NamedTuple):
             self.key, self.value, cache, slots, layer=layer, unique_slots=True, implementation=self.implementation
         )
 
+    def at(self, index: jax.Array | None) -> _Tokens:
+        """Returns the tokens of an index, all for None; which others it has does not matter."""
+        if index is None:
+            return self
+        key, value = (jnp.asarray(x).at[index].get(mode="clip") for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
     def after(self, cache: KVCache) -> _Tokens:
         """Returns the same tokens, available once the cache is."""
         key, value, _ = lax.optimization_barrier((self.key, self.value, cache.kv))
@@ -187,7 +195,8 @@ class _Step(NamedTuple):
 
     Attributes:
       lens: `[num_seqs]`, tokens of each sequence, the new ones included.
-      is_new: bool `[num_seqs]`, whether it has new tokens.
+      q_lens: `[num_seqs]`, its new tokens.
+      q_ends: `[num_seqs]`, the index after its last new token.
       first_block: `[num_seqs]`, the first of its blocks (of `BLOCK_SIZE` tokens) that its queries see.
       row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
       blocks_per_row: of the window.
@@ -197,7 +206,8 @@ class _Step(NamedTuple):
     """
 
     lens: jax.Array
-    is_new: jax.Array
+    q_lens: jax.Array
+    q_ends: jax.Array
     first_block: jax.Array
     row_start: jax.Array
     blocks_per_row: int
@@ -216,12 +226,13 @@ class _Step(NamedTuple):
             )
         lens = as_lengths(metadata.seq_lens).astype(jnp.int32)
         first = first_tokens(metadata)
-        is_new = first < lens
-        row = as_rows("metadata.window_rows", metadata.window_rows, window, len(lens), is_new)
+        q_lens, q_ends = lens - first, as_lengths(metadata.cu_q_lens).astype(jnp.int32)[1:]
+        row = as_rows("metadata.window_rows", metadata.window_rows, window, len(lens), q_lens > 0)
         seq, position = metadata.token_rows()
         oldest = jnp.maximum(first - (window.size - 1), 0)
         start = row * window.blocks_per_row
-        return cls(lens, is_new, oldest // BLOCK_SIZE, start, window.blocks_per_row, window.size, seq, position)
+        blocks = oldest // BLOCK_SIZE, start, window.blocks_per_row
+        return cls(lens, q_lens, q_ends, *blocks, window.size, seq, position)
 
     @property
     def ring_slots(self) -> jax.Array:
@@ -230,6 +241,21 @@ class _Step(NamedTuple):
         start = self.row_start[self.seq] * BLOCK_SIZE
         is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
         return jnp.where(is_kept, start + self.position % tokens, PADDING_SLOT)
+
+    @property
+    def kept_tokens(self) -> tuple[jax.Array | None, jax.Array]:
+        """The new tokens that rows keep, as an index, and the slots of these; an index of None is that of all tokens.
+
+        The index has as many tokens of each sequence as a row holds, unless the step has fewer.
+        """
+        slots, num_tokens = self.ring_slots, len(self.position)
+        per_row = self.blocks_per_row * BLOCK_SIZE
+        if len(self.lens) * per_row >= num_tokens:
+            return None, slots
+        from_end = jnp.arange(per_row, 0, -1)
+        index = (self.q_ends[:, None] - from_end).reshape(-1)
+        is_own = (from_end <= self.q_lens[:, None]).reshape(-1)
+        return index, jnp.where(is_own, slots.at[index].get(mode="clip"), PADDING_SLOT)
 
     def ring_table(self, max_q_len: int) -> jax.Array:
         """Returns a block table of the ring, from each sequence's `first_block` on, for so many new tokens.
@@ -255,10 +281,9 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
     # Full blocks of new tokens, and one partial block for each sequence that has any.
     room = (num_tokens + min(num_seqs, num_tokens) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
-    copied = jnp.pad(step.ring_table(1).reshape(-1), (0, room), constant_values=-1)
-    cache = _pages(ring, copied, layer)
+    cache = _pages(ring, step.ring_table(1).reshape(-1), room, layer)
     num_blocks = -(-step.lens // BLOCK_SIZE) - step.first_block - num_old
-    num_blocks = jnp.where(step.is_new & (step.row_start >= 0), jnp.maximum(num_blocks, 0), 0)
+    num_blocks = jnp.where((step.q_lens > 0) & (step.row_start >= 0), jnp.maximum(num_blocks, 0), 0)
     start = num_seqs * num_old + jnp.cumsum(num_blocks) - num_blocks
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     own = jnp.arange(num_seqs, dtype=jnp.int32)[:, None] * num_old + column
@@ -271,10 +296,12 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     return cache, table, jnp.where(is_written, block * BLOCK_SIZE + step.position % BLOCK_SIZE, PADDING_SLOT)
 
 
-def _pages(ring: KVCache, blocks: jax.Array, layer: Any) -> KVCache:
-    """Returns a cache of copies of a layer's blocks, zeros for those below 0."""
+def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:
+    """Returns a cache of copies of a layer's blocks, arbitrary ones for those below 0, and so many that hold nothing."""
     index = blocks if ring.num_layers is None else (blocks, layer)
-    kv = ring.kv.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    copied = ring.kv.at[index].get(mode="clip", wrap_negative_indices=False)
+    # Nothing reads a token that is not written: filling the room would take as long as writing it.
+    kv = lax.empty((len(blocks) + room, *copied.shape[1:]), copied.dtype).at[: len(blocks)].set(copied)
     sharding = ring.sharding
     if sharding is not None:
         divided = partition_of(ring.spec, sharding, ring.num_layers)
