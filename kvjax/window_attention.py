@@ -297,7 +297,7 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
 
 
 def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:
-    """Returns a cache of copies of a layer's blocks, arbitrary ones for those below 0, and so many that hold nothing."""
+    """Returns a cache of copies of a layer's blocks, any for those below 0, and so many that hold nothing."""
     index = blocks if ring.num_layers is None else (blocks, layer)
     copied = ring.kv.at[index].get(mode="clip", wrap_negative_indices=False)
     # Nothing reads a token that is not written: filling the room would take as long as writing it.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import gpu_compile, prompt_model
 from support.gpu_compile import compile_for
+from support.helpers import assert_same_bytes
 from support.interpret_mode import interpret_mode
 
 from kvjax import FullAttentionSpec, KVCacheDType
@@ -233,6 +234,45 @@ def test_the_model_is_attention():
             expected = weights @ values[0, seen, head // 2] / total * float(args.heads[1, head])
             np.testing.assert_allclose(got[3 + row, head], expected, atol=4e-3)
             np.testing.assert_allclose(log[3 + row, head], np.log(total), atol=1e-5)
+
+
+def check_join(num_rows: int, heads: int, size: int, dtype: Any, sinks: bool, has_packed: bool) -> None:
+    rng = np.random.default_rng(1)
+    rows = (
+        jnp.asarray(rng.standard_normal((7, heads, size)), dtype)
+        .at[0, 0, :3]
+        .set(jnp.asarray([jnp.inf, -0.0, 6e-8], dtype))
+    )
+    lses = jnp.asarray(rng.standard_normal((7, heads)), jnp.float32)
+    source = rng.integers(-2, 7 if has_packed else 0, num_rows).astype(np.int32)
+    own_sinks = rng.standard_normal(heads).astype(np.float32) if sinks else np.full(heads, -np.inf, np.float32)
+    result = jax.ShapeDtypeStruct((num_rows, heads, size), dtype)
+    args = source, (rows, lses) if has_packed else None, jnp.asarray(own_sinks) if sinks else None, result
+    out, lse = map(np.asarray, prompts.join(jnp.asarray(source), *args[1:]))
+    is_packed = source >= 0
+    expected = np.where(is_packed[:, None, None], np.asarray(rows)[source], 0).astype(dtype)
+    stored = source != prompts.LEFT
+    assert_same_bytes(out[stored], expected[stored])
+    assert_same_bytes(lse, np.where(is_packed[:, None], np.asarray(lses)[source], own_sinks))
+
+
+JOINS = [
+    pytest.param(5, 2, 48, jnp.float16, True, True, id="few rows"),
+    pytest.param(1030, 1, 16, jnp.bfloat16, False, True, id="many rows", marks=pytest.mark.full),
+    pytest.param(3, 130, 16, jnp.bfloat16, True, False, id="many heads, none packed", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "heads", "size", "dtype", "sinks", "has_packed"), JOINS)
+def test_interpreted_rows_of_a_step_are_joined(num_rows, heads, size, dtype, sinks, has_packed):
+    with interpret_mode(), tracing_for(Target(1)):  # which takes each store for one of the whole array, so no races
+        check_join(num_rows, heads, size, dtype, sinks, has_packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "heads", "size", "dtype", "sinks", "has_packed"), JOINS)
+def test_rows_of_a_step_are_joined_on_a_gpu(num_rows, heads, size, dtype, sinks, has_packed):
+    check_join(num_rows, heads, size, dtype, sinks, has_packed)
 
 
 def test_segments_occupy_a_gpu():

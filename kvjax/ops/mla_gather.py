@@ -26,7 +26,7 @@ from kvjax.ops.arguments import (
     check_latents,
 )
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
-from kvjax.ops.ragged import Rows
+from kvjax.ops.prompts import Rows
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
 from kvjax.ops.values import check_cumulative, check_sequences, is_checked
 from kvjax.partition import Signature

@@ -7,6 +7,7 @@ joined. Where few rows see many tokens, their tokens are divided into segments, 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,33 +28,62 @@ from kvjax.ops.prompts import (
 )
 
 
-def attend(prompts: Prompts, results: tuple[jax.Array, jax.Array], options: Softmax) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of prompts, in lots of as many as `DENSE_BYTES` of `ops.options` holds.
+class Launch(NamedTuple):
+    """A call of the kernel.
 
-    With `batch_invariant`, rows are not divided into segments, whose number depends on the batch, and tiles of tokens
-    begin where they would in any table. `results` are those of other rows, and for these rows those of rows that attend
-    to nothing (0 and the sink): `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp,
-    float32 `[num_tokens, num_heads]`.
+    Attributes:
+      prompts: the rows and what they attend to.
+      options: the call's, with a window that restricts.
+      config: how it is launched.
+      at_once: prompts of a lot: as many as `DENSE_BYTES` of `ops.options` holds.
+    """
+
+    prompts: Prompts
+    options: Softmax
+    config: kernel.PromptConfig
+    at_once: int
+
+    @classmethod
+    def of(cls, prompts: Prompts, options: Softmax) -> Launch:
+        """The launch for prompts.
+
+        With `batch_invariant`, rows are not divided into segments, whose number depends on the batch.
+        """
+        spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
+        options = options._replace(window=restricting(options.window, prompts.max_tokens))
+        reached = prompts.max_reached(options.window)
+        prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
+        at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
+        most = most_segments(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
+        max_segments = 1 if options.batch_invariant else most
+        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
+        return cls(prompts, options, config, at_once)
+
+    @property
+    def reads_results(self) -> bool:
+        """Whether results of prompts' rows have to be those of rows that attend to nothing: one more part."""
+        return self.config.segments > 1 and self.prompts.sinks is not None
+
+
+def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Attends with the rows of prompts.
+
+    With `batch_invariant`, tiles of tokens begin where they would in any table. `results` are those of other rows,
+    `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp, float32 `[num_tokens, num_heads]`.
+    For prompts' rows the log-sum-exp is that of rows that attend to nothing (the sink), and if `launch.reads_results`
+    the results are 0, otherwise arbitrary.
 
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
     """
-    spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
-    num_prompts = len(prompts.sequences.lens)
-    options = options._replace(window=restricting(options.window, prompts.max_tokens))
+    prompts, options, config, at_once = launch
+    num_tokens = prompts.query.shape[0]
     problem = kernel.Problem(prompts.max_q_len, options.window, options.logits_soft_cap)
     padding = max(kernel.ROWS - num_tokens, 0)
     rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
-
-    reached = prompts.max_reached(options.window)
-    prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
-    at_once = prompts_at_once(prompt_bytes, num_prompts)
-    most = most_segments(num_tokens, num_heads, spec.head_size_v * out.dtype.itemsize)
-    max_segments = 1 if options.batch_invariant else most
     alignment = kernel.TOKENS if options.batch_invariant else kernel.ALIGNMENT
-    config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
 
     def attend_lot(results: tuple[jax.Array, jax.Array], lot: Sequences) -> tuple[tuple[jax.Array, jax.Array], None]:
         dense = Dense.of(prompts, lot)

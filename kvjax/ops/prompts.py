@@ -26,6 +26,21 @@ LOGITS_BYTES = 256 << 20
 """Limit on the logits of a chunk; fewer tokens would mean rescaling results more often."""
 
 
+class Rows(NamedTuple):
+    """For each row of a query, `[num_tokens]`: its sequence, and whether it has one."""
+
+    seq: jax.Array
+    is_any: jax.Array
+
+    @classmethod
+    def of(cls, num_tokens: int, q_starts: jax.Array, q_ends: jax.Array) -> Rows:
+        """Returns the rows of sequences `[num_seqs]`, which are in order but may start past row 0."""
+        token = jnp.arange(num_tokens)
+        seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
+        seq = jnp.minimum(seq, q_ends.shape[0] - 1)
+        return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
+
+
 class Sequences(NamedTuple):
     """Sequences of a cache of one layer; padding has no query tokens and length 0.
 

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
+from kvjax.kernels import prompts as prompt_kernels
 from kvjax.kernels.target import current
 from kvjax.ops import prompt_kernel, prompts, select
 from kvjax.ops.arguments import (
@@ -240,21 +241,6 @@ def attend_ragged(
     return (attended, lse) if return_lse else attended
 
 
-class Rows(NamedTuple):
-    """For each row of a query, `[num_tokens]`: its sequence, and whether it has one."""
-
-    seq: jax.Array
-    is_any: jax.Array
-
-    @classmethod
-    def of(cls, num_tokens: int, q_starts: jax.Array, q_ends: jax.Array) -> Rows:
-        """Returns the rows of sequences `[num_seqs]`, which are in order but may start past row 0."""
-        token = jnp.arange(num_tokens)
-        seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
-        seq = jnp.minimum(seq, q_ends.shape[0] - 1)
-        return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
-
-
 def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
     """Returns the results of rows that attend to nothing."""
     num_tokens, num_heads, _ = query.shape
@@ -322,7 +308,7 @@ def _ragged_xla(
     # The last tile of a sequence may hold a single row.
     most_tiles = (num_tokens + num_seqs * (size - 1)) // size
     out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
-    rows = Rows.of(num_tokens, q_starts, q_ends)
+    rows = prompts.Rows.of(num_tokens, q_starts, q_ends)
     index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
     out, lse = _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
     return out[None], lse[None]
@@ -364,17 +350,20 @@ def _ragged_mosaic(
         return _ragged_xla(cache, query, *arrays, options=options)
     q_lens = jnp.maximum(q_ends - q_starts, 0)
     is_short = q_lens <= decode_q_len
-    rows = Rows.of(num_tokens, q_starts, q_ends)
+    rows = prompts.Rows.of(num_tokens, q_starts, q_ends)
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
-    short = _nothing(query, sinks, cache.spec.head_size_v)
+    source = jnp.full(num_tokens, -1, jnp.int32)
+    decoded = None
     if decode_q_len:
         of_short = read._replace(seq_lens=jnp.where(is_short, seq_lens, 0))
         decoded = _decode(cache, query, of_short, q_lens, q_ends, decode_q_len, softmax)
         index = rows.seq * decode_q_len + decode_q_len - from_end
-        short = _where(rows.is_any & is_short[rows.seq], decoded, index, short)
+        source = jnp.where(rows.is_any & is_short[rows.seq], index, source)
+    result = jax.ShapeDtypeStruct((*query.shape[:2], cache.spec.head_size_v), query.dtype)
     if not max_prompts:
-        return short[0][None], short[1][None]
+        out, lse = prompt_kernels.join(source, decoded, sinks, result)
+        return out[None], lse[None]
 
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
     cache, block_table = in_one_layer(cache, layer, block_table)
@@ -386,12 +375,16 @@ def _ragged_mosaic(
     )
     chosen_route = route(cache.spec, options.query, current())
     long = prompts.Prompts(cache, query, sequences, max_q_len, k_scale, v_scale, sinks, dtype=chosen_route.dense_dtype)
-    if chosen_route.why_no_prompt_kernel is None:
-        out, lse = prompt_kernel.attend(long, short, softmax)
-        return out[None], lse[None]
-    found = prompts.attend(long, softmax)
     rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - from_end
     is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts) & (row < max_q_len)
+    if chosen_route.why_no_prompt_kernel is None:
+        launch = prompt_kernel.Launch.of(long, softmax)
+        if not launch.reads_results:
+            source = jnp.where(is_long, prompt_kernels.LEFT, source)
+        out, lse = prompt_kernel.attend(launch, prompt_kernels.join(source, decoded, sinks, result))
+        return out[None], lse[None]
+    short = prompt_kernels.join(source, decoded, sinks, result)
+    found = prompts.attend(long, softmax)
     out, lse = _where(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
     return out[None], lse[None]
 

@@ -41,6 +41,7 @@ from kvjax.kernels.lanes.words import bits as bits
 from kvjax.kernels.lanes.words import both_halves as both_halves
 from kvjax.kernels.lanes.words import exp2 as exp2
 from kvjax.kernels.lanes.words import half2 as half2
+from kvjax.kernels.lanes.words import lower_half as lower_half
 from kvjax.kernels.lanes.words import permute as permute
 from kvjax.kernels.lanes.words import splat as splat
 from kvjax.kernels.lanes.words import thread_index as thread_index

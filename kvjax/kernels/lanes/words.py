@@ -102,6 +102,18 @@ def half2(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
     return asm(f"cvt.rn.{name}.f32 $0, $2, $1;", model, x, y, results=[jnp.uint32])[0]
 
 
+def lower_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The 16-bit element of the lower half of a uint32 register as float32."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return bits(x << 16, jnp.float32)
+
+    def model(x: jax.Array) -> list[jax.Array]:
+        return [lax.bitcast_convert_type(x.astype(jnp.uint16), jnp.float16).astype(jnp.float32)]
+
+    code = "{ .reg .b16 x, y; mov.b32 {x, y}, $1; cvt.f32.f16 $0, x; }"
+    return asm(code, model, x, results=[jnp.float32])[0]
+
+
 def exp2(x: jax.Array) -> jax.Array:
     """`2 ** x` in float32, approximate; 0 for -inf."""
     return asm("ex2.approx.ftz.f32 $0, $1;", lambda x: [jnp.exp2(x)], x, results=[jnp.float32])[0]

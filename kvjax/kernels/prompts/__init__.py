@@ -39,6 +39,8 @@ from kvjax.kernels.prompts.problem import choose as choose
 from kvjax.kernels.prompts.problem import why_not as why_not
 from kvjax.kernels.prompts.queue import Claimed
 from kvjax.kernels.prompts.rows import Scratch, run
+from kvjax.kernels.prompts.transfer import LEFT as LEFT
+from kvjax.kernels.prompts.transfer import join as join
 from kvjax.kernels.target import current
 
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -1,4 +1,8 @@
-"""Copies of rows of queries and results, and the kernel that places packed rows among those of a step."""
+"""Copies of rows of queries and results, and the kernels that place packed rows among those of a step.
+
+`any_placement` takes each packed row to where it belongs; what remains of a step's rows has its results already. `join`
+takes the rows of a step, each of which looks where its results are, and stores those of rows that see nothing too.
+"""
 
 from __future__ import annotations
 
@@ -103,3 +107,84 @@ def any_placement(results: Units, num_heads: int) -> AnyCount:
     }  # fmt: skip
     arguments = tuple(Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH,), dtype)) for name, dtype in dtypes.items())
     return AnyCount(body, kernel, (), arguments, writes=written, num_programs=lambda num_rows: num_rows)
+
+
+LEFT = -2
+"""A row whose results another kernel stores."""
+
+_JOINED = _AT_ONCE * THREADS
+"""Elements of a row that a program copies."""
+
+
+def join(
+    source: jax.Array,
+    packed: tuple[jax.Array, jax.Array] | None,
+    sinks: jax.Array | None,
+    result: jax.ShapeDtypeStruct,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of a step's rows: those of packed rows, and of rows that see nothing 0 and the sink or -inf.
+
+    Args:
+      source: int32 `[num_rows]`, for each row the packed row with its results; below 0 for one that sees nothing.
+        `LEFT`, whose results are arbitrary, but for the log-sum-exp, which is that of a row that sees nothing.
+      packed: rows `[n, num_heads, head_size_v]` and their log-sum-exp, float32 `[n, num_heads]`; None for none.
+      sinks: float32 `[num_heads]`, or None.
+      result: float16 or bfloat16 `[num_rows, num_heads, head_size_v]`.
+
+    Returns:
+      Arrays of `result`, and float32 `[num_rows, num_heads]`.
+    """
+    num_rows, num_heads, head_size_v = result.shape
+    in_row = num_heads * head_size_v
+    parts = -(-in_row // _JOINED)
+    at_once = 1 if num_rows <= 1024 else 16  # of few rows each is a program, so that they wait for one load
+    given = [source, *(x.reshape(-1) for x in packed or ()), *([] if sinks is None else [sinks])]
+
+    def body(*refs: Ref) -> None:
+        inputs, (out, lse) = iter(refs[: len(given)]), refs[len(given) :]
+        source = next(inputs)
+        rows, lses = (next(inputs), next(inputs)) if packed else (None, None)
+        program, thread = lax.axis_index("program"), lanes.thread_index()
+        part = lax.rem(program, jnp.int32(parts))
+        first = lax.div(program, jnp.int32(parts)) * at_once
+        columns = [part * _JOINED + thread + j * THREADS for j in range(_AT_ONCE)]
+        own_sinks = None if sinks is None else next(inputs)
+
+        def take(row: jax.Array, _: None) -> None:
+            index = source[row]
+            is_packed = index >= 0
+            if rows is None:
+                values = [lanes.splat(0.0, jnp.float32)] * _AT_ONCE
+            else:
+                start = jnp.maximum(index, 0) * in_row
+                loaded = [lanes.load_global(rows, start + i, (i < in_row) & is_packed) for i in columns]
+                values = [lanes.lower_half(x, result.dtype) for x in loaded]
+
+            @pl.when(index != LEFT)
+            def store() -> None:
+                for i, value in zip(columns, values, strict=True):
+                    lanes.store_global(out, row * in_row + i, value, i < in_row)
+
+            @pl.when(part == 0)
+            def store_lse() -> None:
+                def of_heads(i: jax.Array, _: None) -> None:
+                    head = thread + i * THREADS
+                    is_head = head < num_heads
+                    value = lanes.splat(-jnp.inf, jnp.float32)
+                    if own_sinks is not None:
+                        value = lanes.bits(lanes.load_global(own_sinks, head, is_head), jnp.float32)
+                    if lses is not None:
+                        found = lanes.load_global(lses, jnp.maximum(index, 0) * num_heads + head, is_head & is_packed)
+                        value = jnp.where(is_packed, lanes.bits(found, jnp.float32), value)
+                    lanes.store_global(lse, row * num_heads + head, value, is_head)
+
+                lax.fori_loop(0, -(-num_heads // THREADS), of_heads, None)
+
+        lax.fori_loop(first, jnp.minimum(first + at_once, num_rows), take, None)
+
+    out_type = (
+        jax.ShapeDtypeStruct((num_rows * in_row,), result.dtype),
+        jax.ShapeDtypeStruct((num_rows * num_heads,), jnp.float32),
+    )
+    out, lse = compat.program_kernel("join_rows", body, -(-num_rows // at_once) * parts, out_type)(*given)
+    return out.reshape(result.shape), lse.reshape(num_rows, num_heads)
