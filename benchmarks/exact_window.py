@@ -59,7 +59,8 @@ class WindowInputs(AttentionInputs):
         pages = self.token_pages()
         self.key, self.value = (x[block, position % BLOCK_SIZE] for x in pages)
         window = ExactWindow.allocate(job.spec, row.num_seqs, SIZE)
-        self.window = kvjax.fill_exact_window(window, self.caches[0], self.metadata, rows, **workload.scales())
+        scales: dict[str, Any] = workload.scales()
+        self.window = kvjax.fill_exact_window(window, self.caches[0], self.metadata, rows, **scales)
 
 
 def _options(inputs: WindowInputs) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     by_stand_ins = request.param in ("hopper", "blackwell")
     if by_stand_ins:
         monkeypatch.setattr(prompt_kernel.kernel, "attend", prompt_model.attend)
+        monkeypatch.setattr(prompt_kernel.kernel, "join", prompt_model.join)
         capability = (9, 0) if request.param == "hopper" else (10, 0)
         monkeypatch.setattr(ragged_module, "current", lambda: Target(compute_capability=capability))
         monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)

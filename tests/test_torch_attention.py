@@ -41,7 +41,7 @@ from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
 from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, Softmax  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, SoftmaxOptions  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
 from kvjax_torch.cuda import reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
@@ -227,7 +227,7 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     assert choosing.target_of(b200) == kernels.Target(148, (10, 0), 99 * 1024)
     query, *caches, table, lengths, dtype, k_scale, v_scale = arguments(query_dtype=torch.bfloat16).values()
     read = ReadTensors(*caches, table, lengths, k_scale, v_scale)
-    plan = attention_plan(query, read, Encoding(dtype), Softmax())
+    plan = attention_plan(query, read, Encoding(dtype), SoftmaxOptions())
     devices = b200, torch.device("cpu")
     places = attending.PagePlaces((16, 16))
     sizes = [attending.attention_kernels(plan, places, device, 1, 4).workspace[0] for device in devices]

@@ -18,7 +18,7 @@ from support.torch_helpers import from_numpy, to_numpy  # noqa: E402
 
 import kvjax_torch  # noqa: E402
 from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, Softmax, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, RopeInputs, SoftmaxOptions, WriteTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import rope_plan, write_plan  # noqa: E402
 from kvjax_torch.calls.attending import attention_calls  # noqa: E402
@@ -274,7 +274,7 @@ def test_the_interpreted_kernel_attends_to_vllms_layouts(layout, dtype, query_dt
     pages, query, numbers = written(layout, dtype, query_dtype, "cpu")
     rows = from_numpy(query)[:, None]
     tensors = ReadTensors(*pages.tensors, *numbers, *pages.scales)
-    plan = attention_plan(rows, tensors, Encoding(dtype), Softmax())
+    plan = attention_plan(rows, tensors, Encoding(dtype), SoftmaxOptions())
     with interpret_mode():  # it has no barrier of several warpgroups, so kernels are made for it
         decode, merge = attention_calls(plan, rows, tensors, None)
     run_interpreted(decode)

@@ -13,7 +13,7 @@ from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.attention import checked_softmax
 from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name, order_name
-from kvjax_torch.arguments.plan import Softmax
+from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.eager.merge import as_parts
 
@@ -127,7 +127,7 @@ def paged_attention(
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens}
-    softmax = Softmax(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
+    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
     operation = torch.ops.kvjax.paged_attention, torch.ops.kvjax.paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, {}, out, return_lse)
@@ -241,7 +241,7 @@ def ragged_paged_attention(
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
-    softmax = Softmax(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
+    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
     limits = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
@@ -252,7 +252,7 @@ def _attend(
     operation: tuple[Any, Any],
     tensors: Mapping[str, torch.Tensor],
     stored_as: tuple[str | KVCacheDType, Scale, Scale, str],
-    softmax: Softmax,
+    softmax: SoftmaxOptions,
     limits: Mapping[str, int | None],
     out: torch.Tensor | None,
     return_lse: bool,

@@ -16,7 +16,7 @@ from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, refuse_gradient
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
-from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, RopeInputs, Softmax, WriteTensors
+from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, RopeInputs, SoftmaxOptions, WriteTensors
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
 from kvjax_torch.cuda import ragged, reads, writes
@@ -80,7 +80,7 @@ def _attend(
     **softmax: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *pages, kv_cache_dtype, k_scale, v_scale = given
-    tensors, options = ReadTensors._make((*pages, k_scale, v_scale)), Softmax(**softmax)
+    tensors, options = ReadTensors._make((*pages, k_scale, v_scale)), SoftmaxOptions(**softmax)
     plan = attention_plan(query, tensors, Encoding(kv_cache_dtype, v_scale_layout), options)
     if out is not None:
         check_out(out, query, plan, **tensors._asdict(), sinks=options.sinks)
@@ -98,7 +98,7 @@ def _attend_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *pages, cu_q_lens, kv_cache_dtype, k_scale, v_scale = given
     tensors, encoding = ReadTensors._make((*pages, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
-    limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), Softmax(**options)
+    limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
     plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits)
     if out is not None:
         check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)

@@ -29,7 +29,7 @@ from kvjax.ops.arguments import (
     reach_of,
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer, own_sequences
-from kvjax.ops.options import as_bool, as_sm_scale, as_soft_cap
+from kvjax.ops.options import Given, as_bool, as_sm_scale, as_soft_cap
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.partition import Signature, partition_of
@@ -149,12 +149,14 @@ def paged_attention(
         query,
         (block_table, seq_lens, Stored(layer, k_scale, v_scale)),
         sinks,
-        sm_scale=as_sm_scale(sm_scale, spec.head_size),
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-        implementation=implementation,
+        Given(
+            as_sm_scale(sm_scale, spec.head_size),
+            sliding_window,
+            logits_soft_cap,
+            return_lse,
+            batch_invariant,
+            implementation,
+        ),
     )
 
 
@@ -164,36 +166,30 @@ def attend_last_tokens(
     query: jax.Array,
     read: tuple[ArrayLike, ArrayLike, Stored],
     sinks: jax.Array | None,
-    *,
-    sm_scale: float,
-    sliding_window: Window,
-    logits_soft_cap: float | None,
-    return_lse: bool,
-    batch_invariant: bool,
-    implementation: str | None,
+    given: Given,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query and sinks.
 
-    `read` are the block table, the lengths and what of the cache is read, `sm_scale` a checked factor. Other options
-    are as callers give them.
+    `read` are the block table, the lengths and what of the cache is read.
     """
     block_table, seq_lens, stored = read
     rows = query if query.ndim == 4 else query[:, None]
     num_seqs, q_len = rows.shape[:2]
-    window, window_array = as_window(sliding_window, cache.spec)
+    window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), q_len, q_len)
     sequences = as_sequences(cache, block_table, seq_lens, stored, num_seqs, last_tokens=reach)
-    batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
+    batch_invariant = as_bool("batch_invariant", given.batch_invariant)
+    return_lse = as_bool("return_lse", given.return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
     asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes)
-    serve = select.choose(operation, implementation, _candidates(asked), cache)
+    serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         rows,
         *sequences,
         sinks,
         window_array,
-        softmax=kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant),
+        softmax=kernel.Softmax(given.sm_scale, window, as_soft_cap(given.logits_soft_cap), batch_invariant),
     )
     if query.ndim == 3:
         attended, lse = attended[:, 0], lse[:, 0]

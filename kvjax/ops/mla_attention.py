@@ -27,7 +27,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.attention import attend_last_tokens
 from kvjax.ops.gather import Stored
-from kvjax.ops.options import as_float, as_limits
+from kvjax.ops.options import Given, as_float, as_limits
 from kvjax.ops.ragged import attend_ragged
 
 
@@ -136,12 +136,7 @@ def mla_paged_attention(
         query,
         (block_table, seq_lens, Stored(layer, scale, None)),
         None,
-        sm_scale=_as_sm_scale(sm_scale),
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-        implementation=implementation,
+        Given(_as_sm_scale(sm_scale), sliding_window, logits_soft_cap, return_lse, batch_invariant, implementation),
     )
 
 
@@ -229,13 +224,8 @@ def mla_ragged_paged_attention(
         query,
         (block_table, seq_lens, cu_q_lens, Stored(layer, scale, None)),
         None,
-        sm_scale=_as_sm_scale(sm_scale),
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-        limits=as_limits(max_q_len, None, None),
-        implementation=implementation,
+        Given(_as_sm_scale(sm_scale), sliding_window, logits_soft_cap, return_lse, batch_invariant, implementation),
+        as_limits(max_q_len, None, None),
     )
 
 

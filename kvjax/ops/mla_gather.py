@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,28 +108,34 @@ def _as_int32(array: jax.Array) -> jax.Array:
     return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
 
 
+class _Ranges(NamedTuple):
+    """Ranges of tokens of sequences.
+
+    Attributes:
+      block_table: int32 `[num_seqs, max_blocks]`.
+      seq_lens: int32 `[num_seqs]`, the token after the last of each range; 0 for a sequence of another share.
+      starts: int32 `[num_seqs]`, the first row of each sequence, in order.
+      ends: int32 `[num_seqs]`, the row after its last.
+      layer: int32 `[]`, or None for a cache of one layer.
+      scale: float32 `[]`.
+    """
+
+    block_table: Any
+    seq_lens: Any
+    starts: Any
+    ends: Any
+    layer: Any
+    scale: Any
+
+
 def _gather_xla(
-    cache: KVCache,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    starts: jax.Array,
-    ends: jax.Array,
-    layer: jax.Array | None,
-    scale: jax.Array,
-    *,
-    num_tokens: int,
-    dtype: np.dtype[Any],
+    cache: KVCache, *arrays: jax.Array | None, num_tokens: int, dtype: np.dtype[Any]
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers in XLA, from checked arguments.
 
     Args:
       cache: one device's cache or its share of one.
-      block_table: int32 `[num_seqs, max_blocks]`.
-      seq_lens: int32 `[num_seqs]`, the token after the last of each range; 0 for a sequence of another share.
-      starts: int32 `[num_seqs]`, the first row of each sequence, in order.
-      ends: int32 `[num_seqs]`, the row after its last.
-      layer: int32 `[]` or None.
-      scale: float32 `[]`.
+      arrays: `_Ranges`, their layer int32 `[]` or None.
       num_tokens: rows.
       dtype: of the results.
 
@@ -137,6 +143,7 @@ def _gather_xla(
       `[1, num_tokens, kv_lora_rank]` and `[1, num_tokens, qk_rope_head_dim]`. The first dimension is that of the shares
       of the cache's blocks.
     """
+    block_table, seq_lens, starts, ends, layer, scale = _Ranges._make(arrays)
     spec = cache.spec
     if not num_tokens or not block_table.size:
         return tuple(jnp.zeros((1, num_tokens, size), dtype) for size in spec.part_sizes)  # type: ignore[return-value]
@@ -188,7 +195,7 @@ def _own_sequences(
 
 
 _IMPLEMENTATIONS = select.Candidates(
-    parameters=("cache", "block_table", "seq_lens", "starts", "ends", "layer", "scale"),
+    parameters=("cache", *_Ranges._fields),
     xla=_gather_xla,
     signature=Signature(
         arguments=("sequences blocks_in_order", "sequences", "sequences", "sequences", "", ""),

@@ -30,6 +30,26 @@ SEGMENT_BYTES = 64 << 20
 """Limit on the results of all segments that the tokens of prompts are divided into."""
 
 
+class Given(NamedTuple):
+    """Options of attention as callers give them, unchecked but for the factor on logits.
+
+    Attributes:
+      sm_scale: factor on the logits.
+      sliding_window: tokens that a row sees: an int, an array, or None for all; or `OF_LAYER` of `ops.arguments`.
+      logits_soft_cap: bound on the magnitude of logits; None for no bound.
+      return_lse: whether to return the log-sum-exp too.
+      batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
+      implementation: of `ops.select`; None to choose.
+    """
+
+    sm_scale: float
+    sliding_window: Any
+    logits_soft_cap: float | None
+    return_lse: bool
+    batch_invariant: bool
+    implementation: str | None
+
+
 class Limits(NamedTuple):
     """What a `ragged_paged_attention` call serves at most, as callers give it; None for the default.
 

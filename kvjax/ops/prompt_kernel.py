@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     @property
     def reads_results(self) -> bool:
         """Whether results of prompts' rows have to be those of rows that attend to nothing: one more part."""
-        return self.config.segments > 1 and self.prompts.sinks is not None
+        return self.prompts.sinks is not None and bool(self.config.segments > 1)
 
 
 def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -41,7 +41,7 @@ from kvjax.ops.attention import (
     why_no_kernels,
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
-from kvjax.ops.options import Buckets, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
+from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
@@ -170,13 +170,15 @@ def ragged_paged_attention(
         query,
         (block_table, seq_lens, cu_q_lens, Stored(layer, k_scale, v_scale)),
         sinks,
-        sm_scale=as_sm_scale(sm_scale, spec.head_size),
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-        limits=as_limits(max_q_len, max_prompts, decode_q_len),
-        implementation=implementation,
+        Given(
+            as_sm_scale(sm_scale, spec.head_size),
+            sliding_window,
+            logits_soft_cap,
+            return_lse,
+            batch_invariant,
+            implementation,
+        ),
+        as_limits(max_q_len, max_prompts, decode_q_len),
     )
 
 
@@ -186,33 +188,28 @@ def attend_ragged(
     query: jax.Array,
     read: tuple[ArrayLike, ArrayLike, ArrayLike, Stored],
     sinks: jax.Array | None,
-    *,
-    sm_scale: float,
-    sliding_window: Window,
-    logits_soft_cap: float | None,
-    return_lse: bool,
-    batch_invariant: bool,
+    given: Given,
     limits: Limits,
-    implementation: str | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `ragged_paged_attention` or that of MLA, does, for a checked query and sinks.
 
-    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read; `sm_scale` and
-    `limits` are checked. Other options are as callers give them.
+    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read; `limits` are
+    checked.
     """
     block_table, seq_lens, cu_q_lens, stored = read
     num_tokens = query.shape[0]
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
-    batch_invariant, return_lse = as_bool("batch_invariant", batch_invariant), as_bool("return_lse", return_lse)
+    batch_invariant = as_bool("batch_invariant", given.batch_invariant)
+    return_lse = as_bool("return_lse", given.return_lse)
     sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
     bounds = as_lengths(cu_q_lens)
     if bounds.dtype != jnp.int32:
         bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    window, window_array = as_window(sliding_window, cache.spec)
+    window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, stored, last_tokens=reach)
     batch = None
@@ -221,8 +218,8 @@ def attend_ragged(
         decode = sizes.decode_q_len
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    asked = Query(jnp.dtype(query.dtype), sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch)
-    serve = select.choose(operation, implementation, _candidates(asked), cache)
+    asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch)
+    serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
         query,
@@ -232,7 +229,9 @@ def attend_ragged(
         *sequences[2:],
         sinks,
         window_array,
-        options=Options(sizes, kernel.Softmax(sm_scale, window, as_soft_cap(logits_soft_cap), batch_invariant), asked),
+        options=Options(
+            sizes, kernel.Softmax(given.sm_scale, window, as_soft_cap(given.logits_soft_cap), batch_invariant), asked
+        ),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
     attended, lse = (

@@ -1,13 +1,14 @@
-"""What `kvjax.kernels.prompts.attend` computes, in XLA."""
+"""What `attend` and `join` of `kvjax.kernels.prompts` compute, in XLA."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.prompts import ALIGNMENT, ROWS, Operands, Problem, PromptConfig
+from kvjax.kernels.prompts import ALIGNMENT, LEFT, ROWS, Operands, Problem, PromptConfig
 
 
 def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem, config: PromptConfig) -> None:
@@ -58,3 +59,16 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem
     # The kernel takes items from the number on that its queue begins with.
     is_new = claims[0] == 0
     out[0], lse[0] = jnp.where(is_new, whole, jnp.nan), jnp.where(is_new, whole_lse, jnp.nan)
+
+
+def join(source: jax.Array, packed: Any, sinks: Any, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
+    """Results that another kernel stores are NaN."""
+    num_rows, num_heads, _ = result.shape
+    out = jnp.where((source == LEFT)[:, None, None], jnp.nan, jnp.zeros(result.shape, result.dtype))
+    lse = jnp.broadcast_to(-jnp.inf if sinks is None else sinks, (num_rows, num_heads))
+    if packed is None:
+        return out, lse
+    is_packed, index = source >= 0, jnp.maximum(source, 0)
+    return jnp.where(is_packed[:, None, None], packed[0][index], out), jnp.where(
+        is_packed[:, None], packed[1][index], lse
+    )

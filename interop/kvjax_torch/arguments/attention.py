@@ -10,11 +10,21 @@ from kvjax.ops import options
 from kvjax_torch.arguments.caches import share_memory
 from kvjax_torch.arguments.checks import check_addresses, check_devices, check_index, on_host
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES
-from kvjax_torch.arguments.plan import AttentionPlan, Encoding, GatherPlan, Limits, RaggedPlan, ReadTensors, Softmax
+from kvjax_torch.arguments.plan import (
+    AttentionPlan,
+    Encoding,
+    GatherPlan,
+    Limits,
+    RaggedPlan,
+    ReadTensors,
+    SoftmaxOptions,
+)
 from kvjax_torch.arguments.reads import gather_plan
 
 
-def attention_plan(query: torch.Tensor, tensors: ReadTensors, encoding: Encoding, softmax: Softmax) -> AttentionPlan:
+def attention_plan(
+    query: torch.Tensor, tensors: ReadTensors, encoding: Encoding, softmax: SoftmaxOptions
+) -> AttentionPlan:
     """The plan of a `paged_attention` call.
 
     Raises:
@@ -39,7 +49,7 @@ def attention_plan(query: torch.Tensor, tensors: ReadTensors, encoding: Encoding
     return _plan_of_query(gathered, query, q_len, softmax)
 
 
-def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softmax: Softmax) -> AttentionPlan:
+def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softmax: SoftmaxOptions) -> AttentionPlan:
     """The plan of attention with `query [..., num_heads, head_size]` over the cache of a gather's plan.
 
     Raises:
@@ -75,13 +85,13 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
     )
 
 
-def checked_softmax(softmax: Softmax) -> Softmax:
+def checked_softmax(softmax: SoftmaxOptions) -> SoftmaxOptions:
     """The same with numbers in the types of torch's dispatcher; no window in place of one that no sequence exceeds.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a number of another type, not finite in float32, or not positive.
     """
-    return Softmax(
+    return SoftmaxOptions(
         options.as_float("sm_scale", softmax.sm_scale),
         options.as_window(softmax.sliding_window),
         options.as_soft_cap(softmax.logits_soft_cap),
@@ -95,7 +105,7 @@ def ragged_plan(
     tensors: ReadTensors,
     cu_q_lens: torch.Tensor,
     encoding: Encoding,
-    softmax: Softmax,
+    softmax: SoftmaxOptions,
     limits: Limits,
 ) -> RaggedPlan:
     """The plan of a `ragged_paged_attention` call.

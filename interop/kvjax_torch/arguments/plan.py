@@ -65,7 +65,7 @@ class Encoding(NamedTuple):
     v_scale_layout: str = "linear"
 
 
-class Softmax(NamedTuple):
+class SoftmaxOptions(NamedTuple):
     """The options of attention, named as callers name them.
 
     Attributes:

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from kvjax import KVCacheTypeError, KVCacheValueError
-from kvjax_torch.arguments.plan import Softmax
+from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.transformers.layer import NAME, KvjaxLayer, PagedStates
 
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
@@ -149,7 +149,7 @@ def kvjax_attention(
         raise KVCacheValueError(f"query: got {query.shape[2]} tokens, expected the {num_new} of the keys")
     is_token = _as_padding(attention_mask, len(query), layer.num_tokens + num_new)
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
-    softmax = Softmax(scaling, _window(layer, others), softcap, sinks)
+    softmax = SoftmaxOptions(scaling, _window(layer, others), softcap, sinks)
     return layer.attend(query.transpose(1, 2), key.keys, key.values, is_token, softmax), None
 
 

@@ -25,7 +25,7 @@ from kvjax import (
 )
 from kvjax.ops.options import MAX_DECODE_Q_LEN
 from kvjax_torch.arguments.dtypes import torch_dtype
-from kvjax_torch.arguments.plan import Softmax
+from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.transformers.block_table import Step
@@ -210,7 +210,7 @@ class KvjaxLayer(CacheLayerMixin):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         is_token: np.ndarray | None,
-        softmax: Softmax,
+        softmax: SoftmaxOptions,
     ) -> torch.Tensor:
         """Appends tokens to every sequence and attends to its pages.
 
