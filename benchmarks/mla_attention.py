@@ -94,7 +94,7 @@ class MLAAttentionBenchmark(output.Program):
         q_lens = output.chosen(Q_LENS, int, (1,))
         size = output.by_device(gpu=(64, 8_192), host=(2, 512), smoke=(2, 100))
         dtypes = output.chosen(DTYPES, KVCacheDType, kvjax.MLA_KV_CACHE_DTYPES[1:])
-        jobs = [MLAJob(dtype, *each, *size) for dtype, *each in itertools.product(dtypes, heads, q_lens)]
+        jobs = [MLAJob(*each, *size) for each in itertools.product(dtypes, heads, q_lens)]
         chosen = output.IMPLEMENTATION.value
         peers = [Peer[MLAJob, MLAInputs]("kvjax", functools.partial(_prepare, implementation=chosen), own=True)]
         compare.compare_all(self, "mla attention", jobs, peers, MLAInputs)
