@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -243,6 +244,23 @@ def product(
     shape = a.shape[0], right.shape[1]
     multiplied: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
     return multiplied
+
+
+def sum_of_products(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
+    """The sum of `a @ b.T` of pairs of references to shared memory, `[64, k]` and `[n, k]`: float32 `[64, n]`."""
+    if interpreting():
+        plgpu.commit_smem()  # as in `product`
+        products = [jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in pairs]
+        return functools.reduce(jnp.add, products)
+
+    def multiply(accumulator: Any) -> Any:
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        return accumulator[...]
+
+    shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
+    total: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
+    return total
 
 
 def any_thread(mask: jax.Array, bits: int) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages
 from kvjax.kernels import attention as kernel
+from kvjax.kernels import mla
 from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -248,7 +249,8 @@ def attention_mosaic(
     read, _ = as_read(arrays, softmax)
     if not query.size or not read.block_table.size:  # nothing to launch, or no pages to read
         return _attention_xla(cache, query, *arrays, softmax=softmax)
-    return kernel.decode(query, flat_pages(cache), read, cache.spec, softmax, num_layers=cache.num_layers or 1)
+    decode = mla.decode if cache.spec.is_mla else kernel.decode
+    return decode(query, flat_pages(cache), read, cache.spec, softmax, num_layers=cache.num_layers or 1)
 
 
 def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:

@@ -116,7 +116,7 @@ def mla_paged_attention(
       logits_soft_cap: bound on the magnitude of logits, a positive Python number; None for no cap.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch and its size.
-      implementation: `"xla"`, or `None` to choose; there is no kernel.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose.
 
     Returns:
       `q_nope`'s shape and dtype: latents, of which `W_UV` makes values. With `return_lse`, a pair of this and the
@@ -208,7 +208,7 @@ def mla_ragged_paged_attention(
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: as there, for the same `max_q_len`.
       max_q_len: most query tokens of a sequence, a Python int; default `num_tokens`.
-      implementation: `"xla"`, or `None` to choose; there is no kernel.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose.
 
     Returns:
       `q_nope`'s shape and dtype. With `return_lse`, a pair of this and float32 `[num_tokens, num_heads]`.

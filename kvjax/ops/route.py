@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.kernels import attention
+from kvjax.kernels import attention, mla
 from kvjax.kernels import prompts as prompt_kernel
 from kvjax.kernels.attention import BatchSizes
 from kvjax.kernels.codecs import why_not_pages
@@ -58,7 +58,7 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     target = target or Target()
     dense = dense_dtype(spec, query.dtype)
     neither = _why_neither_kernel(spec, query)
-    decode = neither or attention.why_not(spec, query.invariant, target)
+    decode = neither or (mla if spec.is_mla else attention).why_not(spec, query.invariant, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
     return Route(decode, prompt, decode or prompts, dense)
@@ -77,8 +77,6 @@ def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any
 
 
 def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
-    if spec.is_mla:
-        return "no kernel attends over latents (MLA)"
     if not query.is_window_static:
         return "sliding_window: got an array, expected an int"
     if query.dtype == np.float32:
@@ -87,6 +85,8 @@ def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
 
 
 def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:
+    if spec.is_mla:
+        return "no kernel attends with prompts over latents (MLA)"
     if dense == np.float32:
         return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
     if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies

@@ -228,11 +228,11 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         stage_bytes = groups * tile_bytes * tiles
         slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), limit // stage_bytes)
         part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
-        return DecodeConfig(heads, warps, tiles, slots, blocks, part, _merge(problem))
+        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_config(problem))
     raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
 
 
-def _merge(problem: Problem) -> MergeConfig:
+def merge_config(problem: Problem) -> MergeConfig:
     """How the merge is launched, in a batch-invariant call whatever the batch."""
     if problem.batch_invariant:
         return MergeConfig(WARPS, 4, 9)

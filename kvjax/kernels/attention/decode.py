@@ -27,7 +27,7 @@ from kvjax.kernels.attention.keys import Keys
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import operand_of
 from kvjax.kernels.attention.ring import Ring
-from kvjax.kernels.attention.schedule import Sequences, part_of_block
+from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
@@ -95,30 +95,19 @@ class Decode:
         self.prefetch_table()
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
-        if self.config.part is not None:
-            self.attend_to_parts(sequences, self.config.part)
-            return
-        block = lax.axis_index("block")
-        share = sequences.share(block, self.config.blocks)
-
-        def body(carry: Carry) -> Carry:
-            sequence, skipped, left, cursor = carry
-            length = jnp.maximum(self.refs.seq_lens[sequence], 0)
-            first, count = sequences.stages(length)
-            num_stages = jnp.minimum(count - skipped, left)
-            begins, ends = skipped == 0, skipped + num_stages == count
-            last_block = lax.div(share.end - left + count - 1, share.size)
-            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
-            self.segments.finish(sequence, state, begins & ends, part_of_block(block, begins))
-
-            @pl.when(begins)
-            def _() -> None:
-                self.segments.store_span(sequence, block, last_block)
-
-            return sequence + 1, jnp.int32(0), left - num_stages, cursor
-
         cursor = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
+        if self.config.part is not None:
+            serve_parts(self, sequences, self.config.blocks, self.config.part, cursor)
+        else:
+            serve_share(self, sequences, self.config.blocks, cursor)
+
+    def finish(self, sequence: jax.Array, state: State, whole: jax.Array, part: jax.Array) -> None:
+        """Stores the state of a segment."""
+        self.segments.finish(sequence, state, whole, part)
+
+    def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        """Stores the range of thread blocks that have parts of a sequence."""
+        self.segments.store_span(sequence, first, last)
 
     def prefetch_table(self) -> None:
         """Brings the block table, or its start, to L2 while the lengths are read, which lookups depend on."""
@@ -126,27 +115,6 @@ class Decode:
         entry = (lax.axis_index("block") * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
         lanes.prefetch_global(self.refs.table, entry, entry < last)
-
-    def attend_to_parts(self, sequences: Sequences, least: int) -> None:
-        """Runs the body of a batch-invariant call, one part after the other."""
-        share = sequences.share_of_parts(lax.axis_index("block"), self.config.blocks, least)
-        most = sequences.max_parts(least)
-
-        def body(carry: Carry) -> Carry:
-            sequence, skipped, left, cursor = carry
-            length = jnp.maximum(self.refs.seq_lens[sequence], 0)
-            first, count = sequences.stages(length)
-            part = sequences.part(count, least)
-            num_stages = jnp.minimum(count - skipped, part)
-            ends = skipped + num_stages == count
-            state, cursor = self.attend(sequence, length, first + skipped, num_stages, cursor)
-            whole = (skipped == 0) & ends
-            self.segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
-            following = jnp.where(ends, 0, skipped + num_stages)
-            return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
-
-        cursor = jnp.int32(0), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))
 
     def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
         """Stages `first` to `first + count` of a sequence.

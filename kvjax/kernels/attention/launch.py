@@ -18,6 +18,7 @@ from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
 from kvjax.kernels.attention.problem import (
     DecodeConfig,
+    Division,
     Problem,
     Refs,
 )
@@ -63,12 +64,12 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeCon
     return kernel
 
 
-def run_merge(problem: Problem, config: DecodeConfig, refs: Refs, shared: Sequence[Ref]) -> None:
+def run_merge(problem: Problem, config: Division, refs: Refs, shared: Sequence[Ref]) -> None:
     """The body of the merge; `shared` is shared memory, where warps share rows."""
     Merge(problem, config, refs, shared[0] if shared else None).run()
 
 
-def merge_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, num_seqs: int) -> Kernel:
+def merge_kernel(body: Callable[..., None], problem: Problem, config: Division, num_seqs: int) -> Kernel:
     """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
     warps_per_row = config.merge.warps
     several = warps_per_row > 1

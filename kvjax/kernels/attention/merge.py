@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Carry, Ref
-from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.problem import Division, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
@@ -36,7 +36,7 @@ class Merge:
     """
 
     problem: Problem
-    config: DecodeConfig
+    config: Division
     refs: Refs
     shared: Ref
 
@@ -197,12 +197,12 @@ class Merge:
             lanes.store_global(self.refs.out, index * size + position, x * inverse, condition & (position < size))
 
 
-def elements_per_thread(problem: Problem, config: DecodeConfig) -> int:
+def elements_per_thread(problem: Problem, config: Division) -> int:
     """Elements of a row that a thread holds."""
     return min(config.merge.elements, -(-problem.spec.head_size_v // LANES))
 
 
-def blocks_per_row(problem: Problem, config: DecodeConfig) -> int:
+def blocks_per_row(problem: Problem, config: Division) -> int:
     """Thread blocks that share a row: each takes other elements."""
     return -(-problem.spec.head_size_v // (LANES * elements_per_thread(problem, config)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -32,6 +32,21 @@ class MergeConfig(NamedTuple):
 
 
 MERGE_OF_MANY = MergeConfig(1, 4, 4)
+
+
+class Division(Protocol):
+    """How sequences are divided among thread blocks and their parts merged: what the merge kernel reads of a config."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a stage."""
+
+    @property
+    def part(self) -> int | None:
+        """As in `DecodeConfig`, and so is `merge`."""
+
+    @property
+    def merge(self) -> MergeConfig: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)

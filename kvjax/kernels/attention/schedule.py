@@ -12,14 +12,16 @@ one by one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
-from kvjax.kernels.aliases import Ref, Scalar
+from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.registers import LANES
 
 MIN_STAGES = 2
@@ -151,3 +153,65 @@ class Sequences:
         ends = begin == count
         sequence = share.sequence + ends.astype(jnp.int32)
         return Share(sequence, jnp.where(ends, 0, begin), left, share.end, share.size)
+
+
+class Segments(Protocol):
+    """What a thread block does with segments: runs of stages of a sequence."""
+
+    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+        """Attends to stages `first` to `first + count`; returns the state and the cursor of the next segment."""
+
+    def finish(self, sequence: jax.Array, state: Any, whole: jax.Array, part: jax.Array) -> None:
+        """Stores the state: the result of a sequence if it is `whole`, else part `part` of the workspace."""
+
+    def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        """Stores the range of thread blocks that have parts of a sequence."""
+
+
+def serve_share(segments: Segments, sequences: Sequences, num_blocks: int, cursor: Any) -> None:
+    """Serves the share of a thread block, segment after segment."""
+    block = lax.axis_index("block")
+    share = sequences.share(block, num_blocks)
+
+    def body(carry: Carry) -> Carry:
+        sequence, skipped, left, cursor = carry
+        length = jnp.maximum(sequences.seq_lens[sequence], 0)
+        first, count = sequences.stages(length)
+        num_stages = jnp.minimum(count - skipped, left)
+        begins, ends = skipped == 0, skipped + num_stages == count
+        last_block = lax.div(share.end - left + count - 1, share.size)
+        state, cursor = segments.attend(sequence, length, first + skipped, num_stages, cursor)
+        segments.finish(sequence, state, begins & ends, part_of_block(block, begins))
+
+        @pl.when(begins)
+        def _() -> None:
+            segments.store_span(sequence, block, last_block)
+
+        return sequence + 1, jnp.int32(0), left - num_stages, cursor
+
+    _while_left(body, share, cursor)
+
+
+def serve_parts(segments: Segments, sequences: Sequences, num_blocks: int, least: int, cursor: Any) -> None:
+    """Serves the share of a thread block in a batch-invariant call, one part after the other."""
+    share = sequences.share_of_parts(lax.axis_index("block"), num_blocks, least)
+    most = sequences.max_parts(least)
+
+    def body(carry: Carry) -> Carry:
+        sequence, skipped, left, cursor = carry
+        length = jnp.maximum(sequences.seq_lens[sequence], 0)
+        first, count = sequences.stages(length)
+        part = sequences.part(count, least)
+        num_stages = jnp.minimum(count - skipped, part)
+        ends = skipped + num_stages == count
+        state, cursor = segments.attend(sequence, length, first + skipped, num_stages, cursor)
+        whole = (skipped == 0) & ends
+        segments.finish(sequence, state, whole, sequence * most + lax.div(skipped, part))
+        following = jnp.where(ends, 0, skipped + num_stages)
+        return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
+
+    _while_left(body, share, cursor)
+
+
+def _while_left(body: Callable[[Carry], Carry], share: Share, cursor: Any) -> None:
+    lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))

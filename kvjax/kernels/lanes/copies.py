@@ -48,6 +48,11 @@ def wait_before_copies() -> None:
         _statement("fence.proxy.async.shared::cta; bar.sync 0;")
 
 
+def wait_for_copies_of_block() -> None:
+    """Waits for each thread's `copy_or_clear`, whose bytes tensor cores then see, and for all threads of the block."""
+    _statement("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0;")
+
+
 class Copy(NamedTuple):
     """A copy from global to shared memory, by each thread or by one thread of each warp.
 
@@ -115,6 +120,53 @@ def copy_async(destination: Ref, sources: Sequence[Ref], copy: Copy) -> None:
 
     types = plgpu.RefType(), plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT, LAYOUT
     plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
+
+
+class Chunks(NamedTuple):
+    """What `copy_or_clear` copies: for each thread 16 bytes of each of `runs`; numbers of threads are int32 `[128]`.
+
+    Attributes:
+      to: byte in the destination.
+      page: page in the source.
+      page_bytes: bytes between pages.
+      offset: byte in the page.
+      size: 16, or 0 to store zeros.
+      runs: constants to add to `to` and to `offset`.
+      condition: bool `[128]`, whether anything is stored; None for always.
+    """
+
+    to: jax.Array
+    page: jax.Array
+    page_bytes: int
+    offset: jax.Array
+    size: jax.Array
+    runs: Sequence[tuple[int, int]]
+    condition: jax.Array | None
+
+
+def copy_or_clear(destination: Ref, transforms: tuple[Any, ...], source: Ref, chunks: Chunks) -> None:
+    """Starts each thread's copies to shared memory of a layout; not in interpret mode, where it has none."""
+
+    def run(_: Context, destination: Lowered, source: Lowered, *arrays: Lowered) -> None:
+        to, page, offset, size, *condition = map(to_word, arrays)
+        i64 = ir.IntegerType.get_signless(64)
+        address = arith.muli(arith.extui(i64, page), mgpu.c(chunks.page_bytes, i64))
+        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(source)), address)
+        address = arith.addi(address, arith.extui(i64, offset))
+        guard = "@p " if condition else ""
+        code = " ".join(
+            f"{guard}cp.async.cg.shared.global.L2::128B [$0+{i}], [$1+{j}], 16, $2;" for i, j in chunks.runs
+        )
+        if condition:
+            code = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}"
+        operands = [arith.addi(shared_address(destination), to), address, size, *condition]
+        ptx.inline(code, operands, [], clobber="~{memory}")
+
+    arrays = [chunks.to, chunks.page.astype(jnp.int32), chunks.offset, chunks.size]
+    if chunks.condition is not None:
+        arrays.append(chunks.condition.astype(jnp.int32))
+    types = plgpu.RefType(transforms), plgpu.RefType(), *[LAYOUT] * len(arrays)
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, *arrays)
 
 
 def initialize_barriers(ref: Ref, thread: jax.Array, arrivals: Sequence[int]) -> None:

@@ -1,0 +1,137 @@
+"""Attention over the latents in the pages of a JAX array."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import compat
+from kvjax.kernels.aliases import Ref
+from kvjax.kernels.attention.choice import array_memory, restricting
+from kvjax.kernels.attention.launch import merge_kernel, run_merge
+from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
+from kvjax.kernels.mla.decode import Decode
+from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
+from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
+from kvjax.kernels.target import current
+from kvjax.spec import AttentionSpec
+
+_COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+
+
+def decode(
+    query: jax.Array,
+    pages: jax.Array,
+    read: ReadArrays,
+    spec: AttentionSpec,
+    softmax: Softmax,
+    *,
+    num_layers: int = 1,
+    config: MLAConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the last tokens of each sequence.
+
+    Args:
+      query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
+      pages: `[num_blocks * num_layers, page_elements]`, the pages of a block side by side.
+      read: the other arrays, without sinks.
+      spec: the cache's.
+      softmax: the options.
+      num_layers: pages of a block.
+      config: how the kernel is launched, by default `choose`'s.
+
+    Returns:
+      The output `[num_seqs, q_len, num_heads, kv_lora_rank]` in the query's dtype and the float32 log-sum-exp
+      `[num_seqs, q_len, num_heads]`.
+    """
+    num_seqs, q_len, num_heads, _ = query.shape
+    target = current()
+    problem = Problem(
+        spec=spec,
+        memory=array_memory(spec),
+        query_dtype=query.dtype,
+        q_len=q_len,
+        num_heads=num_heads,
+        num_seqs=num_seqs,
+        max_blocks=read.block_table.shape[1],
+        table_stride=read.block_table.shape[1],
+        query_strides=(0, 0),
+        num_blocks=pages.shape[0] // num_layers,
+        num_layers=num_layers,
+        has_layer=read.layer is not None,
+        sm_scale=softmax.sm_scale,
+        window=restricting(softmax.window, q_len),
+        logits_soft_cap=softmax.logits_soft_cap,
+        scale_sizes=(1, 1),
+        one_memory=True,
+        has_sinks=False,
+        batch_invariant=softmax.batch_invariant,
+    )
+    # A placeholder for an absent layer, which the kernel does not read.
+    layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
+    return _attend(problem, config or choose(problem, target), query, pages, read.block_table, read.seq_lens, layer)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
+def _attend(
+    problem: Problem,
+    config: MLAConfig,
+    query: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    layer: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    spec, dtype = problem.spec, operand_dtype(problem.spec)
+    rows, parts = problem.num_seqs * problem.q_len * problem.num_heads, num_parts(problem, config)
+    halves = WARPGROUPS, spec.head_size_v // WARPGROUPS
+
+    def body(*refs: Ref) -> None:
+        query, pages, table, seq_lens, layer, out, lse, partial, partial_lse, spans, *shared = refs
+        known = {"out": out, "lse": lse, "partial": partial, "partial_lse": partial_lse, "spans": spans}
+        own = Refs(query=query, pages=pages, table=table, seq_lens=seq_lens, layer=layer, **known)
+        Decode(problem, config, own, Tiles.of(spec, tuple(shared))).run()
+
+    kernel = plgpu.kernel(
+        compat.named("mla_paged_attention", body),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, *halves), query.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *halves), jnp.float32),
+            jax.ShapeDtypeStruct((parts, 2), jnp.float32),
+            jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
+        ),
+        scratch_types=scratch_types(spec, dtype),
+        grid=(config.blocks, config.passes),
+        grid_names=("block", "rows"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=_COMPILER_PARAMS,
+    )
+    operand = _converted(query, dtype).reshape(rows, spec.head_size)
+    out, lse, partial, partial_lse, spans = kernel(operand, pages, block_table.reshape(-1), seq_lens, layer)
+    out_ref, lse_ref = jax.new_ref(out.reshape(-1)), jax.new_ref(lse)
+
+    def merge_body(*refs: Ref) -> None:
+        seq_lens, partial, partial_lse, spans, out, lse, *shared = refs
+        known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
+        run_merge(problem, config, Refs(seq_lens=seq_lens, **known), shared)
+
+    merge = merge_kernel(merge_body, problem, config, seq_lens.shape[0])
+    merge(seq_lens, partial.reshape(-1), partial_lse.reshape(-1), spans, out_ref, lse_ref)
+    shape = problem.num_seqs, problem.q_len, problem.num_heads
+    return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
+
+
+def _converted(query: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The query in the dtype of products, clamped to what it holds."""
+    if query.dtype == dtype:
+        return query
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(query.astype(jnp.float32), -most, most).astype(dtype)

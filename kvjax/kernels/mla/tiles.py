@@ -1,0 +1,188 @@
+"""Rows of queries and of tokens in shared memory as `wgmma` reads them, and the copies that bring them there.
+
+A row is a latent and a rope key. Tiles of 64 rows are three matrices: the halves of the latents, each of which is the
+values of one warpgroup, and the rope keys. Threads copy 16 bytes each, to where the layout of `wgmma` has them
+(`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows a warpgroup at once. What is no row is zeros,
+so that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import compat, lanes, tiles
+from kvjax.kernels.aliases import DTypeLike, Ref, Scalar
+from kvjax.kernels.registers import THREADS
+from kvjax.spec import AttentionSpec
+
+ROWS = 64
+"""Query rows of a thread block: the rows of one `wgmma`."""
+
+TOKENS = 64
+"""Tokens of a tile."""
+
+SLOTS = 2
+"""Tiles of tokens in shared memory: one that is multiplied, and one that arrives."""
+
+WARPGROUPS = 2
+
+_PER_RUN = 8
+"""Threads that copy a run of a row."""
+
+_AT_ONCE = THREADS // _PER_RUN
+"""Rows that a warpgroup copies at once."""
+
+_OWN_ROWS = ROWS // WARPGROUPS
+
+
+def shared_bytes(spec: AttentionSpec) -> int:
+    """Bytes of shared memory of a thread block."""
+    return (1 + SLOTS) * ROWS * spec.head_size * tiles.ITEMSIZE + SLOTS * TOKENS * 4 + 1024
+
+
+def scratch_types(spec: AttentionSpec, dtype: DTypeLike) -> list[Any]:
+    """The shared memory of `Tiles`."""
+    rank, rope = spec.part_sizes
+    half = rank // WARPGROUPS
+    shared: list[Any] = [
+        plgpu.SMEM((1 + SLOTS, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
+        plgpu.SMEM((SLOTS, TOKENS), jnp.float32),
+    ]
+    if rope:
+        shared.append(tiles.shared(1 + SLOTS, ROWS, rope, dtype))
+    if compat.interpreting():
+        shared.append(plgpu.Barrier(num_arrivals=WARPGROUPS))
+    return shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Rows in global memory, for each thread the one that it copies a part of.
+
+    Attributes:
+      ref: reference to pages, or to queries, of the tiles' dtype.
+      page: int32 `[128]`, or uint32.
+      page_bytes: bytes between pages.
+      offset: int32 `[128]`, the byte in the page at which the row begins.
+      is_row: bool `[128]`; where it does not hold, zeros are stored.
+    """
+
+    ref: Ref
+    page: jax.Array
+    page_bytes: int
+    offset: jax.Array
+    is_row: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The shared memory of a thread block. Index 0 is the queries', 1 and later are those of the slots of tokens.
+
+    Attributes:
+      latents: `[1 + SLOTS, 2, 64, kv_lora_rank / 2]`.
+      bias: float32 `[SLOTS, TOKENS]`: 0, or -inf for tokens that are absent.
+      rope: `[1 + SLOTS, 64, qk_rope_head_dim]`, None for none.
+      turn: a barrier of the warpgroups in interpret mode, else None.
+    """
+
+    latents: Ref
+    bias: Ref
+    rope: Any
+    turn: Any
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
+        """Those of `scratch_types`."""
+        latents, bias, *others = refs
+        rope = others.pop(0) if spec.part_sizes[1] else None
+        return cls(latents, bias, rope, others[0] if others else None)
+
+    def matrices(self, index: Scalar) -> list[Ref]:
+        """The matrices of a tile, along which keys are summed."""
+        halves = [self.latents.at[index, half] for half in range(WARPGROUPS)]
+        return halves if self.rope is None else [*halves, self.rope.at[index]]
+
+    def values(self, slot: Scalar, warpgroup: Scalar) -> Ref:
+        """The values of a slot that are a warpgroup's."""
+        return self.latents.at[slot + 1, warpgroup]
+
+    def own_rows(self) -> list[jax.Array]:
+        """The rows of a tile that each thread copies a part of, int32 `[128]` each."""
+        first = lax.axis_index("warpgroup") * _OWN_ROWS
+        return [(lanes.thread_index() >> 3) + (first + later) for later in range(0, _OWN_ROWS, _AT_ONCE)]
+
+    def copy(self, index: Scalar, number: int, source: Source) -> None:
+        """Starts copies of the rows `own_rows()[number]` of a tile."""
+        half = self.latents.shape[-1]
+        if compat.interpreting():
+            start = lax.axis_index("warpgroup") * _OWN_ROWS + number * _AT_ONCE
+            for i in range(WARPGROUPS):
+                _store_interpreted(self.latents, (index, i), start, i * half, source)
+            if self.rope is not None:
+                _store_interpreted(self.rope, (index,), start, WARPGROUPS * half, source)
+            return
+        _start_copies(self.latents, index, number, [0, half], source)
+        if self.rope is not None:
+            _start_copies(self.rope, index, number, [WARPGROUPS * half], source)
+
+    def store_bias(self, slot: Scalar, number: int, is_row: jax.Array) -> None:
+        """Stores which of the rows `own_rows()[number]` are tokens."""
+        bias = jnp.where(is_row, lanes.splat(0.0, jnp.float32), lanes.splat(-jnp.inf, jnp.float32))
+        if compat.interpreting():
+            start = lax.axis_index("warpgroup") * _OWN_ROWS + number * _AT_ONCE
+            self.bias[slot, pl.ds(start, _AT_ONCE)] = bias[::_PER_RUN]
+            return
+        row = self.own_rows()[number]
+        lanes.store_shared(self.bias, (row + slot * TOKENS) * 4, [bias], 4, (lanes.thread_index() & 7) == 0)
+
+    def load_bias(self, slot: Scalar) -> jax.Array:
+        """The bias of a slot's tokens: the columns of `plgpu.Layout.WGMMA`."""
+        return compat.load(self.bias.at[slot], plgpu.Layout.WGMMA.reduce(0))
+
+    def wait(self) -> None:
+        """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
+        if compat.interpreting():
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.turn)
+            plgpu.barrier_wait(self.turn)
+        else:
+            lanes.wait_for_copies_of_block()
+
+
+def _store_interpreted(ref: Ref, index: tuple[Any, ...], start: Scalar, column: int, source: Source) -> None:
+    """Stores columns of rows, from `column` on, to rows of a matrix from `start` on."""
+    columns = ref.shape[-1]
+    data = source.ref[...].reshape(-1)
+    first = (source.page * source.page_bytes + source.offset)[::_PER_RUN] // tiles.ITEMSIZE + column
+    rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
+    ref[(*index, pl.ds(start, _AT_ONCE))] = jnp.where(source.is_row[::_PER_RUN, None], rows, jnp.zeros((), ref.dtype))
+
+
+def _start_copies(ref: Ref, index: Scalar, number: int, columns: list[int], source: Source) -> None:
+    """Starts copies to the matrices of a tile, each of which has the columns of rows from one of `columns` on."""
+    width = ref.shape[-1]
+    swizzle, row_bytes = tiles.swizzle_of(width), width * tiles.ITEMSIZE
+    thread = lanes.thread_index()
+    chunk, in_group, group = thread & (_PER_RUN - 1), (thread >> 3) & (tiles.GROUP - 1), thread >> 6
+    to = tiles.offset(in_group, chunk * (tiles.CHUNK // tiles.ITEMSIZE), width) + group * (tiles.GROUP * row_bytes)
+    matrix = index * len(columns)
+    to = to + (matrix * ROWS + lax.axis_index("warpgroup") * _OWN_ROWS) * row_bytes
+    firsts = [(i * ROWS + number * _AT_ONCE) * row_bytes for i in range(len(columns))]
+    runs = [
+        (first + run * tiles.GROUP * swizzle, column * tiles.ITEMSIZE + run * swizzle)
+        for first, column in zip(firsts, columns, strict=True)
+        for run in range(row_bytes // swizzle)
+    ]
+    in_run = swizzle // tiles.CHUNK
+    condition = None if in_run == _PER_RUN else chunk < in_run
+    size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
+    offset = source.offset + chunk * tiles.CHUNK
+    chunks = lanes.Chunks(to, source.page, source.page_bytes, offset, size, runs, condition)
+    lanes.copy_or_clear(ref, tiles.transforms_of(width), source.ref, chunks)

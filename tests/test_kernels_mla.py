@@ -1,0 +1,229 @@
+"""The MLA kernel: interpreted, with race detection, and on a GPU, against float64; and compiled for H100."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support import gpu_compile, mla_reference
+from support.gpu_compile import compile_for
+from support.interpret_mode import interpret_mode
+from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
+
+import kvjax
+from kvjax import KVCacheDType, MLAAttentionSpec, UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
+from kvjax.kernels import mla
+from kvjax.kernels.attention import BatchSizes, ReadArrays, Softmax
+from kvjax.kernels.mla import MLAConfig, arrays
+from kvjax.kernels.target import Target
+from kvjax.ops.route import Query, route
+
+LENGTHS = (150, 1, 0, 64, 100)
+"""Of three tiles, of one token, of none, of one whole tile, of two."""
+
+
+def assert_near(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, **options: Any) -> None:
+    """Within the roundings of weights to 16 bits and of results."""
+    query = np.concatenate([np.asarray(x, np.float64) for x in q], axis=-1)
+    operand = np.float16 if problem.spec.dtype is KVCacheDType.FLOAT16 else ml_dtypes.bfloat16
+    query = query.astype(q[0].dtype).astype(operand).astype(np.float64)
+    out, lse = np.asarray(out), np.asarray(lse)
+    assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
+    eps = max(float(ml_dtypes.finfo(dtype).eps) for dtype in (operand, q[0].dtype))
+    for seq, keys in enumerate(problem.keys):
+        want, want_lse = mla_reference.attention(query[seq], keys, problem.spec.kv_lora_rank, SM_SCALE, **options)
+        np.testing.assert_allclose(out[seq].astype(np.float64), want, rtol=eps, atol=2 * eps)
+        np.testing.assert_allclose(lse[seq], want_lse, rtol=1e-4, atol=1e-4)
+
+
+def attend(problem: Problem, q: Sequence[Any], softmax: Softmax, config: MLAConfig | None = None) -> Any:
+    cache = problem.cache
+    one = jnp.float32(1.0)
+    read = ReadArrays(jnp.asarray(problem.block_table), jnp.asarray(problem.seq_lens), None, one, one)
+    query = jnp.concatenate([jnp.asarray(x) for x in q], axis=-1)
+    pages = cache.kv.reshape(cache.num_pages, -1)
+    return jax.block_until_ready(mla.decode(query, pages, read, problem.spec, softmax, config=config))
+
+
+CASES = [
+    # dtype, sizes, block size, query tokens, heads, query dtype, window, cap
+    ("bfloat16", (512, 64), 16, 1, 16, "bfloat16", None, None),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            ("float16", (512, 64), 64, 1, 64, "float16", None, None),
+            ("bfloat16", (512, 64), 1, 1, 16, "bfloat16", None, None),
+            ("bfloat16", (512, 64), 24, 1, 128, "bfloat16", None, None),
+            ("float16", (512, 64), 8, 5, 16, "bfloat16", None, None),
+            ("bfloat16", (512, 0), 16, 8, 3, "float16", None, 3.0),
+            ("bfloat16", (256, 32), 16, 2, 40, "bfloat16", 70, None),
+            ("float16", (256, 64), 128, 3, 4, "float16", 11, 3.0),
+            ("bfloat16", (128, 16), 16, 1, 5, "bfloat16", 65, None),
+        )
+    ),
+]
+PARAMETERS = "dtype", "sizes", "block_size", "q_len", "heads", "query_dtype", "window", "cap"
+
+
+def check(
+    dtype: str,
+    sizes: tuple[int, int],
+    block_size: int,
+    q_len: int,
+    heads: int,
+    query_dtype: str,
+    window: int | None,
+    cap: float | None,
+    *,
+    on_gpu: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    config: MLAConfig | None = None,
+    invariant: bool = False,
+) -> None:
+    """What no row sees, and blocks of no sequence, are NaN."""
+    spec = spec_of(dtype, sizes, block_size)
+    problem = build(spec, lengths, None if window is None else window + q_len - 1)
+    q = queries(spec, (len(lengths), q_len, heads), query_dtype)
+    with contextlib.nullcontext() if on_gpu else interpret_mode():
+        out, lse = attend(problem, q, Softmax(SM_SCALE, window, cap, invariant), config)
+        options = {"window": window, "cap": cap}
+        assert_near(problem, q, out, lse, **options)
+
+
+@pytest.mark.parametrize(PARAMETERS, CASES)
+def test_interpreted_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap):
+    check(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [MLAConfig(5, 1), MLAConfig(2, 1, part=1)], ids=["shares", "parts"])
+def test_interpreted_parts_of_sequences_are_merged(config):
+    invariant = config.part is not None
+    check("bfloat16", (128, 16), 16, 2, 3, "bfloat16", None, None, config=config, invariant=invariant)
+
+
+@pytest.mark.full
+def test_without_races(monkeypatch):
+    """In one thread block, with more tiles than slots, and sequences one after another."""
+    monkeypatch.setattr(arrays, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
+    problem = build(spec_of("bfloat16", (128, 16), 16), (200, 70))
+    q = queries(problem.spec, (2, 2, 3), "bfloat16")
+    with interpret_mode(detect_races=True):
+        out, lse = attend(problem, q, Softmax(SM_SCALE), MLAConfig(1, 1))
+        assert_near(problem, q, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
+@pytest.mark.parametrize(PARAMETERS, CASES)
+def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, invariant):
+    lengths = 3000, *LENGTHS, 777, 64 * 40
+    arguments = dtype, sizes, block_size, q_len, heads, query_dtype, window, cap
+    check(*arguments, on_gpu=True, lengths=lengths, invariant=invariant)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_many_sequences_of_one_tile_are_each_their_own():
+    check("bfloat16", (512, 64), 64, 1, 16, "bfloat16", None, None, on_gpu=True, lengths=[64] * 300 + [1] * 300)
+
+
+@pytest.mark.full
+def test_the_operations_take_the_kernel():
+    """With layers, blocks that are not in the cache, and rows that are no sequence's."""
+    spec = spec_of("bfloat16", (128, 16), 16)
+    problem = build(spec, (70, 3, 0))
+    q = queries(spec, (3, 1, 4), "bfloat16")
+    args = problem.block_table, problem.seq_lens
+    with interpret_mode():
+        run = functools.partial(mla_paged_attention, sm_scale=SM_SCALE, return_lse=True, implementation="mosaic")
+        out, lse = run(*q, problem.cache, *args)
+        assert_near(problem, q, out, lse)
+        table = problem.block_table.copy()
+        table[0, 1] = problem.cache.num_blocks  # masks its tokens
+        absent = run(*q, problem.cache, table, problem.seq_lens)
+        ragged = functools.partial(mla_ragged_paged_attention, sm_scale=SM_SCALE, return_lse=True)
+        rows = [x[:, 0] for x in queries(spec, (7, 1, 4), "bfloat16")]
+        bounds = np.array([0, 3, 4, 4], np.int32)
+        got = ragged(*rows, problem.cache, *args, bounds, implementation="mosaic")
+        jax.block_until_ready((absent, got))
+    for found, expected in (
+        (absent, mla_paged_attention(*q, problem.cache, table, problem.seq_lens, sm_scale=SM_SCALE, return_lse=True)),
+        (got, ragged(*rows, problem.cache, *args, bounds, implementation="xla")),
+    ):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=0.01)
+
+
+def run_operation(spec: MLAAttentionSpec, num_layers: int | None, kv: Any, *args: Any) -> Any:
+    q_nope, q_pe, table, lens, layer = args
+    cache = kvjax.KVCache(kv, spec, num_layers=num_layers)
+    options = {"sm_scale": SM_SCALE, "return_lse": True, "implementation": "mosaic"}
+    return mla_paged_attention(q_nope, q_pe, cache, table, lens, layer=layer if num_layers else None, **options)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "q_len", "heads", "window"),
+    [
+        ("bfloat16", (512, 64), 1, 128, None),
+        ("float16", (512, 64), 4, 16, 1024),
+        ("bfloat16", (512, 0), 1, 16, None),
+        ("bfloat16", (256, 32), 1, 40, None),
+    ],
+)
+def test_compiled(dtype, sizes, q_len, heads, window):
+    spec = spec_of(dtype, sizes, 64, sliding_window=window)
+    struct, num_layers = jax.ShapeDtypeStruct, 2
+    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
+    program = compile_for(
+        "h100",
+        functools.partial(run_operation, spec, num_layers),
+        cache.kv,
+        *[struct((64, q_len, heads, size), jnp.bfloat16) for size in spec.part_sizes],
+        struct((64, 128), jnp.int32),
+        struct((64,), jnp.int32),
+        struct((), jnp.int32),
+    )
+    kernel, merge = program.kernels
+    assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
+    assert kernel.spill_bytes <= SPILL_BYTES
+    assert "wgmma" in kernel.ptx
+    # ptxas says so where it makes `wgmma` wait for each other.
+    assert "serialized" not in kernel.ptxas_log
+
+
+SPILL_BYTES = 160
+"""Of the loop's surroundings: queries, tiles of results and logits fill the registers."""
+
+
+def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
+    def why(name: str = "bfloat16", sizes: tuple[int, int] = (512, 64), block_size: int = 64, **query: Any) -> str:
+        asked = Query(np.dtype(ml_dtypes.bfloat16))._replace(**query)
+        return route(spec_of(name, sizes, block_size), asked, None).why_no_kernels or ""
+
+    assert not why()
+    assert not why(sizes=(256, 0), block_size=1)
+    assert "compute capability 9; got (10, 0)" in str(mla.why_not(spec_of("bfloat16"), None, Target(148, (10, 0))))
+    assert "dtype 'float32'" in why("float32")
+    assert "got kv_lora_rank=640" in why(sizes=(640, 64))
+    assert "got kv_lora_rank=192" in why(sizes=(192, 64))
+    assert "got qk_rope_head_dim=48" in why(sizes=(512, 48))
+    assert "query: got float32" in why(dtype=np.dtype(np.float32))
+    assert "latents (MLA)" in why(has_prompts=True)
+    assert "got an array" in why(is_window_static=False)
+    batch = BatchSizes(num_seqs=4096, q_len=1, group=128, max_blocks=4096)
+    assert "got 4096 sequences" in why(invariant=batch)
+    problem = build(spec_of("float32"), [20])
+    q = queries(problem.spec, (1, 16), "bfloat16")
+    with pytest.raises(UnsupportedError, match="no kernel reads latents"):
+        mla_paged_attention(
+            *q, problem.cache, problem.block_table, problem.seq_lens, sm_scale=1.0, implementation="mosaic"
+        )
