@@ -192,9 +192,9 @@ class Format:
                     )
                 ]
             case KVCacheDType.FP8_E4M3:
-                return [_from_e4m3(word, half) for word in words for half in range(2)]
+                return [from_e4m3(word, half) for word in words for half in range(2)]
             case KVCacheDType.FP8_PER_TOKEN_HEAD:
-                return [_to_bfloat16(_from_e4m3(word, half)) for word in words for half in range(2)]
+                return [_to_bfloat16(from_e4m3(word, half)) for word in words for half in range(2)]
             case KVCacheDType.INT8_PER_TOKEN_HEAD:
                 return [pair for word in words for pair in _from_int8(word)]
             case KVCacheDType.FP8_E5M2:
@@ -219,10 +219,10 @@ class Format:
                 return [_scaled(_from_e2m1(word, i), scale) for i in range(4)]
             case KVCacheDType.FP8_E4M3:
                 in_order = lanes.permute(word, word, 0x3120)
-                return [_from_e4m3(in_order, half) for half in range(2)]
+                return [from_e4m3(in_order, half) for half in range(2)]
             case KVCacheDType.FP8_PER_TOKEN_HEAD:
                 in_order = lanes.permute(word, word, 0x3120)
-                return [_to_bfloat16(_from_e4m3(in_order, half)) for half in range(2)]
+                return [_to_bfloat16(from_e4m3(in_order, half)) for half in range(2)]
             case KVCacheDType.INT8_PER_TOKEN_HEAD:
                 return _from_int8(lanes.permute(word, word, 0x3120))
             case KVCacheDType.FP8_E5M2:
@@ -250,10 +250,10 @@ def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:
 
 def scale_pairs(word: jax.Array) -> list[jax.Array]:
     """Four e4m3 block scales as two pairs of float16: bytes 0 and 1, bytes 2 and 3."""
-    return [_from_e4m3(word, half) for half in range(2)]
+    return [from_e4m3(word, half) for half in range(2)]
 
 
-def _from_e4m3(word: jax.Array, half: int) -> jax.Array:
+def from_e4m3(word: jax.Array, half: int) -> jax.Array:
     """The two e4m3 numbers in a half of a word as a float16 pair."""
 
     def model(word: jax.Array) -> list[jax.Array]:
@@ -322,7 +322,7 @@ def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
     """
     even = (word << 2) & jnp.uint32(0x1C1C1C1C) | (word << 4) & jnp.uint32(0x80808080)
     odd = (word >> 2) & jnp.uint32(0x1C1C1C1C) | word & jnp.uint32(0x80808080)
-    return [_from_e4m3(codes, half) for codes in (even, odd) for half in range(2)]
+    return [from_e4m3(codes, half) for codes in (even, odd) for half in range(2)]
 
 
 def _converted(word: jax.Array, byte: int) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,18 @@ def load_transposed(ref: Ref, offsets: jax.Array, count: int, immediate: int = 0
     return list(plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=shapes)(run)(ref, offsets))
 
 
-def store_shared(ref: Ref, offsets: jax.Array, words: Sequence[jax.Array], size: int, condition: jax.Array) -> None:
-    """Stores `size` bytes (1, or 4 for each of `words`) at byte `offsets` of shared memory where `condition` holds."""
+def store_shared(
+    ref: Ref,
+    offsets: jax.Array,
+    words: Sequence[jax.Array],
+    size: int,
+    condition: jax.Array,
+    transforms: tuple[Any, ...] = (),
+) -> None:
+    """Stores `size` bytes (1, or 4 for each of `words`) at byte `offsets` of shared memory where `condition` holds.
+
+    `transforms` are those of `ref`, which interpret mode lacks.
+    """
     if compat.interpreting():
         data = lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.uint8).reshape(THREADS, -1)
         flat = ref[...]
@@ -92,7 +103,7 @@ def store_shared(ref: Ref, offsets: jax.Array, words: Sequence[jax.Array], size:
         code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.{kind} [$0], {value}; }}"
         ptx.inline(code, [address, to_word(condition), *map(to_word, words)], [], side_effects=True)
 
-    types = plgpu.RefType(), LAYOUT, LAYOUT, *((LAYOUT,) * len(words))
+    types = plgpu.RefType(transforms), LAYOUT, LAYOUT, *((LAYOUT,) * len(words))
     words = [bits(word, jnp.uint32) for word in words]
     plgpu.inline_mgpu(arg_types=types)(run)(ref, offsets, condition.astype(jnp.int32), *words)
 

@@ -53,6 +53,16 @@ def wait_for_copies_of_block() -> None:
     _statement("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0;")
 
 
+def end_group_of_copies() -> None:
+    """Makes each thread's `copy_or_clear` since the last call a group, which may be empty."""
+    _statement("cp.async.commit_group;")
+
+
+def wait_for_own_copies(later: int) -> None:
+    """Waits for each thread's own groups of copies but for the `later` last ones."""
+    _statement(f"cp.async.wait_group {later};")
+
+
 class Copy(NamedTuple):
     """A copy from global to shared memory, by each thread or by one thread of each warp.
 

@@ -4,6 +4,7 @@ Modules:
 
 - `problem`: what the kernel serves, and how each call is launched.
 - `tiles`: rows of queries and of tokens in shared memory, and the copies that bring them there.
+- `packed`: the bytes of fp8 latents, and their decoding to a tile.
 - `decode`: the loop over tiles of tokens, and the epilogue.
 - `arrays`: both kernels over the pages of a JAX array.
 """

@@ -15,6 +15,7 @@ from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
 from kvjax.kernels.mla.decode import Decode
+from kvjax.kernels.mla.packed import Packed, scratch_type
 from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
 from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
 from kvjax.kernels.target import current
@@ -75,7 +76,8 @@ def decode(
     )
     # A placeholder for an absent layer, which the kernel does not read.
     layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
-    return _attend(problem, config or choose(problem, target), query, pages, read.block_table, read.seq_lens, layer)
+    config = config or choose(problem, target)
+    return _attend(problem, config, query, pages, read.block_table, read.seq_lens, layer, read.k_scale)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
@@ -87,16 +89,19 @@ def _attend(
     block_table: jax.Array,
     seq_lens: jax.Array,
     layer: jax.Array,
+    k_scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     spec, dtype = problem.spec, operand_dtype(problem.spec)
     rows, parts = problem.num_seqs * problem.q_len * problem.num_heads, num_parts(problem, config)
     halves = WARPGROUPS, spec.head_size_v // WARPGROUPS
 
     def body(*refs: Ref) -> None:
-        query, pages, table, seq_lens, layer, out, lse, partial, partial_lse, spans, *shared = refs
+        query, pages, table, seq_lens, layer, k_scale, out, lse, partial, partial_lse, spans, *shared = refs
         known = {"out": out, "lse": lse, "partial": partial, "partial_lse": partial_lse, "spans": spans}
-        own = Refs(query=query, pages=pages, table=table, seq_lens=seq_lens, layer=layer, **known)
-        Decode(problem, config, own, Tiles.of(spec, tuple(shared))).run()
+        own = Refs(query=query, pages=pages, table=table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, **known)
+        packed = shared.pop() if spec.dtype.is_quantized else None
+        own_tiles = Tiles.of(spec, tuple(shared))
+        Decode(problem, config, own, own_tiles, None if packed is None else Packed(packed, own_tiles)).run()
 
     kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),
@@ -107,7 +112,7 @@ def _attend(
             jax.ShapeDtypeStruct((parts, 2), jnp.float32),
             jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
         ),
-        scratch_types=scratch_types(spec, dtype),
+        scratch_types=scratch_types(spec, dtype) + ([scratch_type(spec)] if spec.dtype.is_quantized else []),
         grid=(config.blocks, config.passes),
         grid_names=("block", "rows"),
         num_threads=WARPGROUPS,
@@ -115,7 +120,9 @@ def _attend(
         compiler_params=_COMPILER_PARAMS,
     )
     operand = _converted(query, dtype).reshape(rows, spec.head_size)
-    out, lse, partial, partial_lse, spans = kernel(operand, pages, block_table.reshape(-1), seq_lens, layer)
+    out, lse, partial, partial_lse, spans = kernel(
+        operand, pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1)
+    )
     out_ref, lse_ref = jax.new_ref(out.reshape(-1)), jax.new_ref(lse)
 
     def merge_body(*refs: Ref) -> None:

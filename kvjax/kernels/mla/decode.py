@@ -24,6 +24,7 @@ from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
 from kvjax.kernels.attention.softmax import LOG2_E, LOWEST, capped, margin
+from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import ROWS, SLOTS, TOKENS, Source, Tiles
 
@@ -55,12 +56,14 @@ class Decode:
       refs: the references. `query` is `[num_seqs * rows, head_size]`, `pages` `[num_pages, page_elements]`, `out` and
         `partial` are `[rows, 2, kv_lora_rank / 2]`, `partial_lse` is `[rows, 2]`; all others are one-dimensional.
       tiles: shared memory.
+      packed: the bytes of fp8 tiles, or None.
     """
 
     problem: Problem
     config: MLAConfig
     refs: Refs
     tiles: Tiles
+    packed: Packed | None
 
     def run(self) -> None:
         """Runs the body."""
@@ -99,7 +102,13 @@ class Decode:
         segment = Segment(sequence * problem.table_stride, length, start, end)
         self.tiles.wait()  # until all have read the tiles of the segment before
         self.copy_query(sequence)
-        self.copy_tile(jnp.int32(0), segment, first, self.entries(segment, first))
+        self.copy_tile(segment, first, self.entries(segment, first))
+        ahead = 1
+        if self.packed is not None:
+            ahead = 2
+            end_group()
+            pl.when(count > 1)(lambda: self.copy_tile(segment, first + 1, self.entries(segment, first + 1)))
+            end_group()
         half = self.tiles.latents.shape[-1]
         largest = compat.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -107,19 +116,35 @@ class Decode:
 
         def body(i: jax.Array, carry: Carry) -> Carry:
             entries, state = carry
-            self.tiles.wait()
-            slot = lax.rem(i, jnp.int32(SLOTS))
+            self.arrive(first + i)
 
-            @pl.when(i + 1 < count)
+            @pl.when(i + ahead < count)
             def copy() -> None:
-                self.copy_tile(lax.rem(i + 1, jnp.int32(SLOTS)), segment, first + i + 1, entries)
+                self.copy_tile(segment, first + i + ahead, entries)
 
-            following = self.entries(segment, first + i + 2)
-            return following, self.attend_to_tile(segment, slot, first + i, state)
+            if self.packed is not None:
+                end_group()
+            following = self.entries(segment, first + i + ahead + 1)
+            return following, self.attend_to_tile(segment, first + i, state)
 
-        carry = self.entries(segment, first + 1), (acc, largest, total)
+        carry = self.entries(segment, first + ahead), (acc, largest, total)
         _, state = lax.fori_loop(0, count, body, carry)
         return state, cursor
+
+    def slot(self, tile: Scalar) -> Scalar:
+        """The slot of a tile of 16 bits."""
+        return jnp.int32(0) if self.packed is not None else tile & (SLOTS - 1)
+
+    def arrive(self, tile: Scalar) -> None:
+        """Waits until a tile is in its slot, and all warpgroups are done with the tile before."""
+        if self.packed is None:
+            self.tiles.wait()
+            return
+        if not compat.interpreting():
+            lanes.wait_for_own_copies(1)
+        self.tiles.wait_for_warpgroups()
+        self.packed.decode(tile & (SLOTS - 1))
+        self.tiles.wait_for_warpgroups()
 
     def copy_query(self, sequence: jax.Array) -> None:
         """Starts copies of the query rows."""
@@ -140,8 +165,8 @@ class Decode:
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
-    def copy_tile(self, slot: Scalar, segment: Segment, tile: Scalar, entries: list[jax.Array]) -> None:
-        """Starts copies of a tile of tokens to a slot."""
+    def copy_tile(self, segment: Segment, tile: Scalar, entries: list[jax.Array]) -> None:
+        """Starts copies of a tile of tokens."""
         problem = self.problem
         num_blocks, layer = self.pages()
         for number, (row, entry) in enumerate(zip(self.tiles.own_rows(), entries, strict=True)):
@@ -151,17 +176,27 @@ class Decode:
             page = jnp.where(is_token, page, 0)
             offset = token * problem.spec.bytes_per_token
             source = Source(self.refs.pages, page, problem.spec.page_size_bytes, offset, is_token)
-            self.tiles.store_bias(slot, number, is_token)
-            self.tiles.copy(slot + 1, number, source)
+            self.tiles.store_bias(tile, number, is_token)
+            if self.packed is None:
+                self.tiles.copy(self.slot(tile) + 1, number, source)
+            else:
+                self.packed.copy(tile & (SLOTS - 1), number, source)
 
-    def attend_to_tile(self, segment: Segment, slot: Scalar, tile: Scalar, state: Carry) -> Carry:
+    def scale(self) -> Scalar:
+        """The layer's scale, by which logits and results are multiplied; 1 where elements are not quantized."""
+        return np.float32(1) if self.packed is None else self.refs.k_scale[0]
+
+    def attend_to_tile(self, segment: Segment, tile: Scalar, state: Carry) -> Carry:
         """One tile: logits, weights, and the weighted latents that are the warpgroup's."""
         acc, largest, total = state
+        slot = self.slot(tile)
         problem, shape = self.problem, (ROWS, TOKENS)
         pairs = list(zip(self.tiles.matrices(0), self.tiles.matrices(slot + 1), strict=True))
         logits = warpgroups.sum_of_products(pairs)
-        logits = capped(logits * np.float32(problem.sm_scale * LOG2_E), problem.logits_soft_cap, jnp.exp2)
-        logits = logits + lax.broadcast_in_dim(self.tiles.load_bias(slot), shape, [1])
+        logits = capped(
+            logits * (np.float32(problem.sm_scale * LOG2_E) * self.scale()), problem.logits_soft_cap, jnp.exp2
+        )
+        logits = logits + lax.broadcast_in_dim(self.tiles.load_bias(tile), shape, [1])
         if problem.q_len > 1:
             logits = self.masked(segment, tile, logits)
         dtype = self.tiles.latents.dtype
@@ -207,14 +242,14 @@ class Decode:
 
         @pl.when(whole)
         def store_result() -> None:
-            weight = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+            weight = jnp.where(total > 0, self.scale() / jnp.where(total > 0, total, 1.0), 0.0)
             store(self.refs.out.at[:, warpgroup], acc * lax.broadcast_in_dim(weight, acc.shape, [0]), sequence)
             lse = (largest + jnp.log2(total)) * np.float32(1 / LOG2_E)
             pl.when(warpgroup == 0)(functools.partial(store, self.refs.lse, lse, sequence))
 
         @pl.when(~whole)
         def store_part() -> None:
-            store(self.refs.partial.at[:, warpgroup], acc, part)
+            store(self.refs.partial.at[:, warpgroup], acc if self.packed is None else acc * self.scale(), part)
 
             @pl.when(warpgroup == 0)
             def store_sums() -> None:
@@ -230,3 +265,9 @@ class Decode:
             for i, value in enumerate((first, last)):
                 index = thread * 0 + (2 * sequence + i)
                 lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), thread == 0)
+
+
+def end_group() -> None:
+    """Ends a group of copies, of which interpret mode has none."""
+    if not compat.interpreting():
+        lanes.end_group_of_copies()

@@ -12,11 +12,12 @@ from kvjax.kernels.aliases import DType
 from kvjax.kernels.attention.choice import BatchSizes, merge_config, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, Sequences
+from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
 from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
-DTYPES = frozenset({KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16})
+DTYPES = frozenset({KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3})
 """Dtypes of caches that the kernel reads. XLA attends to caches of any other."""
 
 MAX_RANK = 512
@@ -66,9 +67,12 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
         return f"it takes latents of a multiple of {HALVES} elements up to {MAX_RANK}; got kv_lora_rank={rank}"
     if rope not in (0, 16, 32, 64):
         return f"it takes rope keys of 0, 16, 32 or 64 elements; got qk_rope_head_dim={rope}"
+    if spec.dtype.is_quantized and rank % (2 * HALVES):
+        return f"it decodes latents of a multiple of {2 * HALVES} elements; got kv_lora_rank={rank}"
     if spec.page_size_bytes % 16:
         return f"it copies 16 bytes at once; got page_size_bytes={spec.page_size_bytes}"
-    if (needed := shared_bytes(spec)) > target.shared_bytes:
+    packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
+    if (needed := shared_bytes(spec) + packed) > target.shared_bytes:
         return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
     if invariant_batch is None:
         return None
@@ -81,7 +85,7 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
 
 def operand_dtype(spec: AttentionSpec) -> DType:
     """The dtype of products: that of the tiles, to which queries are converted."""
-    return np.dtype(spec.storage_dtype)
+    return spec.dtype.exact_in or np.dtype(spec.storage_dtype)
 
 
 def choose(problem: Problem, target: Target) -> MLAConfig:

@@ -29,34 +29,44 @@ TOKENS = 64
 """Tokens of a tile."""
 
 SLOTS = 2
-"""Tiles of tokens in shared memory: one that is multiplied, and one that arrives."""
+"""Tiles of tokens of 16 bits in shared memory: one that is multiplied, and one that arrives."""
 
 WARPGROUPS = 2
 
-_PER_RUN = 8
+PER_RUN = 8
 """Threads that copy a run of a row."""
 
-_AT_ONCE = THREADS // _PER_RUN
+AT_ONCE = THREADS // PER_RUN
 """Rows that a warpgroup copies at once."""
 
-_OWN_ROWS = ROWS // WARPGROUPS
+OWN_ROWS = ROWS // WARPGROUPS
+"""Rows that a warpgroup copies."""
+
+BIASES = 4
+"""Tiles of which it is known which tokens there are: copies may be two tiles ahead of products."""
 
 
 def shared_bytes(spec: AttentionSpec) -> int:
-    """Bytes of shared memory of a thread block."""
-    return (1 + SLOTS) * ROWS * spec.head_size * tiles.ITEMSIZE + SLOTS * TOKENS * 4 + 1024
+    """Bytes of shared memory of a thread block, without those of `Packed`."""
+    return (1 + num_slots(spec)) * ROWS * spec.head_size * tiles.ITEMSIZE + BIASES * TOKENS * 4 + 1024
+
+
+def num_slots(spec: AttentionSpec) -> int:
+    """Tiles of tokens: one where bytes arrive elsewhere."""
+    return 1 if spec.dtype.is_quantized else SLOTS
 
 
 def scratch_types(spec: AttentionSpec, dtype: DTypeLike) -> list[Any]:
     """The shared memory of `Tiles`."""
     rank, rope = spec.part_sizes
     half = rank // WARPGROUPS
+    count = 1 + num_slots(spec)
     shared: list[Any] = [
-        plgpu.SMEM((1 + SLOTS, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
-        plgpu.SMEM((SLOTS, TOKENS), jnp.float32),
+        plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
+        plgpu.SMEM((BIASES, TOKENS), jnp.float32),
     ]
     if rope:
-        shared.append(tiles.shared(1 + SLOTS, ROWS, rope, dtype))
+        shared.append(tiles.shared(count, ROWS, rope, dtype))
     if compat.interpreting():
         shared.append(plgpu.Barrier(num_arrivals=WARPGROUPS))
     return shared
@@ -86,9 +96,9 @@ class Tiles:
     """The shared memory of a thread block. Index 0 is the queries', 1 and later are those of the slots of tokens.
 
     Attributes:
-      latents: `[1 + SLOTS, 2, 64, kv_lora_rank / 2]`.
-      bias: float32 `[SLOTS, TOKENS]`: 0, or -inf for tokens that are absent.
-      rope: `[1 + SLOTS, 64, qk_rope_head_dim]`, None for none.
+      latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
+      bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent.
+      rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
       turn: a barrier of the warpgroups in interpret mode, else None.
     """
 
@@ -115,14 +125,14 @@ class Tiles:
 
     def own_rows(self) -> list[jax.Array]:
         """The rows of a tile that each thread copies a part of, int32 `[128]` each."""
-        first = lax.axis_index("warpgroup") * _OWN_ROWS
-        return [(lanes.thread_index() >> 3) + (first + later) for later in range(0, _OWN_ROWS, _AT_ONCE)]
+        first = lax.axis_index("warpgroup") * OWN_ROWS
+        return [(lanes.thread_index() >> 3) + (first + later) for later in range(0, OWN_ROWS, AT_ONCE)]
 
     def copy(self, index: Scalar, number: int, source: Source) -> None:
         """Starts copies of the rows `own_rows()[number]` of a tile."""
         half = self.latents.shape[-1]
         if compat.interpreting():
-            start = lax.axis_index("warpgroup") * _OWN_ROWS + number * _AT_ONCE
+            start = lax.axis_index("warpgroup") * OWN_ROWS + number * AT_ONCE
             for i in range(WARPGROUPS):
                 _store_interpreted(self.latents, (index, i), start, i * half, source)
             if self.rope is not None:
@@ -132,19 +142,27 @@ class Tiles:
         if self.rope is not None:
             _start_copies(self.rope, index, number, [WARPGROUPS * half], source)
 
-    def store_bias(self, slot: Scalar, number: int, is_row: jax.Array) -> None:
+    def store_bias(self, tile: Scalar, number: int, is_row: jax.Array) -> None:
         """Stores which of the rows `own_rows()[number]` are tokens."""
+        slot = tile & (BIASES - 1)
         bias = jnp.where(is_row, lanes.splat(0.0, jnp.float32), lanes.splat(-jnp.inf, jnp.float32))
         if compat.interpreting():
-            start = lax.axis_index("warpgroup") * _OWN_ROWS + number * _AT_ONCE
-            self.bias[slot, pl.ds(start, _AT_ONCE)] = bias[::_PER_RUN]
+            start = lax.axis_index("warpgroup") * OWN_ROWS + number * AT_ONCE
+            self.bias[slot, pl.ds(start, AT_ONCE)] = bias[::PER_RUN]
             return
         row = self.own_rows()[number]
         lanes.store_shared(self.bias, (row + slot * TOKENS) * 4, [bias], 4, (lanes.thread_index() & 7) == 0)
 
-    def load_bias(self, slot: Scalar) -> jax.Array:
-        """The bias of a slot's tokens: the columns of `plgpu.Layout.WGMMA`."""
-        return compat.load(self.bias.at[slot], plgpu.Layout.WGMMA.reduce(0))
+    def load_bias(self, tile: Scalar) -> jax.Array:
+        """The bias of a tile's tokens: the columns of `plgpu.Layout.WGMMA`."""
+        return compat.load(self.bias.at[tile & (BIASES - 1)], plgpu.Layout.WGMMA.reduce(0))
+
+    def wait_for_warpgroups(self) -> None:
+        """A barrier of all threads, after which what they have stored is where tensor cores see it."""
+        if compat.interpreting():
+            self.wait()
+        else:
+            lanes.wait_before_copies()
 
     def wait(self) -> None:
         """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
@@ -160,9 +178,9 @@ def _store_interpreted(ref: Ref, index: tuple[Any, ...], start: Scalar, column: 
     """Stores columns of rows, from `column` on, to rows of a matrix from `start` on."""
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)
-    first = (source.page * source.page_bytes + source.offset)[::_PER_RUN] // tiles.ITEMSIZE + column
+    first = (source.page * source.page_bytes + source.offset)[::PER_RUN] // tiles.ITEMSIZE + column
     rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
-    ref[(*index, pl.ds(start, _AT_ONCE))] = jnp.where(source.is_row[::_PER_RUN, None], rows, jnp.zeros((), ref.dtype))
+    ref[(*index, pl.ds(start, AT_ONCE))] = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype))
 
 
 def _start_copies(ref: Ref, index: Scalar, number: int, columns: list[int], source: Source) -> None:
@@ -170,18 +188,18 @@ def _start_copies(ref: Ref, index: Scalar, number: int, columns: list[int], sour
     width = ref.shape[-1]
     swizzle, row_bytes = tiles.swizzle_of(width), width * tiles.ITEMSIZE
     thread = lanes.thread_index()
-    chunk, in_group, group = thread & (_PER_RUN - 1), (thread >> 3) & (tiles.GROUP - 1), thread >> 6
+    chunk, in_group, group = thread & (PER_RUN - 1), (thread >> 3) & (tiles.GROUP - 1), thread >> 6
     to = tiles.offset(in_group, chunk * (tiles.CHUNK // tiles.ITEMSIZE), width) + group * (tiles.GROUP * row_bytes)
     matrix = index * len(columns)
-    to = to + (matrix * ROWS + lax.axis_index("warpgroup") * _OWN_ROWS) * row_bytes
-    firsts = [(i * ROWS + number * _AT_ONCE) * row_bytes for i in range(len(columns))]
+    to = to + (matrix * ROWS + lax.axis_index("warpgroup") * OWN_ROWS) * row_bytes
+    firsts = [(i * ROWS + number * AT_ONCE) * row_bytes for i in range(len(columns))]
     runs = [
         (first + run * tiles.GROUP * swizzle, column * tiles.ITEMSIZE + run * swizzle)
         for first, column in zip(firsts, columns, strict=True)
         for run in range(row_bytes // swizzle)
     ]
     in_run = swizzle // tiles.CHUNK
-    condition = None if in_run == _PER_RUN else chunk < in_run
+    condition = None if in_run == PER_RUN else chunk < in_run
     size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
     offset = source.offset + chunk * tiles.CHUNK
     chunks = lanes.Chunks(to, source.page, source.page_bytes, offset, size, runs, condition)
