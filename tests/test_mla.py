@@ -378,6 +378,17 @@ def test_scales_of_a_checkpoint_are_those_of_its_keys():
     assert spec == MLAAttentionSpec(16, 512, 64, dtype=KVCacheDType.FP8_E4M3)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head"])
+def test_resolution_refuses_dtypes_that_latents_cannot_have(dtype: str):
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_attention_heads": 4, "dtype": "bfloat16"}
+    model = kvjax.ModelKVConfig.from_hf_config(config | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    message = f"^kv_cache_dtype of layer 1: got '{dtype}', expected one of .*fp8_ds_mla.*latents"
+    with pytest.raises(KVCacheValueError, match=message):
+        kvjax.resolve_layer_dtypes(model, {1: dtype})
+    for accepted in kvjax.MLA_KV_CACHE_DTYPES:
+        assert [of.dtype for of in kvjax.resolve_layer_dtypes(model, accepted)] == [accepted] * 2
+
+
 SPEC = spec_of("fp8_e4m3")
 WRITE = {
     "kv_c": np.zeros((3, 512), np.float32),
