@@ -132,11 +132,17 @@ class _Tensor(NamedTuple):
             row = {"num_kv_heads": self.spec.num_kv_heads, "head_size": self.spec.head_sizes[self.kv_index]}
             return _checked(f"{what}, {self}", sample[self.kv_index], row)
         names, parts = self.spec.PART_NAMES, zip(self.spec.parts, sample, self.spec.part_sizes, strict=True)
-        rows = [
-            _checked(f"{what}, {self}", x, {name: size})
+        checked = [
+            (part, size, _checked(f"{what}, {self}", x, {name: size}) if size else x)
             for name, (part, x, size) in zip(names, parts, strict=True)
-            if part is self.dtype and size
         ]
+        (_, _, kv_c), (_, rope, k_pe) = checked
+        if rope and k_pe.shape[:-1] != kv_c.shape[:-1]:
+            expected = (*kv_c.shape[:-1], rope)
+            raise KVCacheValueError(
+                f"{what}, {self}, k_pe: got shape {k_pe.shape}, expected {expected}, the tokens of kv_c"
+            )
+        rows = [x for part, size, x in checked if part is self.dtype and size]
         return jnp.expand_dims(jnp.concatenate([x.astype(jnp.float32) for x in rows], axis=-1), -2)
 
     def __str__(self) -> str:

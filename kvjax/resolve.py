@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoint import DeclaredKVCache, read_declared_kv_cache
-from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype, parse_model_dtype
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, kind_of
+from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType, parse_kv_cache_dtype, parse_model_dtype
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, got_expected, kind_of
 from kvjax.layer_choice import requested_dtypes, skipped_layers
 from kvjax.layer_names import in_ranges
 from kvjax.layouts import CacheLayout, VScaleLayout
@@ -94,7 +94,7 @@ def resolve_layer_dtypes(
 
     Raises:
       KVCacheValueError: as `resolve_kv_cache_dtype`; also an index out of range or of a layer without a KV cache, an
-        unknown name, or two dtypes for a layer.
+        unknown name, two dtypes for a layer, or a dtype that a layer of latents (MLA) cannot store.
       KVCacheTypeError: as `resolve_kv_cache_dtype`; also a model of another type, a skipped layer or a key that is
         neither an int (bool excluded) nor a string, or a bare string for `skip_layers`.
 
@@ -112,10 +112,15 @@ def resolve_layer_dtypes(
     if declared is not None:
         _warn_of_other_layers(declared, model)
     unquantized = ResolvedKVCacheDType(model.dtype, DTypeSource.MODEL)
-    return tuple(
+    resolved = tuple(
         unquantized if index in skipped else _resolve_layer(wanted[index], declared, index) or unquantized
         for index in model.layer_indices
     )
+    for index, layer, found in zip(model.layer_indices, model.layers, resolved, strict=True):
+        if layer.is_mla and found.dtype not in MLA_KV_CACHE_DTYPES:
+            what, names = f"kv_cache_dtype of layer {index}", [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
+            raise KVCacheValueError(got_expected(what, found.dtype.value, names, hint="it stores latents (MLA)"))
+    return resolved
 
 
 def _resolve_layer(wanted: KVCacheDType, declared: DeclaredKVCache | None, index: int) -> ResolvedKVCacheDType | None:

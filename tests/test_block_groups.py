@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from kvjax import (
     SlidingWindowSpec,
     StepMetadata,
 )
+from kvjax.block_pool.groups import as_groups, cached_prefix
 from kvjax.cli import main
 from kvjax.cli.arguments import kv_cache_dtypes
 
@@ -629,3 +630,33 @@ def test_after_a_reset_no_sequence_takes_its_blocks_from_others():
     assert len(pool.take_swaps().from_host) == 2
     old.swap_out()
     assert len(pool.take_swaps().to_host) == 2
+
+
+@pytest.mark.parametrize("windows", [(64, 40), (1024, 1024), (None, 64, 1024)])
+@pytest.mark.parametrize("missing", [1, 2, 3, 7])
+def test_a_prefix_search_looks_no_block_up_twice(windows: tuple[int | None, ...], missing: int):
+    """One group has all blocks, others lack every `missing`th, so that prefixes shrink by a few blocks at a time."""
+    num_blocks, block_size = 512, 4
+    groups = as_groups([Layers(block_size, window) for window in windows])
+    chains = [[(group.index, i) for i in range(num_blocks)] for group in groups]
+    looked_up: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def is_there(key: Any) -> bool:
+        index, block = key
+        return index == 0 or block % missing != index % missing
+
+    def is_cached(key: Any) -> bool:
+        looked_up[key] += 1
+        return is_there(key)
+
+    found = cached_prefix(groups, chains, num_blocks * block_size, is_cached)  # type: ignore[arg-type]
+    assert max(looked_up.values()) == 1
+    sizes = range((num_blocks - 1) * block_size, 0, -block_size)
+    whole = (
+        size
+        for size in sizes
+        if all(
+            is_there((group.index, i)) for group in groups for i in range(group.num_passed(size), size // block_size)
+        )
+    )
+    assert found == next(whole, 0)

@@ -344,6 +344,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "per head": (passed("--per-head"), "per_head: got True, expected False"),
     "a choice without bits": (passed("--choose", "fp8"), "--choose, --bits: got one of them, expected both or none"),
     "bits without a choice": (passed("--bits", "5"), "--choose, --bits: got one of them, expected both or none"),
+    "a dtype beside a choice": (
+        passed("--choose", "fp8,nvfp4", "--bits", "7", "--dtype", "nvfp4"),
+        "--dtype: got 'nvfp4' beside --choose, expected one of them",
+    ),
     "too few bits": (
         passed("--choose", "fp8,nvfp4", "--bits", "4"),
         "bits: got 128 bytes per token, expected at least",

@@ -251,7 +251,11 @@ def test_latents_in_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        (DEEPSEEK, ["--kv-cache-dtype", "fp8_e5m2"], "MLAAttentionSpec.dtype: got 'fp8_e5m2', expected one of float32"),
+        (
+            DEEPSEEK,
+            ["--kv-cache-dtype", "fp8_e5m2"],
+            "argument --config: kv_cache_dtype of layer 0: got 'fp8_e5m2', expec",
+        ),
         (DEEPSEEK, ["--v-scale-layout", "swizzled"], "v_scale_layout: got 'swizzled' for latents (MLA), expected 'lin"),
         (
             {"model_type": "llama", "dtype": "bfloat16"},

@@ -279,6 +279,35 @@ def test_calibration_refuses_samples_of_other_shapes_and_scales_of_heads():
     assert scales.k_scale == np.float32(1) / np.float32(448)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+@pytest.mark.parametrize(
+    ("k_pe", "error", "message"),
+    [
+        (
+            np.ones((7, 32), np.float32),
+            KVCacheValueError,
+            r": got shape \(7, 32\), expected \[..., qk_rope_head_dim=64",
+        ),
+        (np.ones((6, 64), np.float32), KVCacheValueError, r", k_pe: got shape \(6, 64\), expected \(7, 64\), the toke"),
+        (np.ones((7, 64), np.int8), KVCacheTypeError, ": got dtype int8, expected one of float32"),
+        (None, KVCacheTypeError, ": got a NoneType, expected an array"),
+    ],
+)
+def test_calibration_checks_rope_keys_in_every_dtype(dtype: str, k_pe: Any, error: type[KVCacheError], message: str):
+    with pytest.raises(error, match=message):
+        calibrate([spec_of(dtype), spec_of("nvfp4")], [[(np.ones((7, 512), np.float32), k_pe)] * 2])
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+def test_calibration_refuses_infinite_rope_keys_only_where_they_are_scaled(dtype: str):
+    sample = np.ones((7, 512), np.float32), np.full((7, 64), np.inf, np.float32)
+    if dtype == "fp8_e4m3":
+        with pytest.raises(KVCacheValueError, match="got infinite latents of layer 0"):
+            calibrate([spec_of(dtype)], [[sample]])
+    else:
+        calibrate([spec_of(dtype)], [[sample]])
+
+
 def test_scales_of_a_checkpoint_are_those_of_its_keys():
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     declared = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
@@ -294,6 +323,17 @@ def test_scales_of_a_checkpoint_are_those_of_its_keys():
         assert kvjax.load_kv_scales(of_values, model) == (KVScales(np.float32(1), np.float32(1)),) * 2
     [spec, _] = kvjax.resolve_layer_specs(model)
     assert spec == MLAAttentionSpec(16, 512, 64, dtype=KVCacheDType.FP8_E4M3)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head"])
+def test_resolution_refuses_dtypes_that_latents_cannot_have(dtype: str):
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_attention_heads": 4, "dtype": "bfloat16"}
+    model = kvjax.ModelKVConfig.from_hf_config(config | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    message = f"^kv_cache_dtype of layer 1: got '{dtype}', expected one of .*fp8_ds_mla.*latents"
+    with pytest.raises(KVCacheValueError, match=message):
+        kvjax.resolve_layer_dtypes(model, {1: dtype})
+    for accepted in kvjax.MLA_KV_CACHE_DTYPES:
+        assert [of.dtype for of in kvjax.resolve_layer_dtypes(model, accepted)] == [accepted] * 2
 
 
 SPEC = spec_of("fp8_e4m3")
@@ -384,6 +424,7 @@ def test_operations_on_latents_refuse_keys_and_values(run: Any):
         (concat_and_cache_mla, WRITE, {"slot_mapping": np.array([0, 16, 1])}, r"slot_mapping\[1\]: got 16, expected l"),
         (concat_and_cache_mla, WRITE, {"scale": jnp.zeros(())}, "scale: got 0.0, expected between"),
         (gather_mla, GATHER, {"cu_seq_lens": np.array([0, 3, 2])}, r"cu_seq_lens\[2\]: got 2, expected 0 first, and t"),
+        (gather_mla, GATHER, {"seq_starts": np.array([0, -2])}, r"seq_starts\[1\]: got -2, expected at least 0"),
         (gather_mla, GATHER, {"seq_starts": np.array([0, 15])}, r"seq_starts \+ lengths\[1\]: got 17, expected betwee"),
         (gather_mla, GATHER, {"block_table": np.array([[0, 9], [2, 9]])}, r"block_table\[1, 0\]: got 2, expected betw"),
         (mla_paged_attention, ATTEND, {"seq_lens": np.array([1, 17])}, r"seq_lens\[1\]: got 17, expected between 0 an"),
@@ -448,7 +489,7 @@ def test_the_signature_of_tpu_stacks_writes_and_attends(stack: str):
     cache = cache_from_bytes(pages, spec, len(pages))
     kv_lens, cu_q_lens = np.array([11, 7, 99], np.int32), np.array([0, 4, 11, 5], np.int32)
     distribution = np.array([0, 0, 2], np.int32)
-    more: dict[str, Any] = {"sm_scale": SM_SCALE, "bkv_p": 4}
+    more: dict[str, Any] = {"sm_scale": SM_SCALE, "num_kv_pages_per_block": 4}
     if stack == "sglang-jax":
         page_indices = np.array([*table[0], table[1, 0], 0], np.int32)
         args, more["max_blocks"] = (np.array([0, 16, 24, 24], np.int32), distribution), 2
@@ -460,6 +501,10 @@ def test_the_signature_of_tpu_stacks_writes_and_attends(stack: str):
     for seq, rows in enumerate((slice(0, 4), slice(4, 11))):
         want, _ = mla_reference.attention(np.concatenate(q, axis=-1)[rows], problem.keys[seq], 512, SM_SCALE)
         np.testing.assert_allclose(out[rows], want, atol=2e-5)
+    with pytest.raises(TypeError, match=r"^sparse_mask: expected none but tuning: chunk_prefill_size, "):
+        client.mla_ragged_paged_attention(
+            *q, *new, written, kv_lens, page_indices, cu_q_lens, *args, **more, sparse_mask=None
+        )
     with pytest.raises(NotImplementedError, match="a quantized query"):
         client.mla_ragged_paged_attention(
             *q, *new, written, kv_lens, page_indices, cu_q_lens, *args, **more, q_scale=2.0

@@ -516,6 +516,25 @@ def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[Laye
     assert read_by_layer(config) == expected
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "youtu"])
+def test_latent_attention_has_no_window(model_type: str):
+    config = LATENT | {"model_type": model_type}
+    assert read_by_layer(config | {"sliding_window": None}) == read_by_layer(config)
+    with pytest.raises(
+        KVCacheValueError, match=r"^config: got sliding_window=4096 for multi-head latent attention, exp"
+    ):
+        read_by_layer(config | {"sliding_window": 4096})
+
+
+def test_keys_of_an_indexer_are_ignored_by_classes_that_have_none():
+    """transformers' DeepSeek V3 reads none of them, and attends to all tokens; sparse classes are refused by name."""
+    config = LATENT | {"model_type": "deepseek_v3"}
+    assert read_by_layer(config | {"index_topk": 2048, "index_head_dim": 128}) == read_by_layer(config)
+    for model_type in ("deepseek_v32", "glm_moe_dsa"):
+        with pytest.raises(KVCacheValueError, match="sparse attention also caches an indexer's key"):
+            read_by_layer(config | {"model_type": model_type, "index_topk": 2048})
+
+
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [

@@ -13,6 +13,21 @@ import jax
 
 import kvjax
 
+TUNING = frozenset(
+    (
+        "chunk_prefill_size",
+        "num_kv_pages_per_block",
+        "num_queries_per_block",
+        "vmem_limit_bytes",
+        "decode_batch_size",
+        "decode_block_sizes",
+        "prefill_block_sizes",
+        "mask_value",
+        "debug_mode",
+    )
+)
+"""Keywords of the TPU's kernels that change how they compute, not what."""
+
 
 def mla_ragged_paged_attention(
     ql_nope: jax.Array,
@@ -37,11 +52,14 @@ def mla_ragged_paged_attention(
 
     `more` is `distribution [3]`, whose last entry is the number of sequences, or `cu_kv_lens, distribution`; with the
     latter `max_blocks`, the most pages of a sequence, is required. `k_scale` is the latents' decode scale, default the
-    cache's. `tuning`, such as block sizes of the TPU's kernel, has no effect.
+    cache's. `tuning`, keywords of `TUNING`, has no effect.
 
     Raises:
+      TypeError: another keyword, such as a `sparse_mask`: it may change the result.
       NotImplementedError: a quantized query, or a `v_scale` other than `k_scale`: values are latents.
     """
+    if unknown := tuning.keys() - TUNING:
+        raise TypeError(f"{', '.join(sorted(unknown))}: expected none but tuning: {', '.join(sorted(TUNING))}")
     if q_scale not in (None, 1) or v_scale not in (None, k_scale):
         raise NotImplementedError("a quantized query, or a scale of values that is not that of latents")
     *cu_kv_lens, distribution = more

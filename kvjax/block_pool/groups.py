@@ -88,14 +88,17 @@ def cached_prefix(
         if group.sliding_window is None:
             run = next((i for i in range(found // group.block_size) if not is_cached(chain[i])), None)
             found = found if run is None else run * group.block_size // whole * whole
+    # Of each group the first block of those known to be cached: prefixes only shrink, so none is looked up twice.
+    known = [found // group.block_size for group in groups]
     while found:
         shorter = found
         for group, chain in zip(groups, chains, strict=True):
             if group.sliding_window is not None:
-                needed = range(group.num_passed(shorter), shorter // group.block_size)
-                gap = next((i for i in reversed(needed) if not is_cached(chain[i])), None)
+                first, end = group.num_passed(shorter), min(known[group.index], shorter // group.block_size)
+                gap = next((i for i in reversed(range(first, end)) if not is_cached(chain[i])), None)
                 # Every shorter prefix whose last block is at or after the gap needs it too.
                 shorter = shorter if gap is None else gap * group.block_size // whole * whole
+                known[group.index] = min(first, end) if gap is None else gap
         if shorter == found:
             break
         found = shorter

@@ -50,7 +50,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--dtype",
         type=argument_of(_scaled_dtype),
-        default=kvjax.KVCacheDType.NVFP4,
         metavar="DTYPE",
         help=f"the cache's dtype, one of {', '.join(_SCALED)} (default: nvfp4)",
     )
@@ -97,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates, writes the file and prints what was found; returns the exit status."""
     if bool(args.choose) != (args.bits is not None):
         return _failed("--choose, --bits: got one of them, expected both or none")
+    if args.choose and args.dtype is not None:
+        return _failed(f"--dtype: got {args.dtype.value!r} beside --choose, expected one of them")
     # torch and JAX share a GPU here.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         return _failed(f"{error.name} is not installed: pip install 'kvjax[transformers]'")
     options = Options(
-        dtype=args.dtype,
+        dtype=args.dtype or kvjax.KVCacheDType.NVFP4,
         choose_from=args.choose,
         bits=args.bits,
         method=kvjax.CalibrationMethod(args.method),

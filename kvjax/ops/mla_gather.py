@@ -28,7 +28,7 @@ from kvjax.ops.arguments import (
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
 from kvjax.ops.prompts import Rows
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
-from kvjax.ops.values import check_cumulative, check_sequences, is_checked
+from kvjax.ops.values import check_cumulative, check_sequences, check_starts, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_int
 
@@ -57,7 +57,8 @@ def gather_mla(
         the cache reads as zeros; entries of blocks without a token of the range may hold anything.
       cu_seq_lens: int32 `[num_seqs + 1]`, cumulative lengths of the ranges: starts with 0 and never decreases.
       num_tokens: rows of the results, a Python int. Rows from `cu_seq_lens[-1]` on are zeros.
-      seq_starts: int32 `[num_seqs]`, the first token of each range; default 0.
+      seq_starts: int32 `[num_seqs]`, the first token of each range; default 0. `kvjax.checked()` refuses negative ones;
+        without it they are read as 0.
       layer: the layer to read in a cache of several, an int or an int32 scalar that may be traced. An array out of
         range reads zeros. None for a cache of one layer.
       scale: the decode scale that the tokens were written with, if not the cache's; default: the cache's `k_scale`, or
@@ -88,6 +89,7 @@ def gather_mla(
     check_devices(cache, **arrays, layer=layer, scale=scale)
     if is_checked():
         check_cumulative("cu_seq_lens", cu_seq_lens, num_tokens)
+        check_starts("seq_starts", seq_starts)
     bounds, first = (_as_int32(as_lengths(x)) for x in (cu_seq_lens, seq_starts))
     lens = bounds[1:] - bounds[:-1]
     ends = jnp.where(first > np.iinfo(np.int32).max - lens, np.iinfo(np.int32).max, first + lens)

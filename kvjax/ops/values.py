@@ -157,6 +157,19 @@ def check_cumulative(what: str, cumulative: ArrayLike, num_tokens: int) -> None:
     )
 
 
+def check_starts(what: str, starts: ArrayLike) -> None:
+    """Checks that first tokens `[num_seqs]` are not negative.
+
+    Raises:
+      KVCacheValueError: names the first that is.
+    """
+    xp, values = readable(starts)
+    if not values.shape[0]:
+        return
+    seq = xp.argmax(values < 0)
+    refuse((values < 0).any(), f"{what}[{{seq}}]: got {{start}}, expected at least 0", seq=seq, start=values[seq])
+
+
 def check_query_lens(
     cu_q_lens: ArrayLike, num_tokens: int, max_q_len: int, decode_q_len: int, max_prompts: int
 ) -> None:
