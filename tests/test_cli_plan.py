@@ -49,7 +49,7 @@ def test_every_figure_of_one_model(plan: Plan):
         "tensor_parallel": 1,
         "memory_bytes": 40 * 2**30,
         "state_bytes": 0,
-        "sequences": 0,
+        "max_seqs": 0,
         "groups": [
             {
                 "layers": list(range(32)),
@@ -435,14 +435,14 @@ STATE = 6 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
 def test_states_of_sequences_are_taken_from_the_memory(plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     config, memory = write_config(tmp_path, HYBRID), 2**30
     whole = plan(config, "--memory", str(memory))
-    document = plan(config, "--memory", str(memory + 5 * STATE), "--sequences", "5")
-    assert (document["state_bytes"], document["sequences"]) == (STATE, 5)
+    document = plan(config, "--memory", str(memory + 5 * STATE), "--max-seqs", "5")
+    assert (document["state_bytes"], document["max_seqs"]) == (STATE, 5)
     assert (document["totals"], document["bfloat16"]) == (whole["totals"], whole["bfloat16"])
-    document = plan(config, "--memory", str(memory + 5 * 1000), "--sequences", "5", "--state-bytes", "2000", *TWO)
+    document = plan(config, "--memory", str(memory + 5 * 1000), "--max-seqs", "5", "--state-bytes", "2000", *TWO)
     assert (document["state_bytes"], document["totals"]["tokens"]) == (1000, plan(config, *TWO)["totals"]["tokens"])
     for arguments, message in (
-        (["--sequences", "9" * 9], f"sequences: got 999999999 with states of {STATE:,} bytes each, expected at most"),
-        (["--sequences", "-1"], "argument --sequences: "),
+        (["--max-seqs", "9" * 9], f"max_seqs: got 999999999 with states of {STATE:,} bytes each, expected at most"),
+        (["--max-seqs", "-1"], "argument --max-seqs: "),
     ):
         with pytest.raises(SystemExit):
             main(["plan", "--config", config, *arguments])
@@ -458,9 +458,9 @@ def test_states_of_unknown_size_are_told(capsys: pytest.CaptureFixture[str], tmp
     assert main(["plan", "--config", config]) == 0
     assert "a state of unknown size of each sequence, which is not counted\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["plan", "--config", config, "--sequences", "3"])
-    assert "argument --sequences: the size of this model's states is unknown: give" in capsys.readouterr().err
-    assert main(["plan", "--config", config, "--sequences", "3", "--state-bytes", "1MiB"]) == 0
+        main(["plan", "--config", config, "--max-seqs", "3"])
+    assert "argument --max-seqs: the size of this model's states is unknown: give" in capsys.readouterr().err
+    assert main(["plan", "--config", config, "--max-seqs", "3", "--state-bytes", "1MiB"]) == 0
     assert "3,145,728 bytes, of 3 sequences, are counted" in capsys.readouterr().out
 
 

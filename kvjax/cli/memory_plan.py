@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import kvjax
 from kvjax import (
@@ -29,7 +29,7 @@ BASELINE = KVCacheDType.BFLOAT16
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerGroup:
+class EqualLayers:
     """Layers with equal caches; all numbers are per layer and device.
 
     `layers`: their indices. `sliding_window`: tokens that a query attends to, None for all. `source`: where the dtype
@@ -60,6 +60,22 @@ class LayerGroup:
     bytes_per_token: int
     page_bytes: int
     padding_bytes: int
+
+
+class Layer(NamedTuple):
+    """A layer to plan.
+
+    Attributes:
+      spec: its cache's, before page sizes are unified.
+      resolved: its dtype.
+      scales: what the checkpoint holds for it, None without weights.
+      skipped: whether `skip_layers` changes its dtype.
+    """
+
+    spec: AttentionSpec
+    resolved: ResolvedKVCacheDType
+    scales: LayerScales | None
+    skipped: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +118,10 @@ class MemoryPlan:
 
     `warnings`: what was assumed about the model, or ignored. `layers_without_cache`: indices of layers without keys and
     values of their own. `tensor_parallel`: devices that share each layer's KV heads. `memory_bytes`: the budget of one
-    device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `sequences`: how
-    many sequences' states are taken from the budget. `bfloat16`: the totals with every layer in bfloat16. `ratio`:
-    `totals.tokens` relative to those, None if those are 0. `exact_window`: None without one; its bytes are not those of
-    `totals`, but of `memory_bytes`.
+    device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `max_seqs`: how many
+    sequences' states are taken from the budget, and have exact windows. `bfloat16`: the totals with every layer in
+    bfloat16. `ratio`: `totals.tokens` relative to those, None if those are 0. `exact_window`: None without one; its
+    bytes are not those of `totals`, but of `memory_bytes`.
     """
 
     warnings: tuple[str, ...]
@@ -115,8 +131,8 @@ class MemoryPlan:
     tensor_parallel: int
     memory_bytes: int
     state_bytes: int | None
-    sequences: int
-    groups: tuple[LayerGroup, ...]
+    max_seqs: int
+    groups: tuple[EqualLayers, ...]
     totals: Totals
     bfloat16: Totals
     ratio: float | None
@@ -126,46 +142,40 @@ class MemoryPlan:
     def make(
         cls,
         model: ModelKVConfig,
-        resolved: Sequence[ResolvedKVCacheDType],
-        specs: Sequence[AttentionSpec],
+        layers: Sequence[Layer],
         *,
-        scales: Sequence[LayerScales] | None,
-        unskipped: Sequence[ResolvedKVCacheDType],
         tensor_parallel: int,
         memory_bytes: int,
-        sequences: int = 0,
+        max_seqs: int = 0,
         exact_window: WindowPlan | None = None,
     ) -> Self:
         """Makes the plan of one device's share of a model.
 
         Args:
           model: the share, as `ModelKVConfig.shard` returns it.
-          resolved: each layer's dtype.
-          specs: each layer's spec, before unifying page sizes.
-          scales: what the checkpoint holds for each layer, None without weights.
-          unskipped: each layer's dtype without `skip_layers`.
+          layers: its layers.
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
-          sequences: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
-          exact_window: of `specs`; its bytes are not left for pages.
+          max_seqs: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
+          exact_window: of `layers`; its bytes are not left for pages.
 
         Raises:
           KVCacheValueError: the budget does not hold the states, or the windows.
         """
-        for_pages = memory_bytes - (model.state_bytes or 0) * sequences
+        specs = [layer.spec for layer in layers]
+        for_pages = memory_bytes - (model.state_bytes or 0) * max_seqs
         if for_pages < 0:
             raise KVCacheValueError(
-                f"sequences: got {sequences} with states of {model.state_bytes:,} bytes each, expected at most"
+                f"max_seqs: got {max_seqs} with states of {model.state_bytes:,} bytes each, expected at most"
                 f" {memory_bytes // (model.state_bytes or 1)}, which {memory_bytes:,} bytes hold"
             )
         unified = kvjax.unify_page_sizes(specs)
         # Skipped layers are bfloat16 here too: the baseline is an unquantized cache.
         baseline = kvjax.resolve_layer_specs(model, BASELINE, block_size=specs[0].block_size, layout=specs[0].layout)
-        names = [_scale_names(layer) for layer in scales] if scales is not None else [None] * len(specs)
-        skipped = [chosen != other for chosen, other in zip(resolved, unskipped, strict=True)]
         groups: dict[tuple[AttentionSpec, ResolvedKVCacheDType, tuple[str, ...] | None, bool], list[int]] = {}
-        for index, facts in zip(model.layer_indices, zip(unified, resolved, names, skipped, strict=True), strict=True):
-            groups.setdefault(facts, []).append(index)
+        for index, spec, layer in zip(model.layer_indices, unified, layers, strict=True):
+            names = None if layer.scales is None else _scale_names(layer.scales)
+            groups.setdefault((spec, layer.resolved, names, layer.skipped), []).append(index)
         left = for_pages - (exact_window.bytes if exact_window else 0)
         if exact_window and left < 0:
             raise KVCacheValueError(
@@ -181,8 +191,8 @@ class MemoryPlan:
             tensor_parallel=tensor_parallel,
             memory_bytes=memory_bytes,
             state_bytes=model.state_bytes,
-            sequences=sequences,
-            groups=tuple(_group(layers, *facts) for facts, layers in groups.items()),
+            max_seqs=max_seqs,
+            groups=tuple(_group(indices, *facts) for facts, indices in groups.items()),
             totals=totals,
             bfloat16=bfloat16,
             ratio=totals.tokens / bfloat16.tokens if bfloat16.tokens else None,
@@ -234,7 +244,7 @@ class MemoryPlan:
         elif self.state_bytes:
             lines.append(
                 f"recurrent layers keep {self.state_bytes:,} bytes of each sequence;"
-                f" {self.sequences * self.state_bytes:,} bytes, of {self.sequences} sequences, are counted"
+                f" {self.max_seqs * self.state_bytes:,} bytes, of {self.max_seqs} sequences, are counted"
             )
         if any(group.sliding_window for group in self.groups):
             lines.append("sliding layers count every token: blocks behind a window are not freed here")
@@ -262,8 +272,8 @@ def _group(
     resolved: ResolvedKVCacheDType,
     scales: tuple[str, ...] | None,
     skipped: bool,
-) -> LayerGroup:
-    return LayerGroup(
+) -> EqualLayers:
+    return EqualLayers(
         layers=tuple(layers),
         attention=AttentionKind.FULL_ATTENTION if spec.sliding_window is None else AttentionKind.SLIDING_WINDOW,
         sliding_window=spec.sliding_window,
@@ -286,7 +296,7 @@ def _group(
     )
 
 
-def _cells(group: LayerGroup) -> tuple[str, ...]:
+def _cells(group: EqualLayers) -> tuple[str, ...]:
     sizes = f"{group.head_size}" if group.head_size == group.head_size_v else f"{group.head_size}/{group.head_size_v}"
     heads = f"{group.num_kv_heads} x {sizes}"
     if group.kv_lora_rank is not None:

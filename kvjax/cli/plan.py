@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
-from kvjax.cli.memory_plan import MemoryPlan, WindowPlan
+from kvjax.cli.memory_plan import Layer, MemoryPlan, WindowPlan
 from kvjax.dtypes import parse_model_dtype
 from kvjax.scales import LayerScales, read_layer_scales
 from kvjax.tensor_files import has_tensors, open_tensors
@@ -71,11 +71,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="budget of one device, such as 40GiB, 40GB, 512MiB or plain bytes (default: %(default)s)",
     )
     parser.add_argument(
-        "--sequences",
+        "--max-seqs",
         type=at_least(0),
         default=0,
-        metavar="N",
-        help="sequences whose recurrent states the memory holds besides (default: %(default)s)",
+        metavar="SEQUENCES",
+        help="sequences that run at once: the memory holds their recurrent states and exact windows besides"
+        " (default: %(default)s)",
     )
     parser.add_argument(
         "--state-bytes",
@@ -112,9 +113,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="TOKENS",
         help="count exact windows of so many tokens beside quantized layers, for --max-seqs sequences",
     )
-    parser.add_argument(
-        "--max-seqs", type=at_least(1), metavar="SEQUENCES", help="sequences that have an exact window at once"
-    )
     parser.add_argument("--json", action="store_true", help="print only one JSON document")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -148,9 +146,9 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         scales = _scales(args, model)
     if args.state_bytes is not None:
         model = dataclasses.replace(model, state_bytes=args.state_bytes)
-    if args.sequences and model.state_bytes is None:
-        parser.error("argument --sequences: the size of this model's states is unknown: give --state-bytes")
-    if (args.exact_window is None) != (args.max_seqs is None):
+    if args.max_seqs and model.state_bytes is None:
+        parser.error("argument --max-seqs: the size of this model's states is unknown: give --state-bytes")
+    if args.exact_window is not None and not args.max_seqs:
         parser.error("argument --exact-window: expected with --max-seqs, the sequences that have a window at once")
     with _argument_errors(parser, "argument --tensor-parallel: "):
         model = model.shard(args.tensor_parallel)
@@ -168,15 +166,14 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         if args.exact_window is not None:
             with _argument_errors(parser, "argument --exact-window: "):
                 window = WindowPlan.of(specs, args.exact_window, args.max_seqs)
+        skipped = [own != other for own, other in zip(resolved, unskipped, strict=True)]
+        facts = zip(specs, resolved, scales or [None] * len(specs), skipped, strict=True)
         return MemoryPlan.make(
             model,
-            resolved,
-            specs,
-            scales=scales,
-            unskipped=unskipped,
+            [Layer(*each) for each in facts],
             tensor_parallel=args.tensor_parallel,
             memory_bytes=args.memory,
-            sequences=args.sequences,
+            max_seqs=args.max_seqs,
             exact_window=window,
         )
 
