@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import kvjax
+import kvjax_vllm
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,8 +30,13 @@ def run(folder: Path, version: str, code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_the_plugin_names_every_dtype_of_kvjax_whose_keys_and_values_differ():
+    mixed = {dtype.value for dtype in kvjax.STORED_KV_CACHE_DTYPES if len({*dtype.parts}) > 1}
+    assert {*kvjax_vllm.MIXED_DTYPES} == mixed
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("version", "reason"), [("0.34.0", ""), ("0.33.9", " (No module named 'vllm.v1')")])
+@pytest.mark.parametrize(("version", "reason"), [("0.34.0", ""), ("0.33.9", " (No module named 'vllm.config')")])
 def test_a_vllm_of_another_interface_is_told_both_versions(tmp_path: Path, version: str, reason: str):
     """It goes on without the backend, which is an error where it is chosen."""
     pytest.importorskip("torch")

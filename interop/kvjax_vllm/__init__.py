@@ -18,16 +18,20 @@ NAME = "KVJAX"
 TESTED = "0.33.0"
 """The version of vLLM that the plugin was tested with. Other patch versions of its series are accepted."""
 
+MIXED_DTYPES = "fp8_k_nvfp4_v", "fp8_k_nvfp4_4over6_v", "int8_k_nvfp4_v", "int8_k_nvfp4_4over6_v"
+"""Dtypes of kvjax that vLLM has no name of: keys of 8 bits, values of NVFP4."""
+
 _SERIES = TESTED.rpartition(".")[0]
 
 
 def register() -> None:
-    """Makes the backend known to vLLM. Nothing else changes until it is chosen.
+    """Makes the backend and its `MIXED_DTYPES` known to vLLM. Nothing else changes until they are chosen.
 
     A vLLM of another interface gets a warning: it stops if a plugin raises, and nobody may want this backend.
     """
     try:
         check_version()
+        register_dtypes()
         register_name()
     except NotImplementedError as error:
         warnings.warn(f"vLLM runs without the attention backend {NAME}: {error}", RuntimeWarning, stacklevel=2)
@@ -44,6 +48,40 @@ def register_name() -> Any:
         # A process that vLLM spawns reads its configuration, a pickle, before it loads plugins.
         AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (register_name, ())
     return AttentionBackendEnum[NAME]
+
+
+def register_dtypes() -> None:
+    """Registers `MIXED_DTYPES` as values of `--kv-cache-dtype`, unless that is done.
+
+    Other backends refuse them, as every dtype that they do not list.
+    """
+    try:
+        import torch
+        from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    except ImportError as error:
+        raise other_interface(error) from error
+    for name in MIXED_DTYPES:
+        if not is_known_kv_cache_dtype(name):
+            # A spec of vLLM has no more than these to tell which keys a page has.
+            stored = torch.int8 if name.startswith("int8") else torch.uint8
+            register_kv_cache_dtype(name)(_handler(name, stored))
+
+
+def _handler(dtype: str, stored: Any) -> type:
+    """A `KVCacheDTypeHandler` of vLLM: a dtype whose pages have elements of the torch.dtype `stored`."""
+
+    class Handler:
+        name = dtype
+
+        def torch_dtype(self) -> Any:
+            return stored
+
+        def quant_mode(self) -> Any:
+            from vllm.v1.kv_cache_interface import KVQuantMode
+
+            return KVQuantMode.CUSTOM
+
+    return Handler
 
 
 def check_version() -> None:

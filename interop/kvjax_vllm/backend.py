@@ -39,6 +39,7 @@ class KvjaxBackend(AttentionBackend):
         "fp8_per_token_head",
         "nvfp4",
         "nvfp4_4over6",
+        *kvjax_vllm.MIXED_DTYPES,
     ]
     forward_includes_kv_cache_update: bool = False
 

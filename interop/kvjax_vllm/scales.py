@@ -19,7 +19,8 @@ from kvjax import KVCacheValueError, KVScales, ModelKVConfig
 logger = init_logger("vllm.kvjax")
 
 SETTING = "additional_config['kvjax']"
-SCALED = KVQuantMode.FP8_PER_TENSOR, KVQuantMode.NVFP4
+NVFP4_VALUES = KVQuantMode.NVFP4, KVQuantMode.CUSTOM  # the latter are mixed dtypes
+SCALED = KVQuantMode.FP8_PER_TENSOR, *NVFP4_VALUES
 
 type LayerScales = tuple[torch.Tensor, torch.Tensor]
 """`k_scale, v_scale`: float32 tensors of one element, or of one for each of the rank's KV heads."""
@@ -53,7 +54,7 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
     scaled = {name: layer for name, layer in layers.items() if layer.impl.kv_quant_mode in SCALED}
     path = file_of_scales(vllm_config)
     if path is None or not scaled:
-        _warn_of_ones([layer for layer in scaled.values() if layer.impl.kv_quant_mode is KVQuantMode.NVFP4])
+        _warn_of_ones([layer for layer in scaled.values() if layer.impl.kv_quant_mode in NVFP4_VALUES])
         return own
     dtypes = {layer.kv_cache_dtype for layer in scaled.values()}
     by_dtype = {dtype: load_scales(path, vllm_config, dtype) for dtype in dtypes}
@@ -103,9 +104,13 @@ def _of_rank(scale: np.ndarray | np.float32, num_kv_heads: int, device: torch.de
 
 
 def _warn_of_ones(layers: list[Any]) -> None:
-    if layers and all(layer._k_scale_float == layer._v_scale_float == 1.0 for layer in layers):
+    # Keys of mixed dtypes do not lose small magnitudes, whatever their scale.
+    if layers and all(
+        layer._v_scale_float == 1.0 and (layer._k_scale_float == 1.0 or layer.impl.kv_quant_mode is KVQuantMode.CUSTOM)
+        for layer in layers
+    ):
         logger.warning(
-            "kvjax: every NVFP4 layer has decode scales of 1: blocks of 16 with no magnitude above 0.0059 read as"
+            "kvjax: every layer of NVFP4 has decode scales of 1: blocks of 16 with no magnitude above 0.0059 read as"
             " zero. Write scales with `kvjax calibrate`, and pass --additional-config"
             ' \'{"kvjax": {"scales": FILE}}\''
         )

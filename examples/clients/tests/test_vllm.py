@@ -23,8 +23,11 @@ import torch
 pytest.importorskip("vllm")
 
 from safetensors.numpy import save_file
-from vllm.config import set_current_vllm_config
+from vllm.config import CacheConfig, set_current_vllm_config
+from vllm.config.cache import get_kv_cache_dtype_handler
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_split_data_scale
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -75,13 +78,24 @@ STEPS = {
 }
 
 
-def cache_of(dtype: str, layout: KVCacheLayout, model_dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+def cache_of(
+    dtype: str,
+    layout: KVCacheLayout,
+    model_dtype: torch.dtype,
+    head_size: int = HEAD_SIZE,
+    head_size_v: int | None = None,
+) -> tuple[Any, list[torch.Tensor]]:
     """vLLM's spec and its views of the layers, whose every byte is POISON."""
     stored = model_dtype if dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[dtype]
     mode = get_kv_quant_mode(dtype)
     spec = BACKEND.customize_spec(
         FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=stored, kv_quant_mode=mode
+            block_size=BLOCK_SIZE,
+            num_kv_heads=KV_HEADS,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            dtype=stored,
+            kv_quant_mode=mode,
         )
     )
     page = spec.page_size_bytes
@@ -222,14 +236,15 @@ def test_every_kind_of_step_attends_to_what_was_written(dtype: str, layout: KVCa
         run(dtype, layout, step)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4", "int8_k_nvfp4_v"])
 @pytest.mark.parametrize("step", STEPS)
 def test_windows_soft_caps_and_sinks(dtype: str, step: str):
     run(dtype, LAYOUTS[0], STEPS[step], window=7, cap=20.0, sinks=torch.linspace(-1, 1, HEADS))
 
 
 def test_a_float16_model():
-    run("nvfp4", LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
+    for dtype in ("nvfp4", *kvjax_vllm.MIXED_DTYPES):
+        run(dtype, LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
     run("auto", LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
 
 
@@ -282,6 +297,43 @@ def test_a_page_of_nvfp4_has_the_bytes_of_vllms():
     assert run("nvfp4", LAYOUTS[0], STEPS["decodes"]).spec.page_size_bytes == 2 * KV_HEADS * BLOCK_SIZE * (32 + 4)
 
 
+MIXED_LAYERS = (
+    *((dtype, HEAD_SIZE, HEAD_SIZE) for dtype in kvjax_vllm.MIXED_DTYPES),
+    ("fp8_k_nvfp4_v", 48, 64),
+    ("int8_k_nvfp4_v", 64, 32),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(("dtype", "head_size", "head_size_v"), MIXED_LAYERS)
+def test_a_page_of_a_mixed_dtype_has_the_bytes_of_kvjax(
+    dtype: str, head_size: int, head_size_v: int, layout: KVCacheLayout
+):
+    """All keys, then all values, whichever of tokens and heads vLLM's layout has first."""
+    spec, views = cache_of(dtype, layout, torch.bfloat16, head_size, head_size_v)
+    own = kvjax.FullAttentionSpec(BLOCK_SIZE, KV_HEADS, head_size, head_size_v, dtype=kvjax.parse_kv_cache_dtype(dtype))
+    assert spec.page_size_bytes == own.page_size_bytes
+    page = views[1]
+    from kvjax_vllm.pages import cache_views
+
+    key_cache, value_cache = cache_views(page, head_size, spec.kv_quant_mode)
+    assert value_cache.storage_offset() - key_cache.storage_offset() == own.regions.v[0].base
+    assert key_cache.storage_offset() == page.storage_offset()
+    key_cache.fill_(1)
+    value_cache.fill_(2)
+    [start] = {view[2].storage_offset() for view in (page, key_cache)}
+    found = torch.tensor(page.untyped_storage()).view(torch.uint8)[start:][: spec.page_size_bytes]
+    end = own.regions.v[0].base
+    assert (found[:end] == 1).all()
+    assert (found[end:] == 2).all()
+    assert all((other.view(torch.uint8) == POISON).all() for other in (views[0], views[2]))
+
+
+def test_nvfp4_values_of_another_head_size_are_refused():
+    with pytest.raises(UnsupportedError, match="head_size_v: got 24, expected a multiple of 16"):
+        cache_of("fp8_k_nvfp4_v", LAYOUTS[0], torch.bfloat16, 64, 24)
+
+
 # What is refused.
 
 ACCEPTED: dict[str, Any] = {
@@ -312,6 +364,7 @@ def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
         ({"block_size": 8}, "block_size"),
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "turboquant_k8v4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
         ({"use_mm_prefix": True}, "multimodal"),
@@ -350,8 +403,24 @@ def test_attention_that_is_not_causal_is_refused():
 
 def test_registering_twice_changes_nothing():
     before = AttentionBackendEnum[kvjax_vllm.NAME]
+    handlers = [get_kv_cache_dtype_handler(dtype) for dtype in kvjax_vllm.MIXED_DTYPES]
     kvjax_vllm.register()
     assert AttentionBackendEnum[kvjax_vllm.NAME] is before
+    assert [get_kv_cache_dtype_handler(dtype) for dtype in kvjax_vllm.MIXED_DTYPES] == handlers
+    assert None not in handlers
+
+
+@pytest.mark.parametrize("dtype", kvjax_vllm.MIXED_DTYPES)
+def test_mixed_dtypes_are_arguments_of_vllm_that_only_this_backend_takes(dtype: str):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--kv-cache-dtype", dtype]))
+    assert CacheConfig(cache_dtype=arguments.kv_cache_dtype).cache_dtype == dtype
+    for other in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"):
+        try:
+            backend = AttentionBackendEnum[other].get_class()
+        except ImportError:  # of what a CPU lacks
+            continue
+        assert not backend.supports_kv_cache_dtype(dtype)
 
 
 def test_a_process_without_the_plugin_reads_a_configuration_that_names_the_backend():
@@ -433,24 +502,35 @@ def test_a_file_gives_each_layer_its_scales(tmp_path: Any):
     from kvjax_vllm.scales import scales_of_layers
 
     path = scale_file(tmp_path / "scales.safetensors", {0: 0.25, 1: 0.125})
-    for dtype in ("nvfp4", "fp8", "fp8_e5m2"):
+    for dtype in ("nvfp4", "fp8", "fp8_e5m2", "fp8_k_nvfp4_v"):
         found = scales_of_layers(scaled_config(path), scaled_layers(dtype))
         assert [scale.item() for scales in found.values() for scale in scales] == [0.25, 0.25, 0.125, 0.125]
+
+
+@pytest.mark.parametrize("dtype", ["int8_k_nvfp4_v", "int8_k_nvfp4_4over6_v"])
+def test_a_file_gives_layers_of_int8_keys_the_scale_of_values(tmp_path: Any, dtype: str):
+    from kvjax_vllm.scales import scales_of_layers
+
+    path = scale_file(tmp_path / "scales.safetensors", {0: 0.25, 1: 0.125})
+    found = scales_of_layers(scaled_config(path), scaled_layers(dtype))
+    assert [scale.item() for scales in found.values() for scale in scales] == [1, 0.25, 1, 0.125]
 
 
 def test_scales_of_each_head_are_divided_among_ranks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     from kvjax_vllm import scales
 
     path = scale_file(tmp_path / "scales.safetensors", {0: [0.25, 0.5]})
-    layers = scaled_layers("fp8", num_layers=1)
-    [layer] = layers.values()
-    layer.num_kv_heads = 1
+    both = [scaled_layers(dtype, num_layers=1) for dtype in ("fp8", "fp8_k_nvfp4_v")]
+    for layers in both:
+        [layer] = layers.values()
+        layer.num_kv_heads = 1
     for ranks, expected in ((2, [[0.25], [0.5]]), (4, [[0.25], [0.25], [0.5], [0.5]])):
         monkeypatch.setattr(scales, "get_tensor_model_parallel_world_size", lambda ranks=ranks: ranks)
         for rank, own in enumerate(expected):
             monkeypatch.setattr(scales, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-            [(k_scale, _)] = scales.scales_of_layers(scaled_config(path, 1), layers).values()
-            assert k_scale.tolist() == own
+            [fp8], [mixed] = (scales.scales_of_layers(scaled_config(path, 1), layers).values() for layers in both)
+            assert [scale.tolist() for scale in fp8] == [own, own]
+            assert [scale.tolist() for scale in mixed] == [own, 0.5]  # NVFP4 takes one
 
 
 @pytest.mark.parametrize(
@@ -468,7 +548,7 @@ def test_a_file_of_another_model_is_refused_before_serving(tmp_path: Any, scales
         scales_of_layers(scaled_config(path), scaled_layers("nvfp4"))
 
 
-@pytest.mark.parametrize("settings", [{"scale": "f"}, {"scales": 1}])
+@pytest.mark.parametrize("settings", [{"scale": "f"}, {"scales": 1}, {"scales": "f", "exact_window": 64}])
 def test_a_wrong_setting_is_refused(settings: dict[str, Any]):
     from kvjax_vllm.scales import file_of_scales
 
@@ -497,16 +577,25 @@ def test_nvfp4_at_scales_of_one_warns_once(monkeypatch: pytest.MonkeyPatch):
     next(iter(layers.values()))._k_scale_float = 0.5
     scales.scales_of_layers(config, layers)
     assert len(warned) == 1
+    for num, dtype in enumerate(kvjax_vllm.MIXED_DTYPES):
+        layers = scaled_layers(dtype)
+        for layer in layers.values():
+            layer._k_scale_float = 0.5
+        scales.scales_of_layers(config, layers)
+        assert len(warned) == 2 + num
+        layer._v_scale_float = 0.5
+        scales.scales_of_layers(config, layers)
+        assert len(warned) == 2 + num
 
 
 def test_every_dtype_that_kvjax_names_as_vllm_does_is_served_or_refused():
     assert {dtype for dtype in STR_DTYPE_TO_TORCH_DTYPE if dtype in kvjax.ACCEPTED_KV_CACHE_DTYPES} - {
-        "float32", "float", "half", "fp8_inc"
+        "float32", "float", "half", "fp8_inc", "fp8_ds_mla"
     } <= {*DTYPES}  # fmt: skip
 
 
 def test_prompts_can_be_compiled_before_any_comes():
-    for dtype in ("auto", "nvfp4"):
+    for dtype in ("auto", "nvfp4", *kvjax_vllm.MIXED_DTYPES):
         _, views = cache_of(dtype, LAYOUTS[0], torch.bfloat16)
         shape = HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS
         impl = BACKEND.get_impl_cls()(*shape, None, None, dtype)

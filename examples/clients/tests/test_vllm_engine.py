@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 
 from examples.clients.tests import vllm_on_cpu
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
+from kvjax_vllm import MIXED_DTYPES
 
 ROOT = pathlib.Path(__file__).parents[3]
 RESULT = "RESULT "
@@ -201,7 +202,10 @@ def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: 
     assert served["sequences"][-1]["cached"] >= SHARED // 16 * 16 - 16 or model_type != "llama"
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4", "nvfp4_4over6"])
+QUANTIZED = "fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4", "nvfp4_4over6", *MIXED_DTYPES
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_quantized_cache_gives_what_transformers_gives_over_the_same(saved: Any, tmp_path: pathlib.Path, dtype: str):
     model, folder = saved("llama")
     # One block is vLLM's own. Others hold the first four prompts, but not all that comes after them.
@@ -221,18 +225,19 @@ def write_scales(tmp_path: pathlib.Path, scales: dict[str, list[Any]]) -> dict[s
     return {"kvjax": {"scales": str(file)}}
 
 
-def test_skipped_layers_and_scales_of_a_file(saved: Any, tmp_path: pathlib.Path):
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8_k_nvfp4_v", "int8_k_nvfp4_v"])
+def test_skipped_layers_and_scales_of_a_file(saved: Any, tmp_path: pathlib.Path, dtype: str):
     model, folder = saved("llama")
     scales = {"k_scale": [0.01, 0.02], "v_scale": [0.01, 0.005]}
-    options = {"kv_cache_dtype": "nvfp4", "kv_cache_dtype_skip_layers": ["0"]}
+    options = {"kv_cache_dtype": dtype, "kv_cache_dtype_skip_layers": ["0"]}
     served = serve(folder, "llama", tmp_path, additional_config=write_scales(tmp_path, scales), **options)
-    error = compare(model, served, {"kv_cache_dtype": "nvfp4", "skip_layers": [0], **scales})
-    print(f"llama, nvfp4 with scales: log-probabilities deviate by {error:.1e}")
+    error = compare(model, served, {"kv_cache_dtype": dtype, "skip_layers": [0], **scales})
+    print(f"llama, {dtype} with scales: log-probabilities deviate by {error:.1e}")
     assert error < 0.05
     # It is the file's scales, of the layer that is not skipped.
     others = {"k_scale": [0.01, 1.0], "v_scale": [0.01, 1.0]}
-    assert deviation(model, served, {"kv_cache_dtype": "nvfp4", "skip_layers": [0], **others}) > 4 * error
-    assert deviation(model, served, {"kv_cache_dtype": "nvfp4", **scales}) > 4 * error
+    assert deviation(model, served, {"kv_cache_dtype": dtype, "skip_layers": [0], **others}) > 4 * error
+    assert deviation(model, served, {"kv_cache_dtype": dtype, **scales}) > 4 * error
 
 
 def test_ranks_of_tensor_parallelism_take_their_heads_scales(saved: Any, tmp_path: pathlib.Path):
