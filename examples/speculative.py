@@ -93,7 +93,11 @@ class Speculator:
         self._draft, self._num_drafts, self._max_blocks = draft, num_drafts, max_blocks
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
-        """Returns each prompt with its new tokens."""
+        """Returns each prompt with its new tokens; `ValueError` for a negative number of these."""
+        if num_new_tokens < 0:
+            raise ValueError(f"num_new_tokens: got {num_new_tokens}, expected at least 0")
+        if not num_new_tokens:
+            return [list(prompt) for prompt in prompts]
         sequences = [self._pool.sequence(prompt) for prompt in prompts]
         known = [list(prompt) for prompt in prompts]
         for sequence, tokens in zip(sequences, known, strict=True):

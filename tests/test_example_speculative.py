@@ -88,6 +88,14 @@ def test_tokens_are_those_of_greedy_decoding(window):
     assert steps["right"] < steps["some"] < steps["none"]
 
 
+def test_no_new_tokens_are_none_and_fewer_are_refused():
+    made, pool = speculator(None, lookup)
+    assert made.generate(PROMPTS, 0) == PROMPTS
+    assert (pool.num_free, pool.num_cached, made.num_steps) == (NUM_BLOCKS, 0, 0)
+    with pytest.raises(ValueError, match="num_new_tokens: got -1, expected at least 0"):
+        made.generate(PROMPTS, -1)
+
+
 def test_the_order_of_truncate_commit_and_free_before():
     """In a pool that knows no window: what may be taken back is not freed, and what is committed is not taken back."""
     window, pool = 5, kvjax.BlockPool(16, 2)
