@@ -224,9 +224,29 @@ def write_and_attend(
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
-def fill_windows(caches: tuple[Windowed, ...], step: kvjax.StepMetadata, fills: jax.Array) -> tuple[Windowed, ...]:
-    """Fills rows of the windows of all layers from their pages."""
-    return tuple(Windowed(cache, kvjax.fill_exact_window(window, cache, step, fills)) for cache, window in caches)
+def fill_windows(caches: tuple[Cache, ...], step: kvjax.StepMetadata, fills: jax.Array) -> tuple[Cache, ...]:
+    """Fills rows of the windows of all layers that have one from their pages."""
+    return tuple(
+        each._replace(window=kvjax.fill_exact_window(each.window, each.cache, step, fills))
+        if isinstance(each, Windowed)
+        else each
+        for each in caches
+    )
+
+
+def with_exact_windows(
+    caches: Sequence[kvjax.KVCache],
+    max_seqs: int,
+    size: int,
+    *,
+    sharding: jax.sharding.Sharding | jax.Device | None = None,
+) -> tuple[Cache, ...]:
+    """Adds exact windows of `size` tokens of `max_seqs` sequences beside the quantized layers, as `kvjax plan` counts.
+
+    Other layers get none. `sharding` is that of the caches.
+    """
+    allocate = functools.partial(kvjax.ExactWindow.allocate, num_rows=max_seqs, size=size, sharding=sharding)
+    return tuple(Windowed(each, allocate(each.spec)) if each.spec.dtype.is_quantized else each for each in caches)
 
 
 def forward(
@@ -343,8 +363,8 @@ def generate(
     longest = max(map(len, prompts)) + num_new_tokens
     run = functools.partial(greedy_step, params, config=config)
     max_blocks = -(-longest // pool.block_size)
-    has_windows = isinstance(caches, tuple) and isinstance(caches[0], Windowed)
-    windows = (kvjax.WindowRows(caches[0].window), fill_windows) if has_windows else None
+    own = [each.window for each in caches if isinstance(each, Windowed)] if isinstance(caches, tuple) else []
+    windows = (kvjax.WindowRows(own[0]), fill_windows) if own else None
     sizes: dict[str, Any] = {"num_seqs": [len(prompts)], "max_blocks": max_blocks, "chunk": chunk}
     engine = Engine(run, caches, pool, sharding=sharding, windows=windows, **sizes)
     requests = [engine.submit(prompt, num_new_tokens) for prompt in prompts]
@@ -381,7 +401,9 @@ def main() -> None:
     parser.add_argument("--num-new-tokens", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of 16 tokens, in every layer")
-    parser.add_argument("--exact-window", type=int, help="tokens that stay in the model dtype, such as 64")
+    parser.add_argument(
+        "--exact-window", type=int, help="tokens of quantized layers that stay in the model dtype, such as 64"
+    )
     args = parser.parse_args()
 
     path = Path(args.model)
@@ -400,20 +422,16 @@ def main() -> None:
     scales = [kvjax.KVScales(np.float32(1), np.float32(1))] * len(specs)  # 1
     if path.is_dir():
         scales = kvjax.load_kv_scales(path, model, args.kv_cache_dtype)
-    caches: tuple[Cache, ...] = tuple(
+    caches = tuple(
         kvjax.KVCache.allocate(spec, args.num_blocks, sharding=device, **layer_scales._asdict())
         for spec, layer_scales in zip(specs, scales, strict=True)
     )
+    pages_and_windows: tuple[Cache, ...] = caches
     if args.exact_window:
-        caches = tuple(
-            Windowed(
-                cache, kvjax.ExactWindow.allocate(cache.spec, len(args.prompts), args.exact_window, sharding=device)
-            )
-            for cache in caches
-        )
+        pages_and_windows = with_exact_windows(caches, len(args.prompts), args.exact_window, sharding=device)
     pool = kvjax.BlockPool(args.num_blocks, specs[0].block_size)
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompts]
-    generated, _ = generate(params, config, caches, pool, prompts, args.num_new_tokens, sharding=device)
+    generated, _ = generate(params, config, pages_and_windows, pool, prompts, args.num_new_tokens, sharding=device)
     for tokens in generated:
         print(tokenizer.decode(tokens), end="\n\n")
 

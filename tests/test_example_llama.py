@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import kvjax  # noqa: E402
 from examples import llama  # noqa: E402
+from kvjax.cli import main  # noqa: E402
 
 SIZES = {
     "vocab_size": 97,
@@ -67,7 +68,7 @@ def save(name: str, folder: Path) -> Any:
 class Loaded:
     """The saved model as the example loads it, over caches that were full of NaN."""
 
-    def __init__(self, folder: Path, kv_cache_dtype: str = "auto", **changes: Any):
+    def __init__(self, folder: Path, kv_cache_dtype: Any = "auto", **changes: Any):
         hf_config = json.loads((folder / "config.json").read_text()) | changes
         model = kvjax.ModelKVConfig.from_hf_config(hf_config)
         self.config = llama.ModelConfig.from_hf_config(hf_config)
@@ -168,6 +169,37 @@ def test_layers_of_one_cache_and_layers_in_a_scan_are_the_same(form: str, tmp_pa
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     for layer, cache in enumerate(loaded.caches):
         np.testing.assert_allclose(other.caches.kv[:, layer], cache.kv, rtol=1e-5, atol=1e-6)
+
+
+def test_only_quantized_layers_get_exact_windows_and_take_what_the_plan_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    save("llama", tmp_path)
+    arguments = "--kv-cache-dtype=0=float32,*=nvfp4", "--exact-window=40", "--max-seqs=3"
+    assert main(["plan", "--config", str(tmp_path), "--json", *arguments]) == 0
+    caches = llama.with_exact_windows(Loaded(tmp_path, {"0": "float32", "*": "nvfp4"}).caches, 3, 40)
+    assert [type(each) for each in caches] == [kvjax.KVCache, llama.Windowed]
+    counted = json.loads(capsys.readouterr().out)["exact_window"]["bytes"]
+    assert counted == sum(each.window.ring.kv.nbytes for each in caches if isinstance(each, llama.Windowed))
+
+
+@pytest.mark.full
+def test_layers_with_and_without_an_exact_window_generate_the_tokens_of_transformers(tmp_path: Path):
+    """Windows hold whole sequences: tokens that the NVFP4 layer read from its pages would show."""
+    model = save("llama", tmp_path)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(torch.from_numpy(tokens)[None], **options)[0].tolist() for tokens in prompts()]
+    loaded = Loaded(tmp_path, {"0": "float32", "*": "nvfp4"})
+    loaded.caches = llama.with_exact_windows(loaded.caches, 3, 40)
+    given = [tokens.tolist() for tokens in prompts()]
+    for prefix in (0, 20):  # after a prefix hit a row is filled with what the pages hold
+        assert loaded.pool.num_cached_tokens(given[0]) == prefix
+        with jax.default_matmul_precision("highest"):
+            found, loaded.caches = llama.generate(
+                loaded.params, loaded.config, loaded.caches, loaded.pool, given, 6, chunk=8
+            )
+        assert [tokens[: len(prompt)] for tokens, prompt in zip(found, given, strict=True)] == given
+        assert prefix or found == expected
 
 
 @matrix({"dtype": ["bfloat16", "fp8_e4m3", "nvfp4"]}, few={"dtype": ["nvfp4"]})
