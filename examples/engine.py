@@ -2,7 +2,7 @@
 
 The host runs one step ahead: a step reads the previous step's tokens on the device, and the host reads them while the
 next step runs. With caches on the host it takes more requests than the device holds: those that came last wait there
-while blocks are short, and evicted prefixes come back from there.
+while blocks are short, and evicted prefixes come back from there. What the host does not hold either is computed again.
 
 docs/serving.md explains it; `examples.llama` provides a step, and `benchmarks.serve` times it.
 """
@@ -26,6 +26,7 @@ class Request:
     """A prompt and its progress.
 
     Attributes:
+      prefill: its tokens to compute in chunks: the prompt, and what it had generated when it last lost its blocks.
       num_started: tokens that steps were started for, including those that the host has not read yet.
       row: the row of its last token in the last step's output; None if the host has read it.
     """
@@ -33,6 +34,7 @@ class Request:
     prompt: Sequence[int]
     max_new_tokens: int
     sequence: kvjax.PagedSequence
+    prefill: Sequence[int] = ()
     generated: list[int] = dataclasses.field(default_factory=list)
     num_started: int = 0
     row: int | None = None
@@ -49,7 +51,8 @@ class Engine:
     Attributes:
       caches: written by the step, which they are donated to.
       host_caches: what `caches` do not hold; None without.
-      num_preempted: how often a request was moved to the host.
+      num_preempted: how often a request gave its blocks to others, and was moved to the host if it had room.
+      num_recomputed: how often it had none, so that the request starts again with all of its tokens.
 
     Args:
       run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
@@ -85,13 +88,13 @@ class Engine:
         if host_caches is not None and windows is not None:
             raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
         self.caches, self.host_caches, self._windows = caches, host_caches, windows
-        self.num_preempted = 0
+        self.num_preempted = self.num_recomputed = 0
         self._run, self._pool, self._eos = run, pool, eos_token_id
         self._num_seqs, self._max_blocks = sorted(num_seqs), max_blocks
         self._chunk, self._max_prompts = chunk, max_prompts
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: list[Request] = []
-        self._swapped: collections.deque[Request] = collections.deque()
+        self._preempted: collections.deque[Request] = collections.deque()
         # Committed, as results are: the second step would be compiled again otherwise.
         self._previous: Any = jax.device_put(np.zeros(self.max_num_seqs, np.int32), sharding)
         self._unread: tuple[jax.Array, list[tuple[int, Request]]] | None = None
@@ -116,7 +119,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether all requests are done."""
-        return not (self._waiting or self._running or self._swapped)
+        return not (self._waiting or self._running or self._preempted)
 
     def step(self) -> list[Request]:
         """Starts a step, then reads the previous one's tokens; returns the requests that this completes."""
@@ -140,22 +143,27 @@ class Engine:
             taken += self._blocks_of(request)
             if taken > self._pool.num_blocks:
                 return
-            request.sequence = self._pool.sequence(request.prompt)  # shares the cached blocks of its prefix
+            self._start_prefill(request)
             self._running.append(self._waiting.popleft())
 
+    def _start_prefill(self, request: Request) -> None:
+        """Gives a request without blocks the cached ones of its tokens, which the host has read all."""
+        request.prefill = [*request.prompt, *request.generated]
+        request.sequence = self._pool.sequence(request.prefill)
+
     def _admit_to_host_tier(self) -> None:
-        """Admits those that were swapped out, then waiting ones, while they and a block for each running one fit."""
-        while (self._swapped or self._waiting) and len(self._running) < self.max_num_seqs:
-            request = (self._swapped or self._waiting)[0]
-            num_tokens = max(request.sequence.num_tokens, len(request.prompt)) + 1
+        """Admits those that were preempted, then waiting ones, while they and a block for each running one fit."""
+        while (self._preempted or self._waiting) and len(self._running) < self.max_num_seqs:
+            queue = self._preempted or self._waiting
+            request = queue[0]
+            num_tokens = max(request.sequence.num_tokens, len(request.prompt) + len(request.generated)) + 1
             if -(-num_tokens // self._pool.block_size) + len(self._running) > self._pool.num_free and self._running:
                 return
-            if self._swapped:
+            if request.sequence.is_swapped_out:
                 request.sequence.swap_in()
-                self._swapped.popleft()
             else:
-                request.sequence = self._pool.sequence(request.prompt)
-                self._waiting.popleft()
+                self._start_prefill(request)
+            queue.popleft()
             self._running.append(request)
 
     def _reserve(self, batch: Batch) -> Batch:
@@ -166,11 +174,14 @@ class Engine:
             except kvjax.OutOfBlocksError:
                 if self.host_caches is None or self._running[-1] is self._running[0]:
                     raise
-                preempted = self._running[-1]
-                preempted.sequence.swap_out()
-                self._running.pop()
+                preempted = self._running.pop()
+                try:
+                    preempted.sequence.swap_out()
+                except kvjax.OutOfBlocksError:  # of the host: its tokens are computed again, but for cached blocks
+                    preempted.sequence.free()
+                    self.num_recomputed += 1
                 preempted.row = None  # when it continues, the host has read its last token
-                self._swapped.appendleft(preempted)
+                self._preempted.appendleft(preempted)
                 self.num_preempted += 1
                 batch = [entry for entry in batch if entry[0] is not preempted]
                 if not batch:
@@ -197,8 +208,8 @@ class Engine:
         left, num_prompts = self._chunk, self._max_prompts
         for request in self._running:
             position = request.sequence.num_tokens
-            if position < len(request.prompt):
-                new = np.asarray(request.prompt[position : position + left], np.int32)
+            if position < len(request.prefill):
+                new = np.asarray(request.prefill[position : position + left], np.int32)
                 if num_prompts and len(new):
                     batch.append((request, new))
                     left, num_prompts = left - len(new), num_prompts - 1
@@ -235,7 +246,7 @@ class Engine:
             request.row = row
             if new[0] >= 0:  # known to the host
                 request.sequence.commit(new)
-            if request.sequence.num_tokens >= len(request.prompt):
+            if request.sequence.num_tokens >= len(request.prefill):
                 request.num_started += 1
                 outputs.append((row, request))
         return self._previous, outputs
@@ -254,7 +265,7 @@ class Engine:
             if len(request.generated) == request.max_new_tokens or values[row] == self._eos:
                 request.is_done = True
                 request.sequence.free()
-                (self._swapped if request in self._swapped else self._running).remove(request)
+                (self._preempted if request in self._preempted else self._running).remove(request)
                 ended.append(request)
             elif request.num_started > len(request.generated):  # the running step writes it
                 request.sequence.commit(values[row : row + 1])

@@ -136,48 +136,69 @@ def test_a_request_ends_with_the_token_that_ends_texts():
     assert pool.num_free == NUM_BLOCKS
 
 
+USER_PROMPT, USER_NEW = 7, 17
+BLOCKS_OF_USER = -(-(USER_PROMPT + USER_NEW) // SPEC.block_size)
+
+
+def served_users(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[int]], list[int]]:
+    """Four users at once, then one with the first's prefix: the engine, their tokens, and how many each step computed.
+
+    Pages are NaN before; all blocks are free after.
+    """
+    rng = np.random.default_rng(1)
+    users = [rng.integers(0, CONFIG.vocab_size, USER_PROMPT).tolist() for _ in range(4)]
+    pool = kvjax.BlockPool(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks)
+    device, calls = jax.devices()[0], []
+    caches = [
+        kvjax.KVCache.allocate(SPEC, size, num_layers=2, sharding=where)
+        for size, where in ((num_blocks, device), (num_host_blocks or 1, kvjax.host_sharding()))
+    ]
+    cache, host = (dataclasses.replace(x, kv=jax.numpy.full_like(x.kv, np.nan)) for x in caches)
+
+    def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
+        calls.append(int(step.cu_q_lens[-1]))
+        return llama.greedy_step(params(), tokens, previous, step, caches, config=CONFIG, **buckets)
+
+    options = {
+        "num_seqs": [4],
+        "max_blocks": BLOCKS_OF_USER,
+        "chunk": 8,
+        "host_caches": host if num_host_blocks else None,
+    }
+    engine = Engine(run, cache, pool, **options)
+    found = []
+    for prompts_of_round in (users, [[*users[0][:4], 5]]):
+        requests = [engine.submit(prompt, USER_NEW) for prompt in prompts_of_round]
+        while not engine.is_idle:
+            engine.step()
+        found += [request.generated for request in requests]
+    assert (pool.num_free, pool.num_free_host) == (num_blocks, num_host_blocks)
+    return engine, found, calls
+
+
 @pytest.mark.full
 def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens():
     """Their tokens are those of a pool that holds all, none is computed twice, and an evicted prefix comes back."""
-    rng, number = np.random.default_rng(1), 17
-    users = [rng.integers(0, CONFIG.vocab_size, 7).tolist() for _ in range(4)]
-    per_user = -(-(7 + number) // SPEC.block_size)
-
-    def served(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[int]], list[int]]:
-        pool = kvjax.BlockPool(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks)
-        device, calls = jax.devices()[0], []
-        caches = [
-            kvjax.KVCache.allocate(SPEC, size, num_layers=2, sharding=where)
-            for size, where in ((num_blocks, device), (num_host_blocks or 1, kvjax.host_sharding()))
-        ]
-        cache, host = (dataclasses.replace(x, kv=jax.numpy.full_like(x.kv, np.nan)) for x in caches)
-
-        def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
-            calls.append(int(step.cu_q_lens[-1]))
-            return llama.greedy_step(params(), tokens, previous, step, caches, config=CONFIG, **buckets)
-
-        options = {
-            "num_seqs": [4],
-            "max_blocks": per_user,
-            "chunk": 8,
-            "host_caches": host if num_host_blocks else None,
-        }
-        engine = Engine(run, cache, pool, **options)
-        found = []
-        for prompts_of_round in (users, [[*users[0][:4], 5]]):
-            requests = [engine.submit(prompt, number) for prompt in prompts_of_round]
-            while not engine.is_idle:
-                engine.step()
-            found += [request.generated for request in requests]
-        assert (pool.num_free, pool.num_free_host) == (num_blocks, num_host_blocks)
-        return engine, found, calls
-
-    _, expected, calls_of_all = served(5 * per_user, 0)
-    engine, found, calls = served(2 * per_user, 4 * per_user)
+    _, expected, calls_of_all = served_users(5 * BLOCKS_OF_USER, 0)
+    engine, found, calls = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER)
     assert found == expected
     assert engine.num_preempted >= 2
-    assert sum(calls) == sum(calls_of_all) == 4 * (7 + number - 1) + 1 + number - 1
+    assert engine.num_recomputed == 0
+    assert sum(calls) == sum(calls_of_all) == 4 * (USER_PROMPT + USER_NEW - 1) + 1 + USER_NEW - 1
     assert len(calls) > len(calls_of_all)
+
+
+@pytest.mark.parametrize(("num_host_blocks", "num_recomputed"), [pytest.param(1, 2, marks=pytest.mark.full), (6, 1)])
+def test_users_that_the_host_has_no_room_for_are_computed_again_and_get_their_tokens(
+    num_host_blocks: int, num_recomputed: int
+):
+    """Of two that are preempted, the host has room for none, or for one beside what is evicted."""
+    _, expected, calls_of_all = served_users(5 * BLOCKS_OF_USER, 0)
+    engine, found, calls = served_users(2 * BLOCKS_OF_USER, num_host_blocks)
+    assert found == expected
+    assert all(len(tokens) == USER_NEW for tokens in found)
+    assert (engine.num_preempted, engine.num_recomputed) == (2, num_recomputed)
+    assert sum(calls) > sum(calls_of_all)
 
 
 def test_the_next_step_starts_before_the_tokens_of_the_last_are_read():
