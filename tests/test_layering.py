@@ -154,6 +154,25 @@ def asserts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
 
+SHORT_SIGNATURES = ("kvjax.cli", "kvjax.demo")
+MAX_PARAMETERS = 7
+
+
+def long_signatures(modules: Modules) -> Iterator[str]:
+    """Functions with too many parameters to tell apart, where no caller's contract asks for them."""
+    for name, module in modules.items():
+        if not name.startswith(SHORT_SIGNATURES):
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                of = node.args
+                own = [
+                    each.arg for each in (*of.posonlyargs, *of.args, *of.kwonlyargs) if each.arg not in ("self", "cls")
+                ]
+                if len(own) > MAX_PARAMETERS:
+                    yield f"{name}:{node.lineno} has {len(own)} parameters, expected at most {MAX_PARAMETERS}"
+
+
 NAME_QUANT_MODES = ("kvjax", "kvjax.dtypes", "kvjax.spec")
 
 

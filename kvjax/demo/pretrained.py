@@ -50,13 +50,11 @@ class Pretrained:
 
     Attributes:
       kv_config: its caches' configuration, for `kvjax.resolve_layer_specs`.
-      head_size: of queries, keys and values.
       rms_norm_eps: of every norm.
       frequencies: of RoPE, float64 `[head_size / 2]`.
     """
 
     kv_config: kvjax.ModelKVConfig
-    head_size: int
     rms_norm_eps: float
     frequencies: np.ndarray
     embedding: jax.Array
@@ -76,7 +74,6 @@ class Pretrained:
         embedding = load("model.embed_tokens").T
         return cls(
             kv_config=kvjax.ModelKVConfig.from_hf_config(config),
-            head_size=head_size,
             rms_norm_eps=config["rms_norm_eps"],
             frequencies=config["rope_theta"] ** (-np.arange(0, head_size, 2) / head_size),
             embedding=embedding,
@@ -131,14 +128,7 @@ class Pretrained:
             step = dataclasses.replace(step, window_rows=np.arange(len(step.seq_lens), dtype=np.int32))
         for number, layer in enumerate(self.layers):
             x, caches[number], inputs = _run_layer(
-                x,
-                caches[number],
-                layer,
-                step,
-                angles,
-                eps=self.rms_norm_eps,
-                head_size=self.head_size,
-                exact_window=exact_window,
+                x, caches[number], layer, step, angles, eps=self.rms_norm_eps, exact_window=exact_window
             )
             attended.append(inputs)
         return _logits(x, self.norm, self.unembedding, eps=self.rms_norm_eps), attended
@@ -153,7 +143,7 @@ def step_of(lengths: Sequence[int]) -> tuple[kvjax.StepMetadata, int]:
     return kvjax.StepMetadata.from_sequences(sequences, lengths), num_blocks
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "head_size", "exact_window"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("eps", "exact_window"), donate_argnames="cache")
 def _run_layer(
     x: jax.Array,
     cache: kvjax.KVCache,
@@ -162,13 +152,13 @@ def _run_layer(
     angles: jax.Array,
     *,
     eps: float,
-    head_size: int,
     exact_window: int | None,
 ) -> tuple[jax.Array, kvjax.KVCache, Attended]:
     # By default a GPU would multiply float32 matrices in TF32, whose rounding exceeds that of the 16-bit caches.
     with jax.default_matmul_precision("highest"):
         h = _rms_norm(x, layer["attention_norm"], eps)
-        query, key, value = ((h @ layer[name]).reshape(len(x), -1, head_size) for name in ("query", "key", "value"))
+        heads = (len(x), -1, cache.spec.head_size)
+        query, key, value = ((h @ layer[name]).reshape(heads) for name in ("query", "key", "value"))
         inputs = Attended(_rotate(query, angles), _rotate(key, angles), value)
         if exact_window is None:
             attended, cache = kvjax.attend(*inputs, cache, step, unique_slots=True)
