@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
-from kvjax.spec import AttentionSpec, as_int, as_specs
+from kvjax.spec import AttentionSpec, as_int, as_items, as_specs
 
 
 def unify_page_sizes(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
@@ -99,6 +99,7 @@ def max_group_blocks(groups: Sequence[LayerGroup], budget_bytes: int) -> int:
       KVCacheValueError: no groups, or a negative budget.
       KVCacheTypeError: not groups of `group_layers`, or the budget is not an int.
     """
+    groups = as_items("groups", groups, "what group_layers returns")
     for index, group in enumerate(groups):
         if not isinstance(group, LayerGroup):
             raise KVCacheTypeError(f"groups[{index}]: got {shown(group)}, expected one of group_layers")

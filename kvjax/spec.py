@@ -6,7 +6,7 @@ All of it is exact integer arithmetic on a spec's fields, without arrays or devi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvjax.dtypes import (
     parse_dtype_of,
     parse_model_dtype,
 )
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, shown, type_name
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, got_expected, kind_of, shown, type_name
 from kvjax.layouts import CacheLayout, VScaleLayout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegions, interleaved_regions, separate_regions
 
@@ -395,6 +395,14 @@ def as_int(what: str, value: object, *, least: int | None = None, most: int | No
     if most is not None and size > most:
         raise KVCacheValueError(f"{what}: got {shown(size)}, expected an int of at most {most}")
     return size
+
+
+def as_items(what: str, value: object, expected: str) -> list[Any]:
+    """Returns the entries of a sequence, or of anything else with an order; `expected` words it for the message."""
+    is_other = isinstance(value, (str, bytes, dict, set, frozenset)) or getattr(value, "ndim", 1) == 0
+    if is_other or not isinstance(value, Iterable):
+        raise KVCacheTypeError(f"{what}: got {kind_of(value)}, expected {expected}")
+    return list(value)
 
 
 def as_bool(what: str, value: object) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kvjax.block_pool import PagedSequence
+from kvjax.block_pool.sequence import check_is_sequence, paired
 from kvjax.errors import KVCacheValueError
 from kvjax.exact_window import ExactWindow, check_is_window
 from kvjax.spec import as_int
@@ -69,8 +71,10 @@ class WindowRows:
         Raises:
           KVCacheValueError: more sequences than rows, more new tokens than a sequence has, or a sequence given twice.
             Nothing has changed.
+          KVCacheTypeError: not a sequence of `PagedSequence`s, or not one of ints.
         """
-        new = _checked(sequences, q_lens)
+        pairs = paired(sequences, "q_lens", q_lens)
+        new = _with_new_tokens(pairs)
         if len(new) > self.num_rows:
             raise KVCacheValueError(
                 f"sequences: got {len(new)} with new tokens, expected at most {self.num_rows}, the rows of the window"
@@ -78,7 +82,7 @@ class WindowRows:
         for sequence in new:
             if sequence in self._held:
                 self._held.move_to_end(sequence)
-        rows, fills = np.full((2, len(sequences)), NO_ROW, np.int32)
+        rows, fills = np.full((2, len(pairs)), NO_ROW, np.int32)
         for sequence, (index, first) in new.items():
             held = self._take(sequence)
             seen = max(first - self._size + 1, 0)  # the first token that the new ones attend to in the window
@@ -96,7 +100,12 @@ class WindowRows:
         Returns:
           int32 `[0 or 1, 2]`: rows to copy (from, to) by `copy_window_rows` before the next call of this object; none
           if `sequence` has no row, or the only one.
+
+        Raises:
+          KVCacheTypeError: one of them is no `PagedSequence`.
         """
+        check_is_sequence("sequence", sequence)
+        check_is_sequence("other", other)
         if sequence not in self._held or self.num_rows == 1:
             return np.zeros((0, 2), np.int32)
         self._held.move_to_end(sequence)
@@ -116,16 +125,10 @@ class WindowRows:
         return held
 
 
-def _checked(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> dict[PagedSequence, tuple[int, int]]:
+def _with_new_tokens(pairs: Sequence[tuple[PagedSequence, Any]]) -> dict[PagedSequence, tuple[int, int]]:
     """Returns, of each sequence with new tokens, its index and the position of the first of them."""
-    if len(sequences) != len(q_lens):
-        raise KVCacheValueError(
-            f"q_lens: got {len(q_lens)} numbers, expected one for each of {len(sequences)} sequences"
-        )
-    if len(set(sequences)) != len(sequences):
-        raise KVCacheValueError("sequences: got a duplicate, expected each once")
     new = {}
-    for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True)):
+    for index, (sequence, q_len) in enumerate(pairs):
         if number := as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens):
             new[sequence] = index, sequence.num_tokens - number
     return new

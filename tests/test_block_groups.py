@@ -442,6 +442,7 @@ def test_a_step_of_each_group():
         (lambda: BlockPool(4, 2).sequence().blocks_of(1), KVCacheValueError, "group: got 1, expected an int of at m"),
         (lambda: kvjax.group_layers([]), KVCacheValueError, "group_layers: got no specs, expected one for each"),
         (lambda: kvjax.max_group_blocks([FULL], 1), KVCacheTypeError, r"groups\[0\]: got Layers\(.*, expected one of"),
+        (lambda: kvjax.max_group_blocks(3, 1), KVCacheTypeError, "groups: got an int, expected what group_layers ret"),
         (lambda: kvjax.max_group_blocks([], 1), KVCacheValueError, "max_group_blocks: got no specs"),
     ],
 )

@@ -363,6 +363,79 @@ def test_what_cannot_be_is_named(call, error, message):
         call(BlockPool(4, 2))
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda pool, _: BlockPool(4, groups=3),
+            KVCacheTypeError,
+            "^groups: got an int, expected a sequence of specs, ",
+        ),
+        (
+            lambda pool, _: BlockPool(4, groups=np.arange(2)),
+            KVCacheTypeError,
+            r"^groups\[0\]: got an int64, expected a",
+        ),
+        (lambda pool, _: pool.fork(0), KVCacheTypeError, "^blocks: got an int, expected a sequence of block numbers"),
+        (lambda pool, _: pool.fork([[0]]), KVCacheTypeError, r"^blocks: got \[0\] of type list, expected an int"),
+        (lambda pool, _: pool.free(None), KVCacheTypeError, "^blocks: got None, expected a sequence of block numbers"),
+        (lambda pool, _: pool.free("0"), KVCacheTypeError, "^blocks: got a str, expected a sequence of block numbers"),
+        (lambda pool, _: pool.free(np.array(0)), KVCacheTypeError, "^blocks: got a ndarray, expected a sequence of bl"),
+        (
+            lambda pool, _: pool.free(np.array([[0]])),
+            KVCacheTypeError,
+            r"^blocks: got array\(\[0\]\) of type ndarray, e",
+        ),
+        (lambda pool, _: pool.free([0, 1.5]), KVCacheTypeError, "^blocks: got 1.5 of type float, expected an int"),
+        (lambda pool, one: pool.append(one, [1]), KVCacheTypeError, "^sequences: got a PagedSequence, expected a seq"),
+        (lambda pool, one: pool.append({one}, [1]), KVCacheTypeError, "^sequences: got a set, expected a sequence of"),
+        (lambda pool, one: pool.append([one], 1), KVCacheTypeError, "^num_new_tokens: got an int, expected a sequence"),
+        (
+            lambda pool, one: pool.append([one], None),
+            KVCacheTypeError,
+            "^num_new_tokens: got None, expected a sequence",
+        ),
+        (
+            lambda pool, one: pool.append([one, 7], [1, 1]),
+            KVCacheTypeError,
+            r"^sequences\[1\]: got an int, expected a Pa",
+        ),
+        (
+            lambda pool, one: pool.append([[one]], [1]),
+            KVCacheTypeError,
+            r"^sequences\[0\]: got a list, expected a PagedS",
+        ),
+        (
+            lambda pool, one: pool.sequence(None),
+            KVCacheTypeError,
+            r"^token_ids: got None, expected integers \[num_toke",
+        ),
+        (
+            lambda pool, one: pool.sequence({1, 2}),
+            KVCacheTypeError,
+            r"^token_ids: got a set, expected integers \[num_to",
+        ),
+        (lambda pool, one: pool.num_cached_tokens("hi"), KVCacheTypeError, "^token_ids: got a str, expected integers"),
+        (
+            lambda pool, one: pool.block_hashes([[1], [1, 2]]),
+            KVCacheValueError,
+            r"^token_ids: got \[\[1\], \[1, 2\]\], e",
+        ),
+        (
+            lambda pool, one: one.commit([[1], [1, 2]]),
+            KVCacheValueError,
+            r"^token_ids: got \[\[1\], \[1, 2\]\], expected in",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_named_and_change_nothing(call, error, message):
+    pool = BlockPool(4, 2)
+    held, one = pool.allocate(1), pool.sequence()
+    with pytest.raises(error, match=message):
+        call(pool, one)
+    assert ([pool.ref_cnt(block) for block in range(4)], held, one.num_tokens) == ([1, 0, 0, 0], [0], 0)
+
+
 def test_it_knows_nothing_of_jax():
     for module in (pool_module, core, sequence_module, store, host, groups, hashes):
         assert not {"jax", "jnp"} & set(vars(module))

@@ -120,6 +120,10 @@ def sequences(*lengths: int) -> list[kvjax.PagedSequence]:
     return made
 
 
+def assigned(given: object, q_lens: object) -> tuple[np.ndarray, np.ndarray]:
+    return WindowRows(WINDOWS[2]).assign(given, q_lens)
+
+
 def step_of(rows: object, *q_lens: int) -> StepMetadata:
     return StepMetadata.from_sequences(sequences(5, 3), q_lens, num_seqs=3, window_rows=rows)
 
@@ -160,6 +164,29 @@ def test_a_step_holds_the_rows_of_its_sequences():
             "sequences: got a duplicate, expected each once",
         ),
         (lambda: WindowRows(3), KVCacheTypeError, "exact_window: got an int, expected an ExactWindow"),
+        (lambda: assigned(sequences(5)[0], [1]), KVCacheTypeError, "^sequences: got a PagedSequence, expected a seque"),
+        (lambda: assigned(set(sequences(5)), [1]), KVCacheTypeError, "^sequences: got a set, expected a sequence of P"),
+        (
+            lambda: assigned(sequences(5), 1),
+            KVCacheTypeError,
+            "^q_lens: got an int, expected a sequence of ints, one f",
+        ),
+        (lambda: assigned(["a"], [1]), KVCacheTypeError, r"^sequences\[0\]: got a str, expected a PagedSequence"),
+        (
+            lambda: assigned(sequences(5), ["1"]),
+            KVCacheTypeError,
+            r"^q_lens\[0\]: got '1' of type str, expected an int",
+        ),
+        (
+            lambda: WindowRows(WINDOWS[2]).fork(3, sequences(5)[0]),
+            KVCacheTypeError,
+            "^sequence: got an int, expected a PagedSequence: BlockPool.sequence",
+        ),
+        (
+            lambda: WindowRows(WINDOWS[2]).fork(sequences(5)[0], None),
+            KVCacheTypeError,
+            "^other: got None, expected a PagedSequence: BlockPool.sequence",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(call, error, message):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvjax.block_pool.hashes import Chain
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
-from kvjax.spec import as_int
+from kvjax.spec import as_int, as_items
 
 
 class HasBlocks(Protocol):
@@ -49,10 +49,11 @@ class Group:
 
 def as_groups(groups: Sequence[HasBlocks]) -> tuple[Group, ...]:
     """Returns the groups of a pool, in order, after checking their sizes."""
-    if not groups:
+    given = as_items("groups", groups, "a sequence of specs, or what group_layers returns")
+    if not given:
         raise KVCacheValueError("groups: got none, expected at least one")
     found = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(given):
         if not hasattr(group, "block_size") or not hasattr(group, "sliding_window"):
             raise KVCacheTypeError(f"groups[{index}]: got {kind_of(group)}, expected a spec, or one of group_layers")
         window = group.sliding_window

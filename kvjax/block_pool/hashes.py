@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
 
 HASH_VERSION = "sha256-int64-1"
 """Names how blocks are hashed. Another way has another name, for hashes that are stored or sent."""
@@ -56,7 +56,12 @@ class Chain:
 
 def as_ids(token_ids: ArrayLike) -> array[int]:
     """Returns token ids as int64 after checking that they are integers `[num_tokens]`."""
-    ids: Any = np.asarray(token_ids)
+    try:
+        ids: Any = np.asarray(token_ids)
+    except ValueError:  # rows of different lengths
+        raise KVCacheValueError(f"token_ids: got {shown(token_ids)}, expected integers [num_tokens]") from None
+    if ids.ndim == 0 and not hasattr(token_ids, "ndim"):
+        raise KVCacheTypeError(f"token_ids: got {kind_of(token_ids)}, expected integers [num_tokens]")
     if ids.ndim != 1:
         raise KVCacheValueError(f"token_ids: got shape {ids.shape}, expected [num_tokens]")
     if ids.size and ids.dtype.kind not in "iu":

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 from kvjax.block_pool.core import NO_STATE, PoolCore
 from kvjax.block_pool.hashes import as_ids
 from kvjax.block_pool.host import Swaps
-from kvjax.block_pool.sequence import PagedSequence
+from kvjax.block_pool.sequence import PagedSequence, paired
 from kvjax.block_pool.store import BlockEvent
 from kvjax.errors import KVCacheValueError, OutOfBlocksError
-from kvjax.spec import as_int
+from kvjax.spec import as_int, as_items
 
 
 class BlockPool(PoolCore):
@@ -51,6 +51,7 @@ class BlockPool(PoolCore):
 
     Raises:
       KVCacheValueError: no blocks, blocks without tokens, or more slots than int32 holds.
+      KVCacheTypeError: a number that is not an int, or `groups` that are not a sequence of specs or groups.
     """
 
     @property
@@ -90,16 +91,22 @@ class BlockPool(PoolCore):
 
         Raises:
           KVCacheValueError: one of them is free, or not of this pool.
+          KVCacheTypeError: not a sequence of ints.
         """
-        self._store.hold(self._store.as_held(blocks, collections.Counter(set(blocks))))
+        numbers = _as_blocks(blocks)
+        self._store.check_held(dict.fromkeys(numbers, 1))
+        self._store.hold(numbers)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drops a reference to each of `blocks`, which are in the order of their tokens.
 
         Raises:
           KVCacheValueError: one of them is already free, or not of this pool.
+          KVCacheTypeError: not a sequence of ints.
         """
-        self._store.release(self._store.as_held(blocks, collections.Counter(blocks)))
+        numbers = _as_blocks(blocks)
+        self._store.check_held(collections.Counter(numbers))
+        self._store.release(numbers)
 
     def sequence(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> PagedSequence:
         """Returns a new sequence that shares the cached blocks of the prefix of `token_ids`.
@@ -109,6 +116,10 @@ class BlockPool(PoolCore):
             blocks, never with the prompt's last token, which has to be computed for its logits.
           salt: only sequences with the same salt share blocks: whatever else keys and values depend on, such as an
             adapter's name or the version of the weights.
+
+        Raises:
+          KVCacheValueError: `token_ids` of another shape, or beyond int64.
+          KVCacheTypeError: `token_ids` that are not integers, or a salt that is not bytes.
         """
         return PagedSequence(self, as_ids(token_ids), salt)
 
@@ -169,9 +180,9 @@ class BlockPool(PoolCore):
         Raises:
           OutOfBlocksError: fewer blocks, or states, are free than this needs.
           KVCacheValueError: a negative number, or a sequence that is repeated or of another pool.
+          KVCacheTypeError: not a sequence of `PagedSequence`s, or not one of ints.
         """
-        numbers = [as_int("num_new_tokens", number, least=0) for number in num_new_tokens]
-        growing = [pair for pair in self._checked_pairs(sequences, numbers) if pair[1]]
+        growing = [pair for pair in self._checked_pairs(sequences, num_new_tokens) if pair[1]]
         passed = [blocks for sequence, _ in growing for blocks in self._passed(sequence)]
         dropped = collections.Counter(block for blocks in passed for block in blocks)
         held = self._store.ref_cnt
@@ -211,17 +222,19 @@ class BlockPool(PoolCore):
             if end > table.num_freed:
                 yield table.blocks[table.num_freed : end]
 
-    def _checked_pairs(self, sequences: Sequence[PagedSequence], numbers: list[int]) -> list[tuple[PagedSequence, int]]:
-        if len(sequences) != len(numbers):
-            raise KVCacheValueError(
-                f"num_new_tokens: got {len(numbers)} numbers, expected one for each of {len(sequences)} sequences"
-            )
-        if len(set(sequences)) != len(sequences):
-            raise KVCacheValueError("sequences: got a duplicate, expected each once")
-        for index, sequence in enumerate(sequences):
+    def _checked_pairs(
+        self, sequences: Sequence[PagedSequence], num_new_tokens: Sequence[int]
+    ) -> list[tuple[PagedSequence, int]]:
+        pairs = paired(sequences, "num_new_tokens", num_new_tokens)
+        pairs = [(sequence, as_int("num_new_tokens", number, least=0)) for sequence, number in pairs]
+        for index, (sequence, _) in enumerate(pairs):
             if sequence.pool is not self:
                 raise KVCacheValueError(
                     f"sequences[{index}]: got a sequence of another pool, expected one of this pool"
                 )
             sequence._check_is_here(f"sequences[{index}]")
-        return list(zip(sequences, numbers, strict=True))
+        return pairs
+
+
+def _as_blocks(blocks: Sequence[int]) -> list[int]:
+    return [as_int("blocks", block) for block in as_items("blocks", blocks, "a sequence of block numbers")]

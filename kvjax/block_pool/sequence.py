@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,8 +13,8 @@ from numpy.typing import ArrayLike
 from kvjax.block_pool.core import FREED_BLOCK, NO_STATE, PoolCore
 from kvjax.block_pool.groups import Group, Table
 from kvjax.block_pool.hashes import as_ids, block_hash, root_hash
-from kvjax.errors import KVCacheValueError, OutOfBlocksError
-from kvjax.spec import as_int
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, OutOfBlocksError, kind_of
+from kvjax.spec import as_int, as_items
 
 
 class PagedSequence:
@@ -304,3 +306,27 @@ class PagedSequence:
             self.pool._store.release(table.blocks[passed.start : passed.stop])
             table.blocks[passed.start : passed.stop] = array("i", [FREED_BLOCK] * len(passed))
             table.num_freed = end
+
+
+def check_is_sequence(what: str, sequence: object) -> None:
+    """Raises `KVCacheTypeError` if it is no `PagedSequence`."""
+    if not isinstance(sequence, PagedSequence):
+        raise KVCacheTypeError(f"{what}: got {kind_of(sequence)}, expected a PagedSequence: BlockPool.sequence")
+
+
+def paired(sequences: Sequence[PagedSequence], what: str, numbers: Sequence[int]) -> list[tuple[PagedSequence, Any]]:
+    """Returns each sequence of a step with its number, which is not checked; messages name the numbers `what`.
+
+    Raises:
+      KVCacheValueError: not one number for each sequence, or a sequence given twice.
+      KVCacheTypeError: not a sequence of `PagedSequence`s, or numbers without an order.
+    """
+    given = as_items("sequences", sequences, "a sequence of PagedSequences")
+    counts = as_items(what, numbers, "a sequence of ints, one for each of the sequences")
+    for index, sequence in enumerate(given):
+        check_is_sequence(f"sequences[{index}]", sequence)
+    if len(given) != len(counts):
+        raise KVCacheValueError(f"{what}: got {len(counts)} numbers, expected one for each of {len(given)} sequences")
+    if len(set(given)) != len(given):
+        raise KVCacheValueError("sequences: got a duplicate, expected each once")
+    return list(zip(given, counts, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvjax.errors import KVCacheValueError, OutOfBlocksError, shown
@@ -150,16 +150,19 @@ class BlockStore:
         self._uncached.extend(block for block in freed if self._hash_of[block] is None)
         self._evictable.update((block, None) for block in reversed(freed) if self._hash_of[block] is not None)
 
-    def as_held(self, blocks: Sequence[int], counts: collections.Counter[int]) -> list[int]:
-        """Returns `blocks` as ints after checking that each has at least as many references as `counts` says."""
+    def check_held(self, counts: Mapping[int, int]) -> None:
+        """Checks that each block has at least as many references as `counts` says.
+
+        Raises:
+          KVCacheValueError: names the first that has fewer, or is not of this pool.
+        """
         for block, count in counts.items():
-            known = 0 <= as_int("blocks", block) < self.num_blocks
+            known = 0 <= block < self.num_blocks
             if not known or self.ref_cnt[block] < count:
                 references = f"with {self.ref_cnt[block]} references" if known else f"of a pool of {self.num_blocks}"
                 raise KVCacheValueError(
                     f"blocks: got block {block}, {references}, expected at least {count} references"
                 )
-        return [int(block) for block in blocks]
 
 
 def as_num_blocks(num_blocks: int, block_size: int) -> int:
