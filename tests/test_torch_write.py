@@ -421,6 +421,14 @@ def valid_write() -> dict:
     }
 
 
+LATENTS = (
+    "kv_cache_dtype: got 'fp8_ds_mla', expected one of float32, float16, bfloat16, fp8_e4m3, fp8_e5m2,"
+    " fp8_per_token_head, int8_per_token_head, nvfp4, nvfp4_4over6, fp8_k_nvfp4_v, fp8_k_nvfp4_4over6_v,"
+    " int8_k_nvfp4_v, int8_k_nvfp4_4over6_v (it stores latents (MLA), which JAX serves: kvjax_torch.to_jax and"
+    " kvjax.concat_and_cache_mla)"
+)
+
+
 def nvfp4(**changes) -> dict:
     kv_cache = torch.full((4, 2, 8, 2, 36), 0xAB, dtype=torch.uint8)
     return {"kv_cache_dtype": "nvfp4", "key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1], **changes}
@@ -503,6 +511,11 @@ WRONG = {
     "nvfp4_with_gaps": (
         nvfp4(value_cache=BYTES[..., :36]),
         "value_cache: got strides (1024, 128, 64, 1), expected (any, 72, 36, 1): the 576 bytes of a block in 'nvfp4'",
+    ),
+    "dtype_of_latents": ({"kv_cache_dtype": "fp8_ds_mla"}, LATENTS),
+    "dtype_of_latents_for_bfloat16": (
+        {"kv_cache_dtype": "fp8_ds_mla", "key_cache": torch.zeros(4, 8, 2, 64, dtype=torch.bfloat16)},
+        LATENTS,
     ),
     "unknown_dtype": ({"kv_cache_dtype": "fp8_e4m4"}, "kv_cache_dtype: got 'fp8_e4m4', expected one of auto, float32"),
     "unknown_order": (nvfp4(v_scale_layout="zigzag"), "v_scale_layout: got 'zigzag', expected one of linear, swizzled"),
@@ -669,6 +682,7 @@ WRONG_READS = {
         {"dtype": torch.int8},
         "dtype: got torch.int8, expected one of torch.float32, torch.float16, torch.bfloat16",
     ),
+    "latents": ({"kv_cache_dtype": "fp8_ds_mla"}, LATENTS),
     "row": ({"kv_cache_dtype": "nvfp4"}, "key_cache: got rows of 64 bytes, expected a multiple of 9 for 'nvfp4'"),
     "device": ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens: got device meta, expected {device}"),
     "scale": ({"v_scale": torch.inf}, "v_scale: got inf, expected between 7.9e-31"),

@@ -37,10 +37,16 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     """The dtype that `kv_cache_dtype` names for a cache tensor of element type `key_cache`; "auto" is the tensor's own.
 
     Raises:
-      KVCacheValueError: an unknown name, or "auto" for bytes, which do not say what they hold.
+      KVCacheValueError: an unknown name, one of latents (MLA), or "auto" for bytes, which do not say what they hold.
       KVCacheTypeError: the tensor's element type cannot hold the named dtype.
     """
     dtype = parse_kv_cache_dtype(kv_cache_dtype)
+    if dtype is KVCacheDType.FP8_DS_MLA:
+        names = ", ".join(row.value for row in STORED_KV_CACHE_DTYPES)
+        raise KVCacheValueError(
+            f"kv_cache_dtype: got {dtype.value!r}, expected one of {names} (it stores"
+            " latents (MLA), which JAX serves: kvjax_torch.to_jax and kvjax.concat_and_cache_mla)"
+        )
     if dtype is KVCacheDType.AUTO:
         # A tensor of 8-bit elements does not show whether each token and head has a scale: "auto" assumes not.
         held = [row for row in STORED_KV_CACHE_DTYPES if key_cache in storage_dtypes(row) and not row.is_per_token_head]
