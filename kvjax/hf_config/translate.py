@@ -80,12 +80,13 @@ def encoder(facts: Facts) -> None:
 def latent(facts: Facts) -> None:
     """Multi-head latent attention: one latent per token and one key with positions, shared by all heads.
 
-    No class of transformers with such layers has a window: its mask ignores one, its cache drops tokens by it.
+    transformers' class of no type read here has a window: its mask ignores one, its cache drops tokens by it. Those of
+    dots3_note have one, and an indexer's keys besides, for which they are refused by name.
     """
     if "sliding_window" in facts:
         raise KVCacheValueError(
             f"config: got sliding_window={shown(facts['sliding_window'])} for multi-head latent attention, expected"
-            " none: no such model has a window"
+            " none or null: no model of this type has a window"
         )
     rank, rope = positive_int(facts, "kv_lora_rank"), first_int(facts, "qk_rope_head_dim", minimum=0)
     if rope is None:
