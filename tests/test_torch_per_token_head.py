@@ -256,9 +256,13 @@ def assert_near(out: np.ndarray, pages: Pages, dtype: str, query: np.ndarray) ->
 
 
 def written(layout: str, dtype: str, query_dtype: str, device: str) -> tuple[Pages, np.ndarray, list[torch.Tensor]]:
-    """Pages full of tokens, a query of a row for each sequence, and the block table and lengths."""
+    """Pages full of tokens, a query of a row for each sequence, and the block table and lengths.
+
+    Tokens are of the query's dtype, as a model's are: prompts read rows that have scales in it, so that beyond float16
+    they would be infinite.
+    """
     pages = Pages(spec := make_spec(dtype, layout), layout, torch.uint8, device)
-    rows = [from_numpy(x).to(device) for x in kv_tokens(spec, 80, INPUT_DTYPES["float32"])]
+    rows = [from_numpy(x).to(device) for x in kv_tokens(spec, 80, INPUT_DTYPES[query_dtype])]
     slots = torch.arange(80, device=device)
     kvjax_torch.reshape_and_cache_flash(*rows, *pages.tensors, slots, dtype, *pages.scales)
     query = np.random.default_rng(1).standard_normal((3, 6, 64)).astype(INPUT_DTYPES[query_dtype])
