@@ -301,7 +301,9 @@ def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:
     index = blocks if ring.num_layers is None else (blocks, layer)
     copied = ring.kv.at[index].get(mode="clip", wrap_negative_indices=False)
     # Nothing reads a token that is not written: filling the room would take as long as writing it.
-    kv = lax.empty((len(blocks) + room, *copied.shape[1:]), copied.dtype).at[: len(blocks)].set(copied)
+    shape = (len(blocks) + room, *copied.shape[1:])
+    kv = lax.empty(shape, copied.dtype, out_sharding=jax.typeof(copied).sharding)
+    kv = lax.dynamic_update_slice_in_dim(kv, copied, 0, axis=0)
     sharding = ring.sharding
     if sharding is not None:
         divided = partition_of(ring.spec, sharding, ring.num_layers)

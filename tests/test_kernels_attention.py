@@ -89,7 +89,7 @@ def test_interpreted_a_mean_that_float32_holds_does_not_overflow(dtype, monkeypa
 @pytest.mark.parametrize("merge", [*choice.MERGES.values(), MergeConfig(1, 1, 4)], ids=str)
 def test_interpreted_parts_are_merged_in_every_way(merge, monkeypatch):
     """Rows of 48 elements take one thread block, or with one element a thread two."""
-    monkeypatch.setattr(choice, "_merge", lambda _: merge._replace(warps=min(merge.warps, WARPS)))
+    monkeypatch.setattr(choice, "merge_config", lambda _: merge._replace(warps=min(merge.warps, WARPS)))
     monkeypatch.setattr(schedule, "MIN_STAGES", 1)
     problem = suite.build(Case("float16", lengths=(40, 0), head_size=16, head_size_v=48, num_kv_heads=4, group=2))
     suite.assert_right(problem, *problem.run(attend))

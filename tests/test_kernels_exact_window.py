@@ -50,8 +50,8 @@ def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
 DECODES = {"reshape_and_cache_flash": 2, "paged_attention": 2, "merge_paged_attention": 2}
 """A write and an attention for the pages, and as many for the ring."""
 
-CHUNKS = DECODES | {"reshape_and_cache_flash": 3, "gather_kv": 2, "prompt_attention": 2}
-"""The step's tokens are also written to the copy of the ring's rows."""
+CHUNKS = DECODES | {"reshape_and_cache_flash": 3, "gather_kv": 2, "prompt_attention": 2, "join_rows": 2}
+"""The step's tokens are also written to the copy of the ring's rows; rows of decodes are joined with prompts'."""
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))

@@ -376,7 +376,7 @@ def test_interpreted_the_kernels_of_torch_attend(form):
 
     import kvjax_torch
     from kvjax_torch.arguments.attention import attention_plan
-    from kvjax_torch.arguments.plan import Encoding, ReadTensors, Softmax
+    from kvjax_torch.arguments.plan import Encoding, ReadTensors, SoftmaxOptions
     from kvjax_torch.calls.attending import attention_calls
 
     spec, _, cache = torch_cache_of(INT8, form)
@@ -391,7 +391,7 @@ def test_interpreted_the_kernels_of_torch_attend(form):
     query = torch.randn(2, 1, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     wanted = kvjax_torch.paged_attention(query.float(), cache.key, cache.value, *numbers, *stored, **options)
     read = ReadTensors(cache.key, cache.value, *numbers, *scales)
-    plan = attention_plan(query, read, Encoding(INT8.value, "swizzled"), Softmax())
+    plan = attention_plan(query, read, Encoding(INT8.value, "swizzled"), SoftmaxOptions())
     with interpret_mode():  # it has no barrier of several warpgroups, so kernels are made for it
         decode, merge = attention_calls(plan, query, read, None)
     run_interpreted(decode)

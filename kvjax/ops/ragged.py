@@ -352,17 +352,16 @@ def _ragged_mosaic(
     rows = prompts.Rows.of(num_tokens, q_starts, q_ends)
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
-    source = jnp.full(num_tokens, -1, jnp.int32)
-    decoded = None
+    source, decoded = jnp.full(num_tokens, -1, jnp.int32), None
+    short = _nothing(query, sinks, cache.spec.head_size_v)
     if decode_q_len:
         of_short = read._replace(seq_lens=jnp.where(is_short, seq_lens, 0))
         decoded = _decode(cache, query, of_short, q_lens, q_ends, decode_q_len, softmax)
         index = rows.seq * decode_q_len + decode_q_len - from_end
         source = jnp.where(rows.is_any & is_short[rows.seq], index, source)
-    result = jax.ShapeDtypeStruct((*query.shape[:2], cache.spec.head_size_v), query.dtype)
+        short = _where(source >= 0, decoded, source, short)
     if not max_prompts:
-        out, lse = prompt_kernels.join(source, decoded, sinks, result)
-        return out[None], lse[None]
+        return short[0][None], short[1][None]
 
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
     cache, block_table = in_one_layer(cache, layer, block_table)
@@ -380,9 +379,9 @@ def _ragged_mosaic(
         launch = prompt_kernel.Launch.of(long, softmax)
         if not launch.reads_results:
             source = jnp.where(is_long, prompt_kernels.LEFT, source)
+        result = jax.ShapeDtypeStruct(short[0].shape, short[0].dtype)
         out, lse = prompt_kernel.attend(launch, prompt_kernels.join(source, decoded, sinks, result))
         return out[None], lse[None]
-    short = prompt_kernels.join(source, decoded, sinks, result)
     found = prompts.attend(long, softmax)
     out, lse = _where(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
     return out[None], lse[None]
