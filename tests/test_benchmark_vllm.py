@@ -105,7 +105,7 @@ def results(changed: dict[str, Any]) -> Any:
     job = {
         "generated": {"tokens": [[5, 7]], "tops": tops},
         "logprobs": {"prompts": [[[7, -1.0]]], "tops": [{"1": -0.1, "2": -9.0}, *SAME], "uncached": 0},
-        "requests": {"ended": 9, "blocks_free": True, "memory_grew": 0, "preempted": 3, "errors": [0.01]},
+        "requests": {"ended": 9, "blocks_free": True, "memory_grew": 0, "preempted": 3, "errors": [[0.01]]},
         "asleep": {"same": True, "freed": 2**30},
     }
     plan = vllm_checks.plan(requests=9, longest=100, is_small=False)
@@ -145,7 +145,7 @@ def test_checks_hold_of_equal_results():
             "random requests end and leave nothing behind, KVJAX",
         ),
         (("auto", "KVJAX"), "requests", {"preempted": 0}, "random requests end and leave nothing behind, KVJAX"),
-        (("auto", "KVJAX"), "requests", {"errors": [0.02]}, "random requests deviate"),
+        (("auto", "KVJAX"), "requests", {"errors": [[0.02]]}, "random requests deviate"),
         (("nvfp4", "KVJAX", "asleep"), "asleep", {"same": False}, "sleep keeps"),
     ],
 )

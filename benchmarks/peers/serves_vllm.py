@@ -219,14 +219,14 @@ def requests(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
         mine = [at[token].logprob for at, token in zip(done[name].outputs[0].logprobs, made, strict=True)]
         [alone] = engine.run([[*prompts[name], *made]], max_tokens=1, prompt_logprobs=1)
         theirs = [at[token].logprob for at, token in zip(alone.prompt_logprobs[-len(made) :], made, strict=True)]
-        errors += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+        errors.append([abs(a - b) for a, b in zip(mine, theirs, strict=True)])
     return {
         "ended": len(done.keys() | aborted),
         "aborted": len(aborted),
         "preempted": engine.count("num_preemptions") - preempted,
         "blocks_free": is_empty and engine.forget(),
         "memory_grew": _allocated() - (first_memory or 0),
-        "errors": errors,
+        "errors": errors,  # of each token of each of these requests
     }
 
 
