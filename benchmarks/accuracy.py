@@ -29,7 +29,9 @@ from kvjax.demo.pretrained import Attended, Pretrained, step_of
 DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
 BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
 WINDOWS = output.define_numbers(
-    "exact_windows", "tokens that stay exact beside pages of NVFP4 with 4/6 block scales (default: 64)", least=1
+    "exact_windows",
+    "tokens that stay exact beside NVFP4 with 4/6 block scales, and beside chosen dtypes of rotated keys (default: 64)",
+    least=1,
 )
 POSITIONS = output.define_numbers("positions", "positions of RoPE that texts start at (default: 0, 6000)", least=0)
 TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code, and word lists", lower_bound=1)
@@ -49,7 +51,9 @@ MEASURED = (
     kvjax.KVCacheDType.NVFP4,
 )
 CHOICES = (
+    kvjax.KVCacheDType.INT8_PER_TOKEN_HEAD,
     kvjax.KVCacheDType.FP8_E4M3,
+    kvjax.KVCacheDType.INT8_K_NVFP4_4OVER6_V,
     kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
     kvjax.KVCacheDType.NVFP4_4OVER6,
 )
@@ -112,10 +116,17 @@ def _is_word(token: str) -> bool:
 
 
 class Request(NamedTuple):
-    """What to measure: a request for `kvjax.resolve_layer_specs`, and the size of an exact window beside it."""
+    """What to measure.
+
+    Attributes:
+      dtype: a request for `kvjax.resolve_layer_specs`.
+      exact_window: the size of an exact window beside the pages.
+      key_rotation: layers with rotated keys.
+    """
 
     dtype: Any
     exact_window: int | None = None
+    key_rotation: tuple[Any, ...] = ()
 
 
 FLOAT32 = Request(kvjax.KVCacheDType.FLOAT32)
@@ -125,19 +136,31 @@ def run(
     model: Pretrained, request: Request, tokens: np.ndarray, position: int, samples: Sequence[Sequence[Attended]]
 ) -> tuple[jax.Array, list[Attended]]:
     step, num_blocks = step_of([len(tokens)])
-    caches = model.allocate(request.dtype, num_blocks, samples)
-    return model.run(tokens, step, caches, first_position=position, exact_window=request.exact_window)
+    caches = model.allocate(request.dtype, num_blocks, samples, request.key_rotation)
+    return model.run(
+        tokens,
+        step,
+        caches,
+        first_position=position,
+        exact_window=request.exact_window,
+        key_rotation=request.key_rotation,
+    )
 
 
 def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Request]:
     """Returns what to measure, by name."""
     dtypes = output.chosen(DTYPES, kvjax.KVCacheDType, list(MEASURED))
     wanted = {dtype.value: Request(dtype) for dtype in dtypes}
-    for size in output.chosen(WINDOWS, int, (64,)):
+    windows = output.chosen(WINDOWS, int, (64,))
+    for size in windows:
         wanted[f"{WINDOWED.value}, {size} exact"] = Request(WINDOWED, size)
     for bits in map(float, BITS.value):
-        choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits)
-        wanted[f"chosen, at most {bits:g} bits"] = Request(choice.dtypes)
+        for rotates in (False, True):
+            choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits, key_rotation=rotates)
+            name = f"chosen, at most {bits:g} bits" + (", keys rotated" if rotates else "")
+            wanted[name] = request = Request(choice.dtypes, key_rotation=choice.key_rotation)
+            for size in windows if rotates else ():
+                wanted[f"{name}, {size} exact"] = request._replace(exact_window=size)
     return wanted
 
 

@@ -19,7 +19,8 @@ from kvjax.dtypes import KVCacheDType, parse_kv_cache_dtype
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, for_torch, kind_of, shown
 from kvjax.model_config import ModelKVConfig
 from kvjax.ops.arguments import INPUT_DTYPES
-from kvjax.ops.options import as_float, as_int
+from kvjax.ops.hadamard import hadamard_transform
+from kvjax.ops.options import as_bool, as_float, as_int
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.resolve import resolve_layer_specs
 from kvjax.scales import KVScales
@@ -41,12 +42,16 @@ class DTypeChoice:
       bits: mean bits of an element of keys and values, stored scales included.
       bytes_per_token: of all layers.
       errors: of each layer in order, the relative error of attention with each allowed dtype.
+      key_rotation: indices of the layers whose queries and keys to rotate by `hadamard_transform`.
+      rotated_errors: the errors with rotated queries and keys; empty without `key_rotation=True`.
     """
 
     dtypes: Mapping[int | str, str | KVCacheDType]
     bits: float
     bytes_per_token: int
     errors: tuple[Mapping[KVCacheDType, float], ...]
+    key_rotation: tuple[int | str, ...] = ()
+    rotated_errors: tuple[Mapping[KVCacheDType, float], ...] = ()
 
 
 def choose_layer_dtypes(
@@ -56,6 +61,7 @@ def choose_layer_dtypes(
     *,
     bits: float | None = None,
     bytes_per_token: int | None = None,
+    key_rotation: bool = False,
 ) -> DTypeChoice:
     """Chooses of `dtypes` one for each layer, with the least error of attention that fits a budget.
 
@@ -71,6 +77,10 @@ def choose_layer_dtypes(
 
     Soft caps, sinks and other scales of the softmax are not part of the measure.
 
+    With `key_rotation`, a layer whose keys are quantized may also have its queries and keys rotated by
+    `hadamard_transform`, where its error is smaller so. The model rotates them, in the layers of the result's
+    `key_rotation`, and its scales are those of rotated keys. The samples here are never rotated.
+
     Args:
       model: its layers.
       samples: sequences, each with `(query, key, value)` for every layer, as attention takes them, RoPE applied:
@@ -79,6 +89,7 @@ def choose_layer_dtypes(
       dtypes: what layers may have; `"auto"` is the model's dtype.
       bits: the budget as mean bits of an element, stored scales included: NVFP4 has 4.5.
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
+      key_rotation: whether layers may have rotated keys. Samples are then read four times for each dtype.
 
     Raises:
       KVCacheValueError: no dtype, no sample, samples that do not match the layers, or whose attention is not finite;
@@ -86,6 +97,7 @@ def choose_layer_dtypes(
       KVCacheTypeError: another type of model, samples or budget; an iterator of samples.
       UnsupportedError: layers of multi-head latent attention.
     """
+    key_rotation = as_bool("key_rotation", key_rotation)
     if not isinstance(model, ModelKVConfig):
         raise KVCacheTypeError(f"model: got {kind_of(model)}, expected a ModelKVConfig")
     if any(layer.is_mla for layer in model.layers):
@@ -114,17 +126,27 @@ def choose_layer_dtypes(
             f"{name}: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
         )
     errors = np.stack([_errors(specs, read) for specs in by_dtype], axis=1)
-    chosen = _least(errors, costs, budget)
+    rotated = np.full_like(errors, np.inf)
+    if key_rotation:
+        rotated = np.stack([_errors(specs, read, rotates=True) for specs in by_dtype], axis=1)
+    chosen = _least(np.minimum(errors, rotated), costs, budget)
     layers = range(len(model.layers))
     total = int(costs[layers, chosen].sum())
+    is_rotated = (rotated < errors)[layers, chosen]
+
+    def by_layer(found: np.ndarray) -> tuple[Mapping[KVCacheDType, float], ...]:
+        return tuple(
+            {specs[layer].dtype: float(error) for specs, error in zip(by_dtype, found[layer], strict=True)}
+            for layer in layers
+        )
+
     return DTypeChoice(
         dtypes={model.layer_indices[layer]: by_dtype[chosen[layer]][layer].dtype for layer in layers},
         bits=8 * total / elements,
         bytes_per_token=total,
-        errors=tuple(
-            {specs[layer].dtype: float(error) for specs, error in zip(by_dtype, errors[layer], strict=True)}
-            for layer in layers
-        ),
+        errors=by_layer(errors),
+        key_rotation=tuple(model.layer_indices[layer] for layer in layers if is_rotated[layer]),
+        rotated_errors=by_layer(rotated) if key_rotation else (),
     )
 
 
@@ -150,9 +172,9 @@ def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
     return result
 
 
-def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> np.ndarray:
-    """Returns each layer's relative error, `[layers]`."""
-    checked = functools.partial(_checked, specs, read)
+def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool = False) -> np.ndarray:
+    """Returns each layer's relative error, `[layers]`; with rotated keys infinite where keys are not quantized."""
+    checked = functools.partial(_checked, specs, read, rotates=rotates)
     scales = calibrate(specs, lambda: ([layer[1:] for layer in sequence] for sequence in checked()))
     sums = np.zeros((len(specs), 2))
     for sequence in checked():
@@ -164,17 +186,23 @@ def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> np
         if not np.isfinite(total):
             raise KVCacheValueError(f"samples: got attention of layer {layer} that is not finite")
     errors = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
+    if rotates:
+        errors = np.where([spec.dtype.parts[0].is_quantized for spec in specs], errors, np.inf)
     return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def _checked(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> Iterable[list[tuple[Any, ...]]]:
-    """Yields the sequences after checking their shapes."""
+def _checked(
+    specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool
+) -> Iterable[list[tuple[Any, ...]]]:
+    """Yields the sequences after checking their shapes; queries and keys rotated if so."""
     for number, sequence in enumerate(read()):
         layers = [tuple(layer) for layer in sequence]
         if len(layers) != len(specs):
             raise KVCacheValueError(f"samples[{number}]: got {len(layers)} layers, expected {len(specs)}")
         for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
             _check(f"samples[{number}], layer {index}", layer, spec)
+        if rotates:
+            layers = [(hadamard_transform(query), hadamard_transform(key), value) for query, key, value in layers]
         yield layers
 
 

@@ -207,3 +207,63 @@ def test_latents_are_refused():
     model = kvjax.ModelKVConfig((LayerKVConfig(1, 576, 512, is_mla=True),), "bfloat16")
     with pytest.raises(UnsupportedError, match="latent"):
         choose_layer_dtypes(model, [], ["fp8"], bits=8)
+
+
+@pytest.mark.parametrize(("size", "run"), [(64, 64), (96, 32), (80, 16), (2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_a_hadamard_transform_is_its_formula(size: int, run: int, dtype: Any):
+    """In sums of float32: for signs, whose sums 16 bits hold, to the rounding of one product."""
+    x = np.random.default_rng(0).choice([-1.0, 1.0], (3, 2, size)).astype(dtype)
+    index = [[-1 if (i & j).bit_count() % 2 else 1 for j in range(run)] for i in range(run)]
+    blocks = x.astype(np.float64).reshape(3, 2, -1, run) @ np.float64(index) / np.sqrt(run)
+    got = kvjax.hadamard_transform(x)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.float64(got), blocks.reshape(x.shape), rtol=float(jnp.finfo(dtype).eps))
+
+
+def test_a_hadamard_transform_is_its_own_inverse_and_keeps_products():
+    query, key = np.random.default_rng(0).normal(size=(2, 50, 3, 48)).astype(np.float32)
+    rotated = [kvjax.hadamard_transform(x) for x in (query, key)]
+    np.testing.assert_allclose(kvjax.hadamard_transform(rotated[0]), query, atol=1e-6)
+    products = [np.einsum("qhd,khd->hqk", *pair) for pair in ((query, key), rotated)]
+    np.testing.assert_allclose(*products, atol=2e-5)
+
+
+def test_a_hadamard_transform_refuses_what_it_cannot_rotate():
+    with pytest.raises(KVCacheValueError, match="x: got head_size=5, expected an even number"):
+        kvjax.hadamard_transform(np.ones((2, 5), np.float32))
+    with pytest.raises(KVCacheValueError, match=r"x: got shape \[\], expected \[\.\.\., head_size\]"):
+        kvjax.hadamard_transform(np.float32(1))
+    with pytest.raises(KVCacheTypeError, match=r"x: got .*int32.*, expected"):
+        kvjax.hadamard_transform(np.ones((2, 4), np.int32))
+
+
+def test_keys_are_rotated_where_that_is_more_accurate():
+    """One large element of a key in 16 takes the others' precision in NVFP4; rotated, all share its error."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for number, layer in enumerate(sequence()):
+        query, key, value = layer
+        key = np.where(np.arange(key.shape[-1]) == 3, 40, 1) * rng.uniform(0.5, 1, key.shape) if number != 1 else key
+        layers.append((query, key.astype(np.float32), value))
+    plain = choose_layer_dtypes(MODEL, [layers], ["nvfp4"], bits=4.5)
+    choice = choose_layer_dtypes(MODEL, [layers], ["nvfp4"], bits=4.5, key_rotation=True)
+    assert (plain.key_rotation, plain.rotated_errors) == ((), ())
+    assert (choice.errors, choice.dtypes) == (plain.errors, plain.dtypes)
+    pairs = zip(choice.errors, choice.rotated_errors, strict=True)
+    lower = [rotated[NVFP4] < error[NVFP4] for error, rotated in pairs]
+    assert choice.key_rotation == tuple(layer for layer in range(3) if lower[layer])
+    assert 0 < len(choice.key_rotation) < 3
+    rotated = [(*map(kvjax.hadamard_transform, layer[:2]), layer[2]) for layer in layers]
+    of_rotated = choose_layer_dtypes(MODEL, [rotated], ["nvfp4"], bits=4.5).errors
+    for mine, theirs in zip(choice.rotated_errors, of_rotated, strict=True):
+        assert mine[NVFP4] == pytest.approx(theirs[NVFP4], rel=1e-4)
+
+
+def test_unquantized_keys_are_never_rotated():
+    choice = choose_layer_dtypes(MODEL, [sequence()], ["float16", "nvfp4"], bits=16, key_rotation=True)
+    assert {*choice.dtypes.values()} == {KVCacheDType.FLOAT16}
+    assert choice.key_rotation == ()
+    assert all(errors[KVCacheDType.FLOAT16] == float("inf") for errors in choice.rotated_errors)
+    with pytest.raises(KVCacheTypeError, match="key_rotation: got 1"):
+        choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=16, key_rotation=1)

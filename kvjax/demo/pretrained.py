@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -42,6 +42,12 @@ class Attended(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
+
+    def rotated(self, is_rotated: bool) -> Attended:
+        """Returns these with query and key rotated, if so."""
+        if not is_rotated:
+            return self
+        return self._replace(query=kvjax.hadamard_transform(self.query), key=kvjax.hadamard_transform(self.key))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +91,20 @@ class Pretrained:
             ],
         )
 
-    def allocate(self, dtype: Any, num_blocks: int, samples: Sequence[Sequence[Attended]]) -> list[kvjax.KVCache]:
+    def allocate(
+        self, dtype: Any, num_blocks: int, samples: Sequence[Sequence[Attended]], key_rotation: Collection[int] = ()
+    ) -> list[kvjax.KVCache]:
         """Returns a cache for each layer, with scales by the largest magnitudes of `samples` where layers take any.
 
-        `dtype` is what `kvjax.resolve_layer_specs` takes: a dtype, or dtypes of layers.
+        `dtype` is what `kvjax.resolve_layer_specs` takes: a dtype, or dtypes of layers. `key_rotation` are layers that
+        will store rotated keys; samples are not rotated.
         """
         specs = kvjax.resolve_layer_specs(self.kv_config, dtype, block_size=BLOCK_SIZE)
         scales = [kvjax.KVScales(np.float32(1), np.float32(1))] * len(specs)
         if any(spec.dtype.takes_scale for spec in specs):
-            batches = [[(layer.key, layer.value) for layer in sample] for sample in samples]
+            batches = [
+                [layer.rotated(number in key_rotation)[1:] for number, layer in enumerate(sample)] for sample in samples
+            ]
             scales = [*kvjax.calibrate(specs, batches)]
         return [
             kvjax.KVCache.allocate(spec, num_blocks, **of_layer._asdict())
@@ -108,6 +119,7 @@ class Pretrained:
         *,
         first_position: int = 0,
         exact_window: int | None = None,
+        key_rotation: Collection[int] = (),
     ) -> tuple[jax.Array, list[Attended]]:
         """Runs a step over `caches`, which it donates and replaces by those written.
 
@@ -117,9 +129,10 @@ class Pretrained:
           caches: one for each layer.
           first_position: RoPE's position of each sequence's first token.
           exact_window: tokens that each query reads in bfloat16, its own included, in a step of whole sequences.
+          key_rotation: layers that attend with rotated queries over rotated keys.
 
         Returns:
-          Logits `[tokens, vocab_size]`, float32, and what each layer attended with.
+          Logits `[tokens, vocab_size]`, float32, and what each layer attended with, before a rotation.
         """
         x = self.embedding[jnp.asarray(tokens)]
         angles = (step.token_rows()[1] + first_position)[:, None, None] * jnp.asarray(self.frequencies, jnp.float32)
@@ -128,7 +141,12 @@ class Pretrained:
             step = dataclasses.replace(step, window_rows=np.arange(len(step.seq_lens), dtype=np.int32))
         for number, layer in enumerate(self.layers):
             x, caches[number], inputs = _run_layer(
-                x, caches[number], layer, step, angles, eps=self.rms_norm_eps, exact_window=exact_window
+                x,
+                caches[number],
+                layer,
+                step,
+                angles,
+                options=_Options(self.rms_norm_eps, exact_window, number in key_rotation),
             )
             attended.append(inputs)
         return _logits(x, self.norm, self.unembedding, eps=self.rms_norm_eps), attended
@@ -143,7 +161,15 @@ def step_of(lengths: Sequence[int]) -> tuple[kvjax.StepMetadata, int]:
     return kvjax.StepMetadata.from_sequences(sequences, lengths), num_blocks
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "exact_window"), donate_argnames="cache")
+class _Options(NamedTuple):
+    """What a layer is compiled for, as in `Pretrained.run`."""
+
+    eps: float
+    exact_window: int | None
+    rotates: bool
+
+
+@functools.partial(jax.jit, static_argnames=("options",), donate_argnames="cache")
 def _run_layer(
     x: jax.Array,
     cache: kvjax.KVCache,
@@ -151,23 +177,23 @@ def _run_layer(
     step: kvjax.StepMetadata,
     angles: jax.Array,
     *,
-    eps: float,
-    exact_window: int | None,
+    options: _Options,
 ) -> tuple[jax.Array, kvjax.KVCache, Attended]:
     # By default a GPU would multiply float32 matrices in TF32, whose rounding exceeds that of the 16-bit caches.
     with jax.default_matmul_precision("highest"):
-        h = _rms_norm(x, layer["attention_norm"], eps)
+        h = _rms_norm(x, layer["attention_norm"], options.eps)
         heads = (len(x), -1, cache.spec.head_size)
         query, key, value = ((h @ layer[name]).reshape(heads) for name in ("query", "key", "value"))
         inputs = Attended(_rotate(query, angles), _rotate(key, angles), value)
-        if exact_window is None:
-            attended, cache = kvjax.attend(*inputs, cache, step, unique_slots=True)
+        own = inputs.rotated(options.rotates)
+        if options.exact_window is None:
+            attended, cache = kvjax.attend(*own, cache, step, unique_slots=True)
         else:
             spec = dataclasses.replace(cache.spec, model_dtype=kvjax.KVCacheDType.BFLOAT16)
-            window = kvjax.ExactWindow.allocate(spec, len(step.seq_lens), exact_window)
-            attended, cache, _ = kvjax.attend(*inputs, cache, step, exact_window=window, unique_slots=True)
+            window = kvjax.ExactWindow.allocate(spec, len(step.seq_lens), options.exact_window)
+            attended, cache, _ = kvjax.attend(*own, cache, step, exact_window=window, unique_slots=True)
         x += attended.reshape(len(x), -1) @ layer["output"]
-        h = _rms_norm(x, layer["mlp_norm"], eps)
+        h = _rms_norm(x, layer["mlp_norm"], options.eps)
         x += (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
     return x, cache, inputs
 
