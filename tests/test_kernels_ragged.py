@@ -135,5 +135,5 @@ def test_under_vmap_no_call_is_repeated(axes, window, capability, monkeypatch):
     ]
     traced = jax.jit(jax.vmap(run, in_axes=axes)).trace(*args)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # The decode kernel, its merge, what joins rows, the gather, and the prompt kernel.
-    assert lowered.count("mosaic_gpu_v2") == (5 if capability == (9, 0) else 4)
+    # The decode kernel, its merge and the gather; on Hopper also what joins rows, and the prompt kernel.
+    assert lowered.count("mosaic_gpu_v2") == (5 if capability == (9, 0) else 3)
