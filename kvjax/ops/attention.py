@@ -190,7 +190,12 @@ def attend_last_tokens(
         *sequences,
         sinks,
         window_array,
-        softmax=kernel.Softmax(given.sm_scale, window, as_soft_cap(given.logits_soft_cap), batch_invariant),
+        softmax=kernel.Softmax(
+            sm_scale=given.sm_scale,
+            window=window,
+            logits_soft_cap=as_soft_cap(given.logits_soft_cap),
+            batch_invariant=batch_invariant,
+        ),
     )
     if query.ndim == 3:
         attended, lse = attended[:, 0], lse[:, 0]

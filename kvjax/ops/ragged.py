@@ -230,7 +230,14 @@ def attend_ragged(
         sinks,
         window_array,
         options=Options(
-            sizes, kernel.Softmax(given.sm_scale, window, as_soft_cap(given.logits_soft_cap), batch_invariant), asked
+            sizes,
+            kernel.Softmax(
+                sm_scale=given.sm_scale,
+                window=window,
+                logits_soft_cap=as_soft_cap(given.logits_soft_cap),
+                batch_invariant=batch_invariant,
+            ),
+            asked,
         ),
     )
     # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.

@@ -150,7 +150,12 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         plan.num_heads,
         plan.q_len,
         plan.scale_sizes,
-        kernels.Softmax(plan.sm_scale, plan.window, plan.logits_soft_cap, plan.batch_invariant),
+        kernels.Softmax(
+            sm_scale=plan.sm_scale,
+            window=plan.window,
+            logits_soft_cap=plan.logits_soft_cap,
+            batch_invariant=plan.batch_invariant,
+        ),
         plan.has_sinks,
         one_memory=places.value_start is not None,
         scale_pages=scale_memory(plan.cache, places.scale_alignments),

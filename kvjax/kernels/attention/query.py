@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.keys import Keys
@@ -34,6 +35,10 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
     if operand == np.float16:
         values, power = _within_float16(values, fmt.key_factors(keys.unit) * keys.units)
         return [[_pairs(xs, operand)] for xs in values], factor * power
+    if any(own != 1 for own in fmt.key_factors(keys.unit)):
+        raise UnsupportedError(
+            f"paged_attention: keys of {problem.spec.dtype.value} have factors of their own, expected float16 operands"
+        )
     return [_in_two_terms(xs, operand) for xs in values], factor
 
 
