@@ -568,6 +568,20 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back():
     assert pool.take_swaps().from_host.shape == (0, 2)
 
 
+def test_a_prefix_comes_back_where_there_is_room_for_its_blocks_and_no_more():
+    pool = BlockPool(3, 4, num_host_blocks=3)
+    grown(pool, list(range(12))).free()
+    grown(pool, list(range(100, 112))).free()  # evicts the others to the host
+    pool.take_swaps()
+    held = pool.sequence()
+    pool.append([held], [1])
+    assert pool.num_cached_tokens(list(range(12))) == 8  # the last token is computed anew, and so its block
+    pool.append([held], [4])
+    assert pool.num_cached_tokens(list(range(12))) == 0  # one block for two
+    held.free()
+    assert pool.sequence(list(range(12))).num_tokens == 8
+
+
 def test_states_are_swapped_with_their_sequences():
     pool = BlockPool(8, 2, num_states=1, num_host_blocks=4, num_host_states=1)
     one, two = pool.sequence(), pool.sequence()
