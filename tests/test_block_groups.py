@@ -569,7 +569,7 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back():
 
 
 def test_a_prefix_comes_back_where_there_is_room_for_its_blocks_and_no_more():
-    pool = BlockPool(3, 4, num_host_blocks=3)
+    pool = BlockPool(3, 4, num_host_blocks=6)
     grown(pool, list(range(12))).free()
     grown(pool, list(range(100, 112))).free()  # evicts the others to the host
     pool.take_swaps()
