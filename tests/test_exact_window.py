@@ -38,7 +38,7 @@ DRAFTS = Case(
     "fp8_e4m3", size=13, max_q_len=4, sliding_window=19, cap=3.0, sinks=True, layout="HND", block_size=4, head_size_v=16
 )
 CASES = {
-    "nvfp4": Case(),
+    "nvfp4": Case(size=37),
     "drafts": DRAFTS,
     **{
         name: pytest.param(case, marks=pytest.mark.full)
