@@ -18,9 +18,10 @@ LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 # What constraints.txt covers: each environment below has some of these extras.
 LOCKED_EXTRAS := test transformers lint docs train fuzz cuda12 cuda13
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
-CLIENTS := kerashub tunix sglang_jax vllm
+CLIENTS := kerashub tunix skyrl_tx sglang_jax vllm
 CLIENT_kerashub := keras-hub==0.32.0
 CLIENT_tunix := google-tunix==0.1.7
+CLIENT_skyrl_tx := skyrl[jax]==0.4.0
 # The plugin interop/kvjax_vllm, always on the CPU.
 CLIENT_vllm := vllm==0.33.0
 # Its engine runs from the source tree SGLANG_JAX; these are what it imports, and torch for the model to compare with.

@@ -28,7 +28,9 @@ def num_code_lines(source: str) -> int:
     return len(lines)
 
 
-@pytest.mark.parametrize(("name", "most"), [("kerashub", 60), ("tunix", 60), ("sglang_jax", 75), ("mla", 60)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("kerashub", 60), ("tunix", 60), ("sglang_jax", 75), ("skyrl_tx", 60), ("mla", 60)]
+)
 def test_an_adapter_is_short(name, most):
     assert num_code_lines((ROOT / f"examples/clients/{name}.py").read_text()) <= most
 
@@ -37,10 +39,10 @@ def test_only_code_is_counted():
     assert num_code_lines('"""A.\n\nB."""\n\n# c\nx = (\n    1,\n)\n\n\ndef f():\n    """D."""\n    return x\n') == 5
 
 
-@pytest.mark.parametrize("name", ["kerashub", "tunix"])
+@pytest.mark.parametrize("name", ["kerashub", "tunix", "skyrl_tx"])
 def test_an_adapter_is_for_the_version_that_is_installed(name):
     package = re.search(rf"^CLIENT_{name} := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     source = (ROOT / f"examples/clients/{name}.py").read_text()
-    assert f"pip install {package}" in source
+    assert f"pip install {package}" in source.replace("'", "")
     assert f"For {package.replace('==', ' ')}." in source
     assert f"{package.split('==')[1]}](../examples/clients/{name}.py)" in (ROOT / "docs/serving.md").read_text()
