@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import gc
+import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ ROWS = output.define_some(
     "same: a number that every dtype holds; most: as many as fit; others: further numbers, for the plot; prompts:"
     " requests with prompts (default: all)",
 )
+WINDOWS = output.define_numbers(
+    "exact_windows", "tokens that stay exact beside quantized caches, in further rows (default: none)", least=1
+)
 PEERS = output.define_some("peers", PEER_NAMES, "who serves (default: all but transformers)")
 READ_BYTES = 1 << 30
 type Served = tuple[Timing, Mapping[str, Any]]
@@ -41,11 +45,16 @@ class ServeBenchmark(output.Program):
         peers = PEERS.value or PEER_NAMES[:2]
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
-        compile_ahead(of, own, dense)
+        windowed = {
+            f"{OWN}, {size} exact": serving.jobs(of, [each for each in dtypes() if each.is_quantized], rows, size)
+            for size in (output.chosen(WINDOWS, int, []) if own else [])
+        }
+        compile_ahead(of, [*own, *itertools.chain.from_iterable(windowed.values())], dense)
         rate = reading_rate()
         if rate is not None:
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
-        self.measure(OWN, own, rate, serving.serve)
+        for name, own_jobs in ((OWN, own), *windowed.items()):
+            self.measure(name, own_jobs, rate, serving.serve)
         self.measure(serves_dense.NAME, dense, rate, lambda job: (serves_dense.serve(job), {}))
         for name in serves_torch.NAMES:
             if name not in peers:
@@ -83,7 +92,7 @@ class ServeBenchmark(output.Program):
                 try:
                     found = self.results.fitting(what, functools.partial(serve, job))
                 except Exception as error:
-                    if name not in (OWN, *serves_torch.OWN_NAMES):
+                    if not name.startswith(OWN) and name not in serves_torch.OWN_NAMES:
                         self.results.skip(what, f"{type(error).__name__}: {error}")
                         continue
                     error.add_note(traceback.format_exc())
@@ -101,7 +110,7 @@ def dtypes() -> Sequence[KVCacheDType]:
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
     """Compiles all steps in parallel and waits, because threads that lower programs hold the GIL."""
-    programs = [serving.program(of, job.dtype, job.num_seqs, job.blocks_a_seq) for job in own]
+    programs = [serving.program(job, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
     if own and (ROWS.value is None or "prompts" in ROWS.value):
         programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype).values()]

@@ -55,11 +55,14 @@ class Scenario:
         """Pages of a request with a prompt."""
         return -(-(self.prompt_len + self.num_new_tokens) // BLOCK_SIZE)
 
-    def bytes_a_sequence(self, dtype: KVCacheDType) -> int:
-        return self.config.num_hidden_layers * self.seq_len // BLOCK_SIZE * self.spec(dtype).page_size_bytes
+    def bytes_a_sequence(self, dtype: KVCacheDType, exact_window: int | None = None) -> int:
+        """Returns the bytes of a full sequence's pages, and of its rows of exact windows."""
+        spec, num_layers = self.spec(dtype), self.config.num_hidden_layers
+        window = 0 if exact_window is None else kvjax.ExactWindow.num_bytes(spec, 1, exact_window)
+        return num_layers * (self.seq_len // BLOCK_SIZE * spec.page_size_bytes + window)
 
-    def most(self, dtype: KVCacheDType) -> int:
-        return self.cache_bytes // self.bytes_a_sequence(dtype)
+    def most(self, dtype: KVCacheDType, exact_window: int | None = None) -> int:
+        return self.cache_bytes // self.bytes_a_sequence(dtype, exact_window)
 
     @property
     def weight_bytes(self) -> int:
@@ -104,11 +107,12 @@ def scenario() -> Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class ServeJob:
-    """One number of full sequences to decode, in one dtype."""
+    """One number of full sequences to decode, in one dtype, with exact windows of a size beside it or without."""
 
     of: Scenario
     dtype: KVCacheDType
     num_seqs: int
+    exact_window: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -125,7 +129,7 @@ class ServeJob:
     @property
     def rows(self) -> str:
         """The names of the table rows that this job belongs to, as in files."""
-        names = {MAX_SEQS: self.of.most(self.dtype), SAME_SEQS: self.of.same}
+        names = {MAX_SEQS: self.of.most(self.dtype, self.exact_window), SAME_SEQS: self.of.same}
         return ", ".join(name for name, number in names.items() if number == self.num_seqs)
 
     @property
@@ -141,20 +145,25 @@ class ServeJob:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a step reads: weights, and the pages of sequences halfway through their tail."""
+        """Bytes that a step reads: weights, pages of sequences halfway through their tail, and their exact windows."""
         pages = -(-(self.of.seq_len - self.of.tail // 2) // BLOCK_SIZE) * self.num_seqs
-        return self.of.weight_bytes + self.of.config.num_hidden_layers * pages * self.spec.real_page_size_bytes
+        tokens = (self.exact_window or 0) * self.num_seqs
+        of_layer = pages * self.spec.real_page_size_bytes
+        of_layer += tokens * self.spec.num_kv_heads * sum(self.spec.head_sizes) * workload.INPUT_DTYPE.itemsize
+        return self.of.weight_bytes + self.of.config.num_hidden_layers * of_layer
 
 
-def jobs(of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str]) -> list[ServeJob]:
+def jobs(
+    of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str], exact_window: int | None = None
+) -> list[ServeJob]:
     """Returns the jobs of the requested rows by dtype, fewest sequences first."""
     found = []
     for dtype in dtypes:
-        most = of.most(dtype)
+        most = of.most(dtype, exact_window)
         numbers = {of.same} if SAME_SEQS in rows else set()
         numbers |= {most} if MAX_SEQS in rows else set()
         numbers |= {number for number in of.others if number < most} if OTHERS in rows else set()
-        found += [ServeJob(of, dtype, number) for number in sorted(numbers)]
+        found += [ServeJob(of, dtype, number, exact_window) for number in sorted(numbers)]
     return found
 
 
@@ -172,20 +181,25 @@ def struct_of(of: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of)
 
 
-def step_struct(num_tokens: int, num_seqs: int, max_blocks: int) -> kvjax.StepMetadata:
+def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False) -> kvjax.StepMetadata:
     shapes = {"block_table": (num_seqs, max_blocks), "seq_lens": (num_seqs,), "cu_q_lens": (num_seqs + 1,)}
-    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-    return kvjax.StepMetadata(**arrays, slot_mapping=jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
+    shapes |= {"slot_mapping": (num_tokens,)} | ({"window_rows": (num_seqs,)} if has_windows else {})
+    return kvjax.StepMetadata(**{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()})
 
 
 @functools.cache
-def program(of: Scenario, dtype: KVCacheDType, num_seqs: int, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
+def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
+    of, num_seqs = job.of, job.num_seqs
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
     tokens, previous = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_tokens, num_seqs))
-    caches = (workload.cache_struct(of.spec(dtype), num_seqs * max_blocks),) * of.config.num_hidden_layers
+    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks)
+    if job.exact_window:
+        window = functools.partial(kvjax.ExactWindow.allocate, job.spec, num_seqs, job.exact_window)
+        cache = llama.Windowed(cache, jax.eval_shape(window))
+    step = step_struct(num_tokens, num_seqs, max_blocks, has_windows=job.exact_window is not None)
     options = {"max_q_len": max_q_len, "max_prompts": int(max_q_len > 1), "implementation": implementation()}
-    arguments = struct_of(params(of)), tokens, previous, step_struct(num_tokens, num_seqs, max_blocks), caches
+    arguments = struct_of(params(of)), tokens, previous, step, (cache,) * of.config.num_hidden_layers
     return compiling(llama.greedy_step, *arguments, config=of.config, **options)
 
 
@@ -226,10 +240,10 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     """Returns an engine whose requests are cached except for the last tokens of their sequences.
 
     The pool knows the prompts, so the engine finds their blocks as for any cached prefix. The blocks of the sequences
-    are interleaved, as in a server.
+    are interleaved, as in a server. Rows of exact windows are filled in the first step.
     """
     weights = params(job.of)
-    run = Running(weights, {1: program(job.of, job.dtype, job.num_seqs, job.blocks_a_seq).result()})
+    run = Running(weights, {1: program(job, job.blocks_a_seq).result()})
     pool = kvjax.BlockPool(job.num_blocks, BLOCK_SIZE)
     number, num_cached = job.num_seqs, job.of.seq_len - job.of.tail
     ids = np.random.default_rng(4).integers(job.of.config.vocab_size, size=(number, num_cached + 1))
@@ -239,10 +253,13 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     for sequence, prompt in zip(stored, ids, strict=True):
         sequence.commit(prompt[:-1])
         sequence.free()
-    caches = filled_caches(job.of, job.dtype, job.num_blocks)
-    engine = TimedEngine(
-        run, caches, pool, num_seqs=[number], max_blocks=job.blocks_a_seq, chunk=number, max_prompts=number
-    )
+    caches: Any = filled_caches(job.of, job.dtype, job.num_blocks)
+    windows = None
+    if job.exact_window:
+        caches = llama.with_exact_windows(caches, number, job.exact_window)
+        windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
+    sizes = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number, "max_prompts": number}
+    engine = TimedEngine(run, caches, pool, **sizes, windows=windows)
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -303,17 +320,21 @@ def check(job: ServeJob) -> float:
     config = dataclasses.replace(job.of.config, num_hidden_layers=2)
     weights = {**params(job.of), "layers": params(job.of)["layers"][:2]}
     few = dataclasses.replace(job.of, config=config)
-    caches = filled_caches(few, job.dtype, 2 * job.blocks_a_seq)
     rng = np.random.default_rng(5)
     table = rng.permutation(2 * job.blocks_a_seq).astype(np.int32).reshape(2, -1)
     lengths = np.array([job.of.seq_len - 7, job.of.seq_len // 2], np.int32)
     slots = table[np.arange(2), (lengths - 1) // BLOCK_SIZE] * BLOCK_SIZE + (lengths - 1) % BLOCK_SIZE
-    step = kvjax.StepMetadata(table, lengths, np.arange(3, dtype=np.int32), slots.astype(np.int32))
+    window_rows = None if job.exact_window is None else np.arange(2, dtype=np.int32)
+    step = kvjax.StepMetadata(table, lengths, np.arange(3, dtype=np.int32), slots.astype(np.int32), window_rows)
     tokens = jnp.arange(2, dtype=jnp.int32)
 
     def hidden(by: str | None) -> np.ndarray:
         attend = functools.partial(llama.write_and_attend, max_q_len=1, implementation=by)
         run = jax.jit(functools.partial(llama.forward, config=config, attend=attend))
+        caches: Any = filled_caches(few, job.dtype, 2 * job.blocks_a_seq)
+        if job.exact_window:
+            caches = llama.with_exact_windows(caches, 2, job.exact_window)
+            caches = llama.fill_windows(caches, step, window_rows)
         return np.asarray(run(weights, tokens=tokens, step=step, caches=caches)[0], np.float64)
 
     got, expected = hidden(implementation()), hidden("xla")
@@ -324,7 +345,8 @@ def check(job: ServeJob) -> float:
 
 
 def prompt_programs(of: Scenario, dtype: KVCacheDType) -> dict[int, Future[Any]]:
-    return {max_q_len: program(of, dtype, of.same, of.prompt_blocks, max_q_len) for max_q_len in (1, of.chunk)}
+    job = ServeJob(of, dtype, of.same)
+    return {max_q_len: program(job, of.prompt_blocks, max_q_len) for max_q_len in (1, of.chunk)}
 
 
 def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Timing]:

@@ -31,6 +31,9 @@ def test_as_many_sequences_as_fit():
     assert [LLAMA_8B.most(dtype) for dtype in shapes.TIMED_DTYPES] == [40, 80, 142]
     assert LLAMA_8B.bytes_a_sequence(BFLOAT16) == 8_192 * (128 << 10)
     assert (LLAMA_8B.seq_len - LLAMA_8B.tail) % shapes.BLOCK_SIZE == 0
+    # 64 exact tokens in bfloat16 take 8 MiB, pages of NVFP4 288 MiB.
+    assert LLAMA_8B.bytes_a_sequence(NVFP4, 64) == LLAMA_8B.bytes_a_sequence(NVFP4) + (8 << 20)
+    assert LLAMA_8B.most(NVFP4, 64) == 138
 
 
 def test_bytes_that_a_step_reads():
@@ -44,10 +47,12 @@ def test_bytes_that_a_step_reads():
 
 
 @pytest.mark.full
-def test_full_sequences_are_served_to_their_ends():
-    times, facts = serving.serve(ServeJob(TINY, NVFP4, 3))
+@pytest.mark.parametrize("exact_window", [None, 20])
+def test_full_sequences_are_served_to_their_ends(exact_window):
+    times, facts = serving.serve(ServeJob(TINY, NVFP4, 3, exact_window))
     assert len(times.samples) == TINY.tail - 1 - serving.WARM_UP_STEPS
     assert 0 < facts["host_ns"] <= max(times.samples) * 1e9
+    assert serving.check(ServeJob(TINY, NVFP4, 2, exact_window)) <= serving.HIDDEN_ERROR
 
 
 @pytest.mark.full
