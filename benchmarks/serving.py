@@ -258,7 +258,12 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     if job.exact_window:
         caches = llama.with_exact_windows(caches, number, job.exact_window)
         windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
-    sizes = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number, "max_prompts": number}
+    sizes: dict[str, Any] = {
+        "num_seqs": [number],
+        "max_blocks": job.blocks_a_seq,
+        "chunk": number,
+        "max_prompts": number,
+    }
     engine = TimedEngine(run, caches, pool, **sizes, windows=windows)
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
