@@ -50,11 +50,14 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
         return jax.tree.map(np.asarray, run(query, *args, **options))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
-        Case("nvfp4", lengths=(40, 0), num_kv_heads=2, window=39, sinks=True, cap=5.0, q_len=2),
+        Case("nvfp4", lengths=(90, 0, 20), num_kv_heads=1, head_size=32, window=60, sinks=True, cap=5.0, q_len=2),
+        pytest.param(
+            Case("nvfp4", lengths=(40, 0), num_kv_heads=2, window=39, sinks=True, cap=5.0, q_len=2),
+            marks=pytest.mark.full,
+        ),
         pytest.param(Case("fp8_e4m3", lengths=(37,), scales="per_head"), marks=pytest.mark.full),
         pytest.param(Case("float16", lengths=(20,), scales="scalar", group=5, q_len=4), marks=pytest.mark.full),
         pytest.param(Case("bfloat16", lengths=(37,), query_dtype="float16", block_size=8), marks=pytest.mark.full),
@@ -123,7 +126,6 @@ def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
     suite.check_alone(case, run, sequences=range(len(case.seq_lens)))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 700])
 def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatch):
     monkeypatch.setattr(lanes, "thread_index", lambda: jnp.arange(THREADS))  # in a kernel it has a layout
