@@ -347,7 +347,7 @@ def test_the_documented_example_calibrates_a_transformers_model(llama: Any, requ
     import kvjax_torch
     from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache
 
-    page = (Path(__file__).parents[1] / "docs/calibration.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/calibration.md").read_text().partition("## From Python")[2]
     [source] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len([line for line in source.splitlines() if line]) == 7, "as many as README says"
     batches = torch.arange(40).reshape(2, 2, 10)
