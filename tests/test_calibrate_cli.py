@@ -32,6 +32,7 @@ LENGTH, WINDOW, BEGIN = 24, 5, 256
 SIZES = {"vocab_size": 300, "head_dim": 32, "num_key_value_heads": 2, "dtype": "float32"}
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; 0123456789! Ünïcödé. " * 2
 LAYER_TYPES = ["sliding_attention", "full_attention"]
+CHOICE_OF_LATENTS = ["--choose", "fp8,nvfp4", "--bits", "6"]
 SHARED = 2  # the last layers of gemma3n, which read an earlier layer's keys and values
 
 type Seen = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -102,6 +103,12 @@ def out(tmp_path: Path) -> Path:
     return folder / "scales.safetensors"
 
 
+def tokens_of_text() -> list[int]:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    [(encoded, _)] = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(TEXT)
+    return [alphabet.index(character) for character in encoded]
+
+
 def what_attention_gets(folder: Path, num_samples: int) -> list[Seen]:
     """Of each sample, what each layer's attention gets, from a forward pass without a cache."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
@@ -115,9 +122,7 @@ def what_attention_gets(folder: Path, num_samples: int) -> list[Seen]:
     transformers.AttentionInterface.register("spy", spy)
     transformers.AttentionMaskInterface.register("spy", sdpa_mask)
     model.set_attn_implementation("spy")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    [(encoded, _)] = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(TEXT)
-    tokens = [alphabet.index(character) for character in encoded]
+    tokens = tokens_of_text()
     samples = []
     for number in range(num_samples):
         ids = [BEGIN, *tokens[number * (LENGTH - 1) : (number + 1) * (LENGTH - 1)]]
@@ -203,6 +208,62 @@ def test_keys_that_take_no_scale_have_none_in_the_file(models, text, out, capsys
     np.testing.assert_allclose(load(out, folder, dtype), expected, rtol=1e-6)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     assert [row.split("|")[5].strip() for row in rows] == ["-", "-"]
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 99, "dtype": "float32"}
+    config = tiny_models.changed(next(tiny_models.tiny_configs("deepseek_v3")), sizes)
+    folder = tmp_path_factory.mktemp("deepseek_v3")
+    save_model(folder, tiny_models.load("deepseek_v3", config))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8"])
+def test_latents_have_one_scale(latent_model, text, out, capsys, dtype):
+    """That of what `kv_b_proj` gets; in fp8 of rope keys too, the last columns of keys."""
+    assert calibrate(latent_model, text, out, "--dtype", dtype, "--samples", "1") == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(latent_model, attn_implementation="eager")
+    latents: dict[int, Any] = {}
+    for index, layer in enumerate(loaded.model.layers):
+        layer.self_attn.kv_b_proj.register_forward_pre_hook(
+            lambda module, inputs, index=index: latents.setdefault(index, inputs[0])
+        )
+    keys = what_attention_gets(latent_model, 1)[0]
+    ids = [BEGIN, *tokens_of_text()[: LENGTH - 1]]
+    with torch.no_grad():
+        loaded(input_ids=torch.tensor([ids]), use_cache=False)
+    model, largest = read_model(latent_model), kvjax.parse_kv_cache_dtype(dtype).info.max
+    rope = loaded.config.qk_rope_head_dim
+    for index, scales in enumerate(load(out, latent_model, dtype)):
+        magnitudes = [float(latents[index].abs().max())]
+        if dtype == "fp8":
+            magnitudes.append(float(np.abs(keys[index][0][..., -rope:]).max()))
+        np.testing.assert_allclose(scales, (max(magnitudes) / largest, 1), rtol=1e-5)
+    assert [layer.is_mla for layer in model.layers] == [True, True]
+    with safe_open(out, "numpy") as file:
+        assert sorted(file.keys()) == [f"model.layers.{layer}.self_attn.attn.k_scale" for layer in (0, 1)]
+    header, _, first, *_ = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in header.split("|")[4:7]] == ["largest latent", "k_scale", "largest rope key"]
+    assert first.split("|")[7].strip() == "-"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (CHOICE_OF_LATENTS, "--choose: got a model of multi-head latent attention (MLA), expected --dtype"),
+        (["--dtype", "int8_k_nvfp4_v"], "kv_cache_dtype of layer 0: got 'int8_k_nvfp4_v', expected one of"),
+        (["--dtype", "fp8", "--per-head"], "per_head: got True, expected False: latents (MLA) have one scale"),
+    ],
+)
+def test_what_is_refused_of_latents_is_refused_before_the_model_is_loaded(
+    latent_model, text, out, capsys, arguments, message, monkeypatch
+):
+    from kvjax_torch.transformers import calibrate as of_models
+
+    monkeypatch.delattr(of_models, "_load")
+    assert calibrate(latent_model, text, out, *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -171,8 +171,10 @@ def _tensors(layers: Sequence[CalibratedLayer]) -> dict[str, np.ndarray]:
             scale * np.float32(part.info.max / divisor), np.float32
         )
         for layer in layers
-        for (name, scale), part in zip(layer.scales._asdict().items(), layer.dtype.parts, strict=True)
-        if part.takes_scale
+        for (name, scale), part, scaled in zip(
+            layer.scales._asdict().items(), layer.dtype.parts, layer.scaled, strict=True
+        )
+        if scaled
     }
 
 
@@ -199,8 +201,9 @@ def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
     }
 
 
-def _table(layers: Iterable[CalibratedLayer]) -> str:
-    header = ("layer", "dtype", "window", "largest key", "k_scale", "largest value", "v_scale")
+def _table(layers: Sequence[CalibratedLayer]) -> str:
+    key, value = ("latent", "rope key") if layers[0].is_mla else ("key", "value")
+    header = ("layer", "dtype", "window", f"largest {key}", "k_scale", f"largest {value}", "v_scale")
     return markdown_table(
         header,
         [
@@ -209,9 +212,9 @@ def _table(layers: Iterable[CalibratedLayer]) -> str:
                 layer.dtype.value,
                 f"{layer.sliding_window or '-'}",
                 f"{layer.k_amax:.4g}",
-                _in_words(layer.scales.k_scale) if layer.dtype.parts[0].takes_scale else "-",
+                _in_words(layer.scales.k_scale) if layer.scaled[0] else "-",
                 f"{layer.v_amax:.4g}",
-                _in_words(layer.scales.v_scale) if layer.dtype.parts[1].takes_scale else "-",
+                _in_words(layer.scales.v_scale) if layer.scaled[1] else "-",
             )
             for layer in layers
         ],

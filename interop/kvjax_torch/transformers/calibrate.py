@@ -30,6 +30,7 @@ from kvjax import (
     KVCacheValueError,
     KVScales,
     ModelKVConfig,
+    UnsupportedError,
 )
 from kvjax_torch.memory.borrow import to_jax
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
@@ -71,7 +72,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedLayer:
-    """What was found of a layer: its index in the model, its dtype, its largest magnitudes and its scales."""
+    """What was found of a layer: its index in the model, its dtype, its largest magnitudes and its scales.
+
+    `k_amax` and `v_amax` are of keys and values, or of latents and rope keys if `is_mla`. The one scale of latents is
+    `k_scale`.
+    """
 
     index: int
     dtype: KVCacheDType
@@ -79,6 +84,13 @@ class CalibratedLayer:
     k_amax: float
     v_amax: float
     scales: KVScales
+    is_mla: bool = False
+
+    @property
+    def scaled(self) -> tuple[bool, bool]:
+        """Whether `k_scale` and `v_scale` are scales of the layer's dtype."""
+        keys, values = self.dtype.parts
+        return keys.takes_scale, values.takes_scale and not self.is_mla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +122,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         empty, too short, or not UTF-8; a sample longer than the model takes; keys or values that are not finite; as
         `kvjax.calibrate` and `kvjax.choose_layer_dtypes`; for a choice, a model whose attention does not take
         transformers' interface.
+      UnsupportedError: a choice for a model of multi-head latent attention.
       KVCacheMemoryError: the device's memory does not suffice.
       OSError: the text cannot be read.
     """
@@ -119,6 +132,8 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     stated = ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=options.model_dtype)
     specs = kvjax.resolve_layer_specs(stated, options.dtype)
+    if any(spec.is_mla for spec in specs):
+        _check_for_latents(options)
     choice: DTypeChoice | None = None
     length = _length(options.length, config.get_text_config(decoder=True))
     with _errors_of("model", name):
@@ -202,8 +217,8 @@ def _choose(
             with torch.no_grad(), recorded_queries() as queries:
                 stored = run(torch.tensor([ids], device=model.device))
                 states = [_states(stored, index, spec) for index, spec in zip(indices, specs, strict=True)]
-                largest = torch.stack([x.abs().amax() for pair in states for x in pair]).float().cpu().reshape(-1, 2)
-            _check_finite(number, indices, largest)
+                largest = _largest(states)
+            _check_finite(number, indices, specs, largest)
             if missing := [index for index in indices if index not in queries]:
                 raise KVCacheValueError(
                     f"model: got no query of layer {missing[0]}, expected attention by transformers' interface"
@@ -236,8 +251,8 @@ def _calibrate(
             with torch.no_grad():
                 stored = run(torch.tensor([ids], device=model.device))
                 states = [_states(stored, index, spec) for index, spec in zip(indices, specs, strict=True)]
-                largest = torch.stack([x.abs().amax() for pair in states for x in pair]).float().cpu().reshape(-1, 2)
-            _check_finite(number, indices, largest)
+                largest = _largest(states)
+            _check_finite(number, indices, specs, largest)
             amax.copy_(torch.maximum(amax, largest))
             bar.update()
             yield [[lend(x.transpose(1, 2).contiguous()) for x in pair] for pair in states]
@@ -247,7 +262,7 @@ def _calibrate(
             specs, batches, method=options.method, percentile=options.percentile, per_head=options.per_head
         )
     return tuple(
-        CalibratedLayer(index, spec.dtype, spec.sliding_window, k_amax, v_amax, of_layer)
+        CalibratedLayer(index, spec.dtype, spec.sliding_window, k_amax, v_amax, of_layer, spec.is_mla)
         for index, spec, (k_amax, v_amax), of_layer in zip(indices, specs, amax.tolist(), scales, strict=True)
     )
 
@@ -276,14 +291,18 @@ def _forward(model: Any) -> Callable[[torch.Tensor], dict[int, list[tuple[torch.
 def _states(
     stored: dict[int, list[tuple[torch.Tensor, torch.Tensor]]], index: int, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer stored, `[num_seqs, num_kv_heads, num_tokens, head_size]`."""
+    """What a layer stored, `[num_seqs, num_kv_heads, num_tokens, head_size]`.
+
+    Keys and values, or latents and rope keys, which transformers stores as keys and values of one head.
+    """
     if index not in stored:
         raise KVCacheValueError(
             f"model: got no keys and values of layer {index}, expected them in transformers' cache as the configuration"
             " says"
         )
     keys, values = (torch.cat(parts, dim=2) for parts in zip(*stored[index], strict=True))
-    for kind, x, head_size in (("keys", keys, spec.head_size), ("values", values, spec.head_size_v)):
+    sizes = spec.part_sizes if spec.is_mla else spec.head_sizes
+    for kind, x, head_size in zip(_kinds(spec), (keys, values), sizes, strict=True):
         if x.shape[1] % spec.num_kv_heads or x.shape[3] != head_size:
             raise KVCacheValueError(
                 f"model: got {kind} of layer {index} with {x.shape[1]} heads of size {x.shape[3]}, expected"
@@ -294,9 +313,21 @@ def _states(
     return keys[:, ::repeats], values[:, ::repeats]
 
 
-def _check_finite(number: int, indices: Sequence[int], largest: torch.Tensor) -> None:
-    for index, of_layer in zip(indices, largest.tolist(), strict=True):
-        for kind, magnitude in zip(("keys", "values"), of_layer, strict=True):
+def _kinds(spec: AttentionSpec) -> tuple[str, str]:
+    return ("latents", "rope keys") if spec.is_mla else ("keys", "values")
+
+
+def _largest(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The largest magnitudes of what layers stored, `[num_layers, 2]`; 0 of rope keys without elements."""
+    largest = [x.abs().amax() if x.numel() else x.new_zeros(()) for pair in states for x in pair]
+    return torch.stack(largest).float().cpu().reshape(-1, 2)
+
+
+def _check_finite(
+    number: int, indices: Sequence[int], specs: Sequence[AttentionSpec], largest: torch.Tensor
+) -> None:
+    for index, spec, of_layer in zip(indices, specs, largest.tolist(), strict=True):
+        for kind, magnitude in zip(_kinds(spec), of_layer, strict=True):
             if not np.isfinite(magnitude):
                 raise KVCacheValueError(
                     f"model: got {'NaN' if np.isnan(magnitude) else 'infinite'} {kind} of layer {index} for sample"
@@ -382,6 +413,15 @@ def _samples(tokenizer: Any, text: Path, length: int, num_samples: int | None) -
         )
     starts = range(0, min(len(tokens), wanted) - of_text + 1, of_text)
     return [begin + tokens[start : start + of_text] for start in starts]
+
+
+def _check_for_latents(options: Options) -> None:
+    if options.choose_from:
+        raise UnsupportedError(
+            "--choose: got a model of multi-head latent attention (MLA), expected --dtype: one dtype for all layers"
+        )
+    if options.per_head:
+        raise KVCacheValueError("per_head: got True, expected False: latents (MLA) have one scale for all heads")
 
 
 def _check_vocabulary(model: Any, samples: Sequence[Sequence[int]]) -> None:
