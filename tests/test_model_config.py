@@ -524,6 +524,9 @@ def test_latent_attention_has_no_window(model_type: str):
         KVCacheValueError, match=r"^config: got sliding_window=4096 for multi-head latent attention, exp"
     ):
         read_by_layer(config | {"sliding_window": 4096})
+    with pytest.raises(KVCacheValueError, match="or use_sliding_window=false"):
+        read_by_layer(config | {"sliding_window": 4096, "use_sliding_window": True})
+    assert read_by_layer(config | {"sliding_window": 4096, "use_sliding_window": False}) == read_by_layer(config)
 
 
 def test_keys_of_an_indexer_are_ignored_by_classes_that_have_none():

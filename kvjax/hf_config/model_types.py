@@ -83,7 +83,7 @@ def _mha(
     )
 
 
-_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
+_LATENT_KEYS = ("kv_lora_rank", "qk_rope_head_dim", "use_sliding_window")
 
 
 def _latent_type(*keys: str, first: Callable[[Facts], None] | None = None, **defaults: Any) -> ModelType:

@@ -83,10 +83,12 @@ def latent(facts: Facts) -> None:
     transformers' class of no type read here has a window: its mask ignores one, its cache drops tokens by it. Those of
     dots3_note have one, and an indexer's keys besides, for which they are refused by name.
     """
+    if not flag(facts, "use_sliding_window", True):
+        facts.pop("sliding_window", None)
     if "sliding_window" in facts:
         raise KVCacheValueError(
             f"config: got sliding_window={shown(facts['sliding_window'])} for multi-head latent attention, expected"
-            " none or null: no model of this type has a window"
+            " none or null, or use_sliding_window=false: no model of this type has a window"
         )
     rank, rope = positive_int(facts, "kv_lora_rank"), first_int(facts, "qk_rope_head_dim", minimum=0)
     if rope is None:
