@@ -254,7 +254,7 @@ def test_latents_in_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (
             DEEPSEEK,
             ["--kv-cache-dtype", "fp8_e5m2"],
-            "argument --config: kv_cache_dtype of layer 0: got 'fp8_e5m2', expec",
+            "kv_cache_dtype of layer 0: got 'fp8_e5m2', expec",
         ),
         (DEEPSEEK, ["--v-scale-layout", "swizzled"], "v_scale_layout: got 'swizzled' for latents (MLA), expected 'lin"),
         (
@@ -384,13 +384,13 @@ def test_weights_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str
     config = folder_with_scales(tmp_path, ["0.self_attn.kv_scale"])
     (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
     assert refusal(capsys, "--config", config).startswith(
-        f"argument --config: {str(tmp_path / 'model.safetensors')!r}: got a header of 8,680,820,740,569,200,760 bytes"
+        f"{str(tmp_path / 'model.safetensors')!r}: got a header of 8,680,820,740,569,200,760 bytes"
     )
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "missing.safetensors"}})
     )
     assert refusal(capsys, "--config", config) == (
-        f"argument --config: {str(tmp_path / 'model.safetensors.index.json')!r}: got 'missing.safetensors' for"
+        f"{str(tmp_path / 'model.safetensors.index.json')!r}: got 'missing.safetensors' for"
         " 'model.layers.0.self_attn.k_scale', expected a file that exists"
     )
 
@@ -640,12 +640,12 @@ def test_files_that_are_no_json_are_named(capsys, tmp_path, content):
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        ([], [], "argument --config: config: got [] of type list, expected a mapping"),
-        ({}, [], "argument --config: config: got no 'num_hidden_layers', expected a positive int"),
+        ([], [], "config: got [] of type list, expected a mapping"),
+        ({}, [], "config: got no 'num_hidden_layers', expected a positive int"),
         (
             {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 72},
             [],
-            "argument --config: config: got no 'dtype' or 'torch_dtype', expected one of them, or model_dtype given",
+            "config: got no 'dtype' or 'torch_dtype', expected one of them, or model_dtype given",
         ),
         (
             {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 72, "dtype": "bfloat16"},
@@ -656,7 +656,7 @@ def test_files_that_are_no_json_are_named(capsys, tmp_path, content):
             json.loads(Path(LLAMA).read_text())
             | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}},
             [],
-            "argument --config: kv_cache_scheme: got {'num_bits': 8, 'type': 'float', 'dynamic': True}: dynamic=True",
+            "kv_cache_scheme: got {'num_bits': 8, 'type': 'float', 'dynamic': True}: dynamic=True",
         ),
     ],
 )

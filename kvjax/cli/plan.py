@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,14 +135,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPlan:
-    with _argument_errors(parser, "argument --config: "):
+    # Errors of kvjax name the configuration's key, the field, or the file.
+    with _argument_errors(parser):
         model = _model(args)
-    # An error about a mapping of dtypes names the field itself.
-    with _argument_errors(parser, "" if isinstance(args.kv_cache_dtype, Mapping) else "argument --config: "):
         unskipped = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype)
     with _argument_errors(parser, "argument --skip-layers: "):
         resolved = kvjax.resolve_layer_dtypes(model, args.kv_cache_dtype, skip_layers=args.skip_layers)
-    with _argument_errors(parser, "argument --config: "):
+    with _argument_errors(parser):
         scales = _scales(args, model)
     if args.state_bytes is not None:
         model = dataclasses.replace(model, state_bytes=args.state_bytes)
@@ -152,7 +151,6 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
         parser.error("argument --exact-window: expected with --max-seqs, the sequences that have a window at once")
     with _argument_errors(parser, "argument --tensor-parallel: "):
         model = model.shard(args.tensor_parallel)
-    # Errors here concern several arguments, or the model: the message names the field.
     with _argument_errors(parser):
         specs = kvjax.resolve_layer_specs(
             model,
