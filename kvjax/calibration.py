@@ -57,7 +57,7 @@ def calibrate(
     - `"mse"`: of 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24, the largest whose sum of
       squared errors, of samples stored and read back, is within 0.01% of the least. Reads the samples twice.
 
-    Unquantized layers get 1. Batches go through jitted functions, which compile once per shape. Device memory for the
+    Unquantized layers get 1; their samples are checked like those of others. Batches go through jitted functions, which compile once per shape. Device memory for the
     results is at most 33 numbers per scale, 40 KiB for a percentile.
 
     Args:
@@ -93,8 +93,8 @@ def calibrate(
     tensors = [
         _Tensor(layer, kv_index, spec, per_head and part.info.takes_head_scales and not spec.is_mla)
         for layer, spec in enumerate(specs)
-        for kv_index, part in enumerate(spec.parts[:1] if spec.is_mla else spec.parts)
-        if part.takes_scale
+        for kv_index, part in enumerate(spec.parts)
+        if not (spec.is_mla and kv_index) or (part is not spec.parts[0] and spec.part_sizes[1])
     ]
     read = functools.partial(_read, tensors, specs, samples)
     scales = _from_percentile(read, percentile) if method == CalibrationMethod.PERCENTILE else _from_largest(read)
@@ -108,9 +108,9 @@ def calibrate(
 
 
 class _Tensor(NamedTuple):
-    """The keys (`kv_index` 0) or the values (1) of a layer that takes a scale, or its latents (0).
+    """The keys (`kv_index` 0) or the values (1) of a layer, or its latents (0) or rope keys (1).
 
-    Rope keys with the scale of latents, in fp8, are some more elements of these.
+    Rope keys of the latents' dtype are some more elements of these.
     """
 
     layer: int
@@ -146,7 +146,8 @@ class _Tensor(NamedTuple):
         return jnp.expand_dims(jnp.concatenate([x.astype(jnp.float32) for x in rows], axis=-1), -2)
 
     def __str__(self) -> str:
-        return f"{'latents' if self.spec.is_mla else ('keys', 'values')[self.kv_index]} of layer {self.layer}"
+        names = ("latents", "rope keys") if self.spec.is_mla else ("keys", "values")
+        return f"{names[self.kv_index]} of layer {self.layer}"
 
 
 type _State = tuple[jax.Array, ...]
@@ -162,16 +163,26 @@ def _read(
     start: Callable[[_Tensor], _State],
     update: _Update,
 ) -> dict[_Tensor, tuple[np.ndarray, ...]]:
-    """Runs all batches through `update`; waits for the device only at the end."""
-    states = {tensor: start(tensor) for tensor in tensors}
+    """Runs all batches through `update`; waits for the device only at the end.
+
+    Tensors without a scale have no state. They are checked, because a wrong layer or an overflow in the model, which
+    may be seen in these alone, makes the scales of all layers doubtful.
+    """
+    states = {tensor: start(tensor) for tensor in tensors if tensor.dtype.takes_scale}
+    largest = {tensor: (jnp.zeros(1, jnp.float32),) for tensor in tensors if tensor not in states}
     number = -1
     for number, batch in enumerate(samples() if callable(samples) else samples):
         layers = _layers_of(number, batch, len(specs))
         for tensor, state in states.items():
             x = tensor.of(f"samples[{number}]", layers[tensor.layer])
             states[tensor] = update(x, state, tensor.dtype, tensor.per_head)
+        for tensor, amax in largest.items():
+            x = tensor.of(f"samples[{number}]", layers[tensor.layer])
+            largest[tensor] = _largest(x, amax, tensor.dtype, False)
     if number < 0:
         raise KVCacheValueError("samples: got no batch, expected at least one")
+    for tensor, (amax,) in largest.items():
+        _check_finite(tensor, jax.device_get(amax))
     return {tensor: jax.device_get(state) for tensor, state in states.items()}
 
 
@@ -207,9 +218,13 @@ def _from_largest(read: _Reader) -> dict[_Tensor, np.ndarray]:
     return {tensor: _scales(tensor, amax, amax) for tensor, (amax,) in found.items()}
 
 
-def _scales(tensor: _Tensor, magnitudes: np.ndarray, amax: np.ndarray) -> np.ndarray:
+def _check_finite(tensor: _Tensor, amax: np.ndarray) -> None:
     if not np.isfinite(amax).all():
         raise KVCacheValueError(f"samples: got infinite {tensor}, expected finite values")
+
+
+def _scales(tensor: _Tensor, magnitudes: np.ndarray, amax: np.ndarray) -> np.ndarray:
+    _check_finite(tensor, amax)
     if not amax.all():
         heads = f", heads {np.flatnonzero(amax == 0).tolist()}," if tensor.per_head else ""
         warnings.warn(

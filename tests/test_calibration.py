@@ -226,12 +226,29 @@ def test_nan_is_passed_over(method: str):
     np.testing.assert_array_equal(scales, expected)
 
 
+@pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
-def test_infinity_is_refused_by_its_layer(method: str):
-    value = SAMPLES[0][3][1].copy()
+def test_infinity_is_refused_by_its_layer(method: str, layer: int):
+    """Also of layers without scales, such as the second."""
+    sample = [*SAMPLES[0]]
+    value = sample[layer][1].copy()
     value[2, 1, 0] = -np.inf
-    with pytest.raises(KVCacheValueError, match="samples: got infinite values of layer 3, expected finite values"):
-        calibrate(SPECS, [[*SAMPLES[0][:3], (SAMPLES[0][3][0], value)]], method=method)
+    sample[layer] = sample[layer][0], value
+    message = f"samples: got infinite values of layer {layer}, expected finite values"
+    with pytest.raises(KVCacheValueError, match=message):
+        calibrate(SPECS, [sample], method=method)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8_ds_mla", "nvfp4"])
+def test_latents_and_rope_keys_of_every_dtype_are_checked(dtype: str):
+    spec = kvjax.MLAAttentionSpec(16, 128, 64, dtype=dtype)
+    kv_c, k_pe = np.ones((4, 128), np.float32), np.ones((4, 64), np.float32)
+    calibrate([spec], [[(kv_c, k_pe)]])
+    infinite = "rope keys" if spec.parts[0] is not spec.parts[1] else "latents"
+    with pytest.raises(KVCacheValueError, match=f"samples: got infinite {infinite} of layer 0"):
+        calibrate([spec], [[(kv_c, np.where(k_pe, np.float32(np.inf), k_pe))]])
+    with pytest.raises(KVCacheValueError, match="qk_rope_head_dim=64"):
+        calibrate([spec], [[(kv_c, k_pe[:, :63])]])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -283,6 +300,10 @@ def test_what_is_found_is_what_operations_take():
         (
             {"samples": [SAMPLES[0], [(value, value) for _, value in SAMPLES[0]]]},
             "samples[1], keys of layer 0: got shape (8, 3, 16), expected [..., num_kv_heads=3, head_size=32]",
+        ),
+        (
+            {"samples": [[SAMPLES[0][0], (SAMPLES[0][1][1][..., :31], SAMPLES[0][1][1]), *SAMPLES[0][2:]]]},
+            "samples[0], keys of layer 1: got shape (8, 3, 31), expected [..., num_kv_heads=3, head_size=32]",
         ),
         ({"samples": [[(key[:0], value[:0]) for key, value in SAMPLES[0]]]}, "and at least one token"),
     ],
