@@ -11,7 +11,7 @@ The names exported here are for launchers that pass addresses instead of JAX arr
 """
 
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
-from kvjax.kernels.attention.any_batch import AttentionKind as AttentionKind
+from kvjax.kernels.attention.any_batch import BatchKind as BatchKind
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
 from kvjax.kernels.attention.choice import BATCHES as ATTENTION_BATCHES
 from kvjax.kernels.attention.choice import passes as attention_passes
@@ -51,7 +51,7 @@ __all__ = [
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
-    "AttentionKind",
+    "BatchKind",
     "PageMemory",
     "PageRegion",
     "PromptKind",

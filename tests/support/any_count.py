@@ -90,7 +90,7 @@ def attention_kernels(
     if interleaved:
         memory, scales = interleaved_memory(spec)
     softmax, num_heads = kernels.Softmax(**{"sm_scale": 0.125} | options), group * spec.num_kv_heads
-    kind = kernels.AttentionKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
+    kind = kernels.BatchKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
     return kernels.attention_kernels(kind, target)
 
 

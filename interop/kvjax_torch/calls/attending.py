@@ -143,7 +143,7 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
         values = dataclasses.replace(keys, regions=regions)
-    kind = kernels.AttentionKind(
+    kind = kernels.BatchKind(
         plan.cache.spec,
         (keys, values),
         numpy_dtype(plan.dtype),

@@ -323,9 +323,7 @@ def _largest(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tenso
     return torch.stack(largest).float().cpu().reshape(-1, 2)
 
 
-def _check_finite(
-    number: int, indices: Sequence[int], specs: Sequence[AttentionSpec], largest: torch.Tensor
-) -> None:
+def _check_finite(number: int, indices: Sequence[int], specs: Sequence[AttentionSpec], largest: torch.Tensor) -> None:
     for index, spec, of_layer in zip(indices, specs, largest.tolist(), strict=True):
         for kind, magnitude in zip(_kinds(spec), of_layer, strict=True):
             if not np.isfinite(magnitude):

@@ -61,7 +61,7 @@ class AnyBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionKind:
+class BatchKind:
     """What the attention of one of `passes` over caller-owned memory is compiled for.
 
     Attributes:
@@ -90,7 +90,7 @@ class AttentionKind:
     scale_pages: RowScaleMemory = (None, None)
 
 
-def any_batch(kind: AttentionKind, target: Target) -> AnyBatch:
+def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
     """The attention of a kind on a GPU."""
     softmax = kind.softmax
     problem = Problem(
