@@ -57,8 +57,8 @@ def calibrate(
     - `"mse"`: of 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24, the largest whose sum of
       squared errors, of samples stored and read back, is within 0.01% of the least. Reads the samples twice.
 
-    Unquantized layers get 1; their samples are checked like those of others. Batches go through jitted functions, which compile once per shape. Device memory for the
-    results is at most 33 numbers per scale, 40 KiB for a percentile.
+    Unquantized layers get 1; their samples are checked like those of others. Batches go through jitted functions, which
+    compile once per shape. Device memory for the results is at most 33 numbers per scale, 40 KiB for a percentile.
 
     Args:
       specs: each layer's, as `resolve_layer_specs` returns them.

@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,20 @@ def test_layers_have_dtypes_of_their_own_and_sequences_do_not_mix(model):
     alone, num_blocks = step_of([30])
     logits, _ = model.run(texts[1], alone, model.allocate("float32", num_blocks, []))
     np.testing.assert_allclose(logits, exact[17:], rtol=1e-4, atol=1e-4)
+
+
+def test_exact_windows_are_those_of_quantized_layers(model):
+    """A bfloat16 window would round what a float32 cache holds."""
+    tokens = np.random.default_rng(2).integers(len(WORDS), size=24).astype(np.int32)
+    step, num_blocks = step_of([len(tokens)])
+
+    def logits(dtype: Any, exact_window: int | None) -> np.ndarray:
+        caches = model.allocate(dtype, num_blocks, [sample])
+        return np.asarray(model.run(tokens, step, caches, exact_window=exact_window)[0])
+
+    exact, sample = model.run(tokens, step, model.allocate("float32", num_blocks, []))
+    np.testing.assert_array_equal(logits("float32", 8), exact)
+    assert (logits({"0": "float32", "*": "nvfp4"}, 8) != logits({"0": "float32", "*": "nvfp4"}, None)).any()
 
 
 def test_divergence_is_its_definition():

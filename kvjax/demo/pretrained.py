@@ -128,7 +128,8 @@ class Pretrained:
           step: their sequences.
           caches: one for each layer.
           first_position: RoPE's position of each sequence's first token.
-          exact_window: tokens that each query reads in bfloat16, its own included, in a step of whole sequences.
+          exact_window: tokens that each query of a quantized layer reads in bfloat16, its own included, in a step of
+            whole sequences.
           key_rotation: layers that attend with rotated queries over rotated keys.
 
         Returns:
@@ -186,7 +187,7 @@ def _run_layer(
         query, key, value = ((h @ layer[name]).reshape(heads) for name in ("query", "key", "value"))
         inputs = Attended(_rotate(query, angles), _rotate(key, angles), value)
         own = inputs.rotated(options.rotates)
-        if options.exact_window is None:
+        if options.exact_window is None or not cache.spec.dtype.is_quantized:
             attended, cache = kvjax.attend(*own, cache, step, unique_slots=True)
         else:
             spec = dataclasses.replace(cache.spec, model_dtype=kvjax.KVCacheDType.BFLOAT16)
