@@ -169,16 +169,18 @@ def _read(
     may be seen in these alone, makes the scales of all layers doubtful.
     """
     states = {tensor: start(tensor) for tensor in tensors if tensor.dtype.takes_scale}
-    largest = {tensor: (jnp.zeros(1, jnp.float32),) for tensor in tensors if tensor not in states}
+    largest: dict[_Tensor, _State] = {
+        tensor: (jnp.zeros(1, jnp.float32),) for tensor in tensors if tensor not in states
+    }
     number = -1
     for number, batch in enumerate(samples() if callable(samples) else samples):
         layers = _layers_of(number, batch, len(specs))
         for tensor, state in states.items():
             x = tensor.of(f"samples[{number}]", layers[tensor.layer])
             states[tensor] = update(x, state, tensor.dtype, tensor.per_head)
-        for tensor, amax in largest.items():
+        for tensor, state in largest.items():
             x = tensor.of(f"samples[{number}]", layers[tensor.layer])
-            largest[tensor] = _largest(x, amax, tensor.dtype, False)
+            largest[tensor] = _largest(x, state, tensor.dtype, False)
     if number < 0:
         raise KVCacheValueError("samples: got no batch, expected at least one")
     for tensor, (amax,) in largest.items():
