@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,17 @@ from kvjax.kernels.attention.problem import Division, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
+
+
+class Sums(NamedTuple):
+    """A row's combined parts, float32: the largest logit, and sums relative to it of weights and of weighted values.
+
+    `output` has a register for each of a thread's elements.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    output: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +75,14 @@ class Merge:
 
         @pl.when(count == 0)
         def nothing_stored() -> None:
-            zero = lanes.splat(0.0, jnp.float32)
-            self.store(
-                index, row, dim, zero + LOWEST, zero, [zero] * self.elements_per_thread, is_row & (warp_index == 0)
-            )
+            self.store(index, row, dim, self.no_sums(), is_row & (warp_index == 0))
 
         @pl.when((count > 0) & (num_parts > 1))
         def several_parts() -> None:
-            largest, total, output = self.sums(num_parts, part_index, row, dim, warp_index, is_row)
+            sums = self.sums(num_parts, part_index, row, dim, warp_index, is_row)
             if self.warps_per_row > 1:
-                largest, total, output = self.joined(largest, total, output, lane, warp)
-            self.store(index, row, dim, largest, total, output, is_row & (warp_index == 0))
+                sums = self.joined(sums, lane, warp)
+            self.store(index, row, dim, sums, is_row & (warp_index == 0))
 
     @property
     def warps_per_row(self) -> int:
@@ -99,6 +108,11 @@ class Merge:
         """Elements of a row that a thread holds."""
         return elements_per_thread(self.problem, self.config)
 
+    def no_sums(self) -> Sums:
+        """The sums of no part."""
+        zero = lanes.splat(0.0, jnp.float32)
+        return Sums(zero + LOWEST, zero, [zero] * self.elements_per_thread)
+
     def sums(
         self,
         num_parts: jax.Array,
@@ -107,7 +121,7 @@ class Merge:
         dim: jax.Array,
         warp_index: jax.Array,
         is_row: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    ) -> Sums:
         """The combined parts of a row that a warp takes: every `warps_per_row`-th from `warp_index` on."""
         problem, at_once = self.problem, self.config.merge.at_once
         step = self.warps_per_row * at_once
@@ -143,17 +157,16 @@ class Merge:
                 weight = lanes.exp2(part_largest - new)
                 total = total + part_total * weight
                 output = [x + y * weight for x, y in zip(output, values, strict=True)]
-            return new, total, output
+            return Sums(new, total, output)
 
-        zero = lanes.splat(0.0, jnp.float32)
+        none = self.no_sums()
         steps = lax.div(num_parts + (step - 1), jnp.int32(step))
-        return lax.fori_loop(0, steps, body, (zero + LOWEST, zero, [zero] * self.elements_per_thread))
+        return lax.fori_loop(0, steps, body, none)
 
-    def joined(
-        self, largest: jax.Array, total: jax.Array, output: list[jax.Array], lane: jax.Array, warp: jax.Array
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    def joined(self, own: Sums, lane: jax.Array, warp: jax.Array) -> Sums:
         """The combined sums of all warps, in each of them."""
-        registers = [largest, total, *output]
+        largest = own.largest
+        registers = [largest, own.total, *own.output]
         count = len(registers)
         for i, x in enumerate(registers):
             offset = ((warp * count + i) * LANES + lane) * 4
@@ -176,23 +189,16 @@ class Merge:
             )
             for i in range(1, count)
         ]
-        return largest, sums[0], sums[1:]
+        return Sums(largest, sums[0], sums[1:])
 
-    def store(
-        self,
-        index: jax.Array,
-        row: jax.Array,
-        dim: jax.Array,
-        largest: jax.Array,
-        total: jax.Array,
-        output: list[jax.Array],
-        condition: jax.Array,
-    ) -> None:
+    def store(self, index: jax.Array, row: jax.Array, dim: jax.Array, sums: Sums, condition: jax.Array) -> None:
         """Stores a row's output and log-sum-exp."""
         problem, size = self.problem, self.problem.spec.head_size_v
-        inverse, lse = normalized(largest, total, sink(problem, self.refs, row % problem.num_heads, condition))
+        inverse, lse = normalized(
+            sums.largest, sums.total, sink(problem, self.refs, row % problem.num_heads, condition)
+        )
         lanes.store_global(self.refs.lse, index, lse, condition & (dim == 0))
-        for j, x in enumerate(output):
+        for j, x in enumerate(sums.output):
             position = dim + LANES * j
             lanes.store_global(self.refs.out, index * size + position, x * inverse, condition & (position < size))
 

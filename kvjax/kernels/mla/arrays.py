@@ -74,10 +74,7 @@ def decode(
         has_sinks=False,
         batch_invariant=softmax.batch_invariant,
     )
-    # A placeholder for an absent layer, which the kernel does not read.
-    layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
-    config = config or choose(problem, target)
-    return _attend(problem, config, query, pages, read.block_table, read.seq_lens, layer, read.k_scale)
+    return _attend(problem, config or choose(problem, target), query, pages, read)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
@@ -86,10 +83,7 @@ def _attend(
     config: MLAConfig,
     query: jax.Array,
     pages: jax.Array,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array,
-    k_scale: jax.Array,
+    read: ReadArrays,
 ) -> tuple[jax.Array, jax.Array]:
     spec, dtype = problem.spec, operand_dtype(problem.spec)
     rows, parts = problem.num_seqs * problem.q_len * problem.num_heads, num_parts(problem, config)
@@ -120,8 +114,10 @@ def _attend(
         compiler_params=_COMPILER_PARAMS,
     )
     operand = _converted(query, dtype).reshape(rows, spec.head_size)
+    # A placeholder for an absent layer, which the kernel does not read.
+    layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
     out, lse, partial, partial_lse, spans = kernel(
-        operand, pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1)
+        operand, pages, read.block_table.reshape(-1), read.seq_lens, layer, read.k_scale.reshape(-1)
     )
     out_ref, lse_ref = jax.new_ref(out.reshape(-1)), jax.new_ref(lse)
 
@@ -130,8 +126,8 @@ def _attend(
         known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
         run_merge(problem, config, Refs(seq_lens=seq_lens, **known), shared)
 
-    merge = merge_kernel(merge_body, problem, config, seq_lens.shape[0])
-    merge(seq_lens, partial.reshape(-1), partial_lse.reshape(-1), spans, out_ref, lse_ref)
+    merge = merge_kernel(merge_body, problem, config, read.seq_lens.shape[0])
+    merge(read.seq_lens, partial.reshape(-1), partial_lse.reshape(-1), spans, out_ref, lse_ref)
     shape = problem.num_seqs, problem.q_len, problem.num_heads
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
 

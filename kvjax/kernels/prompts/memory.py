@@ -49,6 +49,14 @@ class Operands(NamedTuple):
     heads: Any
 
 
+class Stage(NamedTuple):
+    """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `ready` says when."""
+
+    buffer: Ref
+    slot: Scalar
+    ready: Ref
+
+
 class Memory(Protocol):
     """What the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
 
@@ -107,10 +115,8 @@ class Memory(Protocol):
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The first token that is copied of a tile: one of an earlier tile where there is none."""
 
-    def copy(
-        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
-    ) -> None:
-        """Starts the copy of a tile of keys or values to a slot of shared memory."""
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
+        """Starts the copy of a tile of keys or values."""
 
     def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:
         """Waits for the copy to a slot, which was filled `times()` times before."""
@@ -194,10 +200,9 @@ class ArrayMemory:
         """
         return jnp.minimum(tile * size, self.operands.keys.shape[1] - size)
 
-    def copy(  # noqa: D102
-        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
-    ) -> None:
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
+        buffer, slot, ready = stage
         tokens = pl.ds(first, buffer.shape[1])
         plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
 
@@ -309,11 +314,9 @@ class CallerMemory:
         last = lax.div(self.end(prompt) + (size - 1), jnp.int32(size)) - 1
         return jnp.minimum(tile, jnp.maximum(last, 0)) * size
 
-    def copy(  # noqa: D102
-        self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, buffer: Ref, slot: Scalar, ready: Ref
-    ) -> None:
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
-        tiles.copy(self.values if values else self.keys, row, buffer, slot, ready)
+        tiles.copy(self.values if values else self.keys, row, *stage)
 
     def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
         tiles.wait(ready, slot, times())

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference
-from kvjax.kernels.prompts.memory import Memory
+from kvjax.kernels.prompts.memory import Memory, Stage
 from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
 
@@ -217,7 +217,7 @@ class Rows:
         @pl.when(copied < stop)
         def _() -> None:
             first = self.memory.first_token(prompt, copied, self.config.tokens)
-            self.memory.copy(values, prompt, kv_head, first, buffer, self._slot(tile), ready)
+            self.memory.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
 
     def _take_turn(self) -> None:
         plgpu.barrier_arrive(self.scratch.turn)
