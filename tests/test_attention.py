@@ -316,7 +316,7 @@ def test_means_of_several_chunks_and_of_dense_16_bit_values_do_not_overflow(monk
     def read(number):
         return jnp.zeros_like(values), values, jnp.ones((1, 64), bool)
 
-    rows, last, chunks = jnp.ones((1, 1, 2, 16)), jnp.full((1, 1), 127), softmax.Chunks(2, read)
+    rows, last, chunks = jnp.ones((1, 1, 2, 16)), jnp.full((1, 1), 127), softmax.TokenChunks(2, read)
     spec = FullAttentionSpec(64, 1, 16, dtype="bfloat16")
     out, lse = softmax.attend(rows, chunks, last, jnp.zeros(2), spec, softmax.Softmax(1.0))
     np.testing.assert_allclose(out, np.full(out.shape, np.float64(values[0, 0, 0, 0]) * 128 / 129), rtol=1e-6)

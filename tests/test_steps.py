@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvjax import KVCacheValueError  # noqa: E402
-from kvjax_torch.transformers.block_table import BlockTable, Step  # noqa: E402
+from kvjax_torch.transformers.block_table import AppendStep, BlockTable  # noqa: E402
 from kvjax_torch.transformers.steps import Steps  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Layers:
         self.steps = Steps(self.tables, "cache")
         self.steps.pages = [torch.full((num_blocks, block_size), -1) for _ in self.tables]
 
-    def write(self, layer: int, numbers: Sequence[Sequence[int]], is_token: np.ndarray | None = None) -> Step:
+    def write(self, layer: int, numbers: Sequence[Sequence[int]], is_token: np.ndarray | None = None) -> AppendStep:
         """One layer's part of a step, which appends these numbers to each sequence."""
         new = torch.tensor(numbers)
         step = self.steps.join(layer, *new.shape, CPU, is_token=is_token)

@@ -33,7 +33,7 @@ from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
 from kvjax_torch.cuda import prompt_kernels, ragged_step, reads  # noqa: E402
 from kvjax_torch.cuda import ragged as on_gpu  # noqa: E402
-from kvjax_torch.cuda.ragged_step import Packed, Step  # noqa: E402
+from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
 
@@ -98,7 +98,9 @@ def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.M
     assert {*ran} == {"any_schedule", "any_placement", "any_gather", "any_prompts"}
 
 
-def make_step(dtype: torch.dtype, bounds: tuple[int, ...], *, window: int | None = None, sinks: bool = False) -> Step:
+def make_step(
+    dtype: torch.dtype, bounds: tuple[int, ...], *, window: int | None = None, sinks: bool = False
+) -> RaggedStep:
     """A step of random rows over 3 blocks for each sequence, whose results are poisoned."""
     num_seqs, generator = len(bounds) - 1, torch.Generator().manual_seed(0)
     cache = torch.zeros((4, 8, 1, 16), dtype=torch.bfloat16)
@@ -107,7 +109,7 @@ def make_step(dtype: torch.dtype, bounds: tuple[int, ...], *, window: int | None
     lens = torch.arange(num_seqs) * 5 - 1
     one = torch.ones(1)
     num_rows, num_heads, size = query.shape
-    return Step(
+    return RaggedStep(
         query,
         ragged_step.runs(query, 1),
         ReadTensors(cache, cache.clone(), table, lens, one, one),
@@ -118,7 +120,7 @@ def make_step(dtype: torch.dtype, bounds: tuple[int, ...], *, window: int | None
     )
 
 
-def plan_of(step: Step, decode_q_len: int, window: int | None, **limits: int) -> RaggedPlan:
+def plan_of(step: RaggedStep, decode_q_len: int, window: int | None, **limits: int) -> RaggedPlan:
     gathered = gather_plan(step.tensors, Encoding("auto", "linear"), torch.float32)
     heads, has_sinks = step.query.shape[1], step.sinks is not None
     plan = AttentionPlan(gathered.cache, step.query.dtype, heads, decode_q_len, (1, 1), 1.0, window, None, has_sinks)
@@ -147,7 +149,7 @@ def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, 
     assert got.header.tolist()[1:] == [0, 0]
     assert (got.packed is None) == (decode_q_len == 0)
     if got.packed is not None and expected.packed is not None:
-        for name, mine, wanted in zip(Packed._fields, got.packed, expected.packed, strict=True):
+        for name, mine, wanted in zip(PackedRows._fields, got.packed, expected.packed, strict=True):
             torch.testing.assert_close(mine, wanted.to(mine.dtype), rtol=0, atol=0, msg=name)
         rows = got.packed.rows.flatten(0, 1)
         results = rows + 1, rows.sum(-1).float()

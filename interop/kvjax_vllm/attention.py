@@ -17,20 +17,20 @@ from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
-from kvjax_vllm.step import KvjaxMetadata, Sequences
+from kvjax_vllm.step import KvjaxMetadata, StepSequences
 
 VIEWS = "_kvjax_views"
 """Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
 
 
-class Stored(NamedTuple):
+class StoredPages(NamedTuple):
     """A layer's pages: `key_cache, value_cache`, and how they are stored, `kv_cache_dtype, k_scale, v_scale`."""
 
     caches: tuple[torch.Tensor, torch.Tensor]
     how: tuple[str, torch.Tensor, torch.Tensor]
 
 
-class Options(TypedDict):
+class AttentionKeywords(TypedDict):
     """Keyword arguments of both attention operations."""
 
     sm_scale: float
@@ -65,7 +65,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self._vllm_config = get_current_vllm_config_or_none()
         self._sinks = sinks
-        self._options: Options = {
+        self._options: AttentionKeywords = {
             "sm_scale": self.scale,
             "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap or None,
@@ -119,7 +119,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             self._ragged(rows, stored, prompts, out, max_prompts=prompts.num_seqs, decode_q_len=0)
         return output
 
-    def _decode(self, rows: torch.Tensor, stored: Stored, of: Sequences, out: torch.Tensor) -> None:
+    def _decode(self, rows: torch.Tensor, stored: StoredPages, of: StepSequences, out: torch.Tensor) -> None:
         if of.q_len > 1:
             rows, out = (x.unflatten(0, (-1, of.q_len)) for x in (rows, out))
         (key_cache, value_cache), how = stored
@@ -130,8 +130,8 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
     def _ragged(
         self,
         rows: torch.Tensor,
-        stored: Stored,
-        of: Sequences,
+        stored: StoredPages,
+        of: StepSequences,
         out: torch.Tensor,
         *,
         max_prompts: int,
@@ -152,25 +152,25 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             decode_q_len=decode_q_len,
         )
 
-    def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: Stored) -> None:
+    def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: StoredPages) -> None:
         """Serves a prompt of two tokens of any contents: steps before vLLM is ready have none."""
         table, seq_lens, cu_q_lens = (query.new_zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,)))
         seq_lens += 2
         cu_q_lens[1:] += 2
-        prompt = Sequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
+        prompt = StepSequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
         # Kernels are compiled for the distance of rows.
         rows = query.new_empty_strided((2, *query.shape[1:]), query.stride()).zero_()
         out = output.new_empty((2, *output.shape[1:]))
         self._ragged(rows, stored, prompt, out, max_prompts=1, decode_q_len=0)
         self._serves_prompts = True
 
-    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:
+    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> StoredPages:
         views = getattr(kv_cache, VIEWS, None)
         if views is None:
             views = cache_views(kv_cache, self.head_size, self.kv_quant_mode)
             setattr(kv_cache, VIEWS, views)
         key_cache, value_cache, *scales = views
-        return Stored((key_cache, value_cache), (self.kv_cache_dtype, *(scales or self._resolve_scales(layer))))
+        return StoredPages((key_cache, value_cache), (self.kv_cache_dtype, *(scales or self._resolve_scales(layer))))
 
     def _resolve_scales(self, layer: Any) -> LayerScales:
         """The layer's scales; the first layer to ask resolves those of all, so that errors come before requests."""

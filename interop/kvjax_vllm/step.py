@@ -18,7 +18,7 @@ from kvjax import UnsupportedError
 
 
 @dataclasses.dataclass
-class Sequences:
+class StepSequences:
     """The sequences of one attention call, and their rows of the step's query.
 
     Attributes:
@@ -47,8 +47,8 @@ class Sequences:
 class KvjaxMetadata(AttentionMetadata):
     """A step: the sequences that decode, with or without drafts, come first; then prompts. Either may be None."""
 
-    decodes: Sequences | None
-    prompts: Sequences | None
+    decodes: StepSequences | None
+    prompts: StepSequences | None
 
 
 class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
@@ -76,7 +76,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
         num_tokens, bounds = common.num_actual_tokens, common.query_start_loc
         decodes = prompts = None
         if num_decodes:
-            decodes = Sequences(
+            decodes = StepSequences(
                 slice(0, num_rows),
                 common.block_table_tensor[:num_decodes],
                 common.seq_lens[:num_decodes],
@@ -89,7 +89,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
             upper = common.seq_lens_cpu_upper_bound
             max_seq_len = common.max_seq_len if upper is None else int(upper[num_decodes:].max())
             max_blocks = max(-(-max_seq_len // self.kv_cache_spec.block_size), 1)
-            prompts = Sequences(
+            prompts = StepSequences(
                 slice(num_rows, num_tokens),
                 common.block_table_tensor[num_decodes:, :max_blocks],
                 common.seq_lens[num_decodes:],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from kvjax.block_pool.groups import Group, HasBlocks, Table, as_groups, cached_prefix
+from kvjax.block_pool.groups import Group, GroupTable, HasBlocks, as_groups, cached_prefix
 from kvjax.block_pool.hashes import Chain, root_hash
 from kvjax.block_pool.host import HostTier, States
 from kvjax.block_pool.store import BlockStore, BlockStored, as_num_blocks
@@ -50,7 +50,7 @@ class PoolCore:
             self._store.on_reuse = self._host.reuse
         self._num_resets = 0
 
-    def _own_last_block(self, table: Table, fresh: Iterator[int]) -> list[tuple[int, int]]:
+    def _own_last_block(self, table: GroupTable, fresh: Iterator[int]) -> list[tuple[int, int]]:
         """Makes the last block of a table writable, replacing it if it is shared; returns the pairs to copy."""
         block = table.blocks[-1]
         if self._store.ref_cnt[block] == 1:
@@ -84,13 +84,13 @@ class PoolCore:
         num_missing = sum(self._store.find(key) is None for key in keys)
         return num_missing <= self._store.num_free - sum(map(self._store.is_free, keys))
 
-    def _share(self, chains: Sequence[Chain], num_tokens: int) -> list[Table]:
+    def _share(self, chains: Sequence[Chain], num_tokens: int) -> list[GroupTable]:
         """Returns the tables of a cached prefix, with references to the blocks that windows see."""
         # All are held first: taking a block for one of them may evict here, and there what comes here goes.
         held, loads = [], []
         for group, chain in zip(self.groups, chains, strict=True):
             passed, hashes = group.num_passed(num_tokens), chain.first(num_tokens // group.block_size)
-            table = Table(array("i", [FREED_BLOCK] * passed), passed, hashes)
+            table = GroupTable(array("i", [FREED_BLOCK] * passed), passed, hashes)
             for index, key in enumerate(hashes[passed:], passed):
                 is_here = self._store.find(key) is not None
                 table.blocks.append(self._store.hold_cached(key) if is_here else FREED_BLOCK)
@@ -103,7 +103,7 @@ class PoolCore:
             self._cache(group, table, index, chain.token_ids(index))
         return held
 
-    def _cache(self, group: Group, table: Table, index: int, token_ids: array[int]) -> None:
+    def _cache(self, group: Group, table: GroupTable, index: int, token_ids: array[int]) -> None:
         """Registers a full block of a table with known tokens under its hash, unless another has it."""
         store, block = self._store, table.blocks[index]
         if store.cache(block, table.hashes[index]) and store.events is not None:

@@ -63,7 +63,7 @@ def as_groups(groups: Sequence[HasBlocks]) -> tuple[Group, ...]:
     return tuple(found)
 
 
-class Table:
+class GroupTable:
     """A sequence's blocks in one group: `blocks` in the order of tokens, of which the first `num_freed` are freed."""
 
     __slots__ = ("blocks", "hashes", "num_freed")
@@ -71,9 +71,9 @@ class Table:
     def __init__(self, blocks: array[int], num_freed: int, hashes: list[bytes]) -> None:
         self.blocks, self.num_freed, self.hashes = blocks, num_freed, hashes
 
-    def copy(self) -> Table:
+    def copy(self) -> GroupTable:
         """Returns an equal table that changes by itself."""
-        return Table(self.blocks[:], self.num_freed, self.hashes[:])
+        return GroupTable(self.blocks[:], self.num_freed, self.hashes[:])
 
 
 def cached_prefix(

@@ -103,7 +103,7 @@ class HostTier:
         return as_pairs(to_host), as_pairs(from_host)
 
 
-class Slots:
+class StateSlots:
     """Slots of states on the device or on the host, without hashes: free ones, and those that are held."""
 
     def __init__(self, number: int, what: str) -> None:
@@ -134,8 +134,8 @@ class States:
     """The state slots of a pool and of its host tier, and the copies that are to be made."""
 
     def __init__(self, num_states: int, num_host_states: int) -> None:
-        self.slots = Slots(num_states, "states")
-        self.host = Slots(num_host_states, "host states")
+        self.slots = StateSlots(num_states, "states")
+        self.host = StateSlots(num_host_states, "host states")
         self._to_host: dict[int, int] = {}  # the host's slot -> the device's
         self._from_host: dict[int, int] = {}  # the device's slot -> the host's
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.block_pool.core import FREED_BLOCK, NO_STATE, PoolCore
-from kvjax.block_pool.groups import Group, Table
+from kvjax.block_pool.groups import Group, GroupTable
 from kvjax.block_pool.hashes import as_ids, block_hash, root_hash
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, OutOfBlocksError, kind_of
 from kvjax.spec import as_int, as_items
@@ -124,7 +124,7 @@ class PagedSequence:
         """Whether its blocks are what other sequences with its tokens would compute."""
         return self._num_resets == self.pool._num_resets and not self.pool.num_states
 
-    def _cache(self, group: Group, table: Table, index: int) -> None:
+    def _cache(self, group: Group, table: GroupTable, index: int) -> None:
         if self._is_shared and table.blocks[index] != FREED_BLOCK:
             size = group.block_size
             self.pool._cache(group, table, index, self._token_ids[index * size : (index + 1) * size])
@@ -269,7 +269,7 @@ class PagedSequence:
         if has_state:
             self._state, self._host_state = pool._states.swap_in(self._host_state), NO_STATE
 
-    def _live_hashes(self, table: Table) -> list[bytes | None]:
+    def _live_hashes(self, table: GroupTable) -> list[bytes | None]:
         """Returns the hashes of a table's blocks that were not freed; None where no other sequence may share them."""
         number = len(table.blocks)
         hashes: list[bytes | None] = [*table.hashes] if self._is_shared else []
@@ -299,7 +299,7 @@ class PagedSequence:
         for group, table in zip(self.pool.groups, self._tables, strict=True):
             self._drop(table, group.num_passed(self._num_tokens))
 
-    def _drop(self, table: Table, end: int) -> None:
+    def _drop(self, table: GroupTable, end: int) -> None:
         """Frees a table's first `end` blocks."""
         passed = range(table.num_freed, end)
         if passed:

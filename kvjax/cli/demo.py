@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.no_pretrained or args.scales else _pretrained_file()
     try:
         if file:
-            of_pretrained = pretrained_program.run(PRETRAINED, file, pretrained_program.Options(**scope))
+            of_pretrained = pretrained_program.run(PRETRAINED, file, pretrained_program.PretrainedOptions(**scope))
             print(report.as_json(of_pretrained) if args.json else report.pretrained_as_text(of_pretrained))
         else:
-            result = program.run(program.Options(scales=args.scales, **scope))
+            result = program.run(program.DemoOptions(scales=args.scales, **scope))
             print(report.as_json(result) if args.json else report.as_text(result))
     except FileNotFoundError as error:
         print(f"kvjax demo: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PretrainedOptions:
     """The scope of a run: `sequences` texts of `tokens` tokens, in each of `dtypes`."""
 
     dtypes: Sequence[kvjax.KVCacheDType] = kvjax.STORED_KV_CACHE_DTYPES
@@ -37,7 +37,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PretrainedRow:
     """A dtype's cost, and how far predictions are from those with a float32 cache."""
 
     dtype: str
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class PretrainedResult:
     """The results of a run. The reply is greedy, from a cache of the last dtype."""
 
     model: str
@@ -55,12 +55,12 @@ class Result:
     sequences: int
     tokens: int
     perplexity: float
-    rows: Sequence[Row]
+    rows: Sequence[PretrainedRow]
     question: str
     reply: str
 
 
-def run(name: str, file: GGUFModel, options: Options) -> Result:
+def run(name: str, file: GGUFModel, options: PretrainedOptions) -> PretrainedResult:
     """Runs the demo; shows progress on stderr if that is a terminal.
 
     Raises:
@@ -82,7 +82,7 @@ def run(name: str, file: GGUFModel, options: Options) -> Result:
             logits, _ = _run(model, dtype, texts, [attended])
             specs = kvjax.resolve_layer_specs(model.kv_config, dtype)
             rows.append(
-                Row(
+                PretrainedRow(
                     dtype=dtype.value,
                     bytes_per_token=sum(spec.bytes_per_token for spec in specs),
                     tokens_per_gib=kvjax.max_tokens(specs, GIB),
@@ -90,7 +90,7 @@ def run(name: str, file: GGUFModel, options: Options) -> Result:
                 )
             )
             bar.update()
-    return Result(
+    return PretrainedResult(
         model=name,
         device=jax.devices()[0].device_kind,
         sequences=len(texts),
@@ -102,7 +102,7 @@ def run(name: str, file: GGUFModel, options: Options) -> Result:
     )
 
 
-def _texts(file: GGUFModel, options: Options) -> list[np.ndarray]:
+def _texts(file: GGUFModel, options: PretrainedOptions) -> list[np.ndarray]:
     """Returns a text to calibrate with, then those to measure: int32 `[options.tokens]`."""
     root = text.standard_library()
     _, held_out = text.split(text.source_files(root))

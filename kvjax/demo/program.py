@@ -25,7 +25,7 @@ TEMPERATURE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """The scope of a run: `sequences` held-out texts of up to `tokens` bytes, in each of `dtypes`.
 
     With `scales`, also every way to find scales (`compare_scales`), over the same text.
@@ -62,7 +62,7 @@ class Result:
     continuation: Continuation
 
 
-def run(options: Options) -> Result:
+def run(options: DemoOptions) -> Result:
     """Runs the demo; shows progress on stderr if that is a terminal.
 
     Raises:
@@ -125,7 +125,7 @@ class _Work:
     continuation: Request
 
 
-def _work(held_out: np.ndarray, options: Options, rng: np.random.Generator) -> _Work:
+def _work(held_out: np.ndarray, options: DemoOptions, rng: np.random.Generator) -> _Work:
     """Returns texts of many lengths in random order, each a quarter to three quarters prompt, and one to continue."""
     lengths = np.linspace(options.tokens, options.tokens // 3, options.sequences).astype(int)
     texts = text.excerpts(held_out, rng.permutation(lengths).tolist(), rng)

@@ -28,7 +28,7 @@ _SCALES_COLUMNS = ("dtype", "scales", "key error", "value error", "bits/byte", "
 _PRETRAINED_COLUMNS = ("dtype", "bytes/token", "tokens/GiB", "divergence", "greedy agreement", "perplexity")
 
 
-def as_json(result: program.Result | pretrained_program.Result) -> str:
+def as_json(result: program.Result | pretrained_program.PretrainedResult) -> str:
     """Returns `result` as one JSON document, keyed by field names."""
     return json.dumps(dataclasses.asdict(result), indent=2)
 
@@ -44,7 +44,7 @@ def as_text(result: program.Result) -> str:
     return "\n\n".join([*parts, _continuation(result.continuation)])
 
 
-def pretrained_as_text(result: pretrained_program.Result) -> str:
+def pretrained_as_text(result: pretrained_program.PretrainedResult) -> str:
     """Returns the table of a pretrained model with its legend, and its reply."""
     rows = [
         (

@@ -35,7 +35,7 @@ class LoadedRows(NamedTuple):
     layout: Layout
 
 
-class Piece(Protocol):
+class GatheredPiece(Protocol):
     """Rows of a gather that are decoded together, tokens and heads first."""
 
     def along(self, axis: int) -> Layout:
@@ -104,7 +104,7 @@ class Codec:
         """The gather kernel's result for rows of `size` elements."""
         return jax.ShapeDtypeStruct((*dims, size), dtype)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: GatheredPiece, dtype: DType) -> list[jax.Array]:
         """Decodes what a piece loaded, data and scales, to elements of `dtype`."""
         if self.dtype.info.layer_scale is None:
             return [decoding.cast(stored[0], dtype)]
@@ -140,7 +140,7 @@ class RowCodec(Codec):
         broadcast = functools.partial(compat.broadcast_columns, columns=x.shape[-1], layout=rows.layout)
         return arithmetic.encode_per_token_head(x.astype(jnp.float32), self.dtype, broadcast)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: GatheredPiece, dtype: DType) -> list[jax.Array]:
         """Decodes codes and the scales of each token and head."""
         codes, token_scales = stored
         broadcast = functools.partial(piece.broadcast, axes=(0, 1))
@@ -200,7 +200,7 @@ class BlockCodec(Codec):
             return jax.ShapeDtypeStruct((*blocks, 2), dtype)
         return jax.ShapeDtypeStruct(blocks, jnp.uint32)
 
-    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: Piece, dtype: DType) -> list[jax.Array]:
+    def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: GatheredPiece, dtype: DType) -> list[jax.Array]:
         """Decodes codes and block scales."""
         data, block_scales = stored
         broadcast = functools.partial(piece.broadcast, axes=tuple(range(data.ndim - 1)))

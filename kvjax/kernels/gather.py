@@ -38,7 +38,7 @@ from kvjax.kernels.memory import (
     scales_of,
     with_origin,
 )
-from kvjax.kernels.page_tokens import KVOperand, PageTokens, decode_tokens
+from kvjax.kernels.page_tokens import GatherOperand, PageTokens, decode_tokens
 from kvjax.pages import SWIZZLE_TOKENS
 from kvjax.spec import AttentionSpec
 
@@ -131,7 +131,7 @@ def gather(
     def body(block_table: Any, seq_lens: Ref, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
         dense = others[len(layers) :]
         operands = [
-            KVOperand(codec, Pages(pages, regions, spec.page_size_bytes), scale, ref)
+            GatherOperand(codec, Pages(pages, regions, spec.page_size_bytes), scale, ref)
             for codec, regions, scale, ref in zip(codecs, spec.regions, (k_scale, v_scale), dense, strict=True)
         ]
         table = Table(block_table, max_blocks, max_blocks, last_block)
@@ -176,7 +176,7 @@ def any_count(
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
         scales, of_tokens = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(codec, memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
+            GatherOperand(codec, memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
             for codec, memory, name, scale, dense_name, of_token in zip(
                 codecs, pages, PAGES, scales, dense_names, of_tokens, strict=True
             )
@@ -218,7 +218,7 @@ def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: DType) -> tuple[ja
 def _gather_tokens(
     table: Table,
     seq_lens: Ref,
-    operands: Sequence[KVOperand],
+    operands: Sequence[GatherOperand],
     spec: AttentionSpec,
     config: GatherConfig,
     dtype: DType,

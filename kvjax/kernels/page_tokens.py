@@ -32,7 +32,7 @@ MAX_PIECES_LOADED = 9
 where those are quarters of a row. More do not fit where odd numbers of heads leave threads idle."""
 
 
-class KVOperand(NamedTuple):
+class GatherOperand(NamedTuple):
     """The keys or the values of a gather.
 
     Attributes:
@@ -130,7 +130,7 @@ class PageTokens(NamedTuple):
     first_valid: Sequence[Any] = (None, None)
 
 
-def decode_tokens(operands: Sequence[KVOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
+def decode_tokens(operands: Sequence[GatherOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
     """Stores a program's tokens, as elements of `dtype`.
 
     `operands` are keys and values, whose `dense` are the places of these tokens alone; the pages are those of a spec.

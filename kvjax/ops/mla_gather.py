@@ -26,7 +26,7 @@ from kvjax.ops.arguments import (
     check_latents,
 )
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
-from kvjax.ops.prompts import Rows
+from kvjax.ops.prompts import RowSequences
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
 from kvjax.ops.values import check_cumulative, check_sequences, check_starts, is_checked
 from kvjax.partition import Signature
@@ -149,7 +149,7 @@ def _gather_xla(
     spec = cache.spec
     if not num_tokens or not block_table.size:
         return tuple(jnp.zeros((1, num_tokens, size), dtype) for size in spec.part_sizes)  # type: ignore[return-value]
-    rows = Rows.of(num_tokens, starts, ends)
+    rows = RowSequences.of(num_tokens, starts, ends)
     position = seq_lens[rows.seq] - (ends[rows.seq] - jnp.arange(num_tokens))
     column = position // spec.block_size
     block = block_table[rows.seq, jnp.clip(column, 0, block_table.shape[1] - 1)]

@@ -22,7 +22,7 @@ from kvjax.ops.arguments import (
     check_latents,
 )
 from kvjax.ops.values import check_slots, is_checked
-from kvjax.ops.write import Tokens, own_slots, write_xla
+from kvjax.ops.write import WriteTokens, own_slots, write_xla
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool
 
@@ -95,7 +95,7 @@ def _concat_xla(
 ) -> jax.Array:
     """Writes in XLA, from checked arguments; returns the pages."""
     latents, rope_keys = (jnp.expand_dims(x, 1) for x in (kv_c, k_pe))  # of one head
-    tokens = Tokens(latents, rope_keys, slot_mapping, layer, scale, scale)
+    tokens = WriteTokens(latents, rope_keys, slot_mapping, layer, scale, scale)
     return write_xla(cache, *tokens, unique_slots=unique_slots)
 
 

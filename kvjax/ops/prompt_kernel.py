@@ -20,8 +20,8 @@ from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_segments, prompts_at_once, restricting
 from kvjax.ops.prompts import (
     Dense,
+    LayerSequences,
     Prompts,
-    Sequences,
     by_lots,
     of_each_head,
     reached_blocks,
@@ -78,14 +78,16 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     """
     prompts, options, config, at_once = launch
     num_tokens = prompts.query.shape[0]
-    problem = kernel.Problem(prompts.max_q_len, options.window, options.logits_soft_cap)
+    problem = kernel.PromptProblem(prompts.max_q_len, options.window, options.logits_soft_cap)
     padding = max(kernel.ROWS - num_tokens, 0)
     rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
     alignment = kernel.TOKENS if options.batch_invariant else kernel.ALIGNMENT
 
-    def attend_lot(results: tuple[jax.Array, jax.Array], lot: Sequences) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def attend_lot(
+        results: tuple[jax.Array, jax.Array], lot: LayerSequences
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
         dense = Dense.of(prompts, lot)
         if config.segments == 1:
             operands = _operands(dense, rows, prompts.sinks, problem, options.sm_scale, alignment)
@@ -109,7 +111,7 @@ def _operands(
     dense: Dense,
     rows: jax.Array,
     sinks: jax.Array | None,
-    problem: kernel.Problem,
+    problem: kernel.PromptProblem,
     sm_scale: float,
     alignment: int,
 ) -> kernel.Operands:
@@ -167,7 +169,7 @@ def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax
 def _in_place(
     operands: kernel.Operands,
     results: tuple[jax.Array, jax.Array],
-    problem: kernel.Problem,
+    problem: kernel.PromptProblem,
     config: kernel.PromptConfig,
 ) -> tuple[jax.Array, jax.Array]:
     out, lse = (jax.new_ref(x) for x in results)

@@ -26,14 +26,14 @@ LOGITS_BYTES = 256 << 20
 """Limit on the logits of a chunk; fewer tokens would mean rescaling results more often."""
 
 
-class Rows(NamedTuple):
+class RowSequences(NamedTuple):
     """For each row of a query, `[num_tokens]`: its sequence, and whether it has one."""
 
     seq: jax.Array
     is_any: jax.Array
 
     @classmethod
-    def of(cls, num_tokens: int, q_starts: jax.Array, q_ends: jax.Array) -> Rows:
+    def of(cls, num_tokens: int, q_starts: jax.Array, q_ends: jax.Array) -> RowSequences:
         """Returns the rows of sequences `[num_seqs]`, which are in order but may start past row 0."""
         token = jnp.arange(num_tokens)
         seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
         return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
 
 
-class Sequences(NamedTuple):
+class LayerSequences(NamedTuple):
     """Sequences of a cache of one layer; padding has no query tokens and length 0.
 
     Attributes:
@@ -73,7 +73,7 @@ class Prompts(NamedTuple):
 
     cache: KVCache
     query: jax.Array
-    sequences: Sequences
+    sequences: LayerSequences
     max_q_len: int
     k_scale: jax.Array
     v_scale: jax.Array
@@ -102,7 +102,7 @@ def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
     spec = cache.spec
     options = options._replace(window=restricting(options.window, prompts.max_tokens))
 
-    def attend_lot(carried: None, lot: Sequences) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def attend_lot(carried: None, lot: LayerSequences) -> tuple[None, tuple[jax.Array, jax.Array]]:
         out, lse = _by_online_softmax(Dense.of(prompts, lot), options)
         if spec.dtype.parts[1].info.layer_scale is not None:
             out *= of_each_head(prompts.v_scale, spec, query.shape[1])[None, None, :, None]
@@ -115,9 +115,9 @@ def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
 
 
 def by_lots[Carried, Found](
-    attend: Callable[[Carried, Sequences], tuple[Carried, Found]],
+    attend: Callable[[Carried, LayerSequences], tuple[Carried, Found]],
     carried: Carried,
-    sequences: Sequences,
+    sequences: LayerSequences,
     at_once: int,
 ) -> tuple[Carried, Found]:
     """Calls `attend` with what is carried and `at_once` sequences at a time, the last of which may be padding.
@@ -132,11 +132,13 @@ def by_lots[Carried, Found](
         padded = jnp.pad(x, ((0, -len(x) % at_once), *((0, 0),) * (x.ndim - 1)))
         return padded.reshape(-1, at_once, *x.shape[1:])
 
-    carried, found = lax.scan(attend, carried, Sequences(*map(divided, sequences)))
+    carried, found = lax.scan(attend, carried, LayerSequences(*map(divided, sequences)))
     return carried, jax.tree.map(lambda x: lax.collapse(x, 0, 2)[:num_seqs], found)
 
 
-def reached_blocks(sequences: Sequences, max_q_len: int, window: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+def reached_blocks(
+    sequences: LayerSequences, max_q_len: int, window: int, block_size: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns the table of the blocks that the rows of sequences reach, and the first token that they see."""
     start = jnp.maximum(sequences.lens - sequences.q_lens - (window - 1), 0)
     num_blocks = num_reached_blocks(window, max_q_len, sequences.table.shape[1], block_size)
@@ -167,12 +169,12 @@ class Dense(NamedTuple):
     """
 
     prompts: Prompts
-    sequences: Sequences
+    sequences: LayerSequences
     factor: jax.Array
     k_scale: jax.Array
 
     @classmethod
-    def of(cls, prompts: Prompts, sequences: Sequences) -> Dense:
+    def of(cls, prompts: Prompts, sequences: LayerSequences) -> Dense:
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
         if spec.dtype.parts[0].info.layer_scale is None:
@@ -224,5 +226,5 @@ def _by_online_softmax(dense: Dense, options: Softmax) -> tuple[jax.Array, jax.A
         )
         return key, value, is_there
 
-    chunks = softmax.Chunks(num_chunks, read)
+    chunks = softmax.TokenChunks(num_chunks, read)
     return softmax.attend(dense.rows(first, max_q_len), chunks, positions, dense.prompts.sinks, spec, options)

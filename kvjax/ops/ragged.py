@@ -229,7 +229,7 @@ def attend_ragged(
         *sequences[2:],
         sinks,
         window_array,
-        options=Options(
+        options=StaticOptions(
             sizes,
             kernel.Softmax(
                 sm_scale=given.sm_scale,
@@ -254,7 +254,7 @@ def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tup
     return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
-class Options(NamedTuple):
+class StaticOptions(NamedTuple):
     """The static part of a call.
 
     Attributes:
@@ -269,7 +269,7 @@ class Options(NamedTuple):
 
 
 def _ragged_xla(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: Options
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: StaticOptions
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
 
@@ -314,7 +314,7 @@ def _ragged_xla(
     # The last tile of a sequence may hold a single row.
     most_tiles = (num_tokens + num_seqs * (size - 1)) // size
     out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
-    rows = prompts.Rows.of(num_tokens, q_starts, q_ends)
+    rows = prompts.RowSequences.of(num_tokens, q_starts, q_ends)
     index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
     out, lse = _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
     return out[None], lse[None]
@@ -341,7 +341,7 @@ def _as_read(
 
 
 def _ragged_mosaic(
-    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: Options
+    cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: StaticOptions
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the decode kernel for short sequences and with `prompts` for the others.
 
@@ -356,7 +356,7 @@ def _ragged_mosaic(
         return _ragged_xla(cache, query, *arrays, options=options)
     q_lens = jnp.maximum(q_ends - q_starts, 0)
     is_short = q_lens <= decode_q_len
-    rows = prompts.Rows.of(num_tokens, q_starts, q_ends)
+    rows = prompts.RowSequences.of(num_tokens, q_starts, q_ends)
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
     source, decoded = jnp.full(num_tokens, -1, jnp.int32), None
@@ -372,7 +372,7 @@ def _ragged_mosaic(
 
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
     cache, block_table = in_one_layer(cache, layer, block_table)
-    sequences = prompts.Sequences(
+    sequences = prompts.LayerSequences(
         block_table.at[chosen].get(mode="fill", fill_value=-1),
         jnp.maximum(seq_lens, 0).at[chosen].get(mode="fill", fill_value=0),
         q_ends.at[chosen].get(mode="fill", fill_value=0),

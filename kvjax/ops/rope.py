@@ -25,7 +25,7 @@ from kvjax.ops.arguments import (
     check_keys_and_values,
 )
 from kvjax.ops.values import check_positions, is_checked
-from kvjax.ops.write import Tokens, as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
+from kvjax.ops.write import WriteTokens, as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool
 
@@ -81,7 +81,7 @@ def rope_and_cache(
     check_cache(cache)
     check_keys_and_values("rope_and_cache", cache.spec, "concat_and_cache_mla, after rotating")
     given, cache = cache, local_view(cache)
-    written = as_tokens(cache, Tokens(key, value, slot_mapping, layer, k_scale, v_scale))
+    written = as_tokens(cache, WriteTokens(key, value, slot_mapping, layer, k_scale, v_scale))
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
     tokens = list(zip(names, np.shape(key), strict=False))
     dims = [*tokens, ("num_heads", None), ("head_size", cache.spec.head_size)]
@@ -128,8 +128,8 @@ def _as_positions(positions: Any, max_position: int) -> jax.Array:
 
 
 def _rope_xla(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
-    """Rotates and writes in XLA; `arrays` are the `Tokens`, the query, positions and the table."""
-    tokens, turned = Tokens(*arrays[:6]), arrays[6:]
+    """Rotates and writes in XLA; `arrays` are the `WriteTokens`, the query, positions and the table."""
+    tokens, turned = WriteTokens(*arrays[:6]), arrays[6:]
     query, key = _rotated(tokens.key, *turned, is_neox=is_neox)
     return query, write_xla(cache, *tokens._replace(key=key), unique_slots=unique_slots)
 
@@ -144,7 +144,7 @@ def _rotated(
 
 def _rope_mosaic(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
     """Rotates and writes with the kernel; takes and returns what `_rope_xla` does."""
-    tokens, turned = Tokens(*arrays[:6]), arrays[6:]
+    tokens, turned = WriteTokens(*arrays[:6]), arrays[6:]
     key, (query, positions, table) = tokens.key, turned
     if not key.size or not query.size or key.dtype.itemsize != 2 or key.shape[2] % 2:
         query, key = _rotated(key, *turned, is_neox=is_neox)
@@ -160,7 +160,7 @@ def _results(cache: KVCache, *args: Any, **_: Any) -> Any:
 
 
 _IMPLEMENTATIONS = select.Candidates(
-    parameters=("cache", *Tokens._fields, "query", "positions", "cos_sin_cache"),
+    parameters=("cache", *WriteTokens._fields, "query", "positions", "cos_sin_cache"),
     xla=_rope_xla,
     mosaic=_rope_mosaic,
     results=_results,

@@ -27,7 +27,7 @@ INVARIANT_TOKENS = 1024
 """Tokens in a chunk whose size must not depend on the batch; a single block may hold more."""
 
 
-class Chunks(NamedTuple):
+class TokenChunks(NamedTuple):
     """The tokens of sequences, in chunks.
 
     Attributes:
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     read: Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-class State(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32.
 
     `total` and `weighted` are in units of `_unit`.
@@ -58,7 +58,7 @@ def sinks_of_heads(sinks: jax.Array | None, num_heads: int) -> jax.Array:
 
 def attend(
     query: jax.Array,
-    chunks: Chunks,
+    chunks: TokenChunks,
     positions: jax.Array,
     sinks: jax.Array | None,
     spec: AttentionSpec,
@@ -88,7 +88,9 @@ def attend(
     first = chunks.read(0)
     unit = _unit(chunks.number * first[0].shape[1], first[1].dtype)
 
-    def step(state: State, number: jax.Array | int, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> State:
+    def step(
+        state: PartialSoftmax, number: jax.Array | int, chunk: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> PartialSoftmax:
         keys, values, there = chunk
         precision = "highest" if keys.dtype == np.float32 else None
         token = number * keys.shape[1] + jnp.arange(keys.shape[1])
@@ -118,12 +120,12 @@ def attend(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return State(
+        return PartialSoftmax(
             largest, state.total * kept + jnp.sum(weights, axis=-1), state.weighted * kept[..., None] + weighted
         )
 
     shape = grouped.shape[:-1]
-    nothing = State(
+    nothing = PartialSoftmax(
         jnp.broadcast_to(sink, shape),  # a sink is a logit without a value
         jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, unit), shape),
         jnp.zeros((*shape, head_size_v), jnp.float32),
@@ -178,7 +180,7 @@ def attend_pages(
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    return attend(query, Chunks(num_chunks, read), positions, sinks, spec, softmax)
+    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax)
 
 
 def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

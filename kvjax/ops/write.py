@@ -119,7 +119,7 @@ def reshape_and_cache_flash_diffkv(
     return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
 
 
-class Tokens(NamedTuple):
+class WriteTokens(NamedTuple):
     """The arrays of a write, as callers give them or as `as_tokens` returns them."""
 
     key: Any
@@ -132,14 +132,14 @@ class Tokens(NamedTuple):
 
 def _write(cache: KVCache, arrays: Sequence[Any], unique_slots: bool, implementation: str | None) -> KVCache:
     given, cache = cache, local_view(cache)
-    tokens = as_tokens(cache, Tokens(*arrays))
+    tokens = as_tokens(cache, WriteTokens(*arrays))
     unique_slots = as_bool("unique_slots", unique_slots)
     serve = select.choose("reshape_and_cache_flash", implementation, _IMPLEMENTATIONS, cache)
     kv = serve(cache, *tokens, unique_slots=unique_slots)
     return dataclasses.replace(given, kv=kv)
 
 
-def as_tokens(cache: KVCache, given: Tokens) -> Tokens:
+def as_tokens(cache: KVCache, given: WriteTokens) -> WriteTokens:
     """Checks the arguments of a write and returns them as JAX arrays with one dimension of tokens."""
     key, value, slot_mapping, layer, k_scale, v_scale = given
     spec = cache.spec
@@ -157,7 +157,7 @@ def as_tokens(cache: KVCache, given: Tokens) -> Tokens:
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
     scales = as_scales(cache, layer, k_scale, v_scale)
-    return Tokens(jnp.asarray(key), jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), layer, *scales)
+    return WriteTokens(jnp.asarray(key), jnp.asarray(value), as_slots(slot_mapping, cache.num_slots), layer, *scales)
 
 
 def flat_tokens(array: Any) -> Any:
@@ -166,8 +166,8 @@ def flat_tokens(array: Any) -> Any:
 
 
 def write_xla(cache: KVCache, *tokens: jax.Array | None, unique_slots: bool) -> jax.Array:
-    """Writes checked `Tokens` in XLA; returns the pages."""
-    key, value, slot_mapping, layer, k_scale, v_scale = Tokens(*tokens)
+    """Writes checked `WriteTokens` in XLA; returns the pages."""
+    key, value, slot_mapping, layer, k_scale, v_scale = WriteTokens(*tokens)
     spec = cache.spec
     if not unique_slots:
         # Of rows with one index, XLA's scatter keeps the last on CPU; elsewhere it may mix their elements.
@@ -186,7 +186,7 @@ def write_mosaic(
     cache: KVCache, *tokens: jax.Array | None, unique_slots: bool, rotated: kernel.Rotated | None = None
 ) -> Any:
     """Writes with the kernel; returns the pages, or with `rotated` the rotated queries and the pages."""
-    key, value, slot_mapping, layer, k_scale, v_scale = Tokens(*tokens)
+    key, value, slot_mapping, layer, k_scale, v_scale = WriteTokens(*tokens)
     if not key.size:
         return cache.kv
     if key.shape[0] >= kernel.SEARCHED and not unique_slots:
@@ -232,7 +232,7 @@ def why_not_write(spec: AttentionSpec, target: Target | None, *, rotates: bool =
 
 
 _IMPLEMENTATIONS = select.Candidates(
-    parameters=("cache", *Tokens._fields),
+    parameters=("cache", *WriteTokens._fields),
     xla=write_xla,
     mosaic=write_mosaic,
     results=_written,

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.kernels.prompts import ALIGNMENT, LEFT, ROWS, Operands, Problem, PromptConfig
+from kvjax.kernels.prompts import ALIGNMENT, LEFT, ROWS, Operands, PromptConfig, PromptProblem
 
 
-def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: Problem, config: PromptConfig) -> None:
+def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptProblem, config: PromptConfig) -> None:
     """All tokens belong to the first segment; the others are not touched."""
     query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks) = operands
     num_tokens, num_heads, head_size = query.shape

@@ -15,7 +15,7 @@ from kvjax_torch.arguments.plan import RaggedPlan
 from kvjax_torch.calls import attending, choosing
 from kvjax_torch.cuda import ragged as on_gpu
 from kvjax_torch.cuda import ragged_step, reads
-from kvjax_torch.cuda.ragged_step import Packed, Schedule, Step
+from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep, Schedule
 from kvjax_torch.eager import dense, host
 from kvjax_torch.launch import running
 from support import ragged_suite
@@ -65,7 +65,7 @@ def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
     return run
 
 
-def schedule_model(plan: RaggedPlan, step: Step, kernel: Any, num_lots: int) -> Schedule:
+def schedule_model(plan: RaggedPlan, step: RaggedStep, kernel: Any, num_lots: int) -> Schedule:
     """`ragged_step.schedule` on the host; what it leaves to others is NaN."""
     most, (num_rows, *row) = plan.attention.q_len, step.query.shape
     bounds = step.cu_q_lens.clamp(0, num_rows).tolist()
@@ -87,10 +87,10 @@ def schedule_model(plan: RaggedPlan, step: Step, kernel: Any, num_lots: int) -> 
     step.lse[~sees] = -torch.inf if step.sinks is None else step.sinks
     lens = lens.flatten() if ragged_step.are_alone(plan.attention) else lens[:, -1] if most else None
     none = torch.zeros(0, dtype=torch.int32)
-    return Schedule(none, none, Packed(rows, places.flatten(), lens) if most else None)
+    return Schedule(none, none, PackedRows(rows, places.flatten(), lens) if most else None)
 
 
-def place_model(step: Step, kernel: Any, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
+def place_model(step: RaggedStep, kernel: Any, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
     """`ragged_step.place` on the host."""
     assert places.dtype is torch.int32
     assert all(x.is_contiguous() for x in (places, rows, lses))

@@ -17,7 +17,7 @@ from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan
 from kvjax_torch.calls import arrays, choosing
-from kvjax_torch.cuda.ragged_step import Schedule, Step
+from kvjax_torch.cuda.ragged_step import RaggedStep, Schedule
 from kvjax_torch.eager import merge
 from kvjax_torch.launch import running
 
@@ -41,7 +41,7 @@ class Lots(NamedTuple):
     segments: int
 
     @classmethod
-    def of(cls, plan: RaggedPlan, step: Step) -> Lots:
+    def of(cls, plan: RaggedPlan, step: RaggedStep) -> Lots:
         """The lots of a step."""
         spec = plan.attention.cache.spec
         max_blocks = choosing.most_blocks(spec, step.tensors.block_table.shape[1])
@@ -59,7 +59,7 @@ def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int]
     return num_tokens * (num_kv_heads * sum(head_sizes) * itemsize + 4)
 
 
-def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
+def kernels_of(plan: RaggedPlan, step: RaggedStep) -> tuple[kernels.AnyCount, ...]:
     """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
     places = arrays.page_places(plan.attention.cache, step.tensors)
     with choosing.one_at_a_time:
@@ -68,7 +68,7 @@ def kernels_of(plan: RaggedPlan, step: Step) -> tuple[kernels.AnyCount, ...]:
 
 def attend(
     plan: RaggedPlan,
-    step: Step,
+    step: RaggedStep,
     schedule: Schedule,
     lots: Lots,
     own: tuple[kernels.AnyCount, ...],
@@ -126,7 +126,7 @@ def attend(
         out.copy_(results[0])
 
 
-def _segments(plan: RaggedPlan, step: Step, at_once: int, reached: int) -> int:
+def _segments(plan: RaggedPlan, step: RaggedStep, at_once: int, reached: int) -> int:
     attention = plan.attention
     if attention.batch_invariant:
         return 1

@@ -15,7 +15,7 @@ from kvjax.ops.options import num_reached_blocks, prompts_at_once
 from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors
 from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import ragged_step, reads
-from kvjax_torch.cuda.ragged_step import Step
+from kvjax_torch.cuda.ragged_step import RaggedStep
 from kvjax_torch.eager import dense
 
 LOGITS_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class Lot(NamedTuple):
     ends: torch.Tensor
 
 
-def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, dtype: torch.dtype) -> None:
+def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, dtype: torch.dtype) -> None:
     """Serves the prompts of a step in lots of as many as `options.DENSE_BYTES` allows, and stores their results.
 
     Args:
@@ -65,7 +65,7 @@ def attend(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, dtype: tor
         _attend_to_lot(plan, step, placement, own, dtype)
 
 
-def _lot_of(step: Step, bounds: torch.Tensor, chosen: torch.Tensor) -> Lot:
+def _lot_of(step: RaggedStep, bounds: torch.Tensor, chosen: torch.Tensor) -> Lot:
     """The sequences with the indices `chosen`; an empty one for each index that is the number of sequences."""
     tensors = step.tensors
     num_seqs = tensors.block_table.shape[0]
@@ -88,7 +88,9 @@ def _reached(plan: AttentionPlan, own: Lot, num_blocks: int) -> Lot:
     return own._replace(table=table, lens=own.lens - first_block * size)
 
 
-def _attend_to_lot(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, own: Lot, dtype: torch.dtype) -> None:
+def _attend_to_lot(
+    plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, own: Lot, dtype: torch.dtype
+) -> None:
     """Attends with a tile of rows of each sequence at a time."""
     attention, num_rows = plan.attention, step.query.shape[0]
     query, *dense_tokens, weight = _operands(attention, step, own, dtype)
@@ -101,7 +103,7 @@ def _attend_to_lot(plan: RaggedPlan, step: Step, placement: kernels.AnyCount, ow
         rows = query.index_select(0, row.clamp(0, num_rows - 1).flatten()).unflatten(0, (num_lot, tile))
         # The length up to the last row of the tile, even if the sequence ends before that row.
         ends = own.lens - (own.ends - own.starts) + (first + tile)
-        tokens = dense.Tokens(keys, values, own.table, ends, step.tensors.num_blocks)
+        tokens = dense.DenseTokens(keys, values, own.table, ends, step.tensors.num_blocks)
         out, lse = dense.attend(attention, rows, tokens, step.sinks, weight)
         places = torch.where(row < own.ends[:, None], row, -1).to(torch.int32).flatten()
         ragged_step.place(step, placement, places, out.flatten(0, 1), lse.flatten(0, 1))
@@ -123,7 +125,7 @@ class _Operands(NamedTuple):
     weight: torch.Tensor
 
 
-def _operands(plan: AttentionPlan, step: Step, own: Lot, dtype: torch.dtype) -> _Operands:
+def _operands(plan: AttentionPlan, step: RaggedStep, own: Lot, dtype: torch.dtype) -> _Operands:
     """Gathers keys and values.
 
     In 16 bits, a scale of quantized keys is split: the gathered keys take its power of two, and the query, which is

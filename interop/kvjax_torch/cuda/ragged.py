@@ -17,7 +17,7 @@ from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.calls import attending, choosing
 from kvjax_torch.cuda import prompt_kernels, prompts, ragged_step, reads
-from kvjax_torch.cuda.ragged_step import Packed, Step
+from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep
 from kvjax_torch.launch import running
 
 
@@ -52,7 +52,7 @@ def attend(
         _see_nothing(out, lse, sinks)
         return out, lse
     rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
-    step = Step(query, rows, tensors, cu_q_lens, sinks, out, lse)
+    step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse)
     of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))
     step_kernels = ragged_step.kernels_of(attention, step, of_prompts.attention.window)
     lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
@@ -87,7 +87,7 @@ def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> 
     return dataclasses.replace(plan, window=restricting(plan.window, reach))
 
 
-def _decode(plan: AttentionPlan, step: Step, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode(plan: AttentionPlan, step: RaggedStep, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of packed rows: `[n, num_heads, head_size_v]` and float32 `[n, num_heads]`."""
     rows, table = packed.rows, step.tensors.block_table
     if ragged_step.are_alone(plan):

@@ -18,7 +18,7 @@ from kvjax_torch.calls import choosing
 from kvjax_torch.launch import running
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """The rows of sequences that decode.
 
     Attributes:
@@ -45,11 +45,11 @@ class Schedule(NamedTuple):
 
     prompts: torch.Tensor
     header: torch.Tensor
-    packed: Packed | None
+    packed: PackedRows | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RaggedStep:
     """A call's arrays and results.
 
     Attributes:
@@ -124,7 +124,7 @@ class StepKernels(NamedTuple):
     place: kernels.AnyCount
 
 
-def kernels_of(plan: AttentionPlan, step: Step, window: int | None) -> StepKernels:
+def kernels_of(plan: AttentionPlan, step: RaggedStep, window: int | None) -> StepKernels:
     """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all."""
     is_aligned = step.out.data_ptr() % 4 == 0
     results = kernels.Units.of(plan.num_heads * plan.cache.spec.head_size_v, numpy_dtype(plan.dtype), is_aligned)
@@ -142,7 +142,7 @@ def kernels_of(plan: AttentionPlan, step: Step, window: int | None) -> StepKerne
         return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
 
 
-def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: int) -> Schedule:
+def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_lots: int) -> Schedule:
     """Divides a step, and stores the results of rows that see nothing: of no sequence, or of one that is not served.
 
     Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` of at most
@@ -164,7 +164,7 @@ def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: i
         return query.new_empty(shape, dtype=torch.int32)
 
     prompts, header = empty(max(plan.max_prompts, 1) * len(kernels.PROMPT_FIELDS)), empty(1 + num_lots)
-    packed: Packed | None = None
+    packed: PackedRows | None = None
     rows: tuple[torch.Tensor, ...] = ()
     stride = 0
     if most:
@@ -172,7 +172,7 @@ def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: i
         stride = step.rows.stride(0) * query.element_size() // _units(query).size
         packed_rows = query.new_empty((num_seqs, most, num_heads, head_size))
         num_lens = num_seqs * most if are_alone(attention) else num_seqs
-        packed = Packed(packed_rows, empty(num_seqs * most), empty(num_lens))
+        packed = PackedRows(packed_rows, empty(num_seqs * most), empty(num_lens))
     sinks = () if step.sinks is None else (step.sinks.contiguous(),)
     max_blocks = choosing.most_blocks(attention.cache.spec, width)
     limits = plan.max_q_len, plan.max_prompts, num_lots
@@ -182,7 +182,9 @@ def schedule(plan: RaggedPlan, step: Step, kernel: kernels.AnyCount, num_lots: i
     return Schedule(prompts, header, packed)
 
 
-def place(step: Step, kernel: kernels.AnyCount, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor) -> None:
+def place(
+    step: RaggedStep, kernel: kernels.AnyCount, places: torch.Tensor, rows: torch.Tensor, lses: torch.Tensor
+) -> None:
     """Stores results where they belong.
 
     Args:

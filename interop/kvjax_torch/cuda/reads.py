@@ -123,5 +123,5 @@ def _attend_to_gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
     keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
-    tokens = dense.Tokens(keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks)
+    tokens = dense.DenseTokens(keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks)
     return dense.attend(plan, query, tokens, sinks, out=out)

@@ -13,7 +13,7 @@ MARGIN = 2.0**-28
 exceed the largest. Sums of float16 fit float32, and weights that small would not fit float16."""
 
 
-class Tokens(NamedTuple):
+class DenseTokens(NamedTuple):
     """Gathered keys and values, and what says which of them a sequence has.
 
     Attributes:
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 def attend(
     plan: AttentionPlan,
     query: torch.Tensor,
-    tokens: Tokens,
+    tokens: DenseTokens,
     sinks: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,

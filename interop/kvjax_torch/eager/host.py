@@ -198,7 +198,7 @@ def _attend_rows(
             ends = own.seq_lens - (end - rows.stop)
             table = _within(int(ends), spec, own).block_table
             seen = slice(0, table.shape[1] * spec.block_size)
-            tokens = dense.Tokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks)
+            tokens = dense.DenseTokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks)
             for whole, part in zip((out, lse), dense.attend(plan, query[None, rows], tokens, sinks), strict=True):
                 whole[rows] = part[0]
     return out, lse

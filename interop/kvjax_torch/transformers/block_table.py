@@ -19,7 +19,7 @@ NO_SLOT = -1
 NO_COPIES = np.empty((0, 2), np.int32)
 
 
-class Step(NamedTuple):
+class AppendStep(NamedTuple):
     """What a layer needs to append tokens to each sequence and to read all of them back.
 
     Attributes:
@@ -37,11 +37,11 @@ class Step(NamedTuple):
     cu_q_lens: torch.Tensor
     stored: torch.Tensor | None
 
-    def to(self, device: torch.device) -> Step:
+    def to(self, device: torch.device) -> AppendStep:
         """The step on another device; the host does not wait."""
         moved = self._asdict()
         moved.update((name, x.to(device, non_blocking=True)) for name, x in moved.items() if x is not None)
-        return Step(**moved)
+        return AppendStep(**moved)
 
 
 class BlockTable:
@@ -114,7 +114,7 @@ class BlockTable:
 
     def grow(
         self, num_seqs: int, start: int, end: int, *, is_token: np.ndarray | None = None, free_passed: bool = False
-    ) -> Step:
+    ) -> AppendStep:
         """Allocates blocks for the positions from `start` to `end` of every sequence.
 
         Layers make the `copies` before anything is written or grown again.
@@ -159,7 +159,7 @@ class BlockTable:
         self._is_token = None if is_token is None else is_token.copy()  # a caller may reuse the mask's memory
         block_table = self.rows()
         cu_q_lens = np.concatenate([[0], np.cumsum(added)])
-        return Step(
+        return AppendStep(
             block_table=torch.from_numpy(block_table),
             slot_mapping=torch.from_numpy(self._slots(block_table, before, is_new).ravel()),
             seq_lens=torch.from_numpy((before + added).astype(np.int32)),

@@ -28,7 +28,7 @@ from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
-from kvjax_torch.transformers.block_table import Step
+from kvjax_torch.transformers.block_table import AppendStep
 from kvjax_torch.transformers.steps import Steps
 
 NAME = "kvjax"
@@ -243,7 +243,7 @@ class KvjaxLayer(CacheLayerMixin):
         """`states`, which autocast leaves in a dtype that depends on the operations before."""
         return states.to(self._model_dtype) if torch.is_autocast_enabled(states.device.type) else states
 
-    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: Step) -> None:
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""
         if self.num_tokens == 0:
             self.k_scale, self.v_scale = (
@@ -313,7 +313,7 @@ class KvjaxLayer(CacheLayerMixin):
         self.offload()
 
 
-def _attention(query: torch.Tensor, step: Step, arguments: dict[str, Any]) -> torch.Tensor:
+def _attention(query: torch.Tensor, step: AppendStep, arguments: dict[str, Any]) -> torch.Tensor:
     """Attention of a step's queries `[num_seqs, num_new_tokens, num_heads, head_size]`; 0 for padding."""
     num_new = query.shape[1]
     if step.stored is None and num_new <= MAX_DECODE_Q_LEN:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvjax import KVCacheValueError
-from kvjax_torch.transformers.block_table import BlockTable, Step
+from kvjax_torch.transformers.block_table import AppendStep, BlockTable
 
 ON_HOST = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class Steps:
         self._joined: set[int] = set()
         self._shape: tuple[int, int, int] | None = None
         self._paddings: list[np.ndarray | None] = []
-        self._steps: dict[tuple[BlockTable, torch.device], Step] = {}
+        self._steps: dict[tuple[BlockTable, torch.device], AppendStep] = {}
 
     @property
     def num_seqs(self) -> int:
@@ -53,7 +53,7 @@ class Steps:
         *,
         is_token: np.ndarray | None = None,
         free_passed: bool = False,
-    ) -> Step:
+    ) -> AppendStep:
         """The step in which a layer appends `num_new` tokens to each sequence; `leave` says that it did.
 
         It is the step under way, if the layer has not joined that one yet and appends the same tokens; else the next

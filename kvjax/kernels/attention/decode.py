@@ -40,7 +40,7 @@ SECTOR_ENTRIES = 8
 """Entries of a block table in a sector, the unit of reads from memory."""
 
 
-class Tokens(NamedTuple):
+class StageTokens(NamedTuple):
     """The tokens of a stage that a warp takes.
 
     Attributes:
@@ -155,7 +155,7 @@ class Decode:
             is_plain = (start >= span.sees_all_from) & (start + TILE * config.tiles <= span.sees_all_to)
             needs_look = lanes.any_in_warp(~is_plain) | lacks
             ring.wait(slot, parity)
-            state = self.stage(slot, Tokens(start, entries, span), needs_look, query, factor, state)
+            state = self.stage(slot, StageTokens(start, entries, span), needs_look, query, factor, state)
             ring.release(slot)
             return filled, ring.next(slot, parity), state
 
@@ -167,7 +167,7 @@ class Decode:
     def stage(
         self,
         slot: jax.Array,
-        tokens: Tokens,
+        tokens: StageTokens,
         needs_look: jax.Array,
         query: list[list[list[jax.Array]]],
         factor: jax.Array,

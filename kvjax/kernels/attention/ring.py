@@ -70,7 +70,7 @@ def _chosen(index: PartlyStaticInt, values: Sequence[int]) -> PartlyStaticInt:
     return PartlyStaticInt(value, max(values) + 1, 0)
 
 
-class Copy(NamedTuple):
+class PieceCopy(NamedTuple):
     """One copy instruction, with which each thread or warp copies its own piece.
 
     Attributes:
@@ -98,7 +98,7 @@ class Copy(NamedTuple):
     page_stride: int
 
 
-class Tokens(NamedTuple):
+class BlockTokens(NamedTuple):
     """Tokens of a stage that are in one block: a tile, or one token per thread."""
 
     tile: PartlyStaticInt
@@ -163,14 +163,14 @@ class Ring:
         lanes.initialize_barriers(self.barriers, self.thread, [arrivals] * self.slots + [self.warps] * self.slots)
 
     @functools.cached_property
-    def copies(self) -> tuple[list[Copy], list[Tokens]]:
+    def copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
         """The copies of a stage, and the tokens whose blocks they read."""
         return self._bulk_copies() if self.plan.chunks else self._thread_copies()
 
-    def _bulk_copies(self) -> tuple[list[Copy], list[Tokens]]:
+    def _bulk_copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
         plan, warp = self.plan, self.thread >> 5
-        copies: list[Copy] = []
-        tokens: list[Tokens] = []
+        copies: list[PieceCopy] = []
+        tokens: list[BlockTokens] = []
         arrays = {rows.array: rows for rows in (*plan.keys, *plan.values)}
         for array, rows in sorted(arrays.items()):
             chunks = [chunk for chunk in plan.chunks if chunk.array == array]
@@ -182,17 +182,19 @@ class Ring:
                 source = PartlyStaticInt(source.value + self.first_head * head.value, 0, 0)
                 to = tile.times(rows.tile_stride).plus(to)
                 copies.append(
-                    Copy(tile, to, source, None, token.value, size.value, is_one, len(tokens), array, rows.page_stride)
+                    PieceCopy(
+                        tile, to, source, None, token.value, size.value, is_one, len(tokens), array, rows.page_stride
+                    )
                 )
-                tokens.append(Tokens(tile, None))
+                tokens.append(BlockTokens(tile, None))
         return copies, tokens
 
-    def _thread_copies(self) -> tuple[list[Copy], list[Tokens]]:
+    def _thread_copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
         plan = self.plan
         threads = LANES * self.warps
-        copies: list[Copy] = []
+        copies: list[PieceCopy] = []
         tokens: dict[Any, int] = {}
-        looked_up: list[Tokens] = []
+        looked_up: list[BlockTokens] = []
         for rows in (*plan.keys, *plan.values):
             pieces = rows.page.row_bytes // rows.unit
             count = plan.tiles * TILE * plan.heads * pieces
@@ -209,7 +211,7 @@ class Ring:
                 same = (tile.known,) if tile.bound == 1 and plan.has_whole_tiles else (count, rows.by_token, first)
                 if same not in tokens:
                     tokens[same] = len(looked_up)
-                    looked_up.append(Tokens(tile, None if plan.has_whole_tiles else token))
+                    looked_up.append(BlockTokens(tile, None if plan.has_whole_tiles else token))
                 unit = piece.times(rows.unit)
                 to = tile.times(rows.tile_stride).plus(head.times(rows.head_stride)).plus(unit)
                 to = to.plus(token.times(rows.pitch)).plus(PartlyStaticInt(self.thread * 0, 1, rows.start))
@@ -223,7 +225,9 @@ class Ring:
                     source = source.plus(token.times(rows.page.token_stride))
                 in_pages = None if plan.has_whole_tiles else token
                 piece_of = in_pages, rows.page.token_stride, rows.unit
-                copies.append(Copy(tile, to, source, *piece_of, is_one, tokens[same], rows.array, rows.page_stride))
+                copies.append(
+                    PieceCopy(tile, to, source, *piece_of, is_one, tokens[same], rows.array, rows.page_stride)
+                )
         return copies, looked_up
 
     def blocks(self, entries: Scalar, position: Scalar, start: Scalar, end: Scalar) -> list[jax.Array]:

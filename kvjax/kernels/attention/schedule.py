@@ -155,7 +155,7 @@ class Sequences:
         return Share(sequence, jnp.where(ends, 0, begin), left, share.end, share.size)
 
 
-class Segments(Protocol):
+class SegmentVisitor(Protocol):
     """What a thread block does with segments: runs of stages of a sequence."""
 
     def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
@@ -168,7 +168,7 @@ class Segments(Protocol):
         """Stores the range of thread blocks that have parts of a sequence."""
 
 
-def serve_share(segments: Segments, sequences: Sequences, num_blocks: int, cursor: Any) -> None:
+def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, cursor: Any) -> None:
     """Serves the share of a thread block, segment after segment."""
     block = lax.axis_index("block")
     share = sequences.share(block, num_blocks)
@@ -192,7 +192,7 @@ def serve_share(segments: Segments, sequences: Sequences, num_blocks: int, curso
     _while_left(body, share, cursor)
 
 
-def serve_parts(segments: Segments, sequences: Sequences, num_blocks: int, least: int, cursor: Any) -> None:
+def serve_parts(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, least: int, cursor: Any) -> None:
     """Serves the share of a thread block in a batch-invariant call, one part after the other."""
     share = sequences.share_of_parts(lax.axis_index("block"), num_blocks, least)
     most = sequences.max_parts(least)

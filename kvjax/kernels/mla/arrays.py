@@ -14,7 +14,7 @@ from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
-from kvjax.kernels.mla.decode import Decode
+from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.packed import Packed, scratch_type
 from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
 from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
@@ -95,7 +95,7 @@ def _attend(
         own = Refs(query=query, pages=pages, table=table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, **known)
         packed = shared.pop() if spec.dtype.is_quantized else None
         own_tiles = Tiles.of(spec, tuple(shared))
-        Decode(problem, config, own, own_tiles, None if packed is None else Packed(packed, own_tiles)).run()
+        LatentDecode(problem, config, own, own_tiles, None if packed is None else Packed(packed, own_tiles)).run()
 
     kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),

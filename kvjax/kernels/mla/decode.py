@@ -47,7 +47,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
+class LatentDecode:
     """The body of the kernel.
 
     Attributes:

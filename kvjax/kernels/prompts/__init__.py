@@ -33,8 +33,8 @@ from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from kvjax.kernels.prompts.problem import ROWS as ROWS
 from kvjax.kernels.prompts.problem import TOKENS as TOKENS
 from kvjax.kernels.prompts.problem import WARPGROUPS, block_shape
-from kvjax.kernels.prompts.problem import Problem as Problem
 from kvjax.kernels.prompts.problem import PromptConfig as PromptConfig
+from kvjax.kernels.prompts.problem import PromptProblem as PromptProblem
 from kvjax.kernels.prompts.problem import choose as choose
 from kvjax.kernels.prompts.problem import why_not as why_not
 from kvjax.kernels.prompts.queue import Claimed
@@ -46,7 +46,7 @@ from kvjax.kernels.target import current
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: Problem, config: PromptConfig) -> None:
+def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: PromptProblem, config: PromptConfig) -> None:
     """Attends and stores results in place.
 
     Args:

@@ -39,10 +39,10 @@ from kvjax.kernels.memory import (
     scale_argument,
     with_origin,
 )
-from kvjax.kernels.page_tokens import KVOperand, PageTokens, decode_tokens
+from kvjax.kernels.page_tokens import GatherOperand, PageTokens, decode_tokens
 from kvjax.kernels.prompts import kernel_of
 from kvjax.kernels.prompts.memory import FIELDS, CallerMemory
-from kvjax.kernels.prompts.problem import TOKENS, Problem, choose
+from kvjax.kernels.prompts.problem import TOKENS, PromptProblem, choose
 from kvjax.kernels.prompts.rows import Scratch, run
 from kvjax.kernels.target import Target, tracing_for
 from kvjax.spec import AttentionSpec
@@ -146,7 +146,7 @@ def _gather(
             bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
             lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
             operands = [
-                KVOperand(
+                GatherOperand(
                     codec,
                     memory.pages(arrays[name]),
                     jnp.float32(1.0),
@@ -235,7 +235,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         for name, size, part in zip(SCALES, kind.scale_sizes, spec.dtype.parts, strict=True)
         if part.takes_scale
     }
-    problem = Problem(0, kind.window, kind.logits_soft_cap)
+    problem = PromptProblem(0, kind.window, kind.logits_soft_cap)
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         k_scale, v_scale = (arrays[name] if name in scales else None for name in SCALES)

@@ -43,7 +43,7 @@ class PromptConfig:
     segments: Number = 1
 
 
-class Problem(NamedTuple):
+class PromptProblem(NamedTuple):
     """What a kernel is compiled for, besides the shapes of its arrays.
 
     Attributes:

@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.kernels.aliases import Carry, Scalar
 from kvjax.kernels.memory import Number
 from kvjax.kernels.prompts.memory import Memory
-from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig, block_shape
+from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem, block_shape
 
 
 class Claimed(NamedTuple):
@@ -39,7 +39,7 @@ class Claimed(NamedTuple):
     stop: Scalar
 
 
-class Span(NamedTuple):
+class TileSpan(NamedTuple):
     """The tiles of tokens that a thread block's rows see.
 
     Attributes:
@@ -56,12 +56,12 @@ class Span(NamedTuple):
 
 
 def _span(
-    problem: Problem,
+    problem: PromptProblem,
     config: PromptConfig,
     segment: Scalar,
     rows: tuple[Scalar, Scalar],
     present: tuple[Scalar, Scalar],
-) -> Span:
+) -> TileSpan:
     """The tiles for rows at positions `rows`, the first and the last.
 
     `present` are the first token that is absent and the end of those present. Where no row sees a token it is one tile,
@@ -83,7 +83,7 @@ def _span(
         stop = jnp.minimum(start + per, stop)
     stop = jnp.maximum(stop, start + 1)
     plain_start = jnp.clip(plain_start, start, stop)
-    return Span(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
+    return TileSpan(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
 
 
 class Item(NamedTuple):
@@ -109,14 +109,14 @@ class Item(NamedTuple):
     q_start: jax.Array
     q_end: jax.Array
     position: jax.Array
-    span: Span
+    span: TileSpan
 
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
     """The items of a call."""
 
-    problem: Problem
+    problem: PromptProblem
     config: PromptConfig
     memory: Memory
 

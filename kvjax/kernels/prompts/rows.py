@@ -30,7 +30,7 @@ from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference
 from kvjax.kernels.prompts.memory import Memory, Stage
-from kvjax.kernels.prompts.problem import ROWS, Problem, PromptConfig
+from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
 
 
@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowWarpgroup:
     """A warpgroup that attends with the rows of an item.
 
     Whenever it begins with an item, these copies have been issued: of the item's first tiles, the keys of `stages` and
@@ -67,7 +67,7 @@ class Rows:
       step: tiles of all items before.
     """
 
-    problem: Problem
+    problem: PromptProblem
     config: PromptConfig
     memory: Memory
     scratch: Scratch
@@ -284,15 +284,15 @@ class Rows:
         return jnp.where(sees, logits, -jnp.inf)
 
 
-def run(problem: Problem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
+def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
     """The body of the kernel."""
     queue = Queue(problem, config, memory)
     warpgroup = lax.axis_index("warpgroup")
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Scalar) -> Rows:
-        return Rows(problem, config, memory, scratch, queue, warpgroup, item, step)
+    def rows(item: Item, step: Scalar) -> RowWarpgroup:
+        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step)
 
     @pl.when(first.prompt < queue.num_prompts)
     def run_items() -> None:

@@ -37,7 +37,7 @@ from kvjax.kernels.write.launch import why_no_staging, write_kernel
 from kvjax.kernels.write.plan import Rung
 from kvjax.kernels.write.rotation_step import RotatedMemory
 from kvjax.kernels.write.slots import Slots
-from kvjax.kernels.write.transfer import KVOperand
+from kvjax.kernels.write.transfer import WriteOperand
 from kvjax.spec import AttentionSpec
 
 
@@ -95,7 +95,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
             step = rotated.step(arrays, counts["last_position"], staged_keys)
         scales, scale_destinations = scales_of(arrays, scale_pages)
         operands = [
-            KVOperand(codec, Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
+            WriteOperand(codec, Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
             for codec, name, memory, scale, destination, scale_destination in zip(
                 (keys, values), ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
             )
@@ -104,7 +104,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         def write_as(rung: Rung) -> None:
             num_searched = None if kind.unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
-            call = program.Call(spec, rung.config, num_tokens, rows[0].dtype)
+            call = program.WriteCall(spec, rung.config, num_tokens, rows[0].dtype)
             program.run(own_slots, operands, staged, call, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:

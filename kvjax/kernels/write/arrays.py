@@ -16,7 +16,7 @@ from kvjax.kernels.write.launch import write_kernel
 from kvjax.kernels.write.plan import WriteConfig
 from kvjax.kernels.write.rotation_step import Positions, Rotated, RotationStep
 from kvjax.kernels.write.slots import Slots
-from kvjax.kernels.write.transfer import KVOperand
+from kvjax.kernels.write.transfer import WriteOperand
 from kvjax.spec import AttentionSpec
 
 
@@ -75,7 +75,7 @@ def write(
 
     def body(slots: Any, key: Any, value: Any, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
         operands = [
-            KVOperand(codec, Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
+            WriteOperand(codec, Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
             for codec, rows, scale, regions in zip(codecs, (key, value), (k_scale, v_scale), spec.regions, strict=True)
         ]
         num_searched = None if unique_slots or num_tokens >= plan.SEARCHED else num_tokens
@@ -96,7 +96,7 @@ def write(
                 staged_keys,
                 rotated.rotation,
             )
-        program.run(own_slots, operands, staged, program.Call(spec, config, num_tokens, dtype), step)
+        program.run(own_slots, operands, staged, program.WriteCall(spec, config, num_tokens, dtype), step)
 
     dtype, codecs = key.dtype, codecs_of(spec)
     key_rows = codecs[0].token_rows(key) if rotated is None else rotated.rotation.as_columns(key)

@@ -18,10 +18,10 @@ from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.write.plan import WriteConfig
 from kvjax.kernels.write.rotation_step import RotationStep
 from kvjax.kernels.write.slots import Position, Slots
-from kvjax.kernels.write.transfer import KVOperand, RowCopy, Scatter
+from kvjax.kernels.write.transfer import RowCopy, Scatter, WriteOperand
 from kvjax.spec import AttentionSpec
 
-StagedOperand = tuple[KVOperand, Sequence[Any]]
+StagedOperand = tuple[WriteOperand, Sequence[Any]]
 """Keys or values, and the shared memory for their data and scales, if they go through it."""
 
 
@@ -50,7 +50,7 @@ class Program(NamedTuple):
     writes_values: bool = True
 
 
-class Call(NamedTuple):
+class WriteCall(NamedTuple):
     """What is written: tokens of `dtype` into pages of a spec, by programs of a configuration."""
 
     spec: AttentionSpec
@@ -61,9 +61,9 @@ class Call(NamedTuple):
 
 def run(
     slots: Slots,
-    operands: Sequence[KVOperand],
+    operands: Sequence[WriteOperand],
     staged: Sequence[Any],
-    call: Call,
+    call: WriteCall,
     rotation: RotationStep | None = None,
 ) -> None:
     """The body of the kernel.
@@ -119,7 +119,7 @@ def branch(
     lax.cond(condition, named(name, then), named(other_name, otherwise))
 
 
-def _write_token(program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None) -> None:
+def _write_token(program: Program, operands: Sequence[WriteOperand], rotation: RotationStep | None) -> None:
     """Writes one token through registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     # The compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
@@ -129,7 +129,7 @@ def _write_token(program: Program, operands: Sequence[KVOperand], rotation: Rota
     _store_rows(program, operands, positions, copies, encoders, loaded)
 
 
-def _write_tokens(program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None) -> None:
+def _write_tokens(program: Program, operands: Sequence[WriteOperand], rotation: RotationStep | None) -> None:
     """Writes several tokens through registers; scales are loaded before the barrier, which takes fewer registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
     encoders = _row_encoders(program, operands, copies)
@@ -138,7 +138,7 @@ def _write_tokens(program: Program, operands: Sequence[KVOperand], rotation: Rot
 
 
 def _load_rows(
-    program: Program, operands: Sequence[KVOperand], rotation: RotationStep | None
+    program: Program, operands: Sequence[WriteOperand], rotation: RotationStep | None
 ) -> tuple[list[Position], list[RowCopy], list[list[jax.Array]]]:
     """Loads slots and rows: a position per token, a copy per operand, and the rows of each token and operand."""
     slots, spec = program.slots, program.spec
@@ -161,7 +161,7 @@ def _load_rows(
     return positions, copies, [list(rows) for rows in zip(*loaded, strict=True)]
 
 
-def _row_copy(spec: AttentionSpec, operand: KVOperand, dtype: DTypeLike) -> RowCopy:
+def _row_copy(spec: AttentionSpec, operand: WriteOperand, dtype: DTypeLike) -> RowCopy:
     """The copy of rows of `dtype` whose encoding leaves every element in its place."""
     itemsize = jnp.dtype(operand.pages.ref.dtype).itemsize
     copy = RowCopy.of(spec, operand.pages, 0, itemsize, by_head=operand.scale.shape[0] > 1)
@@ -170,7 +170,7 @@ def _row_copy(spec: AttentionSpec, operand: KVOperand, dtype: DTypeLike) -> RowC
 
 
 def _row_encoders(
-    program: Program, operands: Sequence[KVOperand], copies: Sequence[RowCopy]
+    program: Program, operands: Sequence[WriteOperand], copies: Sequence[RowCopy]
 ) -> list[Callable[[jax.Array], jax.Array]]:
     return [
         operand.codec.row_encoder(operand.scale, copy.layout, copy.columns)
@@ -180,7 +180,7 @@ def _row_encoders(
 
 def _store_rows(
     program: Program,
-    operands: Sequence[KVOperand],
+    operands: Sequence[WriteOperand],
     positions: Sequence[Position],
     copies: Sequence[RowCopy],
     encoders: Sequence[Callable[[jax.Array], jax.Array]],
@@ -198,7 +198,7 @@ def _store_rows(
                 copy.store(row, operand.pages, position)
 
 
-def _rotated(program: Program, operands: Sequence[KVOperand], rotation: RotationStep) -> list[KVOperand]:
+def _rotated(program: Program, operands: Sequence[WriteOperand], rotation: RotationStep) -> list[WriteOperand]:
     """Rotates keys and queries, as far as these are the program's, and returns the operands with the rotated keys."""
     tokens, first = program.tokens, program.first
     if tokens == 1:
@@ -226,7 +226,7 @@ class _Staged(NamedTuple):
       positions: of each scatter, where its chunks go.
     """
 
-    operand: KVOperand
+    operand: WriteOperand
     refs: Sequence[Ref]
     scatters: Sequence[Scatter]
     positions: Sequence[Position]

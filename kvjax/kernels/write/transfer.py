@@ -22,7 +22,7 @@ from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 
-class KVOperand(NamedTuple):
+class WriteOperand(NamedTuple):
     """The keys or the values of a write.
 
     Attributes:
