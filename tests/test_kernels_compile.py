@@ -124,7 +124,7 @@ def assert_one_sound_kernel(program: CompiledProgram, target: str, spill_bytes: 
 
 
 # Bytes, at most. Of 35 blocks a token some threads have one more, and both candidates of it in registers.
-SPILLS = {("nvfp4_4over6", (5, 112)): 136}
+SPILLS = {("nvfp4_4over6", (5, 112)): 136, ("int8_k_nvfp4_4over6_v", (5, 112)): 64}
 
 
 TYPICAL = {
