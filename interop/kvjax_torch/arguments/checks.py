@@ -54,12 +54,12 @@ def refuse_gradient(what: str, /, **tensors: torch.Tensor) -> None:
             )
 
 
-def check_devices(key_cache: torch.Tensor, **tensors: torch.Tensor) -> None:
+def check_devices(key_cache: torch.Tensor, cache_name: str = "key_cache", **tensors: torch.Tensor) -> None:
     """Raises `KVCacheValueError` if a tensor is on another device than the cache."""
     device = key_cache.device
     for name, tensor in tensors.items():
         if tensor.device != device:
-            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of key_cache")
+            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of {cache_name}")
 
 
 def check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:
